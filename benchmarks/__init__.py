@@ -1,1 +1,1 @@
-"""Measurements beside their floors and peers. `python -m benchmarks.baseline` and so on; results under results/."""
+"""Measurements beside their floors and peers. `python -m benchmarks.peers` and so on; results under results/."""

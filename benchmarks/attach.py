@@ -1,4 +1,4 @@
-"""What a server that runs saves its user: `python -m benchmarks.attach`.
+"""The time that a running server saves its user: `python -m benchmarks.attach`.
 
 From the start of `localllm run` to its first byte, attached to a warm server and not; from a request for another model
 to its first token, under a cap that one of them fits into; and how soon an engine that was killed answers again. Five
@@ -37,7 +37,7 @@ class Home:
         self.port = port
 
     def first_byte_s(self, *arguments: str) -> float:
-        """Of a command, from its start."""
+        """Seconds from the start of a command to its first byte."""
         started = time.perf_counter()
         with subprocess.Popen(
             [sys.executable, *arguments], env=_environ(self.folder), stdout=subprocess.PIPE
@@ -49,7 +49,7 @@ class Home:
         return seconds
 
     def first_token_s(self, model: str) -> float:
-        """Of a streamed answer."""
+        """Seconds to the first token of a streamed answer."""
         body = {"model": model, "prompt": "Once", "max_tokens": 2, "stream": True}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         started = time.perf_counter()
@@ -63,15 +63,15 @@ class Home:
         return seconds
 
     def killed_s(self) -> float:
-        """Of an answer by the model that is loaded, whose engine is killed just before."""
+        """Seconds to the first token by the loaded model, whose engine is killed just before."""
         [row] = self.rows()
         os.kill(row["pid"], signal.SIGKILL)
         return self.first_token_s(row["name"])
 
     def rows(self) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "localllm", "ps", "--json"]
-        told = subprocess.run(command, env=_environ(self.folder), capture_output=True, check=True)
-        rows: list[dict[str, Any]] = json.loads(told.stdout)["models"]
+        done = subprocess.run(command, env=_environ(self.folder), capture_output=True, check=True)
+        rows: list[dict[str, Any]] = json.loads(done.stdout)["models"]
         return rows
 
 

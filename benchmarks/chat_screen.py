@@ -1,4 +1,4 @@
-"""The full-screen chat on a terminal of its own: what a key waits for while an answer is written, and what that costs.
+"""The full-screen chat on a terminal of its own: how long a key waits while an answer is written, and what that costs.
 
     python -m benchmarks.chat_screen            prints a table, and writes benchmarks/results/chat_screen.json
 
@@ -9,6 +9,7 @@ process types, and waits until the terminal shows what was typed. Beside each fi
 from __future__ import annotations
 
 import argparse
+import asyncio
 import fcntl
 import json
 import os
@@ -23,23 +24,23 @@ import tempfile
 import termios
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.quality_page import with_section
+from benchmarks.measure import DOCS, parser, save, spread, write_section
 from localllm.cli.screen import tune
 
 _ROWS, _COLUMNS = 50, 160
 _TOKENS, _TOK_S = 2000, 200
+_MESSAGES, _PAGES, _PAGE_S = 500, 150, 0.1  # of the long conversation
 _WORDS = "the quick brown fox jumps over a lazy dog and finds lantern beneath old bridge while it rains".split()  # noqa: SIM905
 _KEYS = "abcdefghijklmnopqrstuvwxyz"
-_PAGE = Path(__file__).parent.parent / "docs" / "chat.md"
 _BEGIN, _END = "<!-- figures: written by `python -m benchmarks.chat_screen` -->", "<!-- end of the figures -->"
 _AS_INSTALLED = {"PYTHONDONTWRITEBYTECODE": ""}  # the package is compiled once
-_RESULT = Path(__file__).parent / "results" / "chat_screen.json"
 
 
 def markdown(num_tokens: int, seed: int = 1) -> str:
@@ -73,17 +74,16 @@ def child(folder: Path, *, is_peer: bool) -> None:
     os.environ["LOCALLLM_HOME"] = str(folder)
     tune()
     if is_peer:
-        from localllm.tui import following
-        from localllm.tui.widgets.clear import Clear
+        from localllm.tui import stream_throttle
+        from localllm.tui.widgets.clear import Clear, LaidOutOnce
         from localllm.tui.widgets.document import Document
-        from localllm.tui.widgets.laid_out_once import LaidOutOnce
 
         async def done(_: Document, *, is_whole: bool) -> None:
             pass
 
         del Document.append, Clear.render_lines, LaidOutOnce._size_updated
         Document._grow = done  # type: ignore[assignment]
-        following._SHARE = float("inf")
+        stream_throttle._SHARE = float("inf")
     from localllm.tui.widgets.message_view import AnswerView
     from tests.tui.support import FakeService, chat_app
 
@@ -104,6 +104,52 @@ def child(folder: Path, *, is_peer: bool) -> None:
         raise app.failure
     (folder / "child.json").write_text(json.dumps(found))
     os._exit(0)
+
+
+async def _paged(session_id: str) -> dict[str, float]:
+    from tests.tui.support import chat_app, running, until
+
+    app = chat_app()
+    async with running(app, (160, 50)) as pilot:
+        await until(pilot, lambda: app.chat.status.facts is not None)
+        began = time.perf_counter()
+        app.worker.do(lambda: app.worker.open(session_id))
+        views = app.chat.transcript
+        await until(
+            pilot, lambda: app.chat.num_turns == _MESSAGES and views.views and views.views[-1].region.height > 1
+        )
+        open_s = time.perf_counter() - began
+        waits: list[float] = []
+
+        async def watch() -> None:
+            while True:
+                before = time.perf_counter()
+                await asyncio.sleep(0.005)
+                waits.append(time.perf_counter() - before - 0.005)
+
+        watching = asyncio.create_task(watch())
+        for _ in range(_PAGES):
+            app.chat.action_page(-1)
+            await asyncio.sleep(_PAGE_S)
+        watching.cancel()
+    waits.sort()
+    return {"open_s": open_s, "page_p95_ms": 1e3 * waits[int(0.95 * len(waits))], "page_max_ms": 1e3 * waits[-1]}
+
+
+def long_child(folder: Path) -> None:
+    """A conversation of 500 messages: opened, and scrolled through."""
+    os.environ["LOCALLLM_HOME"] = str(folder)
+    tune()
+    from localllm.history import History, history_file
+
+    history_file().parent.mkdir(parents=True)
+    with History.open(history_file()) as history, history.together():
+        session, parent = history.begin("long", "tiny", None), None
+        for number in range(_MESSAGES):
+            is_answer = number % 2 == 1
+            text = markdown(150, number) if is_answer else f"question {number}"
+            parent = history.append(session, parent, "assistant" if is_answer else "user", text)
+    print(json.dumps(asyncio.run(_paged(session.id))))
 
 
 class Terminal:
@@ -154,7 +200,7 @@ class Terminal:
 
 
 def latencies(terminal: Terminal, seconds: float) -> list[float]:
-    """Of keys that are typed at chance, ten a second: until the terminal shows each."""
+    """Seconds until the terminal shows a key; keys are typed at chance, ten a second."""
     chance = random.Random(seconds)
     found, number, end = [], 0, time.monotonic() + seconds
     while time.monotonic() < end:
@@ -206,7 +252,7 @@ def streaming(*, is_peer: bool = False) -> dict[str, Any]:
 def long_conversation() -> dict[str, float]:
     """500 messages, in a process of its own: until they are there, and how long a key waits while one scrolls."""
     with tempfile.TemporaryDirectory() as name:
-        line = [sys.executable, "-m", "benchmarks.chat_screen_long", name]
+        line = [sys.executable, "-m", "benchmarks.chat_screen", "--long", "--child", name]
         found = subprocess.run(line, check=True, capture_output=True, text=True).stdout
     return dict(json.loads(found))
 
@@ -231,16 +277,10 @@ def _import_s(module: str) -> float:
     return time.monotonic() - began
 
 
-def spread(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Median, least and most of each figure; of what is no figure, whether it was so in all rounds."""
-    found: dict[str, Any] = {}
-    for name in rounds[0]:
-        values = [one[name] for one in rounds]
-        if isinstance(values[0], bool):
-            found[name] = all(values)
-        else:
-            found[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return found
+    values = {name: [one[name] for one in rounds] for name in rounds[0]}
+    return {name: all(each) if isinstance(each[0], bool) else asdict(spread(each)) for name, each in values.items()}
 
 
 def figures(result: Mapping[str, Any]) -> list[str]:
@@ -277,13 +317,13 @@ def figures(result: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--child", type=Path)
-    parser.add_argument("--peer", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    options.add_argument("--long", action="store_true", help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     if arguments.child is not None:
-        child(arguments.child, is_peer=arguments.peer)
+        long_child(arguments.child) if arguments.long else child(arguments.child, is_peer=arguments.peer)
         return
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "streaming": streaming,
@@ -296,10 +336,10 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, measure in parts.items():
             rounds[name].append(measure())
-    result = {name: spread(found) for name, found in rounds.items()}
-    _RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    result = {name: summary(found) for name, found in rounds.items()}
+    save("chat_screen", result)
     content = "\n".join(figures(result))
-    _PAGE.write_text(with_section(_PAGE.read_text(encoding="utf-8"), _BEGIN, _END, content), encoding="utf-8")
+    write_section(DOCS / "chat.md", _BEGIN, _END, content)
     print(content)
 
 

@@ -1,17 +1,17 @@
-"""What one NVIDIA GPU does by our kernels, and under caps of its memory by offloading: in 8 minutes, nothing fetched.
+"""One NVIDIA GPU by our kernels, and under caps of its memory by offloading: in 8 minutes, nothing fetched.
 
     python -m benchmarks.gpu [--out DIR] [--seconds 450] [--parts kernels products ...] [--caps 8 12 24]
     python -m benchmarks.gpu --device cpu --small
 
 kernels: each beside its reference. products: the matrices of four models beside a copy of their bytes, torch's INT4
 operator and bf16. model: llama-3.1-8b in INT4, all on the card, beside a plain loop in torch. profile: a step of it,
-kernel by kernel. speculation: guesses that are right as often as is asked for, and guesses that are all wrong. texts:
+kernel by kernel. speculation: drafts that are right as often as is asked for, and drafts that are all wrong. texts:
 whether every placement of blocks writes the same. caps: for each a model of 1.5 times its size, of random weights and
 made in memory, in bf16 and in INT4: blocks copied in every step beside the plain pinned copy, the plan beside copying
 alone and the CPU alone and beside accelerate, the peak of the card's memory beside the cap and the ledger, predictions
 beside what was measured.
 
-The sides are processes that take turns. What fails, or has no time left, is told in one line, and the rest goes on.
+The sides are processes that take turns. A part that fails or has no time left is one line, and the rest goes on.
 With --device cpu a CPU stands in for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or
 to gpu.json in another folder; those of a CPU only where a folder is named.
 """
@@ -29,53 +29,47 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu_products_rows
-from benchmarks.gpu_caps import Cap, Parts, measured_rows
-from benchmarks.gpu_model_rows import ModelTurns, kernel_rows, profile_rows
-from benchmarks.gpu_rows import Row, machine_lines, speculation_rows, table, text_rows
+from benchmarks import gpu_table
+from benchmarks.gpu_table import Row
+from benchmarks.gpu_turns import Cap, CapTurns, ModelTurns, Run, product_turns
 from benchmarks.measure import RESULTS, machine, save
 from benchmarks.peers_protocol import Worker
 
 GB = 10**9
-FORMATS = {"bf16": "llama-3.1-8b", "int4-g64": "llama-3.3-70b"}  # whose layers the model has
+FORMATS = {"bf16": "llama-3.1-8b", "int4-g64": "llama-3.3-70b"}  # of caps, and whose layers the model has
 SHARE_OF_CAP = 1.5
 _CAPS_GB = (8, 12, 24)
 _SMALL_CAP_BYTES = 40 * 10**6
 _TEXT_TOKENS = {False: (48, 200), True: (12, 32)}  # of each placement, and of the one that is written twice
-# Of the time; those of a cap, and of each GB of it.
+_PROFILED = {False: (512, "int8"), True: (70, "int8")}  # depth, keys and values
+# Shares of the time; that of a cap, and of each GB of it.
 _SHARES = {
-    "machine": 4.0,
-    "kernels": 4.0,
-    "products": 5.0,
-    "model": 8.0,
-    "profile": 2.5,
-    "speculation": 3.0,
-    "texts": 1.0,
-}
+    "machine": 4.0, "kernels": 4.0, "products": 5.0, "model": 8.0, "profile": 2.5, "speculation": 3.0, "texts": 1.0,
+}  # fmt: skip
 _CAP, _CAP_GB = 1.5, 1 / 16
 PARTS = (*_SHARES, "caps")
-_PROFILED = {False: (512, "int8"), True: (70, "int8")}  # depth, keys and values
 
 
 @dataclass
 class Report:
-    """What was found so far."""
+    """The rows and figures so far. folder: None where nothing is saved."""
 
-    folder: Path | None  # None: nothing is kept
+    folder: Path | None
     device: str
     machine: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     caps: list[dict[str, Any]] = field(default_factory=list)
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the part, what our kernels do
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the part
     rows: list[Row] = field(default_factory=list)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Kept at once: whoever ends the run has what came before."""
+        """Saved at once: whoever ends the run has what came before."""
         self.rows += rows
         for row in rows:
             print(row.line(), file=sys.stderr, flush=True)
@@ -85,7 +79,7 @@ class Report:
 
 
 class Budget:
-    """So many seconds in all; a part has its share of what those before it left."""
+    """The seconds of a run; each part has its share of what those before it left."""
 
     def __init__(self, seconds: float, shares: Sequence[float]) -> None:
         self._end = time.monotonic() + seconds
@@ -98,10 +92,10 @@ class Budget:
 
 
 @contextlib.contextmanager
-def processes(seconds: float, *modules: str, interprets: bool = False) -> Iterator[list[Worker]]:
-    """Sides that are ended when the time is over, whatever they do then. interprets: kernels, on the host."""
+def processes(seconds: float, *sides: str, interprets: bool = False) -> Iterator[list[Worker]]:
+    """Sides ("gpu_worker cap"), which are ended when the time is over. interprets: kernels, on the host."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"} if interprets else None
-    workers = [Worker([sys.executable, "-m", module], environment) for module in modules]
+    workers = [Worker([sys.executable, "-m", *f"benchmarks.{side}".split()], environment) for side in sides]
 
     def end() -> None:
         for worker in workers:
@@ -113,13 +107,73 @@ def processes(seconds: float, *modules: str, interprets: bool = False) -> Iterat
         yield workers
     finally:
         timer.cancel()
-        end()  # at once: tens of GB are given back, and there is nothing to be kept
+        end()  # at once: tens of GB are given back, and nothing is to be saved
         for worker in workers:
             worker.close()
 
 
+class Parts:
+    """Each part measures within its seconds, and reports its rows."""
+
+    def __init__(self, report: Report, rounds: int) -> None:
+        self._report, self._rounds = report, rounds
+        self._device, self._is_small = report.device, report.device == "cpu"
+
+    def machine(self, seconds: float) -> None:
+        with processes(seconds, "gpu_worker cap") as (worker,):
+            self._report.machine |= worker.call("machine", device=self._device, weights=list(FORMATS))
+        print("\n".join(gpu_table.machine_lines(self._report.machine)), flush=True)
+
+    def kernels(self, seconds: float) -> None:
+        with processes(seconds + 5, "gpu_kernels kernels", interprets=self._is_small) as (worker,):
+            found = worker.call("check", device=self._device, seconds=seconds)
+        self._found("kernels", found, gpu_table.kernel_rows(found))
+
+    def products(self, seconds: float) -> None:
+        with processes(seconds, "gpu_kernels products", interprets=self._is_small) as (worker,):
+            product_turns(worker, self._run(seconds), self._report.found.setdefault("products", {}))
+
+    def model(self, seconds: float) -> None:
+        with processes(seconds + 5, "gpu_worker model", "gpu_peers loop", interprets=self._is_small) as (ours, theirs):
+            ModelTurns(ours, theirs, self._run(seconds), self._report.found.setdefault("model", {})).measure()
+
+    def profile(self, seconds: float) -> None:
+        depth, kv = _PROFILED[self._is_small]
+        options = {"depth": depth, "kv": kv, "rounds": self._rounds, "small": self._is_small}
+        with processes(seconds, "gpu_kernels profile", interprets=self._is_small) as (worker,):
+            found = worker.call("step", device=self._device, **options)
+        self._found("profile", found, gpu_table.profile_rows(found))
+
+    def speculation(self, seconds: float) -> None:
+        options = {"seconds": 0.8 * seconds, "rounds": self._rounds, "small": self._is_small}
+        with processes(seconds + 10, "gpu_worker speculation", interprets=self._is_small) as (worker,):
+            found = worker.call("rows", device=self._device, **options)
+        self._found("speculation", found, gpu_table.speculation_rows(found["rows"]))
+
+    def texts(self, seconds: float) -> None:
+        tokens, many_tokens = _TEXT_TOKENS[self._is_small]
+        with processes(seconds, "gpu_worker texts") as (worker,):
+            found = worker.call("compare", device=self._device, tokens=tokens, many_tokens=many_tokens)
+        self._report.texts |= found
+        self._report.add(gpu_table.text_rows(found))
+
+    def cap(self, cap: Cap, seconds: float) -> None:
+        beside, run = ["gpu_peers accelerate"] if cap.weights == "bf16" else [], self._run(seconds)
+        with processes(seconds + 5, "gpu_worker cap", *beside) as (ours, *others):
+            found = CapTurns(ours, others[0] if others else None, run).measure(cap)
+        self._report.caps.append(found)
+        self._report.add(gpu_table.cap_rows(cap.name, cap.weights, cap.num_bytes, found))
+
+    def _run(self, seconds: float) -> Run:
+        return Run(self._device, time.monotonic() + seconds, self._rounds, self._report.add)
+
+    def _found(self, part: str, found: dict[str, Any], rows: Sequence[Row]) -> None:
+        self._report.found[part] = found
+        self._report.add(rows)
+
+
 def caps(arguments: argparse.Namespace) -> list[Cap]:
-    """bf16 first: there what the link gives does not hang on a kernel."""
+    """bf16 first: there the link's share does not depend on a kernel."""
     if arguments.small:
         return [Cap(_SMALL_CAP_BYTES, weights, "small", SHARE_OF_CAP, stretch_s=0.1) for weights in FORMATS]
     sizes = [int(cap * GB) for cap in arguments.caps or _CAPS_GB]
@@ -128,82 +182,13 @@ def caps(arguments: argparse.Namespace) -> list[Cap]:
     ]
 
 
-def measure_machine(report: Report, seconds: float) -> None:
-    with processes(seconds, "benchmarks.gpu_worker") as (worker,):
-        told = worker.call("machine", device=report.device, weights=list(FORMATS))
-    report.machine |= told
-    print("\n".join(machine_lines(report.machine)), flush=True)
-
-
-def check_kernels(report: Report, seconds: float) -> None:
-    with processes(seconds + 5, "benchmarks.gpu_kernels", interprets=report.device == "cpu") as (worker,):
-        report.found["kernels"] = worker.call("check", device=report.device, seconds=seconds)
-    report.add(kernel_rows(report.found["kernels"]))
-
-
-def measure_products(report: Report, seconds: float, rounds: int) -> None:
-    found = report.found["products"] = {}
-    with processes(seconds, "benchmarks.gpu_products", interprets=report.device == "cpu") as (worker,):
-        gpu_products_rows.measure(worker, report.device, seconds, rounds, found, report.add)
-
-
-def measure_model(report: Report, seconds: float, rounds: int) -> None:
-    found, until = report.found.setdefault("model", {}), time.monotonic() + seconds
-    sides = ("benchmarks.gpu_decode", "benchmarks.gpu_torch_loop")
-    with processes(seconds + 5, *sides, interprets=report.device == "cpu") as (ours, theirs):
-        ModelTurns(ours, theirs, report.device, until, rounds, found, report.add).measure()
-
-
-def profile_step(report: Report, seconds: float, rounds: int) -> None:
-    is_small = report.device == "cpu"
-    depth, kv = _PROFILED[is_small]
-    with processes(seconds, "benchmarks.gpu_profile", interprets=is_small) as (worker,):
-        options = {"depth": depth, "kv": kv, "rounds": rounds, "small": is_small}
-        report.found["profile"] = worker.call("step", device=report.device, **options)
-    report.add(profile_rows(report.found["profile"]))
-
-
-def measure_speculation(report: Report, seconds: float, rounds: int) -> None:
-    is_small = report.device == "cpu"
-    with processes(seconds + 10, "benchmarks.gpu_speculation", interprets=is_small) as (worker,):
-        options = {"seconds": 0.8 * seconds, "rounds": rounds, "small": is_small}
-        report.found["speculation"] = worker.call("rows", device=report.device, **options)
-    report.add(speculation_rows(report.found["speculation"]["rows"]))
-
-
-def compare_texts(report: Report, seconds: float, is_small: bool) -> None:
-    tokens, many_tokens = _TEXT_TOKENS[is_small]
-    with processes(seconds, "benchmarks.gpu_texts") as (worker,):
-        report.texts |= worker.call("compare", device=report.device, tokens=tokens, many_tokens=many_tokens)
-    report.add(text_rows(report.texts))
-
-
-def measure_cap(report: Report, cap: Cap, seconds: float, rounds: int) -> None:
-    beside = ["benchmarks.gpu_accelerate"] if cap.weights == "bf16" else []
-    until = time.monotonic() + seconds
-    with processes(seconds + 5, "benchmarks.gpu_worker", *beside) as (ours, *others):
-        found = Parts(ours, others[0] if others else None, report.device, until, rounds).measure(cap)
-    report.caps.append(found)
-    report.add(measured_rows(cap, found))
-
-
 def chosen_parts(arguments: argparse.Namespace, report: Report) -> list[tuple[str, float, Callable[[float], None]]]:
-    """Their names, shares of the time, and what they do with the seconds that they get."""
-    rounds = arguments.rounds
-    measures: dict[str, Callable[[float], None]] = {
-        "machine": lambda seconds: measure_machine(report, seconds),
-        "kernels": lambda seconds: check_kernels(report, seconds),
-        "products": lambda seconds: measure_products(report, seconds, rounds),
-        "model": lambda seconds: measure_model(report, seconds, rounds),
-        "profile": lambda seconds: profile_step(report, seconds, rounds),
-        "speculation": lambda seconds: measure_speculation(report, seconds, rounds),
-        "texts": lambda seconds: compare_texts(report, seconds, arguments.small),
-    }
-    parts = [(name, _SHARES[name], measure) for name, measure in measures.items() if name in arguments.parts]
+    """Names and shares of the time of the parts, and what they do with their seconds."""
+    parts = Parts(report, arguments.rounds)
+    chosen = [(name, share, getattr(parts, name)) for name, share in _SHARES.items() if name in arguments.parts]
     for cap in caps(arguments) if "caps" in arguments.parts else []:
-        share = _CAP + _CAP_GB * cap.num_bytes / GB
-        parts.append((cap.name, share, lambda seconds, cap=cap: measure_cap(report, cap, seconds, rounds)))  # type: ignore[misc]
-    return parts
+        chosen.append((cap.name, _CAP + _CAP_GB * cap.num_bytes / GB, partial(parts.cap, cap)))
+    return chosen
 
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
@@ -219,7 +204,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def folder_of_results(name: str) -> Path:
-    """That it can be written is found out before anything is measured."""
+    """Return the folder. Whether it can be written is found out before anything is measured."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -285,8 +270,8 @@ def main() -> None:
             sys.exit(130)
         finally:
             if report.rows:
-                print("\n".join(table(report.rows)))
-                print(f"in {folder}/gpu.json" if folder else "not kept: --out names a folder", file=sys.stderr)
+                print("\n".join(gpu_table.table(report.rows)))
+                print(f"in {folder}/gpu.json" if folder else "not saved: --out names a folder", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the KV formats cost: the tiny model's perplexity on a book that it has not seen, with keys and values in each.
+"""The cost of the KV formats: the tiny model's perplexity on a book that it has not seen, with keys and values in each.
 
     python tools/train_tiny.py --tales DIR --write-heldout heldout.txt
     python -m benchmarks.kv_quality heldout.txt [--windows 28]  # benchmarks/results/kv_quality.json, docs/quality.md
@@ -13,22 +13,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from benchmarks import kv_quality_page
-from benchmarks.measure import machine
-from benchmarks.quality import TEXT, Subject, Subjects, cut_windows, token_surprises
+from benchmarks.measure import machine, markdown_table, save, write_section
+from benchmarks.quality import PAGE, Run, Subject, Subjects, about_text, cut_windows, increase, read_windows
 from localllm.cache.kv_format import KV_FORMATS, KVFormat, kv_bytes_per_sequence, kv_bytes_per_token
-from localllm.engine.kv_probe import FIRST, LAST
 from localllm.engine.residency import new_pages
 from localllm.engine.runner import ModelRunner
 from localllm.hub.names import TINY_DIRECTORY
@@ -47,13 +43,13 @@ CODED = ("int8", "k8v4", "int4")
 SHIPPED_WEIGHTS = "int4-g64"
 FACTORS = (4, 8, 16, 32, 64)  # powers of two: a product of a scaled key and query has the bits that it had
 NUM_PAIRS = 2  # of each head, that are outliers
-CONTEXTS = (8192, 32768)  # whose memory is told
-PROBED = slice(FIRST, LAST)
+CONTEXTS = (8192, 32768)  # whose memory is compared
+BEGIN, END = "<!-- tables: written by `python -m benchmarks.kv_quality` -->", "<!-- end of the tables of KV formats -->"
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How keys and values lose bits outside of pages."""
+    """A loss of bits of keys and values outside of pages."""
 
     keys: Coding
     values: Coding
@@ -131,26 +127,6 @@ def _put_outliers(body: Attention, rotary_dim: int, factor: float, num_pairs: in
             heads[query, features] /= factor
 
 
-@dataclass
-class KVSubject(Subject):
-    """Beside it, how far the positions of a probe are from the base, in each window."""
-
-    probes: list[float] = field(default_factory=list)
-
-    def read(self, window: list[int], base: Tensor) -> Tensor:
-        own = super().read(window, base)
-        divergence = functional.kl_div(own[PROBED], base[PROBED], reduction="sum", log_target=True)
-        self.probes.append(divergence.item() / PAGE_TOKENS)
-        return own
-
-    def result(self, base: Tensor) -> dict[str, object]:
-        return super().result(base) | {
-            "probe_nats": sum(self.probes) / len(self.probes),
-            "probe_least_nats": min(self.probes),
-            "probe_most_nats": max(self.probes),
-        }
-
-
 class KVSubjects:
     """Makes them from the tiny model's checkpoint. group: "exact" and "shipped" have bf16 pages of their own to be
     compared with; "rounded" is compared with those of "exact"."""
@@ -158,12 +134,12 @@ class KVSubjects:
     def __init__(self, make: Subjects) -> None:
         self.make = make
 
-    def paged(self, group: str, recipe: Recipe, activations: str, kv_format: KVFormat) -> KVSubject:
-        """With the program's own pages."""
+    def paged(self, group: str, recipe: Recipe, activations: str, kv_format: KVFormat) -> Subject:
+        """A subject with the program's own pages."""
         about: dict[str, object] = {"group": group, "kv": kv_format.name}
         return self._subject(about, self.make.decoder(recipe, activations), kv_format)
 
-    def rounded(self, kv_format: KVFormat, *, is_rotated: bool, factor: float = 1) -> KVSubject:
+    def rounded(self, kv_format: KVFormat, *, is_rotated: bool, factor: float = 1) -> Subject:
         """In fp32 but for keys and values. factor: of the keys' outliers."""
         decoder = self.make.decoder(RECIPES["bf16"], "exact")
         put_outliers(decoder, factor)
@@ -176,11 +152,11 @@ class KVSubjects:
         }
         return self._subject(about, rounded(decoder, rounding), KV_FORMATS["bf16"])
 
-    def _subject(self, about: dict[str, object], decoder: Decoder, kv_format: KVFormat) -> KVSubject:
+    def _subject(self, about: dict[str, object], decoder: Decoder, kv_format: KVFormat) -> Subject:
         ctx = self.make.config.max_position_embeddings
-        return KVSubject(about, ModelRunner(decoder, batch_rows=ctx), new_pages(decoder, kv_format).new(ctx))
+        return Subject(about, ModelRunner(decoder, batch_rows=ctx), new_pages(decoder, kv_format).new(ctx))
 
-    def groups(self) -> Iterator[tuple[KVSubject, list[KVSubject]]]:
+    def groups(self) -> Iterator[tuple[Subject, list[Subject]]]:
         """A base, and what is compared with it."""
         exact, shipped = ("exact", RECIPES["bf16"], "exact"), ("shipped", RECIPES[SHIPPED_WEIGHTS], "product")
         coded = [KV_FORMATS[name] for name in CODED]
@@ -201,33 +177,14 @@ class KVSubjects:
 
 def measure(text: str, num_windows: int | None) -> dict[str, Any]:
     make = Subjects(load_config(TINY_DIRECTORY))
-    ctx = make.config.max_position_embeddings
     token_ids = Tokenizer.load(TINY_DIRECTORY).encode(text, bos=True)
-    windows = cut_windows(token_ids, ctx, num_windows)
     groups = list(KVSubjects(make).groups())
-    for number, window in enumerate(windows, 1):
-        for base, subjects in groups:
-            log_probabilities = base.log_probabilities(window)
-            base.surprises.append(token_surprises(log_probabilities, window))
-            for subject in subjects:
-                subject.read(window, log_probabilities)
-        print(f"\rwindow {number} of {len(windows)}", end="", file=sys.stderr, flush=True)
-    surprises = [torch.cat(base.surprises).double() for base, _ in groups]
+    surprises = read_windows(cut_windows(token_ids, make.config.max_position_embeddings, num_windows), groups)
+    found = list(zip(groups, surprises, strict=True))
     return {
-        "schema_version": 1,
-        "model": "tiny",
-        "text": TEXT,
-        "ctx": ctx,
-        "predicted_tokens": len(surprises[0]),
-        "bases": {
-            str(base.about["group"]): math.exp(surprise.mean().item())
-            for (base, _), surprise in zip(groups, surprises, strict=True)
-        },
-        "runs": [
-            subject.result(surprise)
-            for (_, subjects), surprise in zip(groups, surprises, strict=True)
-            for subject in subjects
-        ],
+        **about_text(make.config, surprises[0]),
+        "bases": {str(base.about["group"]): math.exp(surprise.mean().item()) for (base, _), surprise in found},
+        "runs": [subject.result(surprise) for (_, subjects), surprise in found for subject in subjects],
     }
 
 
@@ -251,6 +208,78 @@ def memory(contexts: Sequence[int] = CONTEXTS) -> list[dict[str, object]]:
     return rows
 
 
+# The tables of docs/quality.md
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    bases = result["bases"]
+    return "\n".join(
+        [
+            f"{result['text']}: {result['predicted_tokens']:,} tokens, in windows of {result['ctx']} that each start "
+            f"without context. Perplexity with bf16 pages: {bases['exact']:.3f}; as the program computes with int4-g64 "
+            f"weights: {bases['shipped']:.3f}, which the rows of that kind are compared with.",
+            "",
+            _formats(result["runs"], result["memory"]),
+            "### Outliers in the keys",
+            "",
+            _outliers(result["runs"]),
+        ]
+    )
+
+
+def removed(plain: float, rotated: float) -> float:
+    """The share of a loss that the rotation removes."""
+    return 1 - rotated / plain
+
+
+def runs_of(runs: Sequence[Run], **what: object) -> list[Run]:
+    return [run for run in runs if all(run.get(key) == value for key, value in what.items())]
+
+
+def outlier_run(runs: Sequence[Run], kv: str, factor: int, *, is_rotated: bool) -> Run:
+    (found,) = runs_of(runs, group="rounded", kv=kv, factor=factor, is_rotated=is_rotated)
+    return found
+
+
+def factors(runs: Sequence[Run]) -> list[int]:
+    return sorted({run["factor"] for run in runs if run["group"] == "rounded" and run["factor"] > 1})
+
+
+def _formats(runs: Sequence[Run], memory: Sequence[Run]) -> str:
+    contexts = [key for key in memory[0] if key.isdecimal()]
+    head = ["keys and values", "computed by", "of bf16: a page", *(f"{int(ctx):,} tokens" for ctx in contexts)]
+    head += ["increase of perplexity", "KL divergence", "same top-1"]
+    how = {"exact": "", "rounded": "without rotation", "shipped": "the program, in bf16"}
+    sizes = {row["kv"]: [f"{row['page']:.3f}", *(f"{row[ctx]:.3f}" for ctx in contexts)] for row in memory}
+    rows = (
+        (
+            run["kv"],
+            how[group],
+            *sizes[run["kv"]],
+            increase(run),
+            f"{run['kl_nats']:.6f}",
+            f"{run['top1_percent']:.2f} %",
+        )
+        for group in how
+        for run in runs
+        if run["group"] == group and run.get("factor", 1) == 1
+    )
+    return markdown_table(head, rows, left=2)
+
+
+def _outliers(runs: Sequence[Run]) -> str:
+    head = ("outliers", "int4 without rotation: perplexity", "KL", "int4: perplexity", "KL", "removed of the KL",
+            "k8v4: KL", "int8: KL")  # fmt: skip
+    rows = []
+    for factor in factors(runs):
+        plain, int4 = (outlier_run(runs, "int4", factor, is_rotated=is_rotated) for is_rotated in (False, True))
+        others = [outlier_run(runs, kv, factor, is_rotated=True) for kv in ("k8v4", "int8")]
+        cells = [f"{factor} x", increase(plain), f"{plain['kl_nats']:.5f}", increase(int4), f"{int4['kl_nats']:.5f}"]
+        cells += [f"{100 * removed(plain['kl_nats'], int4['kl_nats']):.0f} %"]
+        rows.append([*cells, *(f"{run['kl_nats']:.6f}" for run in others)])
+    return markdown_table(head, rows, left=0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="the held-out book")
@@ -258,8 +287,9 @@ def main() -> None:
     arguments = parser.parse_args()
     result = measure(arguments.text.read_text(encoding="utf-8"), arguments.windows)
     result |= {"machine": machine(), "memory": memory()}
-    kv_quality_page.save(result)
-    print(kv_quality_page.tables(result))
+    save("kv_quality", result)
+    write_section(PAGE, BEGIN, END, tables(result))
+    print(tables(result))
 
 
 if __name__ == "__main__":

@@ -9,24 +9,23 @@ benchmarks/results/offload.json, part by part: those that were not run stay ther
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import statistics
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import harmonic_mean, median
 from typing import Any
 
 from benchmarks import offload_accelerate
-from benchmarks.measure import RESULTS, Spread, machine, save, spread
+from benchmarks.measure import known, machine, paired, parser, plain, save, spread
 from benchmarks.offload_worker import Spec
 from benchmarks.peers import Match
 from benchmarks.peers_protocol import UnavailableError
-from benchmarks.process_memory import process_memory
 from localllm.bench.random_model import random_model
 from localllm.config import user_directories
 from localllm.engine.weights import compact_form
@@ -36,7 +35,6 @@ from localllm.models.layout import model_bytes
 from localllm.models.shapes import shipped_shapes
 from localllm.quant.recipe import RECIPES
 
-GIB = 1 << 30
 MIB = 1 << 20
 
 
@@ -49,8 +47,9 @@ def packed(shape: str, weights: str) -> Iterator[tuple[ModelFiles, int]]:
         yield files, model_bytes(config, recipe)
 
 
-def run(spec: Spec) -> dict[str, Any]:
-    """The worker's object. Raises RuntimeError with what it said last where it failed."""
+def run(files: ModelFiles, weights: str, ram_bytes: int | None, **rest: Any) -> dict[str, Any]:
+    """The worker's object. Raises RuntimeError with its last words where it failed."""
+    spec = Spec(folder=str(files.directory), weights=weights, ram_bytes=ram_bytes, **rest)
     command = [sys.executable, "-m", "benchmarks.offload_worker", json.dumps(asdict(spec))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -59,38 +58,50 @@ def run(spec: Spec) -> dict[str, Any]:
     return result
 
 
-def spec(files: ModelFiles, weights: str, ram_bytes: int | None, **rest: Any) -> Spec:
-    return Spec(folder=str(files.directory), weights=weights, ram_bytes=ram_bytes, **rest)
-
-
 def stream(rounds: int) -> dict[str, Any]:
     """A 7B shape in INT4 under a quarter of its size, beside the read of its own blocks; its text beside the whole."""
     with packed("mistral-7b", "int4-g64") as (files, num_bytes):
-        sizes = {"ctx": 256, "prompt_tokens": 200, "gen_tokens": 8}
-        capped = run(spec(files, "int4-g64", num_bytes // 4, rounds=rounds, **sizes))
-        whole = run(spec(files, "int4-g64", None, rounds=1, is_cold=False, **sizes))
-        cached = run(spec(files, "int4-g64", num_bytes // 4, rounds=2, is_cold=False, **sizes))
+        cap, sizes = num_bytes // 4, {"ctx": 256, "prompt_tokens": 200, "gen_tokens": 8}
+        capped = run(files, "int4-g64", cap, rounds=rounds, **sizes)
+        whole = run(files, "int4-g64", None, rounds=1, is_cold=False, **sizes)
+        cached = run(files, "int4-g64", cap, rounds=2, is_cold=False, **sizes)
     rates = [tok_s * capped["streamed_bytes"] / 1e9 for tok_s in capped["decode_tok_s"]]
-    shares = [rate / floor for rate, floor in zip(rates, capped["floor_gbs"], strict=True)]
     return {
-        "cap_bytes": num_bytes // 4,
+        "cap_bytes": cap,
         "decode_tok_s": spread(capped["decode_tok_s"]),
         "streamed_bytes": capped["streamed_bytes"],
         "disk_gbs": spread(capped["floor_gbs"]),
-        "share_of_disk": spread(shares),
+        "share_of_disk": paired(rates, capped["floor_gbs"]),
         "peak_rss_bytes": capped["peak_rss_bytes"],
-        "rss_over_cap": capped["peak_rss_bytes"] / (num_bytes // 4),
+        "rss_over_cap": capped["peak_rss_bytes"] / cap,
         "same_text": capped["token_ids"] == whole["token_ids"],
         "whole_decode_tok_s": spread(whole["decode_tok_s"]),
         "from_page_cache_tok_s": spread(cached["decode_tok_s"]),
     }
 
 
+def job(_rounds: int) -> dict[str, Any]:
+    """16 prompts at once under the cap of `stream`, beside one."""
+    with packed("mistral-7b", "int4-g64") as (files, num_bytes):
+        cap, sizes = num_bytes // 4, {"ctx": 256, "prompt_tokens": 32, "gen_tokens": 32, "rounds": 2}
+        one = run(files, "int4-g64", cap, **sizes)
+        many = run(files, "int4-g64", cap, sequences=16, **sizes)
+    return {
+        "one_tok_s": spread(one["job_tok_s"]),
+        "sixteen_tok_s": spread(many["job_tok_s"]),
+        "ratio": median(many["job_tok_s"]) / median(one["job_tok_s"]),
+        "sequences_at_once": many["plan"]["sequences"],
+        "rss_over_cap": many["peak_rss_bytes"] / cap,
+    }
+
+
 @dataclass(frozen=True)
 class Case:
+    """share: of the model's bytes, that the cap leaves for the model."""
+
     shape: str
     weights: str
-    share: float  # of the model's bytes, that the cap leaves for the model
+    share: float
 
 
 CASES = [
@@ -99,7 +110,7 @@ CASES = [
     *(Case("llama-3.2-3b", "int4-g64", share) for share in (0.5, 0.75, 2.0)),
     *(Case("llama-3.2-3b", "int8", share) for share in (0.4, 0.7, 2.0)),
 ]
-_PROGRAM_BYTES = 330 * MIB  # what a cap leaves no model
+_PROGRAM_BYTES = 330 * MIB  # of a cap, which are not the model's
 _STEADY = 1.12  # between the fastest and the slowest round, and between the rates before and after each
 _ATTEMPTS = 5  # at a case, until the machine is steady; the last one counts, whatever it was
 
@@ -109,55 +120,48 @@ def predict(_rounds: int) -> dict[str, Any]:
     rows = []
     for case in CASES:
         with packed(case.shape, case.weights) as (files, num_bytes):
-            cap = int(_PROGRAM_BYTES + case.share * num_bytes)
-            results = [predicted_run(case, files, cap)]
-            while not is_steady(results[-1]) and len(results) < _ATTEMPTS:
-                results.append(predicted_run(case, files, cap))
-            result = results[-1]
-        plan, measured = result["plan"], statistics.median(result["decode_tok_s"])
-        rows.append(
-            {
-                **asdict(case),
-                "attempts": len(results),
-                "was_steady": is_steady(result),
-                "cap_bytes": cap,
-                "streamed_bytes": result["streamed_bytes"],
-                "disk_gbs": statistics.median(result["floor_gbs"]) if result["floor_gbs"] else None,
-                "profile_disk_gbs": plan["disk_gbs"],
-                "predicted_tok_s": plan["decode_tok_s"],
-                "measured_tok_s": measured,
-                "prediction_error": plan["decode_tok_s"] / measured - 1,
-                "prediction_error_by_rates_around": statistics.harmonic_mean(
-                    (plan["decode_tok_s"], *result["decode_tok_s_by_rates_between"])
-                )
-                / measured
-                - 1,
-                "ledger_bytes": plan["ledger_bytes"],
-                "peak_rss_bytes": result["peak_rss_bytes"],
-                "ledger_error": plan["ledger_bytes"] / result["peak_rss_bytes"] - 1,
-            }
-        )
-        tell(rows[-1])
-    errors = [abs(row["prediction_error"]) for row in rows]
+            cap, attempts = int(_PROGRAM_BYTES + case.share * num_bytes), 0
+            result: dict[str, Any] | None = None
+            while result is None or (not is_steady(result) and attempts < _ATTEMPTS):
+                measure_machine(case, files, cap)
+                result = run(files, case.weights, cap, ctx=1024, prompt_tokens=960, gen_tokens=48, rounds=3)
+                attempts += 1
+        rows.append({**asdict(case), "attempts": attempts, "cap_bytes": cap, **prediction(result)})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    by_rates_around = "prediction_error_by_rates_around"
     return {
         "rows": rows,
-        "median_prediction_error": statistics.median(errors),
-        "median_prediction_error_by_rates_around": statistics.median(
-            abs(row["prediction_error_by_rates_around"]) for row in rows
-        ),
-        "largest_prediction_error": max(errors),
+        "median_prediction_error": median(abs(row["prediction_error"]) for row in rows),
+        f"median_{by_rates_around}": median(abs(row[by_rates_around]) for row in rows),
+        "largest_prediction_error": max(abs(row["prediction_error"]) for row in rows),
         "largest_ledger_error": max(abs(row["ledger_error"]) for row in rows),
     }
 
 
-def predicted_run(case: Case, files: ModelFiles, cap: int) -> dict[str, Any]:
-    measure_machine(case, files, cap)
-    return run(spec(files, case.weights, cap, ctx=1024, prompt_tokens=960, gen_tokens=48, rounds=3))
+def prediction(result: dict[str, Any]) -> dict[str, Any]:
+    plan, measured = result["plan"], median(result["decode_tok_s"])
+    around = harmonic_mean((plan["decode_tok_s"], *result["decode_tok_s_by_rates_between"]))
+    return {
+        "was_steady": is_steady(result),
+        "streamed_bytes": result["streamed_bytes"],
+        "disk_gbs": median(result["floor_gbs"]) if result["floor_gbs"] else None,
+        "profile_disk_gbs": plan["disk_gbs"],
+        "predicted_tok_s": plan["decode_tok_s"],
+        "measured_tok_s": measured,
+        "prediction_error": plan["decode_tok_s"] / measured - 1,
+        "prediction_error_by_rates_around": around / measured - 1,
+        "ledger_bytes": plan["ledger_bytes"],
+        "peak_rss_bytes": result["peak_rss_bytes"],
+        "ledger_error": plan["ledger_bytes"] / result["peak_rss_bytes"] - 1,
+    }
 
 
 def is_steady(result: dict[str, Any]) -> bool:
-    """Whether the machine stayed as it was when the plan was made, by rates measured after each answer: a shared one
-    goes up and down by 40 %, and a prediction is of the machine that was measured. Knows nothing of how good it was."""
+    """Return whether the machine stayed as it was when the plan was made, by rates measured after each answer.
+
+    A shared machine goes up and down by 40 %, and a prediction is of the machine that was measured. How good the
+    prediction was is not considered.
+    """
     rates = (result["plan"]["decode_tok_s"], *result["decode_tok_s_by_rates_between"])
     return all(max(each) <= _STEADY * min(each) for each in (result["decode_tok_s"], rates))
 
@@ -169,53 +173,44 @@ def measure_machine(case: Case, files: ModelFiles, cap: int) -> None:
     subprocess.run([*command, "--ram", f"{cap >> 20}MiB"], check=True, capture_output=True)
 
 
-def job(_rounds: int) -> dict[str, Any]:
-    """16 prompts at once under the cap of `stream`, beside one."""
-    with packed("mistral-7b", "int4-g64") as (files, num_bytes):
-        sizes = {"ctx": 256, "prompt_tokens": 32, "gen_tokens": 32, "rounds": 2}
-        one = run(spec(files, "int4-g64", num_bytes // 4, **sizes))
-        many = run(spec(files, "int4-g64", num_bytes // 4, sequences=16, **sizes))
-    ratio = statistics.median(many["job_tok_s"]) / statistics.median(one["job_tok_s"])
-    return {
-        "one_tok_s": spread(one["job_tok_s"]),
-        "sixteen_tok_s": spread(many["job_tok_s"]),
-        "ratio": ratio,
-        "sequences_at_once": many["plan"]["sequences"],
-        "rss_over_cap": many["peak_rss_bytes"] / (num_bytes // 4),
-    }
-
-
 def accelerate(rounds: int) -> dict[str, Any]:
     """A 1.1B shape in bf16: both sides under a cap of half its size, and ours under what accelerate really takes."""
-    shape = dict(shipped_shapes()["tinyllama-1.1b"])
-    speeds: dict[str, list[float]] = {}
-    peaks: dict[str, int] = {}
     with packed("tinyllama-1.1b", "bf16") as (files, num_bytes), tempfile.TemporaryDirectory() as directory:
-        cap, match = num_bytes // 2, Match()
-        with contextlib.closing(match):
-            sides = offload_accelerate.contenders(shape, 2, Path(directory), cap)
-            for side in sides:
-                match.start(side)
-            for _ in range(rounds + 1):
-                for side in sides:
-                    for variant, options in side.variants.items():
-                        with contextlib.suppress(UnavailableError):
-                            took = match.call(side.name, "decode", tokens=side.gen_tokens, depth=128, **options)
-                            speeds.setdefault(f"{side.name}, {variant}", []).append(side.gen_tokens / took)
-            peaks = {name: process_memory(worker.pid).peak_bytes for name, (_, worker) in match.running.items()}
-        theirs = {name: spread(values[1:]) for name, values in speeds.items()}
+        cap = num_bytes // 2
+        theirs, peaks = _accelerate_sides(rounds, cap, Path(directory))
         ours = {}
         for label, ram_bytes in (("the cap", cap), ("as much memory as accelerate takes", min(peaks.values()))):
             for is_cold in (True, False):
                 sizes = {"ctx": 256, "prompt_tokens": 128, "gen_tokens": 16, "rounds": rounds}
-                result = run(spec(files, "bf16", ram_bytes, is_cold=is_cold, **sizes))
+                result = run(files, "bf16", ram_bytes, is_cold=is_cold, **sizes)
                 name = f"localllm under {label}, page cache {'dropped' if is_cold else 'warm'}"
-                ours[name] = {
-                    "decode_tok_s": spread(result["decode_tok_s"]),
-                    "streamed_bytes": result["streamed_bytes"],
-                    "peak_rss_bytes": result["peak_rss_bytes"],
-                }
+                figures = {key: result[key] for key in ("streamed_bytes", "peak_rss_bytes")}
+                ours[name] = {"decode_tok_s": spread(result["decode_tok_s"]), **figures}
     return {"cap_bytes": cap, "accelerate": theirs, "accelerate_peak_rss_bytes": peaks, "localllm": ours}
+
+
+def _accelerate_sides(rounds: int, cap: int, directory: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Tokens a second of each placement and variant, and the peak memory of each placement."""
+    speeds: dict[str, list[float]] = {}
+    with contextlib.closing(Match()) as match:
+        sides = offload_accelerate.contenders(shipped_shapes()["tinyllama-1.1b"], 2, directory, cap)
+        for side in sides:
+            match.start(side)
+        for _ in range(rounds + 1):
+            for side in sides:
+                for variant, options in side.variants.items():
+                    with contextlib.suppress(UnavailableError):
+                        took = match.call(side.name, "decode", tokens=side.gen_tokens, depth=128, **options)
+                        speeds.setdefault(f"{side.name}, {variant}", []).append(side.gen_tokens / took)
+        peaks = {name: peak_rss_bytes(worker.pid) for name, (_, worker) in match.running.items()}
+    return {name: spread(values[1:]) for name, values in speeds.items()}, peaks
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """The most that a process held since it began, mapped pages of files included."""
+    found = re.search(r"^VmHWM:\s+(\d+)", Path("/proc", str(pid), "status").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, "Linux has it of every process"
+    return 1024 * int(found[1])
 
 
 PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -226,27 +221,15 @@ PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def tell(value: object) -> None:
-    print(json.dumps(value, default=_plain), file=sys.stderr, flush=True)
-
-
-def _plain(value: object) -> object:
-    assert isinstance(value, Spread)
-    return {name: round(figure, 4) for name, figure in asdict(value).items()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine()}
-    with contextlib.suppress(OSError, ValueError):
-        results = json.loads((RESULTS / "offload.json").read_text(encoding="utf-8")) | results
-    for name in arguments.part or PARTS:
+    arguments = parser(__doc__)
+    arguments.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
+    options = arguments.parse_args()
+    results = known("offload") | {"machine": machine()}
+    for name in options.part or PARTS:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        results[name] = json.loads(json.dumps(PARTS[name](arguments.rounds), default=_plain))
-        print(json.dumps({name: results[name]}, indent=1))
+        results[name] = PARTS[name](options.rounds)
+        print(json.dumps({name: results[name]}, indent=1, default=plain))
         save("offload", results)
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure import drop_from_cache, fill_cache
 from benchmarks.peers import GIB, Contender
 from benchmarks.peers_protocol import UnavailableError, serve
 
 INSTALL = 'pip install "accelerate>=1.15,<2" "transformers>=5.20,<6"'
 CACHED, DROPPED = "page cache warm", "page cache dropped"
 GEN_TOKENS = 4  # of the side that may take seconds for each
-CHUNK_BYTES = 8 << 20
 # Each is a side of its own: its resident part is.
 PLACEMENTS = {
     "auto": "accelerate, from_pretrained",
@@ -93,14 +93,14 @@ class Accelerate:
     @torch.inference_mode()
     def prefill(self, *, tokens: int, drops_cache: bool) -> float:
         if not drops_cache:
-            self._fill_cache()
+            fill_cache(self._files())
         taken_s, _, _ = self._pass(self._prompt(tokens), None, drops_cache)
         return taken_s
 
     @torch.inference_mode()
     def decode(self, *, tokens: int, depth: int, drops_cache: bool) -> float:
         if not drops_cache:
-            self._fill_cache()
+            fill_cache(self._files())
         _, next_id, past = self._pass(self._prompt(depth), None, drops_cache=False)
         decode_s = 0.0
         for _ in range(tokens):
@@ -112,26 +112,14 @@ class Accelerate:
     def _pass(self, ids: torch.Tensor, past: Any, drops_cache: bool) -> tuple[float, torch.Tensor, Any]:
         """Seconds, the greedy next token, and the keys and values. What dropping takes is not in the time."""
         if drops_cache:
-            self._drop_cache()
+            drop_from_cache(self._files())
         started = time.perf_counter()
         output = self.model(ids, past_key_values=past, logits_to_keep=1, use_cache=True)
         next_id = output.logits[:, -1:].argmax(-1)
         return time.perf_counter() - started, next_id, output.past_key_values
 
-    def _fill_cache(self) -> None:
-        buffer = bytearray(CHUNK_BYTES)
-        for path in self._files():
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    """It is in the page cache: that is all."""
-
-    def _drop_cache(self) -> None:
-        for path in self._files():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
     def _files(self) -> list[Path]:
-        """What is read from the disk: accelerate's own files where it wrote some, else the checkpoint's."""
+        """The files that are read: accelerate's own where it wrote some, else the checkpoint's."""
         copies = list(offload_folder(self.checkpoint).glob("*.dat"))
         return copies or list(self.checkpoint.glob("*.safetensors"))
 
@@ -164,7 +152,7 @@ def offload_folder(checkpoint: Path) -> Path:
 
 
 def fitted_map(model: Any, cap_bytes: int) -> dict[str, str]:
-    """As much in memory as the cap allows beside the largest matrix of a layer, which is mapped while it computes.
+    """Keep in memory what the cap allows beside the largest matrix of a layer, which is mapped while it computes.
 
     The embedding stays on the disk, as a token reads one row of it. `auto` begins with it, and leaves a layer's room.
     """
@@ -205,10 +193,10 @@ def write_checkpoint(directory: Path, empty: Any) -> None:
 
 
 def read_ahead_bytes(path: Path) -> int:
-    """How far the kernel reads ahead of a page fault on this disk: what mapped weights live by. 128 KiB by default."""
+    """Bytes that the kernel reads ahead of a page fault, on which mapped weights depend; 128 KiB by default."""
     device = path.stat().st_dev
-    told = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
-    return 1024 * int(told.read_text(encoding="utf-8")) if told.exists() else 0
+    setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    return 1024 * int(setting.read_text(encoding="utf-8")) if setting.exists() else 0
 
 
 if __name__ == "__main__":

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.engines import answer, random_ids
+from benchmarks.measure import drop_from_cache, fill_cache
 from localllm.bench.machine import PeakMemory
 from localllm.engine.engine import Engine
-from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.prefix_config import NO_REUSE
-from localllm.engine.request import Request, SamplingParams
 from localllm.engine.speculative.config import OFF
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory
@@ -36,6 +33,8 @@ from localllm.quant.recipe import RECIPES
 
 @dataclass(frozen=True)
 class Spec:
+    """sequences: more than one make a throughput job. is_cold: the page cache is emptied of the model's files first."""
+
     folder: str
     weights: str
     ram_bytes: int | None
@@ -43,37 +42,32 @@ class Spec:
     prompt_tokens: int
     gen_tokens: int
     rounds: int = 5
-    sequences: int = 1  # more than one: a throughput job
-    is_cold: bool = True  # the page cache is emptied of the model's files first
+    sequences: int = 1
+    is_cold: bool = True
 
 
 def measure(spec: Spec) -> dict[str, Any]:
     files = locate(spec.folder)
     paths = sorted(packed_directory(files, spec.weights).parent.glob("*/*.safetensors"))
-    if spec.is_cold:
-        drop(paths)
-    else:
-        warm(paths)
+    (drop_from_cache if spec.is_cold else fill_cache)(paths)
     peak = PeakMemory(torch.device("cpu"))
     job = JobShape(spec.sequences, spec.prompt_tokens + spec.gen_tokens, spec.ctx) if spec.sequences > 1 else None
     dtype = "fp32" if spec.weights == "fp32" else "bf16"
     started = time.perf_counter()
-    engine = Engine.load(
-        files,
-        weights=spec.weights,
-        dtype=dtype,
-        ram=spec.ram_bytes,
-        ctx=spec.ctx,
-        job=job,
-        reuse=NO_REUSE,
-        speculate=OFF,
-    )
+    options: dict[str, Any] = {
+        "weights": spec.weights,
+        "dtype": dtype,
+        "ram": spec.ram_bytes,
+        "ctx": spec.ctx,
+        "job": job,
+    }
+    engine = Engine.load(files, **options, reuse=NO_REUSE, speculate=OFF)
     load_s = time.perf_counter() - started
     plan = engine.plan
     assert plan is not None
     packed = packed_directory(files, plan.shape.weights)
     streamed = [packed / f"{name}.safetensors" for name in plan.streamed]
-    prompts = [ids(spec.prompt_tokens, engine.model.config.vocab_size, seed) for seed in range(spec.sequences)]
+    prompts = [random_ids(spec.prompt_tokens, engine.model.config.vocab_size, seed) for seed in range(spec.sequences)]
     answers = [answer(engine, prompts, spec.gen_tokens)]  # warm: kernels are compiled, the ring is full
     peaks = [peak.rss_bytes()]
     floors = [files_read_gbs(streamed)] if streamed else []
@@ -85,7 +79,6 @@ def measure(spec: Spec) -> dict[str, Any]:
         floors += [files_read_gbs(streamed)] if streamed else []
         between.append(by_rates_now(plan, spec))
     engine.close()
-    peak_rss_bytes = max(peaks)
     rounds = answers[1:]
     return {
         "spec": asdict(spec),
@@ -96,14 +89,14 @@ def measure(spec: Spec) -> dict[str, Any]:
         "ttft_s": [each.ttft_s for each in rounds],
         "streamed_bytes": plan.streamed_bytes,
         "floor_gbs": [statistics.harmonic_mean(pair) for pair in itertools.pairwise(floors)],
-        "peak_rss_bytes": peak_rss_bytes,
+        "peak_rss_bytes": max(peaks),
         "decode_tok_s_by_rates_between": between,
         "token_ids": answers[0].token_ids,
     }
 
 
 def by_rates_now(plan: Plan, spec: Spec) -> float:
-    """What the plan would have predicted had the machine been measured now."""
+    """The prediction of the plan had the machine been measured now."""
     recipe, costs = RECIPES[plan.shape.weights], plan.costs
     dtype = torch.float32 if spec.weights == "fp32" else torch.bfloat16
     rates = measured(Profile(machine_key()), recipe.name, recipe.blocks, dtype, lambda _text: None).rates(recipe.name)
@@ -125,60 +118,6 @@ def planned(plan: Plan, spec: Spec) -> dict[str, Any]:
         "ctx": plan.ctx,
         "sequences": plan.sequences,
     }
-
-
-@dataclass(frozen=True)
-class Answer:
-    decode_tok_s: float
-    job_tok_s: float  # of all sequences, prompts included
-    ttft_s: float
-    token_ids: list[list[int]]
-
-
-def answer(engine: Engine, prompts: list[tuple[int, ...]], num_tokens: int) -> Answer:
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    started = time.perf_counter()
-    answers: dict[int, list[int]] = {engine.submit(Request(prompt, sampling)): [] for prompt in prompts}
-    finished = []
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                answers[event.request_id].append(event.token_id)
-            elif isinstance(event, FinishedEvent):
-                if event.error is not None:
-                    raise event.error
-                finished.append(event)
-    elapsed = time.perf_counter() - started
-    rates = [event.timings.decode_tok_s or 0.0 for event in finished]
-    waits = [event.timings.ttft_s or 0.0 for event in finished]
-    total = sum(map(len, answers.values()))
-    return Answer(sum(rates) / len(rates), total / elapsed, max(waits), list(answers.values()))
-
-
-def ids(count: int, vocab_size: int, seed: int) -> tuple[int, ...]:
-    drawn: list[int] = torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return tuple(drawn)
-
-
-def drop(paths: list[Path]) -> None:
-    for descriptor in opened(paths):
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def warm(paths: list[Path]) -> None:
-    for descriptor in opened(paths):
-        while os.read(descriptor, 8 << 20):
-            pass
-
-
-def opened(paths: list[Path]) -> Iterator[int]:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,33 @@
-"""Guesses that are right as often as is asked for: what speculation gives by itself, whoever guesses."""
+"""Drafts that are right as often as is asked for, and other ways to set what an engine drafts with."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from localllm.engine.engine import Engine
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.drafter import Draft
+from localllm.engine.speculative.config import Speculate, speculation
+from localllm.engine.speculative.drafter import Draft, Lookup
+from localllm.engine.speculative.speculator import Speculation
+from localllm.models.layout import EMBED, HEAD
 
 
 class Oracle:
-    """Offers what will be said, each token wrong with a probability of 1 - alpha; at no cost."""
+    """Offers the tokens that will be sampled, each wrong with a probability of 1 - alpha, at no cost.
+
+    streams: prompt and answer, by the prompt.
+    """
 
     name = "oracle"
 
     def __init__(self, streams: Mapping[tuple[int, ...], Sequence[int]], alpha: float, vocab_size: int, seed: int = 0):
-        """streams: by the prompt, prompt and answer."""
         self._streams, self._alpha, self._vocab_size = streams, alpha, vocab_size
         self._random = random.Random(seed)
 
     def read(self, _sequences: Sequence[Running]) -> None:
-        """It needs no text."""
+        """No-op: it needs no text."""
 
     def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
         return [self._offer(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
@@ -28,11 +35,45 @@ class Oracle:
     def _offer(self, sequence: Running, limit: int) -> Draft:
         length = len(sequence.token_ids)
         right = self._streams[sequence.request.prompt_ids][length : length + limit]
-        guesses = (t if self._random.random() < self._alpha else (t + 1) % self._vocab_size for t in right)
-        return Draft(tuple(guesses), self.name)
+        drafted = (t if self._random.random() < self._alpha else (t + 1) % self._vocab_size for t in right)
+        return Draft(tuple(drafted), self.name)
 
     def hindsight(self, _sequence: Running, _since: int, _limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
         return iter(())
 
     def forget(self, _sequence: Running) -> None:
-        """It keeps nothing."""
+        """No-op: it stores nothing."""
+
+
+class Wrong(Oracle):
+    """Always offers a draft, and never the right one."""
+
+    name = "wrong"
+
+    def __init__(self, streams: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int) -> None:
+        super().__init__(streams, 0.0, vocab_size)
+
+    def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
+        return [replace(offer, source="ngram-16") for offer in super().offers(sequences, limits)]
+
+    def hindsight(self, sequence: Running, since: int, limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
+        token_ids = sequence.token_ids
+        for end in range(max(since, len(token_ids) - 8), len(token_ids)):
+            yield Draft(((token_ids[end] + 1) % 1000,), "ngram-16"), token_ids[end : end + limit]
+
+
+def draft_with(engine: Engine, wish: Speculate, lookup: Lookup | None = None, *, keeps: bool = False) -> None:
+    """Draft so from now on. lookup: that drafts in place of the wish's. keeps: the last drafter is used again later."""
+    if not keeps:
+        engine.speculation.close()
+    if lookup is None:
+        engine.speculation = speculation(wish, engine.residency, engine.plan)
+    else:
+        engine.speculation = Speculation(engine.residency, lookup, (), wish.most_tokens, adapts=wish.adapts)
+
+
+def stream(engine: Engine, is_streamed: Callable[[str], bool]) -> None:
+    """Read these blocks, by their names, from the disk at every step; embedding and head stay in memory."""
+    blocks = engine.residency.blocks
+    tiers = ["disk" if block.name not in (EMBED, HEAD) and is_streamed(block.name) else "ram" for block in blocks]
+    engine.move([replace(block, tier=tier) for block, tier in zip(blocks, tiers, strict=True)])  # type: ignore[arg-type]

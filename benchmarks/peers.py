@@ -3,8 +3,8 @@
     python -m benchmarks.peers [--model tinyllama-1.1b] [--rounds 5] [--llama-python PYTHON]
 
 Each side is a process that lives through all rounds; in each round every side does each task in turn, after a read of
-the memory that is its floor, and only one computes at a time. A side that cannot run is left out, and told with what
-would mend it. Results go to benchmarks/results/peers.json and to the tables of docs/peers.md.
+the memory that is its floor, and only one computes at a time. A side that cannot run is left out, and named with
+what would mend it. Results go to benchmarks/results/peers.json and to the tables of docs/peers.md.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
+from benchmarks.measure import DOCS, RESULTS, known, machine, markdown_table, paired, save, spread, write_section
 from benchmarks.peers_protocol import UnavailableError, Worker
-from benchmarks.peers_results import Figure, Task, print_report, save, summary
-from localllm.bench.machine import machine
 from localllm.models.shapes import shipped_shapes
 
 MODELS = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b")  # shapes that all sides know
@@ -32,7 +31,63 @@ OURS, LLAMA, TRANSFORMERS = "localllm", "llama.cpp", "transformers"
 DEPTHS = (128, 2048)
 GIB = 1 << 30
 BYTES_A_WEIGHT = {"fp32": 4.0, "bf16": 2.0, "int8": 1.1}  # of localllm's formats; the others have some 4.5 bits
+SCHEMA_VERSION = 1
+PAGE = DOCS / "peers.md"
+BEGIN, END = "<!-- tables: written by `python -m benchmarks.peers` -->", "<!-- end of the tables -->"
+SPINNING_SHARE = 0.02  # of a core, by all waiting sides: above it one side disturbs another
 GEN_TOKENS, FEW_TOKENS = 64, 16  # few: of the side that takes an eighth of a second for each
+
+
+@dataclass(frozen=True)
+class Task:
+    what: Literal["prefill", "decode"]
+    tokens: int = 0  # of a prompt; how many are decoded is the side's own
+    depth: int = 0
+
+    def __str__(self) -> str:
+        return f"prefill of {self.tokens}" if self.what == "prefill" else f"decode at {self.depth}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    side: str
+    variant: str  # "" where the side has one only
+    task: Task
+    timed_tokens: int
+
+
+def summary(
+    speeds: Mapping[Figure, list[float]],
+    floors: Mapping[Task, list[float]],
+    facts: Mapping[str, Mapping[str, Any]],
+    kv_bytes: int,
+) -> dict[str, Any]:
+    """`dram_read_gbs` and one object for each figure; floor_fraction and localllm_ratio are taken within each round.
+
+    speeds: tok/s.
+    floors: GB/s just before each task.
+    kv_bytes: of one position, in all layers.
+    """
+    own = {figure.task: values for figure, values in speeds.items() if figure.side == OURS}
+    runs = []
+    for figure, values in speeds.items():
+        task = figure.task
+        run: dict[str, Any] = {"side": figure.side, "variant": figure.variant, **asdict(task)}
+        run |= {"timed_tokens": figure.timed_tokens, "tok_s": asdict(spread(values))}
+        run["localllm_ratio"] = asdict(paired(own[task], values))
+        if task.what == "decode":
+            positions = task.depth + figure.timed_tokens // 2  # in the middle of what is timed
+            moved_bytes = facts[figure.side]["weight_bytes_per_token"] + positions * kv_bytes
+            moved_gbs = [speed * moved_bytes / 1e9 for speed in values]
+            run |= {"bytes_per_token": moved_bytes, "floor_fraction": asdict(paired(moved_gbs, floors[task]))}
+        runs.append(run)
+    return {"dram_read_gbs": asdict(spread([gbs for values in floors.values() for gbs in values])), "runs": runs}
+
+
+def best(runs: list[dict[str, Any]], side: str, task: Task) -> dict[str, Any]:
+    """The fastest variant of a side at a task."""
+    its = [run for run in runs if run["side"] == side and _task(run) == task]
+    return max(its, key=lambda run: float(run["tok_s"]["median"]))
 
 
 @dataclass(frozen=True)
@@ -89,7 +144,7 @@ class Match:
     """The workers that run, why the others do not, and how idle a worker is while another computes."""
 
     def __init__(self) -> None:
-        # What a side takes shows only when it touches it, so promises are counted, not what is free at each start.
+        # Memory counts only once a side touches it, so its promise is counted, not what is free at each start.
         self.budget_bytes = int(psutil.virtual_memory().available)
         self.running: dict[str, tuple[Contender, Worker]] = {}
         self.facts: dict[str, dict[str, Any]] = {}
@@ -126,7 +181,7 @@ class Match:
 
     @property
     def waiting_cpu_share(self) -> float:
-        """Of one core, what the waiting sides took together: threads that spin would show as 1 or more."""
+        """The share of one core that the waiting sides took together: threads that spin show as 1 or more."""
         return self._waiting_s / max(self._wall_s, 1e-9)
 
     def close(self) -> None:
@@ -152,9 +207,9 @@ def play(match: Match, tasks: list[Task], rounds: int) -> tuple[dict[Figure, lis
             for figure, speed in _turns(match, task):
                 speeds.setdefault(figure, []).append(speed)
                 which, variant = f"round {number}" if number else "warm-up", figure.variant and f" ({figure.variant})"
-                tell(f"{which}: {figure.side}{variant}, {task}: {speed:.3g} tok/s")
-    kept = {figure: values[1:] for figure, values in speeds.items() if figure.side in match.running}
-    return kept, {task: values[1:] for task, values in floors.items()}
+                note(f"{which}: {figure.side}{variant}, {task}: {speed:.3g} tok/s")
+    measured = {figure: values[1:] for figure, values in speeds.items() if figure.side in match.running}
+    return measured, {task: values[1:] for task, values in floors.items()}
 
 
 def _turns(match: Match, task: Task) -> Iterator[tuple[Figure, float]]:
@@ -187,7 +242,7 @@ def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             if side.name in arguments.skip:
                 match.skipped[side.name] = UnavailableError("left out with --skip")
             else:
-                tell(f"loading {side.title}")
+                note(f"loading {side.title}")
                 match.start(side)
         if OURS not in match.running:
             raise match.skipped[OURS]
@@ -202,23 +257,72 @@ def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             if side.name in match.running
         },
         "skipped": {name: {"reason": error.reason, "fix": error.fix} for name, error in match.skipped.items()},
-        **summary(OURS, speeds, floors, match.facts, kv_bytes(shape)),
+        **summary(speeds, floors, match.facts, kv_bytes(shape)),
     }
 
 
 def kv_bytes(shape: Mapping[str, Any]) -> int:
-    """Of one position in all layers, keys and values of 16 bits: so do all sides keep them."""
+    """Bytes of one position in all layers, with keys and values of 16 bits, as all sides store them."""
     head_dim = shape["hidden_size"] // shape["num_attention_heads"]
     return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim * 2)
 
 
-def tell(text: str) -> None:
+def table(model: str, result: Mapping[str, Any]) -> str:
+    """One model's figures in Markdown: a column for each side, its best variant named where it has several."""
+    sides, runs, machine = result["sides"], result["runs"], result["machine"]
+    rows: list[list[str]] = []
+    for task in dict.fromkeys(map(_task, runs)):
+        own = [best(runs, side, task) for side in sides]
+        speeds = [_spread(run["tok_s"]) + (f", {run['variant']}" if run["variant"] else "") for run in own]
+        rows.append([f"**{task}**, tok/s", *speeds])
+        rows.append(["localllm's speed to it", "", *(_spread(run["localllm_ratio"]) for run in own[1:])])
+        if task.what == "decode":
+            rows.append(["of the DRAM read", *(_spread(run["floor_fraction"]) for run in own)])
+            rows.append(["MB a token", *(f"{run['bytes_per_token'] / 1e6:.0f}" for run in own)])
+    titles = [side["title"] for side in sides.values()]
+    figures = markdown_table(["", *titles], rows, left=1 + len(titles)).replace("|  |", "| |", 1)
+    about = f"{machine['cpu']}, {machine['threads']} threads, {result['rounds']} rounds; "
+    text = f"### {model}\n\n{about}DRAM read {_spread(result['dram_read_gbs'])} GB/s.\n\n{figures}"
+    for name, skipped in result["skipped"].items():
+        fix = f" To have it: `{skipped['fix']}`" if skipped["fix"] else ""
+        text += f"\n{name} did not run: {skipped['reason']}.{fix}\n"
+    return text
+
+
+def tables(models: Mapping[str, Mapping[str, Any]]) -> str:
+    return "\n".join(table(*entry) for entry in models.items())
+
+
+def _task(run: Mapping[str, Any]) -> Task:
+    return Task(run["what"], run["tokens"], run["depth"])
+
+
+def _spread(value: Mapping[str, float]) -> str:
+    return f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
+
+
+def print_report(model: str, result: Mapping[str, Any]) -> None:
+    """The table to stdout; to stderr what makes it doubtful."""
+    print(table(model, result))
+    if result["waiting_cpu_share"] > SPINNING_SHARE:
+        share = result["waiting_cpu_share"]
+        print(f"waiting sides took {share:.1%} of a core: the figures disturb each other", file=sys.stderr)
+
+
+def update(model: str, result: Mapping[str, Any], results: Path = RESULTS, page: Path = PAGE) -> None:
+    """Replace one model's figures in the results and on the page; the rest stays."""
+    models = {**known("peers", results).get("models", {}), model: result}
+    save("peers", {"schema_version": SCHEMA_VERSION, "models": models}, results)
+    write_section(page, BEGIN, END, tables(models))
+
+
+def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
-    """Where llama.cpp's random model lies: kept where a person says, else gone in the end."""
+    """The folder of llama.cpp's random model: the one that a person names, else one that is removed in the end."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep
@@ -254,7 +358,7 @@ def main() -> None:
             sys.exit(f"localllm itself did not run: {error.reason}")
         print_report(model, result)
         if not arguments.no_save:
-            save(model, result)
+            update(model, result)
 
 
 if __name__ == "__main__":

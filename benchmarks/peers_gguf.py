@@ -73,10 +73,10 @@ def write_random(path: Path, shape: Mapping[str, Any], head: str) -> dict[str, i
     writer.add_vocab_size(shape["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     for tensor in tensors:
-        # A quantized tensor is told by its shape in bytes, a plain one by its shape in numbers.
+        # A quantized tensor is described by its shape in bytes, a plain one by its shape in numbers.
         plain = tensor.type is Type.F32
-        told, dtype = (tensor.shape, np.float32) if plain else (tensor.byte_shape, np.uint8)
-        writer.add_tensor_info(tensor.name, told, np.dtype(dtype), tensor.nbytes, None if plain else tensor.type)
+        shape_info, dtype = (tensor.shape, np.float32) if plain else (tensor.byte_shape, np.uint8)
+        writer.add_tensor_info(tensor.name, shape_info, np.dtype(dtype), tensor.nbytes, None if plain else tensor.type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

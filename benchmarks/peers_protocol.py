@@ -44,7 +44,7 @@ def serve(side: object) -> None:
             answer = {"ok": getattr(side, name)(**command)}
         except UnavailableError as error:
             answer = {"unavailable": error.reason, "fix": error.fix}
-        except Exception as error:  # the other side runs on; what failed here is told there
+        except Exception as error:  # the other side runs on; its error is reported there
             answer = {"unavailable": f"{type(error).__name__}: {error}", "fix": ""}
         answers.write(json.dumps(answer) + "\n")
 
@@ -66,7 +66,7 @@ class Worker:
         self.pid = self._process.pid
 
     def call(self, name: str, **options: Any) -> Any:
-        """What the side's command returns. Raises UnavailableError where it fails or its process ends."""
+        """Return the result of the side's command. Raises UnavailableError where it fails or its process ends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -83,7 +83,7 @@ class Worker:
         return answer["ok"]
 
     def kill(self) -> None:
-        """From another thread than that which calls: the call fails then."""
+        """Kill the process from another thread than that which calls: the call fails then."""
         self._process.kill()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers_protocol import UnavailableError, serve
-from localllm.bench.subject import matrix_bytes, random_subject
+from localllm.bench.target import TargetSetup, matrix_bytes, random_target
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import SamplingParams
 from localllm.models.families import parse_config
@@ -27,11 +27,11 @@ class Localllm:
     def load(self, *, shape: dict[str, Any], threads: int, weights: str, context: int) -> dict[str, Any]:
         torch.set_num_threads(threads)
         shape_of = Shape("the benchmark's shape", parse_config(shape, "the benchmark's shape"), shape)
-        subject = random_subject(shape_of, recipe(weights), torch.bfloat16, torch.device("cpu"), ctx=context)
-        self.engine = subject.engine
+        target = random_target(shape_of, TargetSetup(recipe(weights), torch.bfloat16, torch.device("cpu"), context))
+        self.engine = target.engine
         self.floor: MemoryFloor | None = None
         return {
-            "title": f"localllm {subject.weights}",
+            "title": f"localllm {target.weights}",
             "weight_bytes_per_token": matrix_bytes(self.engine.model),
             "version": f"torch {torch.__version__}",
             "cpu_features": torch.backends.cpu.get_cpu_capability(),

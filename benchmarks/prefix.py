@@ -1,4 +1,4 @@
-"""What a prompt costs whose beginning was computed before: `python -m benchmarks.prefix [--part reuse|decode]`.
+"""The cost of a prompt whose beginning was computed before: `python -m benchmarks.prefix [--part reuse|decode]`.
 
 `reuse`: a 1.1B model (random INT4 weights, which cost what trained ones do) reads 4,096 tokens; then the next turn of
 that chat, the same with its last message edited, and the next turn after the engine was loaded anew and the page cache
@@ -12,11 +12,16 @@ their lowest and highest. Results go to benchmarks/results/prefix.json.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
 import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,14 +30,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.kv_disk import drop, fresh_read_gbs
-from benchmarks.measure import interleaved, machine, save, spread
-from localllm.bench.decoding import Depth
+from benchmarks.measure import RESULTS, drop_from_cache, interleaved, machine, paired, parser, save, spread
+from localllm.bench.depth import Depth
 from localllm.bench.random_blocks import RandomBlocks
-from localllm.bench.random_model import random_model
-from localllm.bench.subject import Subject, word_tokenizer
+from localllm.bench.random_model import random_model, word_tokenizer
+from localllm.bench.target import BenchmarkTarget
 from localllm.bench.workload import Workload
 from localllm.cache.kv_format import KV_FORMATS
+from localllm.cache.page_readers import READERS
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import NO_REUSE, KVReuse
@@ -51,30 +56,29 @@ DEPTHS = (128, 8192)
 GEN_TOKENS = 32
 LONGEST = 1 << 15
 _FLUSH_S = 60.0
+_BLOCK_BYTES, _HUGE_BYTES = 4096, 2 << 20
 _RESTARTS = 3  # a round: their rates differ most
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("reuse", "decode"), action="append")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shared-tokens", type=int, default=SHARED_TOKENS)
-    parser.add_argument("--shape", default=NAME)
-    parser.add_argument("--depth", type=int, action="append", help="of `decode`; may be repeated")
-    parser.add_argument("--save", type=Path, help="a folder for the results in place of benchmarks/results")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--part", choices=("reuse", "decode"), action="append")
+    arguments.add_argument("--shared-tokens", type=int, default=SHARED_TOKENS)
+    arguments.add_argument("--shape", default=NAME)
+    arguments.add_argument("--depth", type=int, action="append", help="of `decode`; may be repeated")
+    arguments.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
+    options = arguments.parse_args()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "reuse": lambda: reuse(options.shape, options.rounds, options.shared_tokens),
         "decode": lambda: decode(options.shape, options.rounds, options.depth or DEPTHS),
     }
     chosen = options.part or list(parts)
     result = {"machine": machine(), "shape": options.shape, **{part: parts[part]() for part in chosen}}
-    path = save("prefix", result, *([options.save] if options.save else []))
-    print(f"wrote {path}")
+    print(f"wrote {save('prefix', result, options.save)}")
 
 
 def long_shape(name: str) -> Shape:
-    """As if it had been trained for a long context: what that costs does not depend on it."""
+    """A shape as if it had been trained for a long context, on which its speed does not depend."""
     raw = {**find_shape(name).raw_config, "max_position_embeddings": LONGEST}
     return Shape(name, parse_config(raw, name), raw)
 
@@ -86,33 +90,35 @@ def reuse(name: str, rounds: int, shared_tokens: int) -> dict[str, Any]:
         chat.turn(-1)  # kernels are compiled, the disk's tier has begun
         turns = [chat.turn(number) for number in range(rounds)]
         chat.engine.close()
-    result: dict[str, Any] = {"shared_tokens": shared_tokens}
-    for key in turns[0].seconds:
-        result[key] = spread([turn.seconds[key] for turn in turns])
-    for warm in ("next_turn", "edited", "restarted"):
-        result[f"{warm}_of_cold"] = spread([turn.seconds[f"{warm}_s"] / turn.seconds["cold_s"] for turn in turns])
-    loads = [load for turn in turns for load in turn.loads]
-    for key, values in zip(("load_gbs", "disk_gbs", "disk_used_memory_gbs"), zip(*loads, strict=True), strict=True):
-        result[key] = spread(list(values))
-    result["load_of_disk"] = spread([load / disk for load, disk, _ in loads])
-    result["load_of_disk_used_memory"] = spread([load / used for load, _, used in loads])
-    shares = ("next_turn_of_cold", "edited_of_cold", "restarted_of_cold", "load_of_disk", "load_of_disk_used_memory")
-    for key in ("cold_s", *shares, "load_gbs", "disk_gbs", "disk_used_memory_gbs"):
+    figures = {key: [turn.seconds[key] for turn in turns] for key in turns[0].seconds}
+    loads = zip(*(load for turn in turns for load in turn.loads), strict=True)
+    rates = dict(zip(("load_gbs", "disk_gbs", "disk_used_memory_gbs"), map(list, loads), strict=True))
+    result: dict[str, Any] = {"shared_tokens": shared_tokens, **{key: spread(each) for key, each in figures.items()}}
+    shares = {
+        **{f"{warm}_of_cold": paired(figures[f"{warm}_s"], figures["cold_s"])
+           for warm in ("next_turn", "edited", "restarted")},
+        "load_of_disk": paired(rates["load_gbs"], rates["disk_gbs"]),
+        "load_of_disk_used_memory": paired(rates["load_gbs"], rates["disk_used_memory_gbs"]),
+    }  # fmt: skip
+    result |= {**shares, **{key: spread(each) for key, each in rates.items()}}
+    for key in ("cold_s", *shares, *rates):
         print(f"{key}: {result[key]}")
     return result
 
 
 @dataclass(frozen=True)
 class Turn:
-    """seconds: to first tokens, and how many tokens were not computed. loads: of every restart, in 1e9 bytes a second:
-    of the pages, of the disk into fresh memory, and of the disk into used memory."""
+    """seconds: to first tokens, and how many tokens were not computed.
+
+    loads: of every restart, in 1e9 bytes a second: of the pages, of the disk into fresh memory, and into used memory.
+    """
 
     seconds: dict[str, float]
     loads: list[tuple[float, float, float]]
 
 
 class Chat:
-    """One engine after the other over the same folder of pages."""
+    """A chat by one engine after the other over the same folder of pages."""
 
     def __init__(self, files: ModelFiles, weights: str, folder: Path, shared_tokens: int, vocab_size: int) -> None:
         self._files, self._weights, self._folder = files, weights, folder
@@ -120,14 +126,11 @@ class Chat:
         self.engine = self._load()
 
     def _load(self) -> Engine:
-        room = self._shared_tokens + 4 * (TURN_TOKENS + ANSWER_TOKENS)
-        ctx = min(room, 8192)
-        return Engine.load(
-            self._files, weights=self._weights, ctx=ctx, reuse=KVReuse(directory=self._folder), speculate=OFF
-        )
+        ctx, reuse = self._shared_tokens + 4 * (TURN_TOKENS + ANSWER_TOKENS), KVReuse(directory=self._folder)
+        return Engine.load(self._files, weights=self._weights, ctx=min(ctx, 8192), reuse=reuse, speculate=OFF)
 
     def turn(self, number: int) -> Turn:
-        """Of a chat that nobody has had before."""
+        """One turn of a chat that nobody has had before."""
         shared = self._ids(self._shared_tokens, 10 * number)
         question, edited, third = (self._ids(TURN_TOKENS, 10 * number + n) for n in (1, 2, 3))
         cold_s, cached, answer = self._ask([*shared, *question])
@@ -154,14 +157,14 @@ class Chat:
     def _restart(self, paths: Sequence[Path], token_ids: list[int]) -> tuple[float, int, tuple[float, float, float]]:
         """Seconds to the first token of a new engine, how many tokens were not computed, and the rates."""
         self.engine.close()
-        drop(paths)
+        drop_from_cache(paths)
         used_gbs = files_read_gbs(paths)
         self.engine = self._load()
         first_s, cached, _ = self._ask(token_ids)
         prefix = self.engine.prefix
         assert prefix is not None and prefix.disk is not None and prefix.disk.flush(_FLUSH_S)
         load_gbs = prefix.counts.disk_bytes / prefix.counts.disk_s / 1e9
-        drop(paths)
+        drop_from_cache(paths)
         return first_s, cached, (load_gbs, fresh_read_gbs(paths), used_gbs)
 
     def _ask(self, token_ids: list[int]) -> tuple[float, int, list[int]]:
@@ -192,25 +195,46 @@ def decode(name: str, rounds: int, depths: Sequence[int]) -> dict[str, Any]:
     measured: dict[str, Callable[[], float]] = {}
     for kv in KV_FORMATS:
         engine = Engine(decoder, tokenizer, ctx=workload.ctx, kv=kv, reuse=NO_REUSE)
-        subject = Subject(name, recipe.name, engine, has_random_weights=True)
+        target = BenchmarkTarget(name, recipe.name, engine, has_random_weights=True)
         for depth in depths:
-            measured[f"{kv} behind {depth}"] = partial(_tok_s, Depth(subject, depth, workload))
+            measured[f"{kv} behind {depth}"] = partial(lambda at: at.decode()[0], Depth(target, depth, workload))
     speeds = interleaved(measured, rounds)
     result: dict[str, Any] = {key: spread(values) for key, values in speeds.items()}
     deep, shallow = max(depths), min(depths)
     for kv in KV_FORMATS:
         own = speeds[f"{kv} behind {deep}"]
-        result[f"{kv} of bf16"] = spread([a / b for a, b in zip(own, speeds[f"bf16 behind {deep}"], strict=True)])
-        result[f"{kv} deep of shallow"] = spread(
-            [a / b for a, b in zip(own, speeds[f"{kv} behind {shallow}"], strict=True)]
-        )
+        result[f"{kv} of bf16"] = paired(own, speeds[f"bf16 behind {deep}"])
+        result[f"{kv} deep of shallow"] = paired(own, speeds[f"{kv} behind {shallow}"])
     for key, value in result.items():
         print(f"{key}: {value}")
     return result
 
 
-def _tok_s(depth: Depth) -> float:
-    return depth.decode()[0]
+def fresh_read_gbs(paths: Sequence[Path]) -> float:
+    """Read these files past the page cache into memory that nobody has used yet."""
+    sizes = [path.stat().st_size // _BLOCK_BYTES * _BLOCK_BYTES for path in paths]
+    memory = _huge_pages(sum(sizes))
+    places = [memory[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+    def read(path: Path, place: memoryview) -> int:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            return os.preadv(descriptor, [place], 0)
+        finally:
+            os.close(descriptor)
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(READERS) as pool:
+        num_bytes = sum(pool.map(read, paths, places))
+    return num_bytes / (time.perf_counter() - started) / 1e9
+
+
+def _huge_pages(num_bytes: int) -> memoryview:
+    region = mmap.mmap(-1, num_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % _HUGE_BYTES
+    return memoryview(region)[begin : begin + num_bytes]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the weight formats cost: the tiny model's perplexity on a book that it has not seen, in every format.
+"""The cost of the weight formats: the tiny model's perplexity on a book that it has not seen, in every format.
 
     python tools/train_tiny.py --tales DIR --write-heldout heldout.txt
     python -m benchmarks.quality heldout.txt [--windows 20]     # benchmarks/results/quality.json, docs/quality.md
@@ -11,10 +11,9 @@ same with the activations of every matrix in INT8, as the integer kernels see th
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
@@ -25,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks import quality_page
-from benchmarks.measure import machine, seconds, spread
+from benchmarks.measure import DOCS, known, machine, markdown_table, save, seconds, spread, write_section
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.residency import new_pages
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.kernels import reference, tile16
 from localllm.kernels.cpu_matmul import INT8_GROUP
@@ -51,12 +50,16 @@ from localllm.quant.weight_format import WeightFormat
 from localllm.text.tokenizer import Tokenizer
 
 TEXT = "The Violet Fairy Book"
+PAGE = DOCS / "quality.md"
+BEGIN, END = "<!-- tables: written by `python -m benchmarks.quality` -->", "<!-- end of the tables -->"
 SHIPPED = ("bf16", "int8", "int4-g32", "int4-g64", "int4-g128")
+
+Run = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class PublishedHqq(Int4):
-    """HQQ with the published algorithm and its defaults, in tile16: what ours has to beat. Whole tiles and groups."""
+    """HQQ with the published algorithm and its defaults in tile16, which ours has to beat. Whole tiles and groups."""
 
     @property
     def name(self) -> str:
@@ -98,7 +101,7 @@ FORMATS: tuple[WeightFormat, ...] = (
 
 @dataclass(frozen=True)
 class Exactly(Dense):
-    """What `weights` mean, kept in fp32, times activations in fp32, or in INT8 by groups of `activation_group`."""
+    """The values of `weights` in fp32, times activations in fp32, or in INT8 by groups of `activation_group`."""
 
     dtype: torch.dtype = torch.float32
     weights: WeightFormat = field(default_factory=Dense)
@@ -116,7 +119,7 @@ class Exactly(Dense):
 
 @dataclass
 class Subject:
-    """A model in some formats, and how far it has been from the base. about: what its row says beside that."""
+    """A model in some formats, and its distance from the base so far. about: the rest of its row."""
 
     about: Mapping[str, object]
     runner: ModelRunner
@@ -214,26 +217,31 @@ def cut_windows(token_ids: list[int], ctx: int, count: int | None) -> list[list[
 def measure(text: str, num_windows: int | None) -> dict[str, Any]:
     config = load_config(TINY_DIRECTORY)
     token_ids = Tokenizer.load(TINY_DIRECTORY).encode(text, bos=True)
-    windows = cut_windows(token_ids, config.max_position_embeddings, num_windows)
     make = Subjects(config)
-    base = make.of(RECIPES["bf16"], "exact")
-    subjects = list(make.all())
-    for number, window in enumerate(windows, 1):
-        log_probabilities = base.log_probabilities(window)
-        base.surprises.append(token_surprises(log_probabilities, window))
-        for subject in subjects:
-            subject.read(window, log_probabilities)
-        print(f"\rwindow {number} of {len(windows)}", end="", file=sys.stderr, flush=True)
-    surprise = torch.cat(base.surprises).double()
+    base, subjects = make.of(RECIPES["bf16"], "exact"), list(make.all())
+    (surprise,) = read_windows(cut_windows(token_ids, config.max_position_embeddings, num_windows), [(base, subjects)])
     return {
-        "schema_version": 1,
-        "model": "tiny",
-        "text": TEXT,
-        "ctx": config.max_position_embeddings,
-        "predicted_tokens": len(surprise),
+        **about_text(config, surprise),
         "base": {"perplexity": math.exp(surprise.mean().item()), "bytes": base.about["bytes"]},
         "runs": [subject.result(surprise) for subject in subjects],
     }
+
+
+def read_windows(windows: list[list[int]], groups: Sequence[tuple[Subject, Sequence[Subject]]]) -> list[Tensor]:
+    """Read all windows by each base and what is compared with it; return the bases' -log p of each token."""
+    for number, window in enumerate(windows, 1):
+        for base, subjects in groups:
+            log_probabilities = base.log_probabilities(window)
+            base.surprises.append(token_surprises(log_probabilities, window))
+            for subject in subjects:
+                subject.read(window, log_probabilities)
+        print(f"\rwindow {number} of {len(windows)}", end="", file=sys.stderr, flush=True)
+    return [torch.cat(base.surprises).double() for base, _ in groups]
+
+
+def about_text(config: ModelConfig, surprise: Tensor) -> dict[str, Any]:
+    ctx = config.max_position_embeddings
+    return {"schema_version": 1, "model": "tiny", "text": TEXT, "ctx": ctx, "predicted_tokens": len(surprise)}
 
 
 def conversion(rounds: int = 5) -> Iterator[dict[str, object]]:
@@ -261,6 +269,56 @@ def _relative_error(weights: WeightFormat, matrices: list[Tensor]) -> float:
     return float(errors / sum(matrix.square().sum().item() for matrix in matrices))
 
 
+# The tables of docs/quality.md
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    runs, base = result["runs"], result["base"]
+    parts = {
+        "Blocks alone, embedding and head in bf16": _runs(runs, "exact", embeddings=("bf16",)),
+        "Embedding and head": _runs(runs, "exact", embeddings=("int8", "int4-g64")),
+        "As it is computed": _runs(runs, "int8", "product"),
+        "Conversion": _conversions(result["conversion"]),
+    }
+    about = (
+        f"{result['text']}: {result['predicted_tokens']:,} tokens, in windows of {result['ctx']} that each start "
+        f"without context. bf16: perplexity {base['perplexity']:.3f}, {base['bytes'] / 1e6:.2f} MB.\n"
+    )
+    return "\n".join([about, *(f"### {title}\n\n{table}" for title, table in parts.items())])
+
+
+def _runs(runs: Sequence[Run], *activations: str, embeddings: Sequence[str] = ()) -> str:
+    how = {"exact": "", "int8": "INT8 activations", "product": "the program, in bf16"}
+    computed = ["computed by"] if len(activations) > 1 else []
+    rows = [
+        [run["blocks"], run["embedding"], *([how[run["activations"]]] if computed else []),
+         f"{run['bytes'] / 1e6:.2f}", f"{run['perplexity']:.3f}", increase(run), f"{run['kl_nats']:.5f}",
+         f"{run['top1_percent']:.2f} %"]
+        for run in runs
+        if run["activations"] in activations and (not embeddings or run["embedding"] in embeddings)
+    ]  # fmt: skip
+    head = ["blocks", "embedding, head", *computed, "MB", "perplexity", "increase", "KL divergence", "same top-1"]
+    return markdown_table(head, rows, left=2 + len(computed))
+
+
+def increase(run: Run) -> str:
+    return f"{run['increase_percent']:+.2f} % (±{run['standard_error_percent']:.2f})"
+
+
+def _conversions(rows: Sequence[Run]) -> str:
+    head = ("format", "squared error, normal weights", "tiny's weights", "ns a weight")
+    cells = (
+        (
+            row["format"],
+            f"{row['error_normal']:.6f}",
+            f"{row['error_tiny']:.6f}",
+            f"{row['ns_a_weight']['median']:.1f}" if row["ns_a_weight"] else "",
+        )
+        for row in rows
+    )
+    return markdown_table(head, cells)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -269,12 +327,13 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="so many, spread over the book (default: all)")
     arguments = parser.parse_args()
     if arguments.text is None:
-        result = json.loads(quality_page.RESULTS.read_text(encoding="utf-8"))
+        result = known("quality")
     else:
         result = measure(arguments.text.read_text(encoding="utf-8"), arguments.windows)
     result |= {"machine": machine(), "conversion": list(conversion())}
-    quality_page.save(result)
-    print(quality_page.tables(result))
+    save("quality", result)
+    write_section(PAGE, BEGIN, END, tables(result))
+    print(tables(result))
 
 
 if __name__ == "__main__":

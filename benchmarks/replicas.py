@@ -1,4 +1,4 @@
-"""What routing by prefixes gives, and what the death of a replica costs: `.venv/ray/bin/python -m benchmarks.replicas`.
+"""Hits by prefix routing, and the cost of a replica's death: `.venv/ray/bin/python -m benchmarks.replicas`.
 
 Replicas of the built-in model on this machine's CPU, each with a cache of its own, behind one address.
 
@@ -15,15 +15,13 @@ is not run stay.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from typing import Any
 import httpx2
 import psutil
 
-from benchmarks.measure import RESULTS, machine, save, spread
+from benchmarks.measure import known, machine, parser, save, spread
 
 CHAT = "/v1/chat/completions"
 CONVERSATIONS, TURNS, ANSWER_TOKENS = 6, 4, 16
@@ -43,7 +41,7 @@ _WORDS = ("fox", "owl", "lantern", "river", "boat", "storm", "bridge", "baker", 
 
 @dataclass(frozen=True)
 class Replicas:
-    """A client of them, the process that they all belong to, and what waits until one that was killed is back."""
+    """A client of the replicas, their common process, and a function that waits until a killed one is back."""
 
     client: httpx2.Client
     owner: psutil.Process
@@ -112,7 +110,7 @@ def hits(rounds: int) -> dict[str, Any]:
 
 
 def outcome(client: httpx2.Client, rng: random.Random, *, is_streamed: bool) -> str:
-    """What became of one request: whole, cut or lost."""
+    """The outcome of one request: whole, cut or lost."""
     body = {"messages": [{"role": "user", "content": tale(rng, 20)}], "max_tokens": ANSWERED, "logit_bias": NO_END}
     num_events = 0
     try:
@@ -131,7 +129,7 @@ def outcome(client: httpx2.Client, rng: random.Random, *, is_streamed: bool) -> 
 
 
 def killed_under_load(group: Replicas, seed: int) -> tuple[Counter[str], float]:
-    """What became of the requests, and seconds until as many replicas answer as before."""
+    """The outcomes of the requests, and seconds until as many replicas answer as before."""
     asked, middle = Counter[str](), threading.Event()
     lock = threading.Lock()
 
@@ -166,14 +164,12 @@ def death(rounds: int) -> dict[str, Any]:
 PARTS = {"hits": hits, "death": death}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=tuple(PARTS), action="append")
-    parser.add_argument("--rounds", type=int, default=5)
-    flags = parser.parse_args(arguments)
-    file = RESULTS / "replicas.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if flags.part and file.exists() else {}
-    result: dict[str, Any] = {**known, "machine": machine(), "model": "tiny"}
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--part", choices=tuple(PARTS), action="append")
+    flags = arguments.parse_args()
+    saved = known("replicas") if flags.part else {}
+    result: dict[str, Any] = {**saved, "machine": machine(), "model": "tiny"}
     for name in flags.part or PARTS:
         result[name] = PARTS[name](flags.rounds)
         for key, value in result[name].items():

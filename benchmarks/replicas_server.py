@@ -9,20 +9,43 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from localllm.config import load_settings
 from localllm.runtime.selection import locate, with_defaults
 from localllm.server.guard import Admission
-from localllm.server.listening import bound, serve
+from localllm.server.http_server import bound, serve
 from localllm.server.replicas.fleet import PREFIX_ROUTER, Fleet
-from localllm.server.replicas.front import Front, create_front
+from localllm.server.replicas.front import ReplicaFront, create_front
 from localllm.server.replicas.replica import Role
 from localllm.server.served import Capacity
 
-ROUTERS = {"prefix": PREFIX_ROUTER, "turns": "benchmarks.replicas_turns:Turns"}
+ROUTERS = {"prefix": PREFIX_ROUTER, "turns": "benchmarks.replicas_server:Turns"}
 
 
-def tell(number: int) -> None:
+class Turns(RequestRouter):  # type: ignore[misc]
+    """Replicas that take turns, whatever is asked: what routing by prefixes is compared with."""
+
+    def initialize_state(self) -> None:
+        self._num_routed = 0
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,  # noqa: ARG002
+    ) -> list[list[RunningReplica]]:
+        ordered = sorted(candidate_replicas, key=lambda each: str(each.replica_id))
+        first = self._num_routed % len(ordered)
+        return [[each] for each in ordered[first:] + ordered[:first]]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        super().on_request_routed(pending_request, replica_id, result)
+        self._num_routed += 1
+
+
+def emit(number: int) -> None:
     print(number, flush=True)
 
 
@@ -30,15 +53,15 @@ def main(router: str, num_replicas: int) -> None:
     resolved = load_settings({"private": True})  # pages on the disk would be found by all
     selection = with_defaults(resolved, locate(resolved, "tiny"))
     role = Role("tiny", selection.resolved, Capacity(), (), "mean", needs_key=False)
-    fleet = Fleet(role, num_replicas, most_more=4, router=ROUTERS[router], changed=tell)
+    fleet = Fleet(role, num_replicas, most_more=4, router=ROUTERS[router], changed=emit)
     try:
         fleet.wait_started()
-        sock, front, stops = bound("127.0.0.1", 0), Front(fleet.ask), list[Callable[[], None]]()
+        sock, front, stops = bound("127.0.0.1", 0), ReplicaFront(fleet.ask), list[Callable[[], None]]()
         port = int(sock.getsockname()[1])
         app = create_front(front, Admission((port,)))
         thread = threading.Thread(target=serve, args=(app, [sock], stops.append, front.stop), daemon=True)
         thread.start()
-        tell(port)
+        emit(port)
         sys.stdin.read()
         stops[0]()
         thread.join(10)

@@ -1,4 +1,4 @@
-"""What HTTP costs, and what several clients get: `python -m benchmarks.serve [--part first|overhead|parallel|gap]`.
+"""The cost of HTTP, and what several clients get: `python -m benchmarks.serve [--part first|overhead|parallel|gap]`.
 
 A 1.1B shape (random INT4 weights, which cost what trained ones do) behind the server as `localllm serve` has it, in a
 process of its own; beside the same on a thread of this process. Clients are in another process, on the same cores.
@@ -14,7 +14,6 @@ Rounds take turns; medians with their lowest and highest. Results go to benchmar
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -27,7 +26,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from benchmarks.measure import machine, paired, save, spread
+from benchmarks.measure import machine, paired, parser, save, spread
 from benchmarks.prefix import long_shape
 from localllm.bench.random_model import random_model
 from localllm.config import load_settings
@@ -36,8 +35,8 @@ from localllm.engine.engine_info import Service
 from localllm.engine.events import TokenEvent
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.scheduler import Limits
 from localllm.engine.speculative.config import OFF
+from localllm.engine.step_types import Limits
 from localllm.hub import ModelFiles
 from localllm.quant.recipe import RECIPES
 from localllm.runtime.engine_loader import Opening
@@ -46,7 +45,7 @@ from localllm.runtime.engine_thread import EngineService
 from localllm.runtime.selection import Selection, with_defaults
 from localllm.server.app import create_app
 from localllm.server.guard import Admission
-from localllm.server.listening import bound, serve
+from localllm.server.http_server import bound, serve
 from localllm.server.pool import Pool
 from localllm.server.served import Capacity
 
@@ -86,7 +85,7 @@ class Bench:
         return {"prompt": self.prompt(num_tokens), "max_tokens": answer, "logit_bias": bias}
 
     def ask_engine(self, num_tokens: int = PROMPT_TOKENS, answer: int = ANSWER_TOKENS) -> list[float]:
-        """As one stream of `ask`, without HTTP."""
+        """Seconds to each token of one stream as in `ask`, without HTTP."""
         bias = {int(token_id): -100.0 for token_id in self._ends}
         sampling = SamplingParams(temperature=0, max_tokens=answer, logit_bias=bias)
         request = Request(tuple(self.prompt(num_tokens)), sampling)
@@ -138,7 +137,7 @@ def rate(arrivals: Sequence[float], tokens: int) -> float:
 
 
 def first(on: Bench, rounds: int) -> dict[str, Any]:
-    """Of each round the median of its pairs."""
+    """The first token over HTTP and without; each round gives the median of its pairs."""
     http_s, engine_s, more_ms = [], [], []
     for number in range(-1, rounds):
         pairs = []
@@ -218,10 +217,9 @@ PARTS = {"first": first, "overhead": overhead, "parallel": parallel, "gap": gap}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=tuple(PARTS), action="append")
-    parser.add_argument("--rounds", type=int, default=5)
-    flags = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--part", choices=tuple(PARTS), action="append")
+    flags = arguments.parse_args()
     result: dict[str, Any] = {"machine": machine(), "model": NAME, "weights": WEIGHTS}
     with random_model(NAME, long_shape(NAME).raw_config, RECIPES[WEIGHTS]) as files:
         for name in flags.part or PARTS:

@@ -1,137 +1,251 @@
-"""What guessing gives, and what it costs where it gives nothing.
+"""The gain of drafting, and its cost where it gains nothing.
 
-    python -m benchmarks.speculation [--part oracle|never|texts|grown ...] [--rounds 5]
+    python -m benchmarks.speculation [--part oracle|never|texts ...] [--rounds 5]
 
-`oracle`: guesses that are right with a probability alpha, `k` at a time, at no cost: the measured speedup beside the
+`oracle`: drafts that are right with a probability alpha, `k` at a time, at no cost: the measured speedup beside the
 formula S = E * t_1 / t_round, E = (1 - alpha^(k+1)) / (1 - alpha), whose two times are those of the same round's steps;
-resident, and with the blocks read from the disk at every step. `never`: what `--speculate auto` and each drafter
-cost on text that nobody guesses, on text whose guesses are always wrong, and on text that changes, beside plain
-decoding. `texts`: tokens a pass on a tale that the built-in model has not seen, on code, and on a text that is to be
-summarised. `grown`: the built-in model with blocks that change nothing between its own, streamed under a cap: they are
-left out while guessing. Rounds take turns, each with a plain run of its own; medians with their lowest and highest.
-Results go to benchmarks/results/speculation.json, part by part.
+resident, and with the blocks read from the disk at every step. `never`: what `--speculate auto` and each drafter cost
+on text that nobody can predict, on text whose drafts are always wrong, and on text that changes, beside plain decoding.
+`texts`: tokens a pass on a tale that the built-in model has not seen, on code, and on a text that is to be summarised.
+Rounds take turns, each with a plain run of its own; medians with their lowest and highest. Results go
+to benchmarks/results/speculation.json, part by part, and to the tables of docs/speculation.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks import speculation_page
-from benchmarks.measure import RESULTS, machine, paired, save, spread
-from benchmarks.oracle import Oracle
-from benchmarks.speculation_engine import SHAPE, guess, ids, random_engine, run, stream
-from benchmarks.speculation_never import never
-from benchmarks.speculation_texts import grown, texts
+from benchmarks.engines import SHAPE, answer, random_engine, random_ids, tiny_engine
+from benchmarks.measure import DOCS, RESULTS, Spread, known, machine, paired, parser, save, spread, write_section
+from benchmarks.oracle import Oracle, Wrong, draft_with, stream
+from benchmarks.speculation_texts import texts
 from localllm.engine.engine import Engine
 from localllm.engine.speculative.config import OFF, Speculate
 
 ALPHAS, COUNTS = (0.3, 0.6, 0.8, 0.95), (2, 4, 8)
 _PASSES = 64  # with which the tokens of each are known to a tenth or so
+_CTX = 1024
+_BEGIN, _END = "<!-- tables: written by `python -m benchmarks.speculation` -->", "<!-- end of the tables -->"
+
+Row = Mapping[str, Any]
 
 
 def oracle(rounds: int, shape: str) -> dict[str, Any]:
-    with random_engine(shape) as engine:
-        rows = _oracle_rows(engine, "resident", rounds, 192)
-        stream(engine, lambda _name: True)
-        return {"rows": rows + _oracle_rows(engine, "streamed", rounds, 96)}
-
-
-def _oracle_rows(engine: Engine, placement: str, rounds: int, num_tokens: int) -> list[dict[str, Any]]:
-    pairs = [(alpha, count) for alpha in ALPHAS for count in COUNTS]
-    return [oracle_row(engine, placement, alpha, count, rounds, num_tokens, _PASSES) for alpha, count in pairs]
+    rows = []
+    with random_engine(shape, _CTX) as engine:
+        for placement, num_tokens in (("resident", 192), ("streamed", 96)):
+            if placement == "streamed":
+                stream(engine, lambda _name: True)
+            for alpha, count in product(ALPHAS, COUNTS):
+                rows.append(oracle_row(engine, placement, alpha, count, rounds, num_tokens, _PASSES))
+    return {"rows": rows}
 
 
 def oracle_row(
     engine: Engine, placement: str, alpha: float, count: int, rounds: int, num_tokens: int, least_passes: int = 1
 ) -> dict[str, Any]:
     """least_passes: of each round; few of them give more or fewer tokens by chance."""
-    prompt, vocab_size = ids(64, engine.config.vocab_size, 1), engine.config.vocab_size
-    guess(engine, OFF)
-    stream_ids = {prompt: (*prompt, *run(engine, prompt, num_tokens).token_ids)}
+    prompt, vocab_size = random_ids(64, engine.config.vocab_size, 1), engine.config.vocab_size
+    draft_with(engine, OFF)
+    streams = {prompt: (*prompt, *answer(engine, [prompt], num_tokens).ids)}
     plain: list[float] = []
-    guessed: list[float] = []
+    drafted: list[float] = []
     tokens: list[float] = []
     formulas: list[float] = []
-    shares: list[float] = []
     for number in range(rounds):
-        guess(engine, OFF)
-        plain.append(run(engine, prompt, num_tokens).seconds)
+        draft_with(engine, OFF)
+        plain.append(answer(engine, [prompt], num_tokens).token_s)
         steps: list[float] = []
         seconds: list[float] = []
         passes = 0.0
         while passes < least_passes:
             seed = number + rounds * len(seconds)
-            guess(engine, Speculate("ngram", count, adapts=False), Oracle(stream_ids, alpha, vocab_size, seed))
-            _time(engine, steps)
-            found = run(engine, prompt, num_tokens)
-            assert found.told is not None and (*prompt, *found.token_ids) == stream_ids[prompt]
-            passes += (num_tokens - 1) / (found.told.tokens_per_pass or 1.0)
-            seconds.append(found.seconds)
-        guessed.append(mean(seconds))
+            draft_with(engine, Speculate("ngram", count, adapts=False), Oracle(streams, alpha, vocab_size, seed))
+            _record_steps(engine, steps)
+            found = answer(engine, [prompt], num_tokens)
+            assert found.speculation is not None and (*prompt, *found.ids) == streams[prompt]
+            passes += (num_tokens - 1) / (found.speculation.tokens_per_pass or 1.0)
+            seconds.append(found.token_s)
+        drafted.append(mean(seconds))
         tokens.append(len(seconds) * (num_tokens - 1) / passes)
         formulas.append(expected_tokens(alpha, count) * plain[-1] / median(steps))
-        shares.append(plain[-1] / guessed[-1] / formulas[-1])
-    measured, formula = paired(plain, guessed), spread(formulas)
+    speedups = [one / other for one, other in zip(plain, drafted, strict=True)]
     row = {
         "placement": placement,
         "alpha": alpha,
         "k": count,
-        "speedup": measured,
-        "formula": formula,
-        "share": spread(shares),
+        "speedup": spread(speedups),
+        "formula": spread(formulas),
+        "share": paired(speedups, formulas),
         "tokens_per_pass": spread(tokens),
         "expected_tokens_per_pass": expected_tokens(alpha, count),
         "plain_tok_s": 1 / median(plain),
     }
-    told = f"{placement:9} alpha {alpha:<5} k {count}  {measured} x, formula {formula}, of which {row['share']}"
-    print(told, file=sys.stderr)
+    shown = f"{row['speedup']} x, formula {row['formula']}, of which {row['share']}"
+    print(f"{placement:9} alpha {alpha:<5} k {count}  {shown}", file=sys.stderr)
     return row
 
 
 def expected_tokens(alpha: float, count: int) -> float:
-    """Of a pass that verifies so many guesses (Leviathan et al., arXiv:2211.17192, equation 1)."""
+    """Tokens of a pass that verifies so many drafted ones (Leviathan et al., arXiv:2211.17192, equation 1)."""
     return float((1 - alpha ** (count + 1)) / (1 - alpha))
 
 
-def _time(engine: Engine, steps: list[float]) -> None:
-    """Adds what the steps of the next run take, as the engine times them."""
+def _record_steps(engine: Engine, steps: list[float]) -> None:
+    """Record the seconds of the next answer's steps, as the engine times them."""
     learn = engine.speculation.learn
 
-    def hear(step_s: float) -> None:
+    def record(step_s: float) -> None:
         steps.append(step_s)
         learn(step_s)
 
-    engine.speculation.learn = hear  # type: ignore[method-assign]
+    engine.speculation.learn = record  # type: ignore[method-assign]
+
+
+def never(rounds: int, shape: str) -> dict[str, Any]:
+    rows: list[Row] = []
+    with random_engine(shape, _CTX) as engine:
+        rows += _never_rows(engine, f"{shape} resident", rounds, 192)
+        stream(engine, lambda name: name.split(".")[1] in map(str, range(6, 14)))
+        rows += _never_rows(engine, f"{shape} streamed", rounds, 64)
+    with tiny_engine(_CTX) as engine:
+        rows += _never_rows(engine, "tiny resident", rounds, 400)
+        stream(engine, lambda name: name.split(".")[1] in ("5", "6", "7"))
+        # Each is half a second, in which the disk is not as fast.
+        rows += _never_rows(engine, "tiny streamed", 4 * rounds, 200)
+    return {"rows": rows}
+
+
+def _never_rows(engine: Engine, placement: str, rounds: int, num_tokens: int) -> Iterator[Row]:
+    """Three engines in one: plain, drafting, and plain once more; the plain ones' ratio is the machine's noise."""
+    vocab_size = engine.config.vocab_size
+    random_text, half = random_ids(128, vocab_size, 2), random_ids(24, vocab_size, 3)
+    texts: dict[str, tuple[tuple[int, ...], dict[str, Any], tuple[str, ...]]] = {
+        "random": (random_text, {"temperature": 3.0, "seed": 1}, ("auto", "ngram", "skip")),
+        "wrong": (random_text, {"temperature": 0}, ("wrong",)),
+        "switching": ((*half * 3, *random_text, *half), {"temperature": 1.0, "seed": 2}, ("auto", "ngram", "skip")),
+    }
+    for text, (prompt, sampling, drafters) in texts.items():
+        draft_with(engine, OFF)
+        expected = answer(engine, [prompt], num_tokens, **sampling).ids
+        for who in drafters:
+            draft_with(engine, OFF)
+            plain = engine.speculation
+            lookup = Wrong({prompt: (*prompt, *expected)}, vocab_size) if who == "wrong" else None
+            draft_with(engine, Speculate("ngram" if who == "wrong" else who), lookup)
+            drafting = engine.speculation
+            answer(engine, [prompt], num_tokens, **sampling)  # warm
+            ratios: list[float] = []
+            noise: list[float] = []
+            for number in range(2 * rounds):
+                seconds: dict[bool, list[float]] = {True: [], False: []}
+                for each in (plain, drafting, plain) if number % 2 else (plain, plain, drafting):
+                    engine.speculation = each
+                    found = answer(engine, [prompt], num_tokens, **sampling)
+                    assert found.ids == expected
+                    seconds[each is plain].append(found.token_s)
+                (first, second), (own,) = seconds[True], seconds[False]
+                ratios.append((first + second) / 2 / own)
+                noise.append(first / second)
+            row = {"placement": placement, "text": text, "who": who, "of_plain": spread(ratios), "noise": spread(noise)}
+            print(f"{placement:24} {text:10} {who:6} {row['of_plain']} of plain, plain of plain {row['noise']}")
+            yield row
+
+
+# The tables of docs/speculation.md
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    """The tables of the parts that were measured."""
+    parts = {"texts": _texts_table, "oracle": _oracle_table, "never": _never_table}
+    return "\n".join(line for part, lines in parts.items() if part in result for line in lines(result[part]))
+
+
+def _table(title: str, text: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    yield from (f"### {title}", "", text, "", f"| {' | '.join(head)} |", "|" + "---|" * len(head))
+    yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
+    yield ""
+
+
+def _texts_table(part: Row) -> Iterator[str]:
+    text = (
+        f"The built-in model, {part['draft_tokens']} guesses at once at every step, whether they pay or not. "
+        f"`skip` leaves out a quarter or half of its blocks, those that {part['trials']} trials on other "
+        "passages of the book found to be needed the least."
+    )
+    head = ("text", "temperature", "ngram", "skip, 25%", "ngram+skip, 25%", "skip, 50%", "ngram+skip, 50%")
+    columns = [("ngram", 0.0), *((who, share) for share in (0.25, 0.5) for who in ("skip", "ngram+skip"))]
+    rows = []
+    for about, temperature in dict.fromkeys((row["text"], row["temperature"]) for row in part["rows"]):
+        own = [
+            _one(part["rows"], text=about, temperature=temperature, who=who, skipped_share=share)
+            for who, share in columns
+        ]
+        cells = [f"{row['tokens_per_pass']['median']:.2f} ({row['accepted']:.0%} right)" for row in own]
+        rows.append((about, temperature, *cells))
+    return _table("Tokens a pass, on texts", text, head, rows)
+
+
+def _oracle_table(part: Row) -> Iterator[str]:
+    text = (
+        f"A model of the shape of {part['shape']} in INT4, and guesses that are right with a probability "
+        "alpha, k at once, at no cost: times plain decoding, and what that is of E * t_1 / t_round, with E = (1 - "
+        "alpha^(k+1)) / (1 - alpha) and the times of the steps of the same round."
+    )
+    head = ("alpha", "k", "resident", "of the formula", "streamed from the disk", "of the formula")
+    rows = []
+    for alpha, k in dict.fromkeys((row["alpha"], row["k"]) for row in part["rows"]):
+        both = [_one(part["rows"], alpha=alpha, k=k, placement=placement) for placement in ("resident", "streamed")]
+        rows.append((alpha, k, *(_shown(row[key]) for row in both for key in ("speedup", "share"))))
+    return _table("By the share of guesses that are right", text, head, rows)
+
+
+def _never_table(part: Row) -> Iterator[str]:
+    text = (
+        "Times plain decoding, and what two plain runs differ by in the same rounds. random: a prompt of "
+        "random tokens and answers drawn at temperature 3; wrong: a lookup whose offers are always wrong; "
+        "switching: text that repeats itself and text that does not in turn."
+    )
+    head = ("model", "text", "who guesses", "of plain decoding", "plain of plain")
+    rows = (
+        (row["placement"], row["text"], row["who"], _shown(row["of_plain"]), _shown(row["noise"]))
+        for row in part["rows"]
+    )
+    return _table("Where nobody can guess", text, head, rows)
+
+
+def _one(rows: Sequence[Row], **values: object) -> Row:
+    return next(row for row in rows if all(row[key] == value for key, value in values.items()))
+
+
+def _shown(value: Mapping[str, float]) -> str:
+    return str(Spread(**value))
 
 
 PARTS: dict[str, Callable[[int, str], dict[str, Any]]] = {
     "oracle": oracle,
     "never": never,
     "texts": texts,
-    "grown": grown,
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=tuple(PARTS), action="append")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shape", default=SHAPE)
-    parser.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
-    options = parser.parse_args()
-    path = options.save / "speculation.json"
-    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    arguments = parser(__doc__)
+    arguments.add_argument("--part", choices=tuple(PARTS), action="append")
+    arguments.add_argument("--shape", default=SHAPE)
+    arguments.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
+    options = arguments.parse_args()
+    result = known("speculation", options.save)
     for part in options.part or PARTS:
         result[part] = {"machine": machine(), "shape": options.shape, **PARTS[part](options.rounds, options.shape)}
         print(f"wrote {save('speculation', result, options.save)}")
     if options.save == RESULTS:
-        speculation_page.write(json.loads(path.read_text(encoding="utf-8")))
+        write_section(DOCS / "speculation.md", _BEGIN, _END, tables(known("speculation")))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What it costs to hold an answer to a grammar, and what guessing what it forces gives.
+"""The cost of holding an answer to a grammar, and the gain of drafting what it forces.
 
     python -m benchmarks.structured [--rounds 5] [--shape qwen2.5-0.5b] [--tokens 64]
 
@@ -6,33 +6,29 @@ A decode step with a grammar beside one without, in turn, on the built-in model 
 a real shape, with a vocabulary of as many words as that has ids: masks depend on its size. `schema` is an array
 of objects, `string` a long JSON string, in which nearly every token may follow, `regex` letters and blanks. Drawn at
 temperature 0.8, which is made cheaper by every token that is forbidden, and greedy, where the cost of the mask alone is
-left. `guessed`: tokens a second of the schema with guesses and without. `compile`: a grammar that is new, tried out in
+left. `guessed`: tokens a second of the schema with drafts and without. `compile`: a grammar that is new, tried out in
 a process of its own and compiled, and one that is known. Results go to benchmarks/results/structured.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.measure import RESULTS, interleaved, machine, paired, save, spread
-from benchmarks.speculation_engine import SHAPE, WEIGHTS, guess, ids
-from localllm.bench.random_model import random_model
+from benchmarks.engines import SHAPE, random_engine, random_ids, tiny_engine
+from benchmarks.measure import RESULTS, interleaved, machine, paired, parser, save, spread
+from benchmarks.oracle import draft_with
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
-from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.speculative.config import OFF, Speculate
 from localllm.models.shapes import find_shape
-from localllm.quant.recipe import RECIPES
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer_files import BYTE_ALPHABET
 
@@ -61,29 +57,7 @@ _SYLLABLES = (
 )  # fmt: skip
 
 
-@contextmanager
-def tiny_engine() -> Iterator[Engine]:
-    engine = Engine.load("tiny", weights=WEIGHTS, device="cpu", ctx=512, reuse=NO_REUSE, speculate=OFF)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-@contextmanager
-def random_engine(shape: str) -> Iterator[Engine]:
-    config = find_shape(shape).raw_config
-    with random_model(shape, config, RECIPES[WEIGHTS]) as files:
-        words = json.dumps(word_tokenizer(config["vocab_size"]))
-        (files.directory / "tokenizer.json").write_text(words, encoding="utf-8")
-        engine = Engine.load(files, weights=WEIGHTS, device="cpu", ctx=_CTX, reuse=NO_REUSE, speculate=OFF)
-        try:
-            yield engine
-        finally:
-            engine.close()
-
-
-def word_tokenizer(vocab_size: int) -> dict[str, Any]:
+def byte_tokenizer(vocab_size: int) -> str:
     """A tokenizer.json of bytes and of words by chance, in the shares that byte-level vocabularies of that size have:
     half of them small letters, most with a blank in front; others capitalised, with signs and digits, or Chinese."""
     choose, char_of = random.Random(0), {value: char for char, value in BYTE_ALPHABET.items()}
@@ -102,18 +76,20 @@ def word_tokenizer(vocab_size: int) -> dict[str, Any]:
     model = {"type": "BPE", "vocab": {token: index for index, token in enumerate(tokens)}, "merges": []}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     description: dict[str, Any] = {"version": "1.0", "model": model, "added_tokens": [], "normalizer": None}
-    return description | {"pre_tokenizer": level, "post_processor": None, "decoder": level}
+    return json.dumps(description | {"pre_tokenizer": level, "post_processor": None, "decoder": level})
 
 
 class Steps:
-    """Of answers behind a prompt of 64 tokens: the median step of each, by the clock and of the engine's thread alone,
-    which does not count what other programs do meanwhile."""
+    """The median step of each answer behind a prompt of 64 tokens, by the clock and by the engine's thread alone.
+
+    The thread's time does not count what other programs do meanwhile.
+    """
 
     def __init__(self, engine: Engine, grammar: Grammar | None, num_tokens: int, temperature: float) -> None:
         self._engine = engine
         ignores_end = grammar is None
         sampling = SamplingParams(temperature=temperature, seed=1, max_tokens=num_tokens, ignore_eos=ignores_end)
-        self._request = Request(ids(64, 4096, 1), sampling, grammar=grammar)
+        self._request = Request(random_ids(64, 4096, 1), sampling, grammar=grammar)
         self.thread_s: list[float] = []
 
     def answer(self) -> float:
@@ -135,7 +111,7 @@ class Steps:
 
 
 def overheads(engine: Engine, model: str, rounds: int, num_tokens: int) -> Iterator[dict[str, Any]]:
-    guess(engine, OFF)
+    draft_with(engine, OFF)
     for sampler, temperature in SAMPLERS.items():
         steps = {
             name: Steps(engine, grammar, num_tokens, temperature)
@@ -155,24 +131,24 @@ def overheads(engine: Engine, model: str, rounds: int, num_tokens: int) -> Itera
                 "thread_ms": spread([1000 * value for value in thread[name]]),
                 "thread_ratio": paired(thread[name], thread["plain"]),
             }
-            told = f"{row['ratio']} of plain by the clock, {row['thread_ratio']} of {row['plain_thread_ms']} thread ms"
-            print(f"{model:13} {sampler:16} {name:7} {told}", file=sys.stderr)
+            shown = f"{row['ratio']} of plain by the clock, {row['thread_ratio']} of {row['plain_thread_ms']} thread ms"
+            print(f"{model:13} {sampler:16} {name:7} {shown}", file=sys.stderr)
             yield row
 
 
-def guessed(engine: Engine, model: str, rounds: int, num_tokens: int) -> dict[str, Any]:
-    """Tokens a second of the schema, with what it forces guessed and without."""
+def drafted(engine: Engine, model: str, rounds: int, num_tokens: int) -> dict[str, Any]:
+    """Tokens a second of the schema, with drafts of what it forces and without."""
 
     def tokens_per_s(wish: Speculate) -> float:
-        guess(engine, wish)
+        draft_with(engine, wish)
         sampling = SamplingParams(temperature=0.8, seed=1, max_tokens=num_tokens)
-        *_, finished = engine.generate(ids(64, 4096, 1), sampling, grammar=GRAMMARS["schema"])
+        *_, finished = engine.generate(random_ids(64, 4096, 1), sampling, grammar=GRAMMARS["schema"])
         assert isinstance(finished, FinishedEvent) and finished.timings.decode_tok_s is not None
         if finished.speculation is not None:
-            told.append(finished.speculation.tokens_per_pass or 1.0)
+            passes.append(finished.speculation.tokens_per_pass or 1.0)
         return finished.timings.decode_tok_s
 
-    told: list[float] = []
+    passes: list[float] = []
     measured = interleaved(
         {"off": lambda: tokens_per_s(OFF), "ngram": lambda: tokens_per_s(Speculate("ngram"))}, rounds
     )
@@ -181,9 +157,9 @@ def guessed(engine: Engine, model: str, rounds: int, num_tokens: int) -> dict[st
         "off_tok_s": spread(measured["off"]),
         "ngram_tok_s": spread(measured["ngram"]),
         "speedup": paired(measured["ngram"], measured["off"]),
-        "tokens_per_pass": spread(told),
+        "tokens_per_pass": spread(passes),
     }
-    print(f"{model:13} guessed {row['speedup']} x, {row['tokens_per_pass']} tokens a pass", file=sys.stderr)
+    print(f"{model:13} drafted {row['speedup']} x, {row['tokens_per_pass']} tokens a pass", file=sys.stderr)
     return row
 
 
@@ -210,21 +186,21 @@ def _ms(work: Any) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shape", default=SHAPE)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
-    options = parser.parse_args()
-    steps: list[dict[str, Any]] = []
-    guesses: list[dict[str, Any]] = []
-    compiles: list[dict[str, Any]] = []
-    for model, opened in (("tiny", tiny_engine()), (options.shape, random_engine(options.shape))):
+    arguments = parser(__doc__)
+    arguments.add_argument("--shape", default=SHAPE)
+    arguments.add_argument("--tokens", type=int, default=48)
+    arguments.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
+    options = arguments.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "steps": [], "guessed": [], "compile": []}
+    tokenizer = byte_tokenizer(find_shape(options.shape).config.vocab_size)
+    for model, opened in (
+        ("tiny", tiny_engine(512)),
+        (options.shape, random_engine(options.shape, _CTX, tokenizer=tokenizer)),
+    ):
         with opened as engine:
-            steps += overheads(engine, model, options.rounds, options.tokens)
-            guesses.append(guessed(engine, model, options.rounds, options.tokens))
-            compiles.append(compiling(engine, model, options.rounds))
-    result: dict[str, object] = {"machine": machine(), "steps": steps, "guessed": guesses, "compile": compiles}
+            result["steps"] += overheads(engine, model, options.rounds, options.tokens)
+            result["guessed"].append(drafted(engine, model, options.rounds, options.tokens))
+            result["compile"].append(compiling(engine, model, options.rounds))
     print(f"wrote {save('structured', result, options.save)}")
 
 

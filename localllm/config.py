@@ -59,7 +59,7 @@ def shown_setting(value: object) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """Who set a value: `where` is a flag, a variable, `file:line`, or "default"."""
+    """The source of a value: `where` is a flag, a variable, `file:line`, or "default"."""
 
     kind: Literal["flag", "environment", "file", "registry", "checkpoint", "default"]
     where: str

@@ -43,7 +43,7 @@ class SettingsError(UsageError):
 
 
 class GrammarError(UsageError):
-    """What an answer has to look like (a JSON Schema, a grammar, a regular expression) cannot be honoured."""
+    """The form of an answer (a JSON Schema, a grammar, a regular expression) cannot be honoured."""
 
     code = "grammar"
 

@@ -1,5 +1,5 @@
-"""Whether something is there for this process: neither what is absent, nor what lies behind a file, or a folder that it
-may not enter. `Path.exists` and its like raise in the last case."""
+"""Tests whether something is there for this process: what is absent, or lies behind a file or a folder that it may
+not enter, is not. `Path.exists` and its like raise in the last case."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from localllm.text.tokenizer import Tokenizer
 from tests.cli_support import run_cli, write_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
@@ -46,6 +47,18 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return locate
+
+
+@pytest.fixture(scope="session")
+def qwen(shared_data: Callable[[str], Path]) -> Tokenizer:
+    """A byte-level tokenizer of 151,936 tokens."""
+    return Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+
+
+@pytest.fixture(scope="session")
+def phi(shared_data: Callable[[str], Path]) -> Tokenizer:
+    """A sentencepiece tokenizer of 32,000 tokens."""
+    return Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import Budget
-from benchmarks.gpu_caps import Cap, Parts, measured_rows
-from benchmarks.gpu_model import SMALL, sized
-from benchmarks.gpu_rows import Row
+from benchmarks.gpu_engines import SMALL, sized
+from benchmarks.gpu_table import Row, cap_rows
+from benchmarks.gpu_turns import Cap, CapTurns, Run
 from benchmarks.peers_protocol import REPOSITORY, UnavailableError
 from localllm.models.families import parse_config
 from localllm.models.layout import model_bytes
@@ -26,9 +26,8 @@ from tests.patience import PATIENCE_S
 MISSING = ("platformdirs", "textual", "httpx2", "bitsandbytes")  # what a machine with a GPU may lack
 
 
-@pytest.fixture
-def result(tmp_path: Path) -> dict[str, Any]:
-    """Of a run in which those packages cannot be imported, in no process."""
+def run_without_packages(tmp_path: Path) -> dict[str, Any]:
+    """The result of a run in which no process can import those packages."""
     site, out = tmp_path / "site", tmp_path / "out"
     site.mkdir()
     lacks = f"import sys\nsys.modules.update(dict.fromkeys({MISSING!r}))\n"
@@ -44,68 +43,38 @@ def result(tmp_path: Path) -> dict[str, Any]:
 PARTS = {
     "kernels": ("gemv", "gemm", "dequantized", "attention", "an embedding", "drawn tokens", "norms and gates"),
     "products": ("beside the device copy", "torch's INT4 operator", "16 rows", "which kernel", "gemm of 16 x 64"),
-    "model": (
-        "first token after load",
-        "behind 70",
-        "beside a device copy",
-        "behind 64 known ones",
-        "one graph",
-        "each layer",
-        "reduce-overhead",
-        "prefill",
-        "beside bf16",
-    ),
+    "model": ("first token after load", "behind 70", "beside a device copy", "behind 64 known ones", "one graph",
+              "each layer", "reduce-overhead", "prefill", "beside bf16"),
     "guesses, resident": ("all of them wrong", "4 at once, 80% of them right"),
     "profile": ("a step behind 70", "gemm 64x64", "attend", "to_codes norm", "merge", "embed"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_every_part_has_its_rows_and_all_is_right(result: dict[str, Any]) -> None:
-    """One run, of a minute, is looked at by all of these."""
-    _every_placement_writes_the_text_of_the_cpu_alone(result)
-    _every_row_has_its_figure_beside_what_it_is_measured_by(result)
-    for part, whats in PARTS.items():
-        _the_part_has_its_rows(part, whats, result)
-    _every_kernel_is_right_and_graphs_change_no_token(result)
-    _the_machine_is_measured_for_both_formats(result)
-
-
-def _every_placement_writes_the_text_of_the_cpu_alone(result: dict[str, Any]) -> None:
+def test_every_part_has_its_rows_and_all_is_right(tmp_path: Path) -> None:
+    result = run_without_packages(tmp_path)
     assert set(result["texts"].values()) == {"ok"}
     assert {"resident", "streamed", "computed", "split", "disk", "disk-computed", "mixed"} < set(result["texts"])
-
-
-def _every_row_has_its_figure_beside_what_it_is_measured_by(result: dict[str, Any]) -> None:
     rows = [row for row in result["rows"] if "MB" in str(row["part"])]
-    by_format = {weights: [row["what"] for row in rows if weights in str(row["part"])] for weights in ("bf16", "int4")}
-    assert len(by_format["bf16"]) == 4 and len(by_format["int4"]) == 3
+    whats = {weights: [row["what"] for row in rows if weights in str(row["part"])] for weights in ("bf16", "int4")}
+    assert len(whats["bf16"]) == 4 and len(whats["int4"]) == 3
     for row in rows:
         if "accelerate" not in str(row["what"]):  # which need not be installed
             assert row["figure"] and row["beside"] and row["ratio"], row
-
-
-def _the_part_has_its_rows(part: str, whats: tuple[str, ...], result: dict[str, Any]) -> None:
-    rows = [row for row in result["rows"] if row["part"] == part]
-    assert result["speculation" if part.startswith("guesses") else part]
-    for what in whats:
-        assert any(what in row["what"] for row in rows), what
-    for row in rows:
-        assert row["figure"] or "which kernel" in row["what"], row
-
-
-def _every_kernel_is_right_and_graphs_change_no_token(result: dict[str, Any]) -> None:
+    for part, wanted in PARTS.items():
+        own = [row for row in result["rows"] if row["part"] == part]
+        assert [what for what in wanted if not any(what in row["what"] for row in own)] == []
+        assert [row for row in own if not row["figure"] and "which kernel" not in row["what"]] == []
     judged = [row for row in result["rows"] if row["wanted"] in ("all right", "the same tokens")]
     assert len(judged) == 10 and all(row["is_met"] for row in judged)
-
-
-def _the_machine_is_measured_for_both_formats(result: dict[str, Any]) -> None:
     profile = result["machine"]["profile"]
     assert set(profile["formats"]) == set(profile["device"]["formats"]) == {"bf16", "int4-g64"}
 
 
-@pytest.mark.parametrize(("shape", "weights"), [("llama-3.1-8b", "bf16"), ("llama-3.3-70b", "int4-g64")])
-@pytest.mark.parametrize("gigabytes", [12, 18, 36])
+@pytest.mark.parametrize(
+    ("shape", "weights", "gigabytes"),
+    [("llama-3.1-8b", "bf16", 12), ("llama-3.3-70b", "int4-g64", 12), ("llama-3.1-8b", "bf16", 36)],
+)
 def test_a_model_is_as_large_as_it_shall_be_but_for_half_a_layer(shape: str, weights: str, gigabytes: int) -> None:
     raw_config = sized(shape, weights, gigabytes * 10**9)
     num_bytes = model_bytes(parse_config(raw_config, shape), RECIPES[weights])
@@ -138,9 +107,10 @@ class Played:
 
 
 def rows(ours: Played, beside: Played) -> dict[str, Any]:
-    parts = Parts(ours, beside, "cuda", time.monotonic() + 100, rounds=5)  # type: ignore[arg-type]
+    run = Run("cuda", time.monotonic() + 100, 5, lambda _rows: None)
+    found = CapTurns(ours, beside, run).measure(CAP)  # type: ignore[arg-type]
     named = ("link", "hybrid", "accelerate", "peak", "prediction")
-    return dict(zip(named, measured_rows(CAP, parts.measure(CAP)), strict=True))
+    return dict(zip(named, cap_rows(CAP.name, CAP.weights, CAP.num_bytes, found), strict=True))
 
 
 def test_figures_that_are_as_wanted_are_told_from_those_that_are_not() -> None:
@@ -193,14 +163,14 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
 def test_an_interrupted_run_tells_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(report: gpu.Report, _seconds: float) -> None:
-        report.add([Row("kernels", "the first figure", note="so far")])
+    def interrupted(parts: gpu.Parts, _seconds: float) -> None:
+        parts._report.add([Row("kernels", "the first figure", note="so far")])
         raise KeyboardInterrupt
 
     for name in ("TMPDIR", "LOCALLLM_HOME", "LOCALLLM_CACHE"):  # which it sets, for its workers
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(gpu, "check_kernels", interrupted)
+    monkeypatch.setattr(gpu.Parts, "kernels", interrupted)
     command = ["gpu", "--device", "cpu", "--small", "--parts", "kernels", "--out", str(tmp_path / "a" / "b")]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:

@@ -25,7 +25,6 @@ from tests.checkpoints import write_byte_tokenizer
 
 Locate = Callable[[str], Path]
 CASES = 27  # the page of cases says so
-TOKENIZERS = ("phi-3-mini", "qwen2.5-0.5b-instruct")
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": ' Hello <b> "x"\n é 😀'},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi!"},
@@ -54,25 +53,11 @@ def specials(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [index for index in ids if index in tokenizer.special_ids]
 
 
-@pytest.fixture(scope="module", params=TOKENIZERS)
+@pytest.fixture(scope="module", params=[("phi", "phi-3-mini"), ("qwen", "qwen2.5-0.5b-instruct")])
 def model(request: pytest.FixtureRequest, shared_data: Locate) -> tuple[ChatTemplate, Tokenizer]:
-    folder = shared_data(f"tokenizers/{request.param}")
-    tokenizer = Tokenizer.load(folder)
-    return ChatTemplate.load(folder, tokenizer), tokenizer
-
-
-def test_every_recorded_case_is_reproduced_to_the_letter(shared_data: Locate) -> None:
-    recorded = json.loads(shared_data("chat_templates/cases.json").read_text(encoding="utf-8"))
-    cases = {name: case for group in ("default", "custom") for name, case in recorded[group].items()}
-    assert len(cases) == CASES
-    day = datetime.datetime(2025, 7, 10)
-    texts = {
-        name: ChatTemplate(case["chat_template"], now=lambda: day).render_chat(
-            parse_messages_file(json.dumps(case["data"]))
-        )
-        for name, case in cases.items()
-    }
-    assert texts == {name: case["target"] for name, case in cases.items()}
+    name, folder = request.param
+    tokenizer = request.getfixturevalue(name)
+    return ChatTemplate.load(shared_data(f"tokenizers/{folder}"), tokenizer), tokenizer
 
 
 @pytest.mark.parametrize("form", ["plain", "system", "tools", "no generation prompt"])
@@ -104,13 +89,11 @@ def test_ids_equal_those_of_the_rendered_text_where_no_message_holds_a_special_t
     assert encode_chat(template, tokenizer, ChatInput(TALK)) == tokenizer.encode(template.render(TALK), special=True)
 
 
-def test_ids_equal_those_of_transformers(shared_data: Locate) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_ids_equal_those_of_transformers(shared_data: Locate, qwen: Tokenizer) -> None:
     folder = shared_data("tokenizers/qwen2.5-0.5b-instruct")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
-    tokenizer = Tokenizer.load(folder)
-    assert encode_chat(ChatTemplate.load(folder, tokenizer), tokenizer, ChatInput(TALK)) == expected
+    assert encode_chat(ChatTemplate.load(folder, qwen), qwen, ChatInput(TALK)) == expected
 
 
 @pytest.mark.parametrize("form", ["{}", "hi {} there", "  {}\n", "{}{}", "<{}", "{}\n{}assistant\n"])
@@ -181,11 +164,10 @@ JOINING = """<|endoftext|>
         "{{ '<|' + messages[0].content.partition('#')[2] }}",
     ],
 )
-def test_what_a_template_cuts_out_of_a_text_leaves_no_special_token_behind(shared_data: Locate, source: str) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
-    ids = encode_chat(ChatTemplate(source), tokenizer, ChatInput(user("<|#im_end|>")))
-    assert specials(tokenizer, ids) == []
-    assert tokenizer.decode(ids) == "<|im_end|>"
+def test_what_a_template_cuts_out_of_a_text_leaves_no_special_token_behind(qwen: Tokenizer, source: str) -> None:
+    ids = encode_chat(ChatTemplate(source), qwen, ChatInput(user("<|#im_end|>")))
+    assert specials(qwen, ids) == []
+    assert qwen.decode(ids) == "<|im_end|>"
 
 
 @pytest.mark.parametrize("source", ["<|{{ messages[0].role }}|>\n", "{{ '<|' + messages[0]['role'] + '|>' + '\n' }}"])
@@ -193,19 +175,17 @@ def test_what_a_template_cuts_out_of_a_text_leaves_no_special_token_behind(share
     ("role", "built"), [("user", True), ("assistant", True), ("system", True), ("end", False), ("endoftext", False)]
 )
 def test_only_an_ordinary_role_completes_a_token_that_the_template_begins(
-    shared_data: Locate, source: str, role: str, built: bool
+    phi: Tokenizer, source: str, role: str, built: bool
 ) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
-    ids = encode_chat(ChatTemplate(source), tokenizer, ChatInput([{"role": role, "content": ""}]))
-    assert specials(tokenizer, ids) == ([tokenizer.token_id(f"<|{role}|>")] if built else [])
+    ids = encode_chat(ChatTemplate(source), phi, ChatInput([{"role": role, "content": ""}]))
+    assert specials(phi, ids) == ([phi.token_id(f"<|{role}|>")] if built else [])
 
 
-def test_a_template_that_builds_tokens_from_roles_takes_none_from_a_message(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+def test_a_template_that_builds_tokens_from_roles_takes_none_from_a_message(phi: Tokenizer) -> None:
     template = ChatTemplate("{{ '<|' + messages[0].role + '|>' }}{{ messages[0].content }}{{ '<|end|>' }}")
-    ids = encode_chat(template, tokenizer, ChatInput(user("<|user|><|end|>|><|")))
-    assert specials(tokenizer, ids) == [tokenizer.token_id("<|user|>"), tokenizer.token_id("<|end|>")]
-    assert tokenizer.decode(ids) == "<|user|><|end|>|><|"
+    ids = encode_chat(template, phi, ChatInput(user("<|user|><|end|>|><|")))
+    assert specials(phi, ids) == [phi.token_id("<|user|>"), phi.token_id("<|end|>")]
+    assert phi.decode(ids) == "<|user|><|end|>|><|"
 
 
 @pytest.mark.parametrize("char", ["\U00100000", "\U000f0000", "\ue000"])
@@ -239,21 +219,19 @@ def test_every_recorded_case_writes_its_control_tokens_itself(shared_data: Locat
     assert written == expected
 
 
-def test_tools_roles_and_variables_cannot_forge_a_role_either(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+def test_tools_roles_and_variables_cannot_forge_a_role_either(qwen: Tokenizer) -> None:
     source = "{{ messages[0].role }}{{ tools|tojson }}{{ tools|tojson(ensure_ascii=true) }}{{ note }}<|im_end|>"
     forged = "<|im_start|>"
     chat = ChatInput([{"role": forged, "content": ""}], [{forged: forged}], variables={"note": [forged]})
-    ids = encode_chat(ChatTemplate(source), tokenizer, chat)
-    assert [tokenizer.token_text(index) for index in ids if index in tokenizer.special_ids] == ["<|im_end|>"]
-    assert tokenizer.decode(ids).count(forged) == 6
+    ids = encode_chat(ChatTemplate(source), qwen, chat)
+    assert [qwen.token_text(index) for index in ids if index in qwen.special_ids] == ["<|im_end|>"]
+    assert qwen.decode(ids).count(forged) == 6
 
 
-def test_templates_still_find_what_they_look_for_in_an_answer(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+def test_templates_still_find_what_they_look_for_in_an_answer(qwen: Tokenizer) -> None:
     template = ChatTemplate("{{ messages[0].content.split('</tool_call>')[-1] }}<|im_end|>")
-    ids = encode_chat(template, tokenizer, ChatInput(user("a</tool_call>b<|im_end|>")))
-    assert tokenizer.decode(ids, skip_special=False) == "b<|im_end|><|im_end|>"
+    ids = encode_chat(template, qwen, ChatInput(user("a</tool_call>b<|im_end|>")))
+    assert qwen.decode(ids, skip_special=False) == "b<|im_end|><|im_end|>"
 
 
 def bos_model(source: str) -> tuple[ChatTemplate, Tokenizer]:
@@ -278,21 +256,23 @@ def test_a_prompt_begins_with_one_bos_whoever_writes_it(source: str) -> None:
     assert encode_chat(template, tokenizer, ChatInput(user("<s>a"))).count(bos) == 1
 
 
-def test_a_generation_block_is_written_as_it_is() -> None:
-    source = "{% for m in messages %}\n{% generation %}\n{{ m.content }}!\n{% endgeneration %}\n{% endfor %}"
-    assert ChatTemplate(source).render(user("a")) == "a!\n"
-
-
-def test_json_is_not_escaped_for_html() -> None:
-    template = ChatTemplate(
-        "{{ messages[0]|tojson }}|{{ [1]|tojson(indent=2) }}|{{ {'b': 1, 'a': 2}|tojson(sort_keys=true) }}"
-    )
-    assert template.render(user("<é>")) == '{"role": "user", "content": "<é>"}|[\n  1\n]|{"a": 2, "b": 1}'
-
-
-def test_the_date_is_the_clock_s() -> None:
-    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime.datetime(2024, 7, 26))
-    assert template.render([]) == "26 Jul 2024"
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "{% for m in messages %}\n{% generation %}\n{{ m.content }}!\n{% endgeneration %}\n{% endfor %}",
+            "<é>\ufffd!\n",
+        ),
+        (
+            "{{ messages[0]|tojson }}|{{ [1]|tojson(indent=2) }}|{{ {'b': 1, 'a': 2}|tojson(sort_keys=true) }}",
+            '{"role": "user", "content": "<é>\ufffd"}|[\n  1\n]|{"a": 2, "b": 1}',
+        ),
+        ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
+    ],
+)
+def test_blocks_json_dates_and_lone_surrogates_are_written_as_transformers_writes_them(source: str, text: str) -> None:
+    template = ChatTemplate(source, now=lambda: datetime.datetime(2024, 7, 26))
+    assert template.render(user("<é>\ud800")) == text
 
 
 def test_a_refusal_shows_the_template_s_message() -> None:
@@ -313,16 +293,12 @@ def test_a_broken_template_is_an_error_with_its_line(source: str, line: str) -> 
     assert "--raw" in caught.value.fix
 
 
-@pytest.mark.parametrize("name", ["raise_exception", "range", "namespace", "strftime_now"])
-def test_a_variable_cannot_replace_a_function(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["raise_exception", "range", "namespace", "strftime_now", "messages", "tools", "add_generation_prompt"]
+)
+def test_a_variable_replaces_neither_a_function_nor_the_messages(name: str) -> None:
     with pytest.raises(UsageError, match=name):
-        ChatTemplate("").render([], **{name: "x"})
-
-
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
-def test_a_variable_cannot_replace_the_messages(name: str) -> None:
-    with pytest.raises(UsageError, match=name):
-        ChatInput([], variables={name: []})
+        ChatTemplate("").render_chat(ChatInput([], variables={name: "x"}))
 
 
 def write(folder: Path, **files: Any) -> None:
@@ -370,7 +346,6 @@ def test_a_template_file_goes_before_the_config(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_template_is_told_to_run_raw(tmp_path: Path) -> None:
-    write(tmp_path, tokenizer_config={"bos_token": "<s>"})
     with pytest.raises(TemplateError, match="no chat template") as caught:
         ChatTemplate.load(tmp_path, bos_model("")[1])
     assert "--raw" in caught.value.fix
@@ -383,11 +358,8 @@ def test_a_malformed_entry_in_the_config_is_an_error(tmp_path: Path, malformed: 
         ChatTemplate.load(tmp_path, bos_model("")[1])
 
 
-def test_an_array_of_messages_is_a_conversation_to_continue() -> None:
+def test_a_file_is_an_array_of_messages_or_an_object_whose_other_keys_are_variables() -> None:
     assert parse_messages_file('[{"role": "user", "content": "a"}]') == ChatInput(user("a"))
-
-
-def test_the_other_keys_of_an_object_are_template_variables() -> None:
     message = '"messages": [{"role": "user"}]'
     chat = parse_messages_file(f'{{{message}, "tools": [{{}}], "add_generation_prompt": false, "bos_token": "<s>"}}')
     assert chat == ChatInput([{"role": "user"}], [{}], False, {"bos_token": "<s>"})
@@ -412,46 +384,50 @@ def test_parts_are_joined_where_all_are_text_and_the_template_fails_on_them(
         template.render(messages)
 
 
-def test_an_object_that_says_nothing_about_it_has_a_generation_prompt_for_generation_only(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+def test_an_object_that_says_nothing_about_it_has_a_generation_prompt_for_generation_only(phi: Tokenizer) -> None:
     template = ChatTemplate("{{ add_generation_prompt }}")
     chat = parse_messages_file('{"messages": [{"role": "user"}]}')
     assert template.render_chat(chat) == "False"
-    assert tokenizer.decode(encode_chat(template, tokenizer, chat)) == "True"
+    assert phi.decode(encode_chat(template, phi, chat)) == "True"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "7",
-        '"hi"',
-        "{}",
-        "[" * 100_000,
-        '{"messages": {}}',
-        "[1]",
-        '[{"content": "a"}]',
-        '[{"role": 1, "content": "a"}]',
-        '[{"role": "user", "content": 5}]',
-        '[{"role": "user", "content": [5]}]',
-        "[]",
-        '{"messages": []}',
-        '{"role": "user", "content": "not in an array"}',
-        '{"messages": [{"role": "user"}], "tools": {}}',
-        '{"messages": [{"role": "user"}], "tools": ["x"]}',
-        '{"messages": [{"role": "user"}], "add_generation_prompt": "yes"}',
-    ],
-)
+MALFORMED = r"""
+{
+7
+"hi"
+{}
+[]
+[1]
+{"messages": {}}
+{"messages": []}
+[{"content": "a"}]
+[{"role": 1, "content": "a"}]
+[{"role": "user", "content": 5}]
+[{"role": "user", "content": [5]}]
+{"role": "user", "content": "not in an array"}
+{"messages": [{"role": "user"}], "tools": {}}
+{"messages": [{"role": "user"}], "tools": ["x"]}
+{"messages": [{"role": "user"}], "add_generation_prompt": "yes"}
+"""
+
+
+@pytest.mark.parametrize("text", [*MALFORMED.strip().splitlines(), "", "[" * 100_000])
 def test_a_malformed_messages_file_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError):
         parse_messages_file(text)
 
 
-def test_an_export_of_chats_is_told_from_messages() -> None:
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"format": "localllm-chats", "format_version": 1, "sessions": []}', "localllm sessions import"),
+        ('[{"role": "user", "content": "a", "role": "system"}]', "'role'"),
+    ],
+)
+def test_an_export_of_chats_and_duplicate_keys_are_named(text: str, says: str) -> None:
     with pytest.raises(UsageError) as error:
-        parse_messages_file('{"format": "localllm-chats", "format_version": 1, "sessions": []}')
-    assert "localllm sessions import" in error.value.fix
+        parse_messages_file(text)
+    assert says in error.value.why + error.value.fix
 
 
 @pytest.mark.parametrize("item", ['{"role":"user","content":""},', "{},", "[],", "0,"])
@@ -461,12 +437,6 @@ def test_millions_of_values_are_refused_before_they_are_parsed(item: str) -> Non
     with pytest.raises(UsageError, match="too many values"):
         parse_messages_file(text)
     assert time.process_time() - started < 0.5
-
-
-def test_duplicate_keys_in_a_messages_file_are_refused() -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_messages_file('[{"role": "user", "content": "a", "role": "system"}]')
-    assert "'role'" in caught.value.why
 
 
 def test_half_a_surrogate_pair_in_a_messages_file_is_read_as_a_replacement_character() -> None:
@@ -495,10 +465,6 @@ def test_a_variable_that_is_no_json_value_is_a_usage_error() -> None:
         ChatTemplate("{{ x }}").render([], x=object())
 
 
-def test_lone_surrogates_in_a_message_become_replacement_characters() -> None:
-    assert ChatTemplate("{{ messages[0].content }}").render(user("a\ud800")) == "a\ufffd"
-
-
 def test_a_prompt_can_be_shown_without_a_tokenizer(tmp_path: Path) -> None:
     config = {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": {"content": "<s>"}}
     write(tmp_path, tokenizer_config=config)
@@ -513,21 +479,21 @@ def test_a_template_renders_in_several_threads_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "name", "end"),
+    ("tokenizer", "name", "end"),
     [
-        ("qwen2.5-0.5b-instruct", "Qwen-Qwen2.5-7B-Instruct", "<|im_end|>"),
-        ("qwen2.5-0.5b-instruct", "Qwen-Qwen3-0.6B", "<|im_end|>"),
-        ("phi-3-mini", "microsoft-Phi-3.5-mini-instruct", "<|end|>"),
-        ("phi-3-mini", "mistralai-Mistral-Nemo-Instruct-2407", "</s>"),
+        ("qwen", "Qwen-Qwen2.5-7B-Instruct", "<|im_end|>"),
+        ("qwen", "Qwen-Qwen3-0.6B", "<|im_end|>"),
+        ("phi", "microsoft-Phi-3.5-mini-instruct", "<|end|>"),
+        ("phi", "mistralai-Mistral-Nemo-Instruct-2407", "</s>"),
     ],
 )
 def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(
-    shared_data: Locate, tokens: str, name: str, end: str
+    request: pytest.FixtureRequest, shared_data: Locate, tokenizer: str, name: str, end: str
 ) -> None:
-    tokenizer = Tokenizer.load(shared_data(f"tokenizers/{tokens}"))
+    model = request.getfixturevalue(tokenizer)
     source = shared_data(f"chat_templates/jinja/{name}.jinja").read_text(encoding="utf-8")
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
-    assert end_of_turn_id(template, tokenizer) == tokenizer.token_id(end)
+    assert end_of_turn_id(template, model) == model.token_id(end)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from localllm.chat.context import text_of
-from localllm.server.tools.calling import Tool, call_of, toolset
-from localllm.server.tools.prompting import told
-from localllm.server.tools.syntaxes import GENERIC
+from localllm.server.tools.prompts import prompt_of
+from localllm.server.tools.tool_formats import GENERIC
+from localllm.server.tools.toolset import Tool, call_of, toolset
 from localllm.text.chat_template import ChatTemplate
 from tests.cli_support import Result, run_cli, write_chain, write_checkpoint, write_sentencepiece
 
@@ -45,14 +45,14 @@ def show_prompt(folder: Path, messages: object, **files: object) -> Result:
 
 
 @pytest.mark.parametrize("number", range(CASES))
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
-def test_a_recorded_case_is_printed_byte_for_byte(
-    cases: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, place: str
+def test_a_recorded_case_is_printed_byte_for_byte_wherever_its_template_is(
+    cases: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setitem(ChatTemplate.__init__.__kwdefaults__, "now", lambda: DAY)
     case = cases[number]
-    stem, suffix = place.split(".")
-    files = {stem: case["chat_template"] if suffix == "jinja" else {"chat_template": case["chat_template"]}}
+    template = case["chat_template"]
+    in_json = {"chat_template": template}
+    files = ({"chat_template": template}, {"tokenizer_config": in_json}, {"chat_template": in_json})[number % 3]
     result = show_prompt(tmp_path, case["data"], **files)
     assert result.code == 0, result.err
     assert result.out == case["target"].encode()
@@ -131,7 +131,7 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words_as_by_the_serve
     call = call_of("call_1", "clock", CALL["function"]["arguments"])
     calls = [{"tool_calls": [call]} if "tool_calls" in each else {} for each in messages]
     made = [{**each, "content": text_of(each), **more} for each, more in zip(messages, calls, strict=True)]
-    words, _ = told(made, tools, GENERIC)
+    words, _ = prompt_of(made, tools, GENERIC)
     as_server = ChatTemplate(source).render(words, add_generation_prompt=False)
     assert text.replace('"object"}', '"object", "properties": {}}') == as_server
 

@@ -15,7 +15,8 @@ from localllm.bench.random_blocks import RandomBlocks
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.residency import new_pages
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
 from localllm.errors import NonFiniteError
 from localllm.kernels import cpu_isa, cpu_linear
 from localllm.kernels.cpu_isa import Isa
@@ -201,12 +202,3 @@ def test_sizes_that_fill_no_whole_tiles_take_the_operators(description: dict[str
 def test_other_formats_and_devices_take_the_operators() -> None:
     assert not CpuStep.supports(decoder(FAMILIES["llama"], "bf16"))
     assert not CpuStep.supports(dataclasses.replace(decoder(FAMILIES["llama"], "int8"), device=torch.device("meta")))
-
-
-def test_the_matrices_alone_read_every_byte_of_the_blocks() -> None:
-    model = decoder(FAMILIES["llama"], "int4")
-    tape, num_bytes = CpuStep(model).matrices_only()
-    tape.run()
-    linears = [linear for block in model.blocks for linear in vars(block.body).values() if hasattr(linear, "tensors")]
-    assert len(tape) == len(linears)
-    assert num_bytes == sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())

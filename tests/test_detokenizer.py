@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -15,13 +13,12 @@ from tokenizers import decoders, models
 from localllm.text.detokenizer import Detokenizer
 from localllm.text.tokenizer import Tokenizer
 
-Locate = Callable[[str], Path]
 FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@pytest.fixture(scope="module", params=["phi-3-mini", "qwen2.5-0.5b-instruct"])
-def tokenizer(request: pytest.FixtureRequest, shared_data: Locate) -> Tokenizer:
-    return Tokenizer.load(shared_data(f"tokenizers/{request.param}"))
+@pytest.fixture(params=["phi", "qwen"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return request.getfixturevalue(request.param)
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -76,12 +73,11 @@ def test_a_dangling_tail_becomes_one_replacement_character(tokenizer: Tokenizer,
     assert given_out[-1] == "\ufffd"
 
 
-def test_the_space_in_front_of_a_sentencepiece_text_is_dropped_once(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
-    space, hello = tokenizer.encode(" Hello")
-    end = tokenizer.encode("<|end|>", special=True)[0]
-    assert pieces(tokenizer, [hello, hello]) == ["Hello", " Hello", ""]
-    assert pieces(tokenizer, [end, space, hello]) == ["", "", " Hello", ""]
+def test_the_space_in_front_of_a_sentencepiece_text_is_dropped_once(phi: Tokenizer) -> None:
+    space, hello = phi.encode(" Hello")
+    end = phi.encode("<|end|>", special=True)[0]
+    assert pieces(phi, [hello, hello]) == ["Hello", " Hello", ""]
+    assert pieces(phi, [end, space, hello]) == ["", "", " Hello", ""]
 
 
 def test_the_cost_of_a_token_does_not_grow(tokenizer: Tokenizer) -> None:

@@ -253,10 +253,9 @@ def test_a_control_c_while_the_library_works_is_no_error_of_the_tokenizer() -> N
         raise KeyboardInterrupt
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(shared_data: Callable[[str], Path]) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+def test_other_threads_run_while_a_long_text_is_encoded(qwen: Tokenizer) -> None:
     text = "once upon a time " * 100_000
-    worker = threading.Thread(target=tokenizer.encode, args=(text,))
+    worker = threading.Thread(target=qwen.encode, args=(text,))
     turns = 0
     worker.start()
     while worker.is_alive():

@@ -125,13 +125,13 @@ def test_a_screen_is_drawn_before_torch_is_loaded(module: str, tmp_path: Path) -
 
 
 def test_the_server_answers_before_torch_is_loaded(tmp_path: Path) -> None:
-    loaded = loaded_by("import localllm.server.app, localllm.server.listening", tmp_path)
+    loaded = loaded_by("import localllm.server.app, localllm.server.http_server", tmp_path)
     assert not loaded & {"torch", "numpy", "llvmlite", "transformers", "textual"}
 
 
 _ASKED = """
 import json, os, signal, sys, threading, time, urllib.error, urllib.request
-from localllm.server import app, listening
+from localllm.server import app, http_server
 
 def status(path, body=None):
     data = None if body is None else json.dumps(body).encode()
@@ -156,7 +156,7 @@ def bound_and_asked(host, port):
     threading.Thread(target=ask, daemon=True).start()
     return sock
 
-ports, bound, listening.bound = [], listening.bound, bound_and_asked
+ports, bound, http_server.bound = [], http_server.bound, bound_and_asked
 sys.argv = ["localllm", "serve", "--port", "0"]
 from localllm.cli import main
 main()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import kv_quality, kv_quality_page, quality, quality_page
-from benchmarks.kv_quality_page import outlier_run, removed, runs_of
+from benchmarks import kv_quality, quality
+from benchmarks.kv_quality import outlier_run, removed, runs_of
+from benchmarks.measure import known, with_section
 from localllm.cache.kv_format import KV_FORMATS
-from localllm.engine.kv_probe import LIMIT_NATS
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.models.families import load_config
 from localllm.quant.recipe import RECIPES
@@ -23,13 +22,12 @@ MOST_PERCENT = {"int8": 0.05, "k8v4": 0.2, "int4": 0.7}  # of perplexity
 
 
 def measured() -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(kv_quality_page.RESULTS.read_text(encoding="utf-8"))
-    return result
+    return known("kv_quality")
 
 
 def test_the_page_shows_the_results_that_are_committed() -> None:
-    text = quality_page.PAGE.read_text(encoding="utf-8")
-    assert kv_quality_page.with_tables(text, measured()) == text
+    text = quality.PAGE.read_text(encoding="utf-8")
+    assert with_section(text, kv_quality.BEGIN, kv_quality.END, kv_quality.tables(measured())) == text
 
 
 @pytest.mark.parametrize("group", ["exact", "shipped"])
@@ -60,14 +58,6 @@ def test_of_small_outliers_it_removes_as_much_of_what_they_add() -> None:
     )
     plain, rotated = (outlier_run(runs, "int4", 4, is_rotated=turned)["kl_nats"] for turned in (False, True))
     assert removed(plain - unrotated["kl_nats"], rotated - exact["kl_nats"]) >= 0.8
-
-
-def test_the_limit_of_a_probe_lies_between_what_costs_one_percent_and_what_costs_ten() -> None:
-    for run in (run for run in measured()["runs"] if run["kv"] == "int4"):
-        if run["increase_percent"] < 1.2:
-            assert run["probe_most_nats"] < LIMIT_NATS
-        else:
-            assert run["increase_percent"] > 10 and run["probe_least_nats"] > LIMIT_NATS
 
 
 @pytest.fixture(scope="module")

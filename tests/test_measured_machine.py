@@ -17,7 +17,7 @@ from localllm import Engine, FinishedEvent, SamplingParams
 from localllm.config import load_settings
 from localllm.runtime.selection import locate, with_defaults
 from localllm.tui.app import ChatApp, Start
-from localllm.tui.loading import serve
+from localllm.tui.model_loader import serve
 from tests.cli_support import run_cli
 from tests.server.support import Running, running
 from tests.speaker import write_speaker
@@ -88,7 +88,7 @@ def test_the_full_screen_chat_says_it(laconic: Path) -> None:
         async with support.running(app) as pilot:
             await support.say(pilot, "Is it?")
             assert support.texts(app)[-1] == ("assistant", SAID)
-            assert app.desk.answering.tok_s is None
+            assert app.worker.answers.tok_s is None
 
     asyncio.run(chat())
 

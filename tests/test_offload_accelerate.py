@@ -1,10 +1,9 @@
-"""accelerate's disk offload as a side of a comparison, and what is read of a side's process."""
+"""accelerate's disk offload as a side of a comparison."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import mmap
 import os
 import sys
 import tomllib
@@ -12,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from benchmarks import peers_results
+from benchmarks import peers
 from benchmarks.offload_accelerate import DROPPED, INSTALL, PLACEMENTS, Accelerate, contenders
 from benchmarks.peers import Match, num_weights
 from benchmarks.peers_protocol import REPOSITORY
-from benchmarks.process_memory import process_memory
 from tests.test_peers import TOY as TWO_LAYERS
 
 needs_accelerate = pytest.mark.skipif(
@@ -47,18 +46,17 @@ def loaded(directory: Path, placement: str) -> tuple[Accelerate, dict[str, Any]]
 
 
 @needs_accelerate
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_placement_obeys_the_cap_and_leaves_the_rest_on_the_disk(tmp_path: Path, placement: str) -> None:
-    _, facts = loaded(tmp_path, placement)
-    unread = EMBEDDING_BYTES if placement == "fitted" else 0
-    assert CAP_BYTES / 2 < facts["resident_bytes"] <= CAP_BYTES
-    assert facts["weight_bytes_per_token"] == MATRIX_BYTES + NORM_BYTES - EMBEDDING_BYTES
-    assert facts["resident_bytes"] + facts["disk_bytes_per_token"] + unread == MATRIX_BYTES + NORM_BYTES
-
-
-@needs_accelerate
-def test_the_fitted_placement_reads_the_least(tmp_path: Path) -> None:
-    read = {placement: loaded(tmp_path, placement)[1]["disk_bytes_per_token"] for placement in PLACEMENTS}
+def test_a_placement_obeys_the_cap_leaves_the_rest_on_the_disk_and_the_fitted_one_reads_the_least(
+    tmp_path: Path,
+) -> None:
+    read = {}
+    for placement in PLACEMENTS:
+        _, facts = loaded(tmp_path, placement)
+        unread = EMBEDDING_BYTES if placement == "fitted" else 0
+        read[placement] = facts["disk_bytes_per_token"]
+        assert CAP_BYTES / 2 < facts["resident_bytes"] <= CAP_BYTES
+        assert facts["weight_bytes_per_token"] == MATRIX_BYTES + NORM_BYTES - EMBEDDING_BYTES
+        assert facts["resident_bytes"] + read[placement] + unread == MATRIX_BYTES + NORM_BYTES
     assert read["fitted"] < read["auto"] == read["copied"]
 
 
@@ -93,13 +91,18 @@ def test_with_its_pages_dropped_each_token_comes_from_the_disk(tmp_path: Path, p
     if not reads_are_counted(tmp_path):
         pytest.skip("reads of this file system are not reads of a disk")
     side, facts = loaded(tmp_path, placement)
-    before = process_memory(os.getpid()).disk_read_bytes
+    before = disk_read_bytes()
     assert side.decode(tokens=3, depth=16, drops_cache=False) > 0
-    warm = process_memory(os.getpid()).disk_read_bytes
+    warm = disk_read_bytes()
     assert side.decode(tokens=3, depth=16, drops_cache=True) > 0
-    dropped = process_memory(os.getpid()).disk_read_bytes
+    dropped = disk_read_bytes()
     assert warm - before < facts["disk_bytes_per_token"]
     assert dropped - warm >= 3 * facts["disk_bytes_per_token"]
+
+
+def disk_read_bytes() -> int:
+    """Bytes that this process had from disks; what the page cache held is not among them."""
+    return int(psutil.Process().io_counters().read_bytes)
 
 
 def reads_are_counted(directory: Path) -> bool:
@@ -108,9 +111,9 @@ def reads_are_counted(directory: Path) -> bool:
     with probe.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        before = process_memory(os.getpid()).disk_read_bytes
+        before = disk_read_bytes()
         file.read()
-    return process_memory(os.getpid()).disk_read_bytes - before >= PROBE_BYTES
+    return disk_read_bytes() - before >= PROBE_BYTES
 
 
 @needs_accelerate
@@ -137,19 +140,4 @@ def test_without_accelerate_its_side_says_how_to_install_what_the_page_and_the_e
     extra = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]["peers"]
     wanted = [json.dumps(package) for package in extra if package.startswith(("accelerate", "transformers"))]
     assert INSTALL == "pip install " + " ".join(wanted)
-    assert INSTALL in peers_results.PAGE.read_text()
-
-
-def test_memory_of_a_process_is_told_by_kind(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(32 << 20))
-    before = process_memory(os.getpid())
-    taken = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # nothing that was freed before
-    taken.write(b"x" * len(taken))
-    anonymous = process_memory(os.getpid())
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
-        assert sum(pages[:: mmap.PAGESIZE]) == 0
-        mapped = process_memory(os.getpid())
-    assert anonymous.anonymous_bytes - before.anonymous_bytes > 0.9 * len(taken)
-    assert mapped.mapped_file_bytes - anonymous.mapped_file_bytes > 0.9 * (32 << 20)
-    assert mapped.peak_bytes >= mapped.anonymous_bytes + mapped.mapped_file_bytes
+    assert INSTALL in peers.PAGE.read_text()

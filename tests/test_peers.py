@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -11,10 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers, peers_results
-from benchmarks.peers import Contender, Match, num_weights, play
+from benchmarks import peers
+from benchmarks.measure import known, with_section
+from benchmarks.peers import (
+    BEGIN,
+    END,
+    Contender,
+    Figure,
+    Match,
+    Task,
+    num_weights,
+    play,
+    summary,
+    table,
+    tables,
+    update,
+)
 from benchmarks.peers_protocol import UnavailableError, Worker
-from benchmarks.peers_results import BEGIN, END, Figure, Task, best, save, summary, table, with_tables
 
 PREFILL, SHALLOW = Task("prefill", tokens=512), Task("decode", depth=128)
 
@@ -67,7 +79,7 @@ def result_of(match: Match, rounds: int = 2) -> dict[str, object]:
     sides = {name: {"title": side.title, **match.facts[name]} for name, (side, _) in match.running.items()}
     skipped = {name: {"reason": error.reason, "fix": error.fix} for name, error in match.skipped.items()}
     common = {"machine": {"cpu": "abacus", "threads": 1}, "rounds": rounds, "waiting_cpu_share": 0.0}
-    return {**common, "sides": sides, "skipped": skipped, **summary(peers.OURS, speeds, floors, match.facts, 1)}
+    return {**common, "sides": sides, "skipped": skipped, **summary(speeds, floors, match.facts, 1)}
 
 
 def test_a_worker_answers_though_its_libraries_write_to_stdout() -> None:
@@ -82,30 +94,24 @@ def test_a_worker_answers_though_its_libraries_write_to_stdout() -> None:
         worker.close()
 
 
-def test_a_worker_whose_interpreter_lacks_everything_says_how_it_ended() -> None:
-    worker = Worker([sys.executable, "-c", "import a_module_that_nobody_has"])
-    try:
-        with pytest.raises(UnavailableError, match=r"ended with 1 during load.*No module named"):
-            worker.call("load")
-    finally:
-        worker.close()
-
-
-def test_every_side_does_every_task_in_every_round_but_the_first(match: Match) -> None:
+@pytest.fixture
+def both(match: Match) -> Match:
     match.start(contender(peers.OURS, 0.1))
     match.start(contender(peers.LLAMA, 0.2))
-    speeds, floors = play(match, [PREFILL, SHALLOW], rounds=3)
+    return match
+
+
+def test_every_side_does_every_task_in_every_round_but_the_first(both: Match) -> None:
+    speeds, floors = play(both, [PREFILL, SHALLOW], rounds=3)
     assert floors == {PREFILL: [2e-6] * 3, SHALLOW: [2e-6] * 3}
     assert speeds[Figure(peers.OURS, "", PREFILL, 512)] == pytest.approx([10.0] * 3)
     assert speeds[Figure(peers.LLAMA, "fast", SHALLOW, 4)] == pytest.approx([5.0] * 3)
     assert len(speeds) == 2 + 4
 
 
-def test_the_table_takes_the_better_variant_and_the_fraction_of_the_floor(match: Match) -> None:
-    match.start(contender(peers.OURS, 0.1))
-    match.start(contender(peers.LLAMA, 0.2))
-    result = result_of(match)
-    run = best(result["runs"], peers.LLAMA, SHALLOW)
+def test_the_table_takes_the_better_variant_and_the_fraction_of_the_floor(both: Match) -> None:
+    result = result_of(both)
+    run = peers.best(result["runs"], peers.LLAMA, SHALLOW)
     assert run["variant"] == "fast"
     assert run["bytes_per_token"] == 1000 + 128 + 4 // 2
     assert run["floor_fraction"]["median"] == pytest.approx(5 * 1130 / 1e9 / 2e-6)
@@ -122,14 +128,6 @@ def test_a_side_that_cannot_load_is_left_out_with_its_reason_and_what_mends_it(m
     text = table("toy", result_of(match))
     assert "llama.cpp did not run: not built. To have it: `build it`" in text
     assert "llama.cpp fake" not in text
-
-
-def test_a_side_that_does_not_fit_beside_the_others_is_not_even_started(match: Match) -> None:
-    most = 2 * match.budget_bytes // 3
-    for name, command in {"first": COMMAND, "second": ["/nonexistent"]}.items():
-        match.start(Contender(name, name, command, {"seconds_a_token": 1}, needed_bytes=most))
-    assert list(match.running) == ["first"]
-    assert "it needs" in match.skipped["second"].reason
 
 
 @pytest.mark.parametrize(
@@ -153,26 +151,6 @@ def test_the_failure_of_localllm_itself_ends_the_run(match: Match) -> None:
         play(match, [PREFILL, SHALLOW], rounds=1)
 
 
-SPINNER = """
-import threading
-
-def spin():
-    while True:
-        pass
-
-threading.Thread(target=spin, daemon=True).start()
-"""
-SLEEPER = FAKE_SIDE.replace("return 2e-6", "import time; time.sleep(0.5); return 1.0")
-
-
-@pytest.mark.parametrize(("beside", "spins"), [(SPINNER + FAKE_SIDE, True), (FAKE_SIDE, False)])
-def test_a_waiting_side_that_spins_is_noticed(match: Match, beside: str, spins: bool) -> None:
-    for name, code in {"beside": beside, "computing": SLEEPER}.items():
-        match.start(Contender(name, name, [sys.executable, "-c", code], {"seconds_a_token": 1}, needed_bytes=0))
-    match.call("computing", "dram_read")
-    assert (match.waiting_cpu_share > peers_results.SPINNING_SHARE) is spins
-
-
 def test_without_llama_cpp_its_side_says_how_to_build_it(match: Match) -> None:
     code = "import sys; sys.modules['llama_cpp'] = None; from benchmarks.peers_llama import *; serve(LlamaCpp())"
     options = {"shape": {}, "threads": 1, "directory": "."}
@@ -180,7 +158,7 @@ def test_without_llama_cpp_its_side_says_how_to_build_it(match: Match) -> None:
     assert "llama_cpp or gguf cannot be imported" in match.skipped[peers.LLAMA].reason
     told = match.skipped[peers.LLAMA].fix
     cmake_args, pip = re.fullmatch(r'CMAKE_ARGS="(.*?)" (pip install .*)', told).groups()
-    page = peers_results.PAGE.read_text()
+    page = peers.PAGE.read_text()
     assert cmake_args in page
     assert pip in page
 
@@ -222,12 +200,11 @@ def test_the_random_gguf_file_holds_every_tensor_in_its_type(tmp_path: Path) -> 
 
 def test_saving_one_model_leaves_the_others_figures_and_the_rest_of_the_page(match: Match, tmp_path: Path) -> None:
     match.start(contender(peers.OURS, 0.1))
-    result, results, page = result_of(match), tmp_path / "peers.json", tmp_path / "peers.md"
+    result, page = result_of(match), tmp_path / "peers.md"
     page.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
-    save("first", result, results, page)
-    save("second", result, results, page)
-    save("first", result, results, page)
-    assert list(json.loads(results.read_text())["models"]) == ["first", "second"]
+    for model in ("first", "second", "first"):
+        update(model, result, tmp_path, page)
+    assert list(known("peers", tmp_path)["models"]) == ["first", "second"]
     text = page.read_text()
     assert text.startswith(f"# Title\n\n{BEGIN}\n\n### first\n")
     assert text.endswith(f"{END}\n\nThe end.\n")
@@ -236,10 +213,8 @@ def test_saving_one_model_leaves_the_others_figures_and_the_rest_of_the_page(mat
 
 
 def test_the_page_shows_the_results_that_are_kept() -> None:
-    page = peers_results.PAGE.read_text()
-    if not peers_results.RESULTS.exists():
-        pytest.skip("nothing was measured yet")
-    assert with_tables(page, json.loads(peers_results.RESULTS.read_text())["models"]) == page
+    page = peers.PAGE.read_text()
+    assert with_section(page, BEGIN, END, tables(known("peers")["models"])) == page
 
 
 def test_the_weights_of_a_shape_are_counted_as_the_model_counts_them() -> None:

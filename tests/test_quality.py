@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import quality, quality_page
+from benchmarks import quality
+from benchmarks.measure import known, with_section
 from localllm.engine.perplexity import perplexity
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.models.families import load_config
@@ -25,8 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def measured() -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(quality_page.RESULTS.read_text(encoding="utf-8"))
-    return result
+    return known("quality")
 
 
 def run(blocks: str, embedding: str, activations: str = "exact") -> dict[str, Any]:
@@ -36,8 +35,8 @@ def run(blocks: str, embedding: str, activations: str = "exact") -> dict[str, An
 
 
 def test_the_page_shows_the_results_that_are_committed() -> None:
-    text = quality_page.PAGE.read_text(encoding="utf-8")
-    assert quality_page.with_tables(text, measured()) == text
+    text = quality.PAGE.read_text(encoding="utf-8")
+    assert with_section(text, quality.BEGIN, quality.END, quality.tables(measured())) == text
 
 
 @pytest.mark.parametrize("activations", ["exact", "int8", "product"])

@@ -15,26 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-import localllm
 from localllm.errors import TokenizerError
+from localllm.hub.names import TINY_DIRECTORY
 from localllm.text.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_byte_tokenizer
 from tests.cli_support import run_cli, write_checkpoint, write_sentencepiece
 
 Locate = Callable[[str], Path]
-REAL = ("phi-3-mini", "qwen2.5-0.5b-instruct")
-EXPECTED = {"phi-3-mini": "phi-3", "qwen2.5-0.5b-instruct": "qwen2"}
-TINY = Path(localllm.__file__).parent / "tiny"
 
 
-@pytest.fixture(scope="module", params=[*REAL, "tiny"])
-def tokenizer(request: pytest.FixtureRequest, shared_data: Locate) -> Tokenizer:
-    if request.param != "tiny":
-        return Tokenizer.load(shared_data(f"tokenizers/{request.param}"))
-    if not (TINY / "tokenizer.json").exists():
-        pytest.skip(f"{TINY / 'tokenizer.json'} is not built yet")
-    return Tokenizer.load(TINY)
+@pytest.fixture(scope="module", params=["phi", "qwen", "tiny"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return Tokenizer.load(TINY_DIRECTORY) if request.param == "tiny" else request.getfixturevalue(request.param)
 
 
 def small_backend(**parts: Any) -> tokenizers.Tokenizer:
@@ -45,10 +38,11 @@ def small_backend(**parts: Any) -> tokenizers.Tokenizer:
     return backend
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_ids_equal_those_of_llama_cpp(shared_data: Locate, name: str) -> None:
-    tokenizer = Tokenizer.load(shared_data(f"tokenizers/{name}"))
-    stem = f"tokenizers/expected/ggml-vocab-{EXPECTED[name]}.gguf"
+@pytest.mark.parametrize(("name", "stem"), [("phi", "phi-3"), ("qwen", "qwen2")])
+def test_ids_equal_those_of_llama_cpp(
+    request: pytest.FixtureRequest, shared_data: Locate, name: str, stem: str
+) -> None:
+    tokenizer, stem = request.getfixturevalue(name), f"tokenizers/expected/ggml-vocab-{stem}.gguf"
     texts = shared_data(f"{stem}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
     expected = [[int(word) for word in line.split()] for line in shared_data(f"{stem}.out").read_text().split("\n")]
     assert len(texts) == 47  # 46, and nothing after the last separator
@@ -84,30 +78,18 @@ def test_special_tokens_are_left_out_of_text_unless_asked_for(tokenizer: Tokeniz
     assert tokenizer.token_text(index) in tokenizer.decode(ids, skip_special=False)
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_decoding_equals_that_of_the_library_for_whole_text(shared_data: Locate, name: str) -> None:
-    tokenizer = Tokenizer.load(shared_data(f"tokenizers/{name}"))
-    text = "  Ein Bär 🐻‍❄️\tliest\n\nនៅ <|end|> 我们。 "
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids) == text
-
-
-def test_two_files_of_vocabulary_give_the_ids_that_transformers_gives(shared_data: Locate) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = shared_data("tokenizers/qwen2.5-0.5b-instruct")
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = Tokenizer.load(folder)
+def test_two_files_of_vocabulary_give_the_ids_that_transformers_gives(shared_data: Locate, qwen: Tokenizer) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
     text = "It's 1234 cafe\u0301 <|im_start|>user\nhi<tool_call> \u00c5ngstro\u0308m\r\n\r\n  x<|im_end|>"
-    assert ours.encode(text, special=True) == theirs.encode(text, add_special_tokens=False)
-    assert ours.vocab_size == len(theirs)
-    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+    assert qwen.encode(text, special=True) == theirs.encode(text, add_special_tokens=False)
+    assert qwen.vocab_size == len(theirs)
+    assert (qwen.bos_token, qwen.eos_token) == (theirs.bos_token, theirs.eos_token)
 
 
-def test_token_text_shows_what_is_no_character_as_escapes(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
-    assert [tokenizer.token_text(index) for index in tokenizer.encode("🦙 a")][1:3] == ["\\xf0", "\\x9f"]
-    assert tokenizer.token_text(tokenizer.vocab_size + 5) == ""
-    assert tokenizer.decode([tokenizer.vocab_size + 5, -1]) == ""
+def test_token_text_shows_what_is_no_character_as_escapes(phi: Tokenizer) -> None:
+    assert [phi.token_text(index) for index in phi.encode("🦙 a")][1:3] == ["\\xf0", "\\x9f"]
+    assert phi.token_text(phi.vocab_size + 5) == ""
+    assert phi.decode([phi.vocab_size + 5, -1]) == ""
 
 
 def with_bos(*, config: dict[str, Any] | None = None) -> Tokenizer:
@@ -128,14 +110,10 @@ def test_a_bos_stands_in_front_once() -> None:
     assert bos not in tokenizer.encode("<s>ab")
 
 
-def test_a_bos_is_found_in_the_post_processor_where_no_config_names_it() -> None:
+def test_a_bos_is_found_in_the_post_processor_and_left_out_where_the_config_says_so() -> None:
     assert with_bos(config={}).bos_token == "<s>"
-
-
-def test_no_bos_where_the_config_says_so() -> None:
     tokenizer = with_bos(config={"bos_token": "<s>", "add_bos_token": False})
-    assert not tokenizer.adds_bos
-    assert tokenizer.encode("ab", bos=True) == [0, 1]
+    assert not tokenizer.adds_bos and tokenizer.encode("ab", bos=True) == [0, 1]
 
 
 def test_a_token_with_the_shape_of_a_control_token_is_special_though_its_flag_was_forgotten() -> None:
@@ -201,12 +179,8 @@ def test_a_special_token_swallows_the_white_space_that_the_library_lets_it(flags
     assert tokenizer.encode_pieces(pieces) == tokenizer.encode(f"a{space}<x>{space}a", special=True)
 
 
-def test_lone_surrogates_are_encoded_as_replacement_characters(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+def test_half_a_surrogate_pair_becomes_a_replacement_character(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b\udfff")) == "a\ufffdb\ufffd"
-
-
-def test_half_a_surrogate_pair_as_a_special_token_becomes_a_replacement_character() -> None:
     assert Tokenizer(small_backend(), {"bos_token": "\ud800"}).bos_token == "\ufffd"
 
 
@@ -218,11 +192,10 @@ def test_truncation_in_the_file_does_not_shorten_a_prompt(tmp_path: Path) -> Non
     assert len(Tokenizer.load(tmp_path).encode("abcdef")) == 6
 
 
-def test_a_megabyte_takes_less_than_two_seconds(shared_data: Locate) -> None:
-    tokenizer = Tokenizer.load(shared_data("tokenizers/qwen2.5-0.5b-instruct"))
+def test_a_megabyte_takes_less_than_two_seconds(shared_data: Locate, qwen: Tokenizer) -> None:
     text = shared_data("wikitext-2/valid.txt").read_text(encoding="utf-8")[: 1 << 20]
     start = time.process_time()
-    tokenizer.encode(text)
+    qwen.encode(text)
     assert time.process_time() - start < 2
 
 
@@ -266,20 +239,28 @@ def test_a_file_of_many_gigabytes_is_refused_before_it_is_read(tmp_path: Path) -
         Tokenizer.load(tmp_path)
 
 
-def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"\n")
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"tokenizer.model": "\n"}, "tokenizer.model"),
+        (
+            {
+                "vocab.json": '{"a": 0}',
+                "merges.txt": "",
+                "tokenizer_config.json": '{"tokenizer_class": "CLIPTokenizer"}',
+            },
+            "CLIPTokenizer",
+        ),
+    ],
+)
+def test_a_folder_whose_words_are_not_known_says_what_is_missing(
+    tmp_path: Path, files: dict[str, str], says: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json") as caught:
         Tokenizer.load(tmp_path)
-    assert "tokenizer.model" in caught.value.why
-
-
-def test_a_class_whose_words_are_unknown_is_not_guessed(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text('{"a": 0}')
-    (tmp_path / "merges.txt").write_text("")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CLIPTokenizer"}')
-    with pytest.raises(TokenizerError) as caught:
-        Tokenizer.load(tmp_path)
-    assert "CLIPTokenizer" in caught.value.why
+    assert says in caught.value.why
 
 
 def test_an_added_token_with_an_impossible_id_is_an_error(tmp_path: Path) -> None:
@@ -378,10 +359,6 @@ def of_model(directory: Path, num_ids: int) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-def sentencepiece(directory: Path) -> None:
-    write_sentencepiece(directory)
-
-
 def unigram(directory: Path) -> None:
     pieces = [("<unk>", 0.0), *((char, -9.0) for char in "▁Telm"), ("▁me", -1.0), ("▁Tell", -1.0), ("Te", -1.0)]
     backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
@@ -402,10 +379,10 @@ def two_files(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("write", [sentencepiece, unigram, two_files])
+@pytest.mark.parametrize("write", [write_sentencepiece, unigram, two_files])
 @pytest.mark.parametrize("num_missing", [1, 2, 3])
 def test_a_token_that_the_model_has_no_row_for_is_spelled_by_others(
-    tmp_path: Path, write: Callable[[Path], None], num_missing: int
+    tmp_path: Path, write: Callable[[Path], object], num_missing: int
 ) -> None:
     write(tmp_path)
     size = Tokenizer.load(tmp_path).vocab_size - num_missing
@@ -434,14 +411,14 @@ def test_a_model_without_rows_for_letters_is_an_error(tmp_path: Path) -> None:
     assert "'l' is one of them" in caught.value.why
 
 
-def test_a_real_tokenizer_gets_along_with_fewer_rows(tmp_path: Path, shared_data: Locate) -> None:
+def test_a_real_tokenizer_gets_along_with_fewer_rows(tmp_path: Path, shared_data: Locate, phi: Tokenizer) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(shared_data(f"tokenizers/phi-3-mini/{name}"))
-    tokenizer, whole = of_model(tmp_path, 31_000), Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
+    tokenizer = of_model(tmp_path, 31_000)
     for text in ("Once upon a time 🦙 漢字", "<|end|>Łódź<|user|>"):
         ids = tokenizer.encode(text, special=True)
         assert max(ids) < 31_000 and tokenizer.decode(ids) == text
-    assert tokenizer.encode("Once upon a time") == whole.encode("Once upon a time")
+    assert tokenizer.encode("Once upon a time") == phi.encode("Once upon a time")
 
 
 def test_a_model_with_fewer_rows_than_its_tokenizer_has_ids_answers_whatever_is_said(tmp_path: Path) -> None:

@@ -32,11 +32,11 @@ from localllm.hub import InstalledModel, ModelDescription, ModelFiles, PackedWei
 from localllm.registry import load_registry
 from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
-from localllm.tui.replanning import NOW
+from localllm.tui.plan_worker import AS_IT_RUNS, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.chat_preview import ChatPreview
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
-from tests.tui.test_plan_screen import FakePlanning
+from tests.tui.test_plan_screen import FakePlanner
 
 FOLDER = Path(__file__).parent.parent / "docs" / "screens"
 VERSIONS = FOLDER / "versions.json"
@@ -111,7 +111,7 @@ async def _chat(pilot: Pilot[Any]) -> None:
 async def _error(pilot: Pilot[Any]) -> None:
     await _chat(pilot)
     why = "36.9 GiB are needed, 11.2 GiB of GPU memory and 24 GiB of memory are free"
-    _app(pilot).chat.notice.tell(
+    _app(pilot).chat.notice.show_error(
         DoesNotFitError("llama-3.3-70b does not fit", why=why, fix="localllm plan llama-3.3-70b")
     )
 
@@ -127,12 +127,13 @@ async def _help(pilot: Pilot[Any]) -> None:
 
 async def _plan(pilot: Pilot[Any]) -> None:
     app = _app(pilot)
-    assert app.desk.selection is not None
+    assert app.worker.selection is not None
     advice = ("--ram 1.1GiB: about 45 tok/s", "--kv int4: twice the context in the same memory")
-    planning = FakePlanning("gemma-3-1b", advice=advice)
-    engine: Any = app.desk._talk_now.engine
-    engine.current_plan = planning._planned(NOW).plan
-    screen = PlanScreen(app.desk, app.desk.selection, planning)
+    planning = FakePlanner("gemma-3-1b", advice=advice)
+    talk: Any = app.worker._talk
+    talk.engine.current_plan = planning._planned(AS_IT_RUNS).plan
+    PlanWorker.__init__(planning, app.worker, app.worker.selection)
+    screen = PlanScreen(app.worker, app.worker.selection, planning)
     app.push_screen(screen)
     await until(pilot, lambda: bool(screen.sliders) and screen.shown_wish == screen.wish)
     await pilot.press("down", "down", "down", *["left"] * 5)
@@ -143,7 +144,7 @@ async def _plan(pilot: Pilot[Any]) -> None:
 async def _models(pilot: Pilot[Any]) -> None:
     await pilot.press("f3")
     names = [entry.name for entry in load_registry().entries]
-    await until(pilot, lambda: len(_app(pilot).verdicts._known) >= len(names))
+    await until(pilot, lambda: len(_app(pilot).fits._known) >= len(names))
     await pilot.press("down")
 
 
@@ -199,7 +200,7 @@ def _machine() -> Iterator[None]:
         InstalledModel("qwen3-8b", Path("/qwen"), 16 * _GIB, "Qwen/Qwen3-8B", "a" * 40, packed=(packed,)),
     ]
     with (
-        patch("localllm.tui.desk.machine_line", lambda: line),
+        patch("localllm.tui.chat_worker.machine_line", lambda: line),
         patch.object(hub, "list_models", lambda: here),
         patch("localllm.runtime.fit_check.judge", _judged),
         patch.object(hub, "describe", _described),
@@ -228,7 +229,7 @@ def _judged(name: str, _resolved: Any, _say: Any) -> Verdict:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that draw: others draw a line or a colour otherwise."""
+    """Versions of the libraries that draw: others draw a line or a colour otherwise."""
     return {name: version(name) for name in ("textual", "rich", "Pygments", "markdown-it-py")}
 
 

@@ -23,7 +23,7 @@ _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
 
 
 def faults(launch: Launch, capability: int) -> Iterator[str]:
-    """What is wrong with one kernel for sm_{capability}."""
+    """The faults of one kernel for sm_{capability}."""
     named = f"sm_{capability}: {launch.name} {_shown(launch)}"
     try:
         compiled = launch.compiled(capability)

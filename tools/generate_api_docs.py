@@ -14,7 +14,7 @@ from itertools import chain, groupby, product
 from pathlib import Path
 from typing import Any
 
-from localllm.server import anthropic, native, ollama, openai, openapi
+from localllm.server import anthropic, ollama, openai, openapi, system_routes
 from localllm.server.bodies import NO_EFFECT, Body
 from localllm.server.endpoint import Endpoint
 from tests.server.claims import Claim, all_claims, requirements
@@ -27,11 +27,11 @@ DIALECTS: Mapping[str, Sequence[Endpoint]] = {
     "OpenAI's": openai.ENDPOINTS,
     "Anthropic's": anthropic.ENDPOINTS,
     "Ollama's": ollama.ENDPOINTS,
-    "llama.cpp's, and others": native.ENDPOINTS,
+    "llama.cpp's, and others": system_routes.ENDPOINTS,
 }
 _DOCUMENT = f"| GET | `{openapi.PATH}` | All of these, as OpenAPI has them | |"
 _WIDTH = 120
-_MOST_VALUES = 3  # that are told of a field that is refused but for them
+_MOST_VALUES = 3  # shown of a field that is refused but for them
 _SHORT = 100  # characters that may be said again
 
 
@@ -46,21 +46,21 @@ def generate(page: str) -> str:
 
 def endpoint_lines() -> Iterator[str]:
     """A table for each dialect, and what each body of it may say."""
-    told: dict[str, str] = {}
+    said: dict[str, str] = {}
     for dialect, endpoints in DIALECTS.items():
         yield from ("", f"### {dialect}", "", "| | | | streamed as |", "|---|---|---|---|")
         yield from map(_row, endpoints)
-        if endpoints is native.ENDPOINTS:
+        if endpoints is system_routes.ENDPOINTS:
             yield _DOCUMENT
         for each in endpoints:
             if each.body is not None:
-                lists = field_lists(each.body, _Once(told, each.path))
+                lists = field_lists(each.body, _Once(said, each.path))
                 yield from ("", f"`{each.method} {each.path}`", "")
                 yield from (line for title, text in lists.items() if text for line in _filled(f"- {title}: {text}"))
 
 
 def _row(endpoint: Endpoint) -> str:
-    streamed = f"`{endpoint.stream[0]}`" if endpoint.stream else ""
+    streamed = f"`{endpoint.stream_type}`" if endpoint.stream else ""
     summary = endpoint.summary + (" (deprecated)" if endpoint.deprecated else "")
     return f"| {endpoint.method} | `{_shown(endpoint.path)}` | {summary} | {streamed} |"
 
@@ -79,17 +79,17 @@ def _filled(text: str) -> list[str]:
 class _Once:
     """Says a long text once, then where it was said."""
 
-    def __init__(self, told: dict[str, str], path: str) -> None:
-        self._told = told
+    def __init__(self, said: dict[str, str], path: str) -> None:
+        self._said = said
         self._path = path
 
     def say(self, text: str) -> str:
-        where = self._told.setdefault(text, self._path)
+        where = self._said.setdefault(text, self._path)
         return text if len(text) <= _SHORT or where == self._path else f"as for `{where}`"
 
 
 def field_lists(body: type[Body], once: _Once) -> dict[str, str]:
-    """Of a request: the fields that are honoured, that are ignored, that are refused, and why."""
+    """The fields of a request that are honoured, ignored and refused, and why."""
     schema = body.model_json_schema()
     fields = _Fields(schema["properties"], schema.get("$defs", {}), once)
     without = [name for name in fields.names if fields.has_no_effect(name)]
@@ -103,7 +103,7 @@ def field_lists(body: type[Body], once: _Once) -> dict[str, str]:
     for name, reason in reasons.items():
         refused.setdefault(reason, []).append(fields.but_for(name))
     return {
-        "honoured": ", ".join(map(fields.told, honoured)),
+        "honoured": ", ".join(map(fields.described, honoured)),
         "ignored": _by_reason({why: [once.say(", ".join(names))] for why, names in ignored.items()}),
         "refused": once.say(_by_reason(refused)),
     }
@@ -120,7 +120,7 @@ def _why_ignored(schema: Schema) -> str | None:
 
 
 class _Fields:
-    """Of an object. definitions: of the types that they refer to."""
+    """The fields of an object. definitions: of the types that they refer to."""
 
     def __init__(self, properties: Mapping[str, Schema], definitions: Mapping[str, Schema], once: _Once) -> None:
         self.names = list(properties)
@@ -129,7 +129,7 @@ class _Fields:
         self._once = once
 
     def has_no_effect(self, name: str) -> bool:
-        """As it says, or as all that is in it does."""
+        """Return whether the field, or all that is in it, is marked so."""
         field = self._properties[name]
         inner = list(self._inner(field))
         is_nothing = bool(inner) and all(each.has_no_effect(one) for each in inner for one in each.names)
@@ -151,25 +151,25 @@ class _Fields:
                 yield from ((f"{where}{name}.{kind}", why) for kind in kinds)
 
     def says_something(self, name: str) -> bool:
-        """Whether it has more than one value."""
+        """Return whether it has more than one value."""
         values = self._values(self._properties[name])
         return values is None or len(values) > 1
 
-    def told(self, name: str) -> str:
-        """With what is in it."""
+    def described(self, name: str) -> str:
+        """The field with the fields in it."""
         field = self._properties[name]
         inner = list(self._inner(field))
         if not inner:
             return f"`{name}`"
-        told = (each.told(one) for each in inner for one in each.names if each._is_honoured(one))
-        text = ", ".join(dict.fromkeys(told))
+        inner_fields = (each.described(one) for each in inner for one in each.names if each._is_honoured(one))
+        text = ", ".join(dict.fromkeys(inner_fields))
         neutral = [f"`{one}`" for each in inner for one in each.names if each._is_neutral(one)]
         text = self._once.say("; not ".join(filter(None, (text, ", ".join(neutral)))))
         more = str(field.get("description", "")).rstrip(".")
         return f"`{name}` ({'; '.join(filter(None, (text, more[:1].lower() + more[1:])))})"
 
     def but_for(self, name: str) -> str:
-        """With the values that it may have all the same, where they are few."""
+        """The field with the values that it may have all the same, where they are few."""
         values = self._values(self._properties[name]) if name in self._properties else None
         few = [f"`{json.dumps(value)}`" for value in values or ()][: _MOST_VALUES + 1]
         return f"`{name}`" + (f" but for {', '.join(few)}" if 0 < len(few) <= _MOST_VALUES else "")
@@ -178,12 +178,12 @@ class _Fields:
         return self.says_something(name) and not self.has_no_effect(name)
 
     def _is_neutral(self, name: str) -> bool:
-        """Whether it can say nothing. A text with one value is what tells types apart."""
+        """Return whether it can say nothing. A text with one value distinguishes types."""
         values = self._values(self._properties[name])
         return values is not None and len(values) <= 1 and not (values and isinstance(values[0], str) and values[0])
 
     def _values(self, schema: Schema) -> list[Any] | None:
-        """All that it may have, but for null; None: more than can be told."""
+        """All that it may have, but for null; None: more than can be listed."""
         match self._resolved(schema):
             case {"anyOf": list(choices)}:
                 found = [self._values(choice) for choice in choices]
@@ -214,7 +214,7 @@ class _Fields:
         return [dict(zip(known, values, strict=True)) for values in product(*known.values())]
 
     def _inner(self, schema: Schema) -> Iterator[_Fields]:
-        """Of the objects that it may be, or may be a list of, but for those that have no effect."""
+        """The fields of the objects that it may be, or may be a list of, but for those that have no effect."""
         for found in self._objects_in(schema):
             if _why_ignored(found) is None:
                 yield _Fields(found["properties"], self._definitions, self._once)
@@ -263,7 +263,7 @@ def _each_once(names: Iterable[str]) -> list[str]:
 
 
 def _from_the_project() -> dict[str, str]:
-    """What is installed of the clients that fit beside our own dependencies."""
+    """The requirements of the clients that fit beside our own dependencies."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return {line.partition(">")[0]: line for line in project["optional-dependencies"]["dev"]}
 

@@ -7,43 +7,10 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
 
-import story_small_talk as talk
-from story_grammar import Cast, Figure, Item, Tale, Teller, capitalize
+from story_grammar import TALK, Cast, Figure, Item, Tale, Teller, capitalize
 
 Chat = list[tuple[str, str]]
-
-TELL = """Tell me a story|Tell me a tale|Tell a story|Write a story|Write a short story|Write a short tale
-Write me a tale
-Please tell me a story|Please write a short story|Can you tell me a story|Could you tell me a tale|I would like a story
-I want a story|Give me a story|Make up a story|Make up a tale|Invent a tale|Can you write a story|A story|a story|story
-A tale|a short tale|tell me a story|tell me a tale|write a story|Tell me a little story|Tell me a fairy tale
-Write a fairy tale|I want to hear a story|Let me hear a tale|How about a story|Do you know a story|Tell us a story
-Tell me a bedtime story|write a short story|Please, a tale|Narrate a story|Create a short story""".replace(
-    "\n", "|"
-).split("|")
-NOTHING_NAMED = """Tell me a tale.|Tell me a story.|Tell me a story|A story, please.|Story please|Surprise me.
-Surprise me
-tell me something|Tell me something nice.|Write something.|I am bored.|Please begin.|Any story you like.|Go ahead.
-Can you tell me a story?|Tell me a bedtime story.|I can't sleep.|story|a tale please|Tell me anything.|Start.
-Once upon a time|Make something up.|Tell me one of your tales.|What stories do you know?|Do you know a good story?
-Write a short story.|Write a tale.|Tell me a fairy tale.|I would like to hear a story.""".replace("\n", "|").split("|")
-ANOTHER = """another one|Another one, please.|Another!|One more|One more, please.|Tell me another.|tell me another story
-Again!|Another story please|More|More, please.|Can I have another one?|A different one.|Something else.|next
-And another one?|Now another one.|Another tale, please!""".replace("\n", "|").split("|")
-ANOTHER_ABOUT = """Now one about|Now tell me one about|Another one about|And one about|Tell me another about
-another one, about|And now a story about|Can you tell one about|What about|How about|One about""".replace(
-    "\n", "|"
-).split("|")
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What the user asks for: the words of the request and the parts of the cast they name."""
-
-    text: str
-    names_hero: bool
 
 
 def _indefinite(rng: random.Random, part: Figure | Item) -> str:
@@ -89,13 +56,13 @@ class Conversations:
         topic = self._topic(rng, tale)
         kind = rng.random()
         if kind < 0.66:
-            text = f"{rng.choice(TELL)} {rng.choice(('about', 'about', 'about', 'of'))} {topic}"
+            text = f"{rng.choice(TALK['tell'])} {rng.choice(('about', 'about', 'about', 'of'))} {topic}"
         elif kind < 0.74:
-            text = f"{rng.choice(TELL)}. It should be about {topic}"
+            text = f"{rng.choice(TALK['tell'])}. It should be about {topic}"
         elif kind < 0.80:
-            text = f"{rng.choice(TELL)} with {topic}"
+            text = f"{rng.choice(TALK['tell'])} with {topic}"
         elif kind < 0.84:
-            text = f"{rng.choice(TELL)} in which {tale.cast.h.first()} {tale.ask}"
+            text = f"{rng.choice(TALK['tell'])} in which {tale.cast.h.first()} {tale.ask}"
         elif kind < 0.92:
             text = topic
         else:
@@ -121,14 +88,14 @@ class Conversations:
             capitalize(text) if case < 0.7 else text)  # fmt: skip
 
     def _system(self, rng: random.Random) -> Chat:
-        return [("system", rng.choice(talk.SYSTEM))] if rng.random() < 0.4 else []
+        return [("system", rng.choice(TALK["system"]))] if rng.random() < 0.4 else []
 
     def tale_turn(self, rng: random.Random) -> tuple[Chat, Tale]:
         """A request and its tale."""
         tale = self.teller.tell(rng)
         kind = rng.random()
         if kind < 0.10:
-            return [("user", rng.choice(NOTHING_NAMED)), ("assistant", tale.text)], tale
+            return [("user", rng.choice(TALK["nothing_named"])), ("assistant", tale.text)], tale
         if kind < 0.17:
             return self._continued(rng, tale), tale
         answer = tale.text
@@ -153,10 +120,10 @@ class Conversations:
         kind = rng.random()
         if kind < 0.16:
             following = self.teller.tell(rng)
-            return [("user", rng.choice(ANOTHER)), ("assistant", following.text)]
+            return [("user", rng.choice(TALK["another"])), ("assistant", following.text)]
         if kind < 0.34:
             following = self.teller.tell(rng)
-            asked = f"{rng.choice(ANOTHER_ABOUT)} {self._topic(rng, following)}"
+            asked = f"{rng.choice(TALK['another_about'])} {self._topic(rng, following)}"
             return [("user", self._finish(rng, asked)), ("assistant", following.text)]
         if kind < 0.50:
             return self._next(rng, tale)
@@ -169,9 +136,9 @@ class Conversations:
         return self.teller.fill_again(rng, template, cast)
 
     def _next(self, rng: random.Random, tale: Tale) -> Chat:
-        pool = [text for text in talk.WHAT_NEXT if self._fits(text, tale)]
+        pool = [text for text in TALK["what_next"] if self._fits(text, tale)]
         answer = self._filled(rng, rng.choice(pool), tale.cast)
-        return [("user", rng.choice(talk.ASK_NEXT)), ("assistant", answer)]
+        return [("user", rng.choice(TALK["ask_next"])), ("assistant", answer)]
 
     def _fits(self, text: str, tale: Tale) -> bool:
         slots = set(re.findall(r"\{(\w+)\}", text))
@@ -179,25 +146,25 @@ class Conversations:
         return all(role in tale.plot.roles() for role in needed & {"o", "t", "p"})
 
     def _question(self, rng: random.Random, tale: Tale) -> Chat:
-        pool = [pair for pair in talk.QUESTIONS if self._fits(pair[0] + pair[1], tale)]
+        pool = [pair for pair in TALK["questions"] if self._fits(pair[0] + pair[1], tale)]
         asked, answer = rng.choice(pool)
         answer = answer.replace("{moral}", tale.moral)
         return [("user", self._filled(rng, asked, tale.cast)), ("assistant", self._filled(rng, answer, tale.cast))]
 
     def small_talk(self, rng: random.Random) -> Chat:
         """Greetings, thanks, who are you, and questions that the model cannot answer."""
-        asked, answers = rng.choices(talk.SMALL_TALK, [weight for weight, _, _ in talk.SMALL_TALK])[0][1:]
+        chosen = rng.choices(TALK["small_talk"], [kind["weight"] for kind in TALK["small_talk"]])[0]
         teller = self.teller
         cast = teller.casting.cast(rng, teller.plots[0])
-        fill = talk.fillers(rng)
-        question = teller.fill_again(rng, rng.choice(asked).format_map(fill), cast)
+        fill = blanks(rng)
+        question = teller.fill_again(rng, rng.choice(chosen["asked"]).format_map(fill), cast)
         offer = f"{cast.h.first()} and {cast.t.first()}"
-        answer = teller.fill_again(rng, rng.choice(answers), cast).replace("OFFER", offer)
+        answer = teller.fill_again(rng, rng.choice(chosen["answers"]), cast).replace("OFFER", offer)
         chat = [("user", question), ("assistant", answer)]
         if offer in answer and rng.random() < 0.6:
             plot = rng.choice([plot for plot in teller.plots if {"h", "t"} <= plot.roles() and not plot.kinds])
             tale = teller.tell(rng, plot, cast)
-            chat += [("user", rng.choice(talk.YES)), ("assistant", tale.text)]
+            chat += [("user", rng.choice(TALK["yes"])), ("assistant", tale.text)]
         return chat
 
     def chat(self, rng: random.Random) -> Chat:
@@ -212,3 +179,17 @@ class Conversations:
         if rng.random() < 0.35:
             messages += self._follow_up(rng, tale)
         return messages
+
+
+class _Blanks(dict[str, str]):
+    """Leaves unknown slots as they are, for the cast to fill."""
+
+    def __missing__(self, key: str) -> str:
+        return "{" + key + "}"
+
+
+def blanks(rng: random.Random) -> _Blanks:
+    """One choice for each blank of the unanswerable questions."""
+    chosen = _Blanks({key: rng.choice(values) for key, values in TALK["blanks"].items()})
+    chosen.update(n=str(rng.randrange(1, 100)), m=str(rng.randrange(1, 100)))
+    return chosen

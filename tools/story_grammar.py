@@ -1,6 +1,6 @@
 """A grammar that tells short, varied tales about a given character, thing and place.
 
-Owns the plots (`story_plots/*.txt`), the casting of their roles and the expansion of their text.
+Owns the plots and words (`story_plots/`), the casting of their roles and the expansion of their text.
 Knows nothing of chats, tokens or training.
 
 Notation of a plot's text: [a|b|c] takes one alternative (they nest, and may be empty); <rule> inserts a rule of
@@ -14,29 +14,32 @@ from __future__ import annotations
 
 import random
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import story_words as words
+from typing import Any
 
 PLOT_DIR = Path(__file__).resolve().parent / "story_plots"
 PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
-RIDDLES = (
-    ('"What goes up the hill and down the hill and never moves?" asked {o}.', '"The road!" <said> {h}.'),
-    ('"What has teeth and cannot bite?" asked {o}.', '"A comb!" <said> {h}.'),
-    ('"What grows larger the more one takes away from it?" asked {o}.', '"A hole!" <said> {h}.'),
-    ('"What runs all day and never leaves its bed?" asked {o}.', '"The river!" <said> {h}.'),
-    ('"What can fill a whole house and weighs nothing?" asked {o}.', '"Light!" <said> {h}. "And smoke as well."'),
-    ('"What is it that everyone gives and few take?" asked {o}.', '"Advice!" <said> {h}.'),
-    ('"What speaks every language and was never at school?" asked {o}.', '"The echo!" <said> {h}.'),
-    ('"What belongs to you, though others use it more?" asked {o}.', '"My name!" <said> {h}.'),
-    ('"What follows you all day and is gone at night?" asked {o}.', '"My shadow!" <said> {h}.'),
-    ('"What breaks as soon as one names it?" asked {o}.', '"Silence!" <said> {h}.'),
-    ('"What has a neck and no head?" asked {o}.', '"A bottle!" <said> {h}.'),
-    ('"What flies without wings?" asked {o}.', '"Time!" <said> {h}.'),
-)
+ONLY_ONE = frozenset({"sea", "moon", "edge of the world", "north pole", "wilderness"})
+
+
+def load_words(path: Path = PLOT_DIR / "words.toml") -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
+    """The lists of words by their names, and the places with their prepositions."""
+    lists = tomllib.loads(path.read_text(encoding="utf-8"))
+    places = lists.pop("places")
+    words = {name: _words(text) for name, text in lists.items()}
+    return words, [(noun, preposition) for preposition, text in places.items() for noun in _words(text)]
+
+
+def _words(text: str) -> list[str]:
+    return [word.replace("_", " ") for word in text.split()]
+
+
+WORDS, PLACES = load_words()
+TALK: dict[str, Any] = tomllib.loads((PLOT_DIR / "talk.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,7 @@ class Plot:
     def roles(self) -> frozenset[str]:
         """The roles that the text mentions at least somewhere, of h, o, v, t, p."""
         found = {"h"}
-        for slot in re.findall(r"\{(\w+)\}", self.text):
-            found.update(role for role in _role_of(slot))
+        found.update(_ROLE_OF_SLOT.get(slot.lower(), "h") for slot in re.findall(r"\{(\w+)\}", self.text))
         if "<openw>" in self.text or "<open>" in self.text:
             found.add("p")
         return frozenset(found)
@@ -113,16 +115,17 @@ class Tale:
     moral: str
 
 
-def _role_of(slot: str) -> str:
-    low = slot.lower()
-    if low in ("h", "o", "v", "t", "p"):
-        return low
-    for suffix in ("_p", "_t", "t_bare", "t_the", "o_poss", "h_poss"):
-        if low.endswith(suffix):
-            return {"_p": "p", "_t": "t", "t_bare": "t", "t_the": "t", "o_poss": "o", "h_poss": "h"}[suffix]
-    if low in ("ohe", "ohim", "ohis"):
-        return "o"
-    return "v" if low in ("vhe", "vhim", "vhis") else "h"
+_ROLE_OF_SLOT = {
+    **{role: role for role in "hovtp"},
+    "in_p": "p",
+    "to_p": "p",
+    "a_t": "t",
+    "t_bare": "t",
+    "t_the": "t",
+    "o_poss": "o",
+    "h_poss": "h",
+    **{prefix + pronoun: prefix for prefix in "ov" for pronoun in ("he", "him", "his")},
+}
 
 
 def with_article(phrase: str) -> str:
@@ -172,20 +175,20 @@ def load_plots(directory: Path = PLOT_DIR) -> tuple[Plot, ...]:
 
 def make_name(rng: random.Random) -> str:
     """An invented name of two or three syllables: names that occur once force the model to copy them."""
-    middle = rng.choice(words.NAME_VOWELS) + rng.choice(words.NAME_MIDDLES)
+    middle = rng.choice(WORDS["name_vowels"]) + rng.choice(WORDS["name_middles"])
     if rng.random() < 0.25:
-        middle += rng.choice(words.NAME_VOWELS) + rng.choice(words.NAME_MIDDLES)
-    end = rng.choice(words.NAME_ENDS)
+        middle += rng.choice(WORDS["name_vowels"]) + rng.choice(WORDS["name_middles"])
+    end = rng.choice(WORDS["name_ends"])
     if end[0] not in "aeiouy":
         end = rng.choice("aeiou") + end
-    start = rng.choice(words.NAME_STARTS) if rng.random() < 0.85 else ""
+    start = rng.choice(WORDS["name_starts"]) if rng.random() < 0.85 else ""
     return capitalize(start + middle + end)
 
 
 def choose_name(rng: random.Random, pronoun: str) -> str:
     if rng.random() < 0.55:
         return make_name(rng)
-    return rng.choice(words.NAMES_SHE if pronoun == "she" else words.NAMES_HE)
+    return rng.choice(WORDS["names_she"] if pronoun == "she" else WORDS["names_he"])
 
 
 class Casting:
@@ -193,14 +196,13 @@ class Casting:
 
     def __init__(self, rare_nouns: Iterable[str] = ()) -> None:
         self.rare_nouns = tuple(rare_nouns)
-        self.places = [(noun, prep) for prep, nouns in words.PLACES.items() for noun in nouns]
-        self.people = words.PEOPLE_SHE + words.PEOPLE_HE + words.PEOPLE_THEY
-        self.kinds = {"strong": words.STRONG, "ruler": words.RULERS, "person": words.WISE}
+        self.people = WORDS["people_she"] + WORDS["people_he"] + WORDS["people_they"]
+        self.kinds = {"strong": WORDS["strong"], "ruler": WORDS["rulers"], "person": WORDS["wise"]}
 
     def noun_pronoun(self, rng: random.Random, noun: str) -> str:
-        if noun in words.PEOPLE_SHE or noun == "empress":
+        if noun in WORDS["people_she"] or noun == "empress":
             return "she"
-        if noun in words.PEOPLE_HE or noun in ("emperor", "sultan", "hermit"):
+        if noun in WORDS["people_he"] or noun in ("emperor", "sultan", "hermit"):
             return "he"
         return rng.choice(("he", "she"))
 
@@ -209,26 +211,26 @@ class Casting:
         if kind:
             pool: Sequence[str] = self.kinds[kind]
         else:
-            pool = rng.choices((words.ANIMALS, self.people, words.CREATURES, self.rare_nouns or words.ANIMALS),
+            pool = rng.choices((WORDS["animals"], self.people, WORDS["creatures"], self.rare_nouns or WORDS["animals"]),
                                (0.42, 0.36, 0.15, 0.07))[0]  # fmt: skip
         noun = rng.choice(tuple(pool))
         pronoun = self.noun_pronoun(rng, noun)
         if avoid == pronoun and rng.random() < 0.7:
             return self.figure(rng, kind, named, avoid)
-        adjective = rng.choice(words.HERO_ADJECTIVES) if rng.random() < 0.4 else ""
-        if adjective in words.COLORS and noun not in words.ANIMALS:
+        adjective = rng.choice(WORDS["hero_adjectives"]) if rng.random() < 0.4 else ""
+        if adjective in WORDS["colors"] and noun not in WORDS["animals"]:
             adjective = "little"
         return Figure(noun, pronoun, adjective, choose_name(rng, pronoun) if rng.random() < named else "")
 
     def item(self, rng: random.Random, kind: str = "") -> Item:
         rare = self.rare_nouns and rng.random() < 0.15
-        pool = words.MAGIC_THINGS if kind == "magic" else self.rare_nouns if rare else words.THINGS
-        adjective = rng.choice(words.THING_ADJECTIVES) if rng.random() < 0.5 else ""
+        pool = WORDS["magic_things"] if kind == "magic" else self.rare_nouns if rare else WORDS["things"]
+        adjective = rng.choice(WORDS["thing_adjectives"]) if rng.random() < 0.5 else ""
         return Item(rng.choice(tuple(pool)), adjective)
 
     def place(self, rng: random.Random) -> Item:
-        noun, preposition = rng.choice(self.places)
-        adjective = rng.choice(words.PLACE_ADJECTIVES) if rng.random() < 0.4 else ""
+        noun, preposition = rng.choice(PLACES)
+        adjective = rng.choice(WORDS["place_adjectives"]) if rng.random() < 0.4 else ""
         if noun in ONLY_ONE:
             adjective = ""
         return Item(noun, adjective, preposition)
@@ -256,7 +258,7 @@ class Teller:
         plot = plot or rng.choice(self.plots)
         cast = cast or self.casting.cast(rng, plot)
         while True:
-            question, answer = rng.choice(RIDDLES)
+            question, answer = rng.choice(TALK["riddles"])
             riddled = plot.text.replace("<riddle>", question).replace("<answer>", answer)
             text, seen = self._fill(rng, self._choose(rng, riddled), cast)
             if plot.roles() <= seen:
@@ -295,7 +297,7 @@ class Teller:
 
 
 class _Slots:
-    """What one telling has mentioned so far."""
+    """The slots of one telling, and the roles that it has mentioned so far."""
 
     def __init__(self, cast: Cast, seen: set[str], rng: random.Random) -> None:
         self.cast, self.seen, self.rng = cast, seen, rng
@@ -330,9 +332,6 @@ class _Slots:
         simple.update((pronoun, partial(str, word)) for pronoun, word in self.pronouns.items())
         word = simple[low]() if low in simple else self.mention(low)
         return capitalize(word) if any(letter.isupper() for letter in slot) else word
-
-
-ONLY_ONE = frozenset({"sea", "moon", "edge of the world", "north pole", "wilderness"})
 
 
 def possessive(phrase: str) -> str:

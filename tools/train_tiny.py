@@ -34,7 +34,7 @@ SAMPLING: dict[str, object] = {"do_sample": True, "temperature": 0.6, "top_p": 0
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train; lengths in tokens, `*_part` as parts of the time budget."""
+    """Settings of the training; lengths in tokens, `*_part` as parts of the time budget."""
 
     minutes: float
     seed: int

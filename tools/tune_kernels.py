@@ -81,7 +81,7 @@ def _matrix(N: int, K: int, device: torch.device) -> GpuMatrix:
 
 
 def seconds(device: torch.device, sides: dict[object, Callable[[], None]]) -> dict[object, float]:
-    """Of each side, all of them in turn."""
+    """The seconds of each side, taken in turn."""
     replays = {name: recorded(device, side) for name, side in sides.items()}
     for replay in replays.values():
         warm_up(device, replay)

@@ -1,4 +1,4 @@
-"""What this machine is, and how much memory this process has had at once."""
+"""A description of this machine, and the peak memory of this process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _CLEAR_REFS, _STATUS, _CPU_INFO = Path("/proc/self/clear_refs"), Path("/proc/sel
 
 
 def machine(device: torch.device | None = None) -> dict[str, object]:
-    """Plain values, for a result's JSON. threads: torch's, of the calling thread."""
+    """Plain values for a result's JSON. threads: torch's, of the calling thread."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": _field(_CPU_INFO, "model name") or platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None,
@@ -26,16 +26,8 @@ def machine(device: torch.device | None = None) -> dict[str, object]:
     }
 
 
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 class PeakMemory:
-    """The most memory that this process held since this was made; since it began, where there is no Linux to ask."""
+    """The most memory that this process held since this was made; since it began, where the system is not Linux."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,21 +37,22 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
 
     def rss_bytes(self) -> int:
-        with contextlib.suppress(OSError):
-            for line in _STATUS.read_text(encoding="ascii").splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return _peak_rss_bytes()
+        if peak := _field(_STATUS, "VmHWM"):
+            return int(peak.split()[0]) * 1024
+        if sys.platform == "win32":
+            return int(psutil.Process().memory_info().peak_wset)
+        from resource import RUSAGE_SELF, getrusage
+
+        return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def vram_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
 
-def _peak_rss_bytes() -> int:
-    """Since the process began."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    from resource import RUSAGE_SELF, getrusage
-
-    peak = getrusage(RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _field(file: Path, name: str) -> str:
+    """The value of the first line "name: value" of a file of Linux; "" where there is none."""
+    with contextlib.suppress(OSError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.startswith(name):
+                return line.split(":", 1)[1].strip()
+    return ""

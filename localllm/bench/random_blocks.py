@@ -1,7 +1,7 @@
-"""A model of a real shape with random weights, in packed form: speed does not depend on their values.
+"""Random weights of a real shape in packed form: speed does not depend on their values.
 
-A tile of rows is quantized once for each width and repeated, so that 7 billion weights take seconds. The bytes lie as
-those of a packed model do, in pages of their own: a forward reads as much, and as well, as of a real model.
+A tile of rows is quantized once for each width and repeated, so that 7 billion weights take seconds. The bytes lie in
+pages of their own as those of a packed model do: a forward pass reads as much, and as fast, as of a real model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import Recipe
 from localllm.quant.weight_format import WeightFormat
 
-# A multiple of the 16 rows of a tile; so many rows fill whole blocks of 64 weights whatever their width.
+# A multiple of the 16 rows of a tile; 64 rows fill whole blocks of 64 weights at any width.
 TILE_ROWS = 64
 
 
@@ -39,7 +39,7 @@ class RandomBlocks:
         return tensors
 
     def finish(self) -> None:
-        """Nothing is left over."""
+        """No-op: there is no file to close."""
 
     def _fill(self, matrix: Matrix, tensors: dict[str, Tensor]) -> None:
         weight_format = matrix.format(self.recipe)

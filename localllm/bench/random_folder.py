@@ -1,7 +1,7 @@
-"""Where a model with random weights lies while it is measured: a folder that is gone when it is no longer used.
+"""The folder of a model with random weights, which is removed when the model is no longer used.
 
-It lies beside the packed models, on the disk that they are streamed from; what a killed process left is freed by the
-next measurement. Imports no torch: it is held by a thread that signals reach.
+It lies beside the packed models, on the disk that they are streamed from. The next measurement removes what a killed
+process left behind. Imports no torch: the thread that holds it must be reached by signals.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _MOST_TRIES = 100
 
 @contextmanager
 def random_folder() -> Iterator[Path]:
-    """An empty folder for such a model. Another thread may still write there when it is left."""
+    """An empty folder for such a model. Another thread may still write there at the end of the block."""
     folder = packed_root().parent / f"random-{secrets.token_hex(4)}"
-    with exclusive(folder, lambda _process: None):  # the lock is what tells it from one whose owner was killed
+    with exclusive(folder, lambda _process: None):  # a folder without a lock is one whose owner was killed
         try:
             packed_of_folder(folder).mkdir(parents=True, exist_ok=True)
             yield folder
@@ -32,7 +32,7 @@ def random_folder() -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Frees what was left by processes that were killed. Nothing of a living one, and nothing else that is there."""
+    """Remove the folders of killed processes, and neither those of living ones nor anything else."""
 
     def leave(_process: str) -> None:
         raise _InUseError
@@ -51,16 +51,16 @@ class _InUseError(Exception):
 
 
 def _is_random_model(folder: Path) -> bool:
-    """Whether the folder has such a name and nothing else in it; true too where only what was packed of it is left."""
+    """Return whether the folder has such a name and nothing foreign in it; also where only its packed form is left."""
     if not RANDOM_NAME.fullmatch(folder.name) or folder.is_symlink():
         return False
     return not folder.exists() or {path.name for path in folder.iterdir()} <= {CONFIG, TOKENIZER, LOCK}
 
 
 def _empty(folder: Path) -> None:
-    """Deletes what was packed of it and what is in it, but for the lock, with which the folder goes."""
+    """Delete its packed form and its content but the lock, with which the folder goes."""
     packed = packed_of_folder(folder)
-    for _ in range(_MOST_TRIES):  # a file may be begun between two looks; where its folder is gone, none can be
+    for _ in range(_MOST_TRIES):  # another thread may begin a file meanwhile, until its folder is gone
         shutil.rmtree(packed, ignore_errors=True)
         if not packed.exists():
             break

@@ -1,6 +1,6 @@
-"""A model of a real shape with random weights on the disk, packed as any model is: what streams its blocks needs files.
+"""A model of a real shape with random weights on the disk, packed as any model is.
 
-Knows what such a model's files hold; when they go is known to their folder (random_folder.py).
+Blocks are streamed from files. Knows their content; random_folder.py removes them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,13 +28,14 @@ from localllm.models.load import Progress
 from localllm.models.packed import PackedPlan
 from localllm.models.packed_file import NewFile, write_block
 from localllm.quant.recipe import Recipe
+from localllm.text.tokenizer import Tokenizer
 
 
 @contextmanager
 def random_model(
     name: str, raw_config: Mapping[str, Any], recipe: Recipe, progress: Progress = lambda _done, _total: None
 ) -> Iterator[ModelFiles]:
-    """The files of such a model in a folder of its own."""
+    """The files of such a model in a folder of its own, which is removed at the end of the block."""
     with random_folder() as folder:
         yield write_random_model(folder, name, raw_config, recipe, progress)
 
@@ -45,9 +47,9 @@ def write_random_model(
     recipe: Recipe,
     progress: Progress = lambda _done, _total: None,
 ) -> ModelFiles:
-    """Such a model's files in `folder`, packed in `recipe` already. name: in errors. raw_config: as config.json has it.
+    """Write such a model into `folder`, packed in `recipe`. name: shown in errors. raw_config: content of config.json.
 
-    Raises DoesNotFitError where the disk has no room for it.
+    Raises DoesNotFitError where the disk is too full for it.
     """
     (folder / CONFIG).write_text(json.dumps(dict(raw_config)), encoding="utf-8")
     _require_room(load_config(folder), recipe, folder)
@@ -72,8 +74,8 @@ def _pack(files: ModelFiles, target: Path, recipe: Recipe, progress: Progress) -
     total, done = model_bytes(config, recipe), 0
     plan = PackedPlan(config, recipe, source_id(files))
     source, checksums = RandomBlocks(recipe), {}
-    for made in (target.parent, target):  # in what the folder's owner made: where that is gone, nothing is written
-        made.mkdir()
+    for directory in (target.parent, target):  # fails where the folder's owner has removed it: nothing is written then
+        directory.mkdir()
     for layout in block_layouts(config):
         checksums[layout.name] = write_block(
             plan.files[layout.name], target, [source.tensors(layout)], lambda _count: None
@@ -86,8 +88,14 @@ def _pack(files: ModelFiles, target: Path, recipe: Recipe, progress: Progress) -
 
 
 def word_vocabulary(vocab_size: int) -> dict[str, Any]:
-    """A tokenizer.json of one word an id: the engine must turn ids into text here as for any model."""
+    """The content of a tokenizer.json with one word an id."""
     vocab = {f"w{token_id}": token_id for token_id in range(vocab_size)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}
     description: dict[str, Any] = {"version": "1.0", "model": model, "added_tokens": [], "normalizer": None}
     return description | {"pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None}
+
+
+def word_tokenizer(vocab_size: int) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / TOKENIZER).write_text(json.dumps(word_vocabulary(vocab_size)), encoding="utf-8")
+        return Tokenizer.load(Path(directory))

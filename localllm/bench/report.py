@@ -1,80 +1,147 @@
-"""What a benchmark found, as JSON and as a table: each figure beside its floor. Imports no torch."""
+"""The result of a benchmark, and its JSON. Imports no torch.
+
+A result may come from another machine: its form is checked before it is compared.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from localllm.bench.measure import Spread
+from pydantic import Field, TypeAdapter, ValidationError
+
+from localllm.config import format_figure
+from localllm.errors import UsageError
 
 SCHEMA_VERSION = 1
-GIB = 1 << 30
+_LARGEST_FILE_BYTES = 16 << 20
+
+Number = Annotated[float, Field(ge=0, lt=1e18)]  # refuses NaN and infinity, which Python's JSON lets pass
+Count = Annotated[int, Field(ge=0, lt=10**18)]
 
 
 @dataclass(frozen=True)
-class Floors:
-    """Medians over the rounds, in 1e9 bytes (or operations) a second; None: this machine has none, or let none be made.
+class Spread:
+    median: Number
+    min: Number
+    max: Number
 
-    device_copy_gbs counts bytes read and bytes written. disk_method: how the page cache was kept out of the reads.
+    def __post_init__(self) -> None:
+        if not self.min <= self.median <= self.max:
+            raise ValueError("its median is not between its least and its most")
+
+    def __str__(self) -> str:
+        return f"{format_figure(self.median)} ({format_figure(self.min)} to {format_figure(self.max)})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def paired(ours: Sequence[float], other: Sequence[float]) -> Spread:
+    """The ratios formed within each round, so that what slows the machine for a while slows both sides."""
+    return spread([a / b for a, b in zip(ours, other, strict=True)])
+
+
+@dataclass(frozen=True)
+class MachineFloors:
+    """Medians over the rounds in 1e9 bytes or operations a second; None where this machine has none.
+
+    device_copy_gbs: bytes read and bytes written.
+    disk_method: how the page cache was kept out of the reads.
     """
 
-    dram_read_gbs: float
-    disk_read_gbs: float | None
-    device_copy_gbs: float | None
-    h2d_gbs: float | None
-    matmul_gflops: float
+    dram_read_gbs: Number
+    disk_read_gbs: Number | None
+    device_copy_gbs: Number | None
+    h2d_gbs: Number | None
+    matmul_gflops: Number
     disk_method: str | None
     spreads: dict[str, Spread]
 
 
 @dataclass(frozen=True)
-class Run:
-    """One depth of one model. Fractions are medians of ratios formed within a round.
+class BenchmarkRun:
+    """One model at one depth. Fractions are medians of ratios formed within a round.
 
-    floor_fraction: decode_tok_s * bytes_per_token over the read of the memory that the weights lie in. The peaks are of
-    loading and of one round, without the buffers that the floors need.
+    floor_fraction: decode_tok_s * bytes_per_token over the read of the memory that holds the weights.
+    peak_rss_bytes: of loading and of one round, without the floors' buffers.
+    prefill_fraction: of the bf16 matrix product, by the multiplications and additions of the blocks.
+    streamed_bytes: read from the disk in every step.
+    disk_fraction: streamed_bytes over the disk's read; None where nothing is streamed.
     """
 
     model: str
     weights: str
     kv: str
-    prompt_tokens: int
-    gen_tokens: int
-    context: int
+    prompt_tokens: Count
+    gen_tokens: Count
+    context: Count
     prefill_tok_s: Spread
     decode_tok_s: Spread
     ttft_s: Spread
-    bytes_per_token: int
-    floor_fraction: float
-    peak_rss_bytes: int
-    peak_vram_bytes: int | None
+    bytes_per_token: Count
+    floor_fraction: Number
+    peak_rss_bytes: Count
+    peak_vram_bytes: Count | None
     floor_fraction_spread: Spread
-    prefill_fraction: float  # of the bf16 matrix product's rate, by the blocks' multiplications and additions
-    verify_8_ratio: Spread  # the time of a forward of 8 tokens over that of one
-    matrices_fraction: float | None  # as floor_fraction, of one token's matrices alone; None: not to be had apart
+    prefill_fraction: Number
     random_weights: bool
-    rounds: int
-    streamed_bytes: int = 0  # that every step reads from the disk
-    disk_fraction: float | None = None  # of the disk's read, by those bytes; None: nothing is streamed
+    rounds: Count
+    streamed_bytes: Count = 0
+    disk_fraction: Number | None = None
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchmarkReport:
     machine: dict[str, Any]
-    floors: Floors
-    runs: tuple[Run, ...]
+    floors: MachineFloors
+    runs: Annotated[tuple[BenchmarkRun, ...], Field(min_length=1)]
 
     def fields(self) -> dict[str, Any]:
-        """The one object of `bench --json`."""
+        """The JSON object of `bench --json`."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     def save(self, path: Path) -> None:
-        """Whole or not at all. Raises OSError."""
+        """Write the whole file or none of it. Raises OSError."""
         unfinished = path.with_name(f".{path.name}.unfinished")
         try:
             unfinished.write_text(json.dumps(self.fields(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def read_report(path: Path) -> BenchmarkReport:
+    """Raises UsageError naming the file and what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_FILE_BYTES + 1)
+    except OSError as error:
+        fix = f"ls -l {shlex.quote(str(path))}"
+        raise UsageError(f"{path} cannot be read", why=error.strerror or str(error), fix=fix) from None
+    try:
+        if len(text) > _LARGEST_FILE_BYTES:
+            raise ValueError(f"it is larger than {_LARGEST_FILE_BYTES >> 20} MiB")
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+        version = fields.get("schema_version")
+        if version != SCHEMA_VERSION or isinstance(version, bool):
+            raise ValueError(f"its schema_version is {str(version)[:20]}; this version reads {SCHEMA_VERSION}")
+        return TypeAdapter(BenchmarkReport).validate_json(text, strict=True)
+    except (ValueError, RecursionError) as error:
+        why = _first_fault(error) if isinstance(error, ValidationError) else str(error)[:100]
+        fix = "localllm bench --output bench.json"
+        raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=fix) from None
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors(include_input=False, include_url=False)[0]
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"])
+    return f"{''.join(steps).lstrip('.')}: {fault['msg']}"

@@ -1,17 +1,38 @@
-"""A report for a person: every figure on one line of 80 columns with what bounds it. Imports no torch."""
+"""Tables of one result and of two. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from localllm.bench.measure import Spread
-from localllm.bench.report import GIB, Floors, Report, Run
+from localllm.bench.report import BenchmarkReport, BenchmarkRun, MachineFloors, Spread
+from localllm.config import format_figure
 
+GIB = 1 << 30
 HEADER = ("", "MEASURED", "BESIDE", "SHARE")
+COMPARED_HEADER = ("", "A", "B", "B / A")
+_NAME_LIMIT = 40
+
+_FLOOR_ROWS = {
+    "dram_read_gbs": "DRAM read, GB/s",
+    "disk_read_gbs": "disk read, GB/s",
+    "device_copy_gbs": "GPU copy, GB/s",
+    "h2d_gbs": "pinned RAM to GPU, GB/s",
+}
+_RUN_ROWS = {  # field: label and unit
+    "prefill_tok_s": ("prefill, tok/s", 1.0),
+    "ttft_s": ("first token, s", 1.0),
+    "decode_tok_s": ("decode, tok/s", 1.0),
+    "floor_fraction": ("decode, share of its floor", 1.0),
+    "bytes_per_token": ("bytes a token, GB", 1e9),
+    "peak_rss_bytes": ("peak RAM, GiB", GIB),
+    "peak_vram_bytes": ("peak VRAM, GiB", GIB),
+}
+
 Row = tuple[str, str, str, str]
 
 
-def headline(report: Report) -> str:
+def headline(report: BenchmarkReport) -> str:
     run, machine = report.runs[0], report.machine
     threads = machine["threads"]
     where = machine["gpu"] or f"{machine['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
@@ -19,44 +40,17 @@ def headline(report: Report) -> str:
     return f"{run.model} in {run.weights}{made}, KV cache in {run.kv}, on {where}"
 
 
-def rows(report: Report) -> list[Row]:
-    """For HEADER. What does not depend on the depth is taken from the first run."""
-    decoding = [row for run in report.runs for row in _decode_rows(run, report.floors)]
-    return [*_prompt_rows(report), *decoding, *_matrix_rows(report), *_memory_rows(report), *_disk_rows(report.floors)]
-
-
-def _prompt_rows(report: Report) -> Iterator[Row]:
-    run = report.runs[0]
-    product = f"bf16 product {report.floors.matmul_gflops:,.0f} GFLOP/s"
-    yield f"prefill of {run.prompt_tokens}", _rate(run.prefill_tok_s), product, _share(run.prefill_fraction)
+def rows(report: BenchmarkReport) -> Iterator[Row]:
+    """Rows below HEADER. What does not depend on the depth is taken from the first run."""
+    run, floors = report.runs[0], report.floors
+    product = f"bf16 product {floors.matmul_gflops:,.0f} GFLOP/s"
+    yield f"prefill of {run.prompt_tokens}", f"{run.prefill_tok_s} tok/s", product, f"{run.prefill_fraction:.2f}"
     yield "first token", _duration(run.ttft_s), "", ""
-
-
-def _decode_rows(run: Run, floors: Floors) -> Iterator[Row]:
-    on_device = floors.device_copy_gbs is not None
-    memory = f"GPU copy {floors.device_copy_gbs:,.0f}" if on_device else f"DRAM read {floors.dram_read_gbs:.1f}"
-    yield f"decode at {run.context}", _rate(run.decode_tok_s), f"{memory} GB/s", _share(run.floor_fraction)
-    if run.disk_fraction is not None:
-        read = f"{run.streamed_bytes / 1e9:.2f} GB"
-        yield "  read from the disk", read, f"disk read {floors.disk_read_gbs:.2f} GB/s", _share(run.disk_fraction)
-    yield "  bytes of a token", f"{run.bytes_per_token / 1e9:.3f} GB", "", ""
-    yield "  8 tokens at once", f"{run.verify_8_ratio} x one", "", ""
-
-
-def _matrix_rows(report: Report) -> Iterator[Row]:
-    fraction = report.runs[0].matrices_fraction
-    if fraction is not None:
-        yield "matrices alone", "", "the same read", _share(fraction)
-
-
-def _memory_rows(report: Report) -> Iterator[Row]:
-    peak = max(report.runs, key=lambda run: run.peak_rss_bytes)
-    yield "peak RAM", f"{peak.peak_rss_bytes / GIB:.2f} GiB", "", ""
-    if peak.peak_vram_bytes is not None:
-        yield "peak VRAM", f"{max(run.peak_vram_bytes or 0 for run in report.runs) / GIB:.2f} GiB", "", ""
-
-
-def _disk_rows(floors: Floors) -> Iterator[Row]:
+    for each in report.runs:
+        yield from _decode_rows(each, floors)
+    yield "peak RAM", f"{max(each.peak_rss_bytes for each in report.runs) / GIB:.2f} GiB", "", ""
+    if run.peak_vram_bytes is not None:
+        yield "peak VRAM", f"{max(each.peak_vram_bytes or 0 for each in report.runs) / GIB:.2f} GiB", "", ""
     for name, label, note in (
         ("h2d_gbs", "pinned RAM to GPU", ""),
         ("disk_read_gbs", "disk read", floors.disk_method or ""),
@@ -65,8 +59,14 @@ def _disk_rows(floors: Floors) -> Iterator[Row]:
             yield label, f"{floors.spreads[name]} GB/s", note, ""
 
 
-def _rate(rate: Spread) -> str:
-    return f"{rate} tok/s"
+def _decode_rows(run: BenchmarkRun, floors: MachineFloors) -> Iterator[Row]:
+    on_device = floors.device_copy_gbs is not None
+    memory = f"GPU copy {floors.device_copy_gbs:,.0f}" if on_device else f"DRAM read {floors.dram_read_gbs:.1f}"
+    yield f"decode at {run.context}", f"{run.decode_tok_s} tok/s", f"{memory} GB/s", f"{run.floor_fraction:.2f}"
+    if run.disk_fraction is not None:
+        read = f"{run.streamed_bytes / 1e9:.2f} GB"
+        yield "  read from the disk", read, f"disk read {floors.disk_read_gbs:.2f} GB/s", f"{run.disk_fraction:.2f}"
+    yield "  bytes of a token", f"{run.bytes_per_token / 1e9:.3f} GB", "", ""
 
 
 def _duration(seconds: Spread) -> str:
@@ -75,5 +75,51 @@ def _duration(seconds: Spread) -> str:
     return f"{Spread(1000 * seconds.median, 1000 * seconds.min, 1000 * seconds.max)} ms"
 
 
-def _share(fraction: float) -> str:
-    return f"{fraction:.2f}"
+RunPair = tuple[BenchmarkRun | None, BenchmarkRun | None]
+
+
+def matched(a: BenchmarkReport, b: BenchmarkReport) -> list[RunPair]:
+    """Pairs of runs of the same model, weights and workload; what is left over is paired in its order."""
+    twins = {_identity(run): run for run in b.runs}
+    pairs = [(run, twins.pop(_identity(run), None)) for run in a.runs]
+    left = iter(twins.values())
+    return [*((run, twin or next(left, None)) for run, twin in pairs), *((None, run) for run in left)]
+
+
+def compared_rows(a: BenchmarkReport, b: BenchmarkReport) -> Iterator[Row]:
+    """Rows below COMPARED_HEADER: the floors of both machines, then each pair of runs under a line that names it."""
+    for name, label in _FLOOR_ROWS.items():
+        yield from _compared(label, getattr(a.floors, name), getattr(b.floors, name), 1.0)
+    for pair in matched(a, b):
+        yield from (("", "", "", ""), (_title(pair), "", "", ""))
+        for name, (label, unit) in _RUN_ROWS.items():
+            yield from _compared(f"  {label}", getattr(pair[0], name, None), getattr(pair[1], name, None), unit)
+
+
+def _title(pair: RunPair) -> str:
+    """The names of a pair of runs: once where both have the same, else side by side."""
+    runs = [run for run in pair if run is not None]
+    names = (
+        " | ".join(dict.fromkeys(str(getattr(run, name))[:_NAME_LIMIT] for run in runs))
+        for name in ("model", "weights", "context")
+    )
+    return "{} {} at {}".format(*names)
+
+
+def _identity(run: BenchmarkRun) -> tuple[Any, ...]:
+    return run.model, run.weights, run.kv, run.prompt_tokens, run.gen_tokens, run.context
+
+
+def _compared(label: str, a: Spread | float | None, b: Spread | float | None, unit: float) -> Iterator[Row]:
+    """One row, where either side has the figure."""
+    if a is None and b is None:
+        return
+    first, second = (each.median if isinstance(each, Spread) else each for each in (a, b))
+    ratio = f"{second / first:.2f}" if first and second is not None else "-"
+    yield label, _shown(a, unit), _shown(b, unit), ratio
+
+
+def _shown(value: Spread | float | None, unit: float) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, Spread) else format_figure(value / unit, digits=4)

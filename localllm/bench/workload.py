@@ -1,4 +1,4 @@
-"""What is measured of a model, checked against what the model can do before it is loaded. Imports no torch."""
+"""The workload of a benchmark, checked against the model's context before the model is loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from localllm.errors import ContextOverflowError
 from localllm.models.config import ModelConfig
 
-VERIFY_TOKENS = 8  # as many rows as the check of a draft has
-
 
 @dataclass(frozen=True)
 class Workload:
-    """A prompt to read, and tokens to decode with each of `contexts` in the cache; every round does all of it."""
+    """In every round a prompt is prefilled, and tokens are decoded behind each of `contexts`."""
 
     prompt_tokens: int = 512
     gen_tokens: int = 128
@@ -21,23 +19,23 @@ class Workload:
     rounds: int = 5
 
     @classmethod
-    def asked(cls, prompt_tokens: int, gen_tokens: int, contexts: Sequence[int], rounds: int) -> Workload:
-        """What a command line says; without a context, decoding follows the prompt."""
+    def of(cls, prompt_tokens: int, gen_tokens: int, contexts: Sequence[int], rounds: int) -> Workload:
+        """The workload of a command line; without a context, decoding follows the prompt."""
         return cls(prompt_tokens, gen_tokens, tuple(dict.fromkeys(contexts)) or (prompt_tokens,), rounds)
 
-    def reach(self, context: int) -> int:
-        """The length to which a sequence grows at this depth."""
-        return context + 1 + max(self.gen_tokens, VERIFY_TOKENS)
+    def length(self, context: int) -> int:
+        """The length that a sequence grows to at this depth."""
+        return context + 1 + self.gen_tokens
 
     @property
     def ctx(self) -> int:
-        """The engine's context that all of it needs."""
-        return max(self.prompt_tokens + 1, *(self.reach(context) for context in self.contexts))
+        """The engine's context that the longest sequence needs."""
+        return max(self.prompt_tokens + 1, *map(self.length, self.contexts))
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens in all caches that are held at once."""
-        return self.prompt_tokens + 1 + sum(self.reach(context) for context in self.contexts)
+        """Tokens of all caches that are held at once."""
+        return self.prompt_tokens + 1 + sum(map(self.length, self.contexts))
 
     def check(self, name: str, config: ModelConfig) -> None:
         """Raises ContextOverflowError where the model's context is too short."""
@@ -46,14 +44,13 @@ class Workload:
             raise ContextOverflowError(
                 f"a prompt of {self.prompt_tokens} tokens is too long for {name}",
                 why=f"its context is {longest} tokens, one of them for the answer",
-                fix=f"--prompt-tokens {max(1, longest - self.reach(0))}",
+                fix=f"--prompt-tokens {max(1, longest - self.length(0))}",
             )
         deepest = max(self.contexts)
-        if self.reach(deepest) <= longest:
-            return
-        room = longest - self.reach(0)
-        raise ContextOverflowError(
-            f"{self.gen_tokens} tokens behind {deepest} others are too many for {name}",
-            why=f"its context is {longest} tokens",
-            fix=f"--context {room}" if room >= 0 else f"--gen-tokens {max(1, longest // 2)}",
-        )
+        if self.length(deepest) > longest:
+            left = longest - self.length(0)
+            raise ContextOverflowError(
+                f"{self.gen_tokens} tokens behind {deepest} others are too many for {name}",
+                why=f"its context is {longest} tokens",
+                fix=f"--context {left}" if left >= 0 else f"--gen-tokens {max(1, longest // 2)}",
+            )

@@ -21,7 +21,7 @@ from localllm.engine.events import (
 
 
 class Stream(Protocol):
-    """What `EngineService.submit` returns."""
+    """The stream of an answer's events, as `EngineService.submit` returns it."""
 
     def __iter__(self) -> Iterator[Event]: ...
 
@@ -38,8 +38,8 @@ class Heard(NamedTuple):
 
 @dataclass
 class Answer:
-    """What has been said so far; complete once `finished` is set. thinking: how thoughts are told apart. parts: what of
-    it was said before."""
+    """The answer so far; complete once `finished` is set. thinking: how thoughts are told apart. parts: the part of
+    it that was there before."""
 
     num_prompt_tokens: int
     seed: int | None = None
@@ -72,12 +72,12 @@ class Answer:
 
     @property
     def thought(self) -> str:
-        """What was thought before it."""
+        """The thought before the answer."""
         return "".join(self._thought)
 
     @property
     def is_thinking(self) -> bool:
-        """Whether it is, or ended, in a thought."""
+        """Whether the answer is, or ended, in a thought."""
         return self._splitter is not None and self._splitter.is_thinking
 
     def take(self, event: Event) -> Heard:
@@ -104,7 +104,8 @@ class Answer:
         return Heard(self._marked(found) if self.thinking.is_harmony else text, said, thought)
 
     def _marked(self, found: Iterable[tuple[bool, str]]) -> str:
-        """What is kept of harmony, whose own marks no text may have: thoughts as other models write them."""
+        """Return the saved form of a harmony answer, whose own marks no text may have: thoughts as other models
+        write them."""
         kept = ""
         for is_thought, text in found:
             if is_thought is not self._is_in_thought:
@@ -115,7 +116,7 @@ class Answer:
 
 
 def silence(answer: Answer) -> str | None:
-    """What is told of an answer that says nothing, as it ended in its thought; None of any other."""
+    """Return the notice about an answer that says nothing, as it ended in its thought; None for any other."""
     finished = answer.finished
     if finished is None or finished.finish_reason in ("cancelled", "error") or answer.said.strip():
         return None
@@ -160,12 +161,12 @@ def context_used(finished: FinishedEvent) -> int:
 
 
 def filled(used: int, limit: int) -> str:
-    """How full a context is: "83% full (6,800 of 8,192 tokens)"."""
+    """Return how full a context is: "83% full (6,800 of 8,192 tokens)"."""
     return f"{used / limit:.0%} full ({used:,} of {limit:,} tokens)"
 
 
 def _spent(split: StepSplit) -> str:
-    """Where the time of the steps went; "" where there were none."""
+    """Return how the time of the steps was spent; "" where there were none."""
     total_s = split.compute_s + split.wait_s + split.sample_s
     if not total_s:
         return ""

@@ -15,7 +15,7 @@ MAX_ANSWERS = 16  # to one request
 
 
 def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Of several answers to one prompt, each has its own noise."""
+    """Return the sampling of one of several answers to a prompt: each has its own noise."""
     return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 

@@ -31,12 +31,12 @@ Step = tuple[Literal["header", "text", "end"], str]
 
 
 def is_harmony(template: ChatTemplate) -> bool:
-    """Whether answers are messages with channels, also of a model that is told of no tools."""
+    """Return whether answers are messages with channels, also of a model that is given no tools."""
     return any(all(sign in source for sign in SIGNS) for source in template.sources.values())
 
 
 def is_thought(header: str) -> bool:
-    """Whether what stands behind it is one."""
+    """Return whether the message behind this header is a thought."""
     channel = _NAMED_CHANNEL.search(header)
     return channel is not None and channel[1] == "analysis"
 
@@ -58,7 +58,7 @@ class Messages:
         return steps
 
     def end(self) -> list[Step]:
-        """What still waited."""
+        """Return the text that still waited."""
         rest, self._pending = self._pending, ""
         if self._is_open:
             return [("text", rest), ("end", "")]

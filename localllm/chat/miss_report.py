@@ -1,4 +1,4 @@
-"""Why a prompt was not found whole among what was computed before, in words. Knows messages; needs no torch itself."""
+"""The reason in words why a prompt was not found whole in the cache. Knows messages; needs no torch itself."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def explain(
 
 
 def _first_asked(chat: ChatInput) -> int:
-    """Which message is the first one that is no system message."""
+    """Return the index of the first message that is no system message."""
     return next((i for i, message in enumerate(chat.messages) if message.get("role") != "system"), 0)
 
 
@@ -81,7 +81,7 @@ def _cause(role: str, before: str, now: str) -> str:
 
 
 def _same_text(one: str, other: str) -> bool:
-    """As far as the shorter of both goes."""
+    """Return whether two texts are the same as far as the shorter one goes."""
     length = min(len(one), len(other))
     return length > 0 and one[:length] == other[:length]
 
@@ -101,7 +101,7 @@ def _message_at(engine: LoadedEngine, chat: ChatInput, prompt_ids: Sequence[int]
 
 
 def _first_content(engine: LoadedEngine, chat: ChatInput, prompt_ids: Sequence[int]) -> int:
-    """Where the first message's own text begins: before it stand the template's words."""
+    """Return where the first message's own text begins: the template's words stand before it."""
     from localllm.text.chat_template import encode_chat
 
     first = {**chat.messages[0], "content": ""}
@@ -117,5 +117,5 @@ def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def miss_fields(explanation: Explanation | None) -> dict[str, Any] | None:
-    """As the JSON forms have it."""
+    """Return the explanation's fields in the JSON forms."""
     return None if explanation is None else dict(vars(explanation))

@@ -1,4 +1,4 @@
-"""Who hears of what happens beside an answer: a line on stderr, a notice on a screen."""
+"""The receiver of notices beside an answer: a line on stderr, a notice on a screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is told in, on a line as on a screen: its blocks by tier, what a step waits for, how sure it is."""
+"""The words for a plan, on a line as on a screen: its blocks by tier, what a step waits for, how sure it is."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BOUNDS: Mapping[str, str] = {
 
 
 def measured(planned: Planned) -> str:
-    """When the rates behind it were, and which of them beside other work; "" where none were."""
+    """Return when the plan's rates were measured, and which of them beside other work; "" where none were."""
     return "" if planned.measured_at_s is None else when_measured(planned.measured_at_s, planned.measured_busy)
 
 
@@ -64,7 +64,7 @@ def kind(block: Placed) -> Kind:
 
 
 def counted(plan: Plan) -> dict[Kind, int]:
-    """How many blocks there are of each kind, the fastest first; none that there are not."""
+    """Return how many blocks there are of each kind, the fastest first; kinds without blocks are left out."""
     counts = Counter(map(kind, plan.blocks))
     return {each: counts[each] for each in dict.fromkeys(KINDS.values()) if counts[each]}
 
@@ -84,7 +84,7 @@ def duration(prediction: Prediction) -> str:
 
 
 def guessing(found: Guessing) -> str:
-    """What one who guesses tokens ahead would give."""
+    """Return what a drafter would give."""
     if found.gain is None or found.alpha is None:
         return f"{found.drafter}: {found.why_not}"
     leaving = f" leaving out {found.skipped} blocks" if found.skipped else ""

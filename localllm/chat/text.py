@@ -1,4 +1,4 @@
-"""What a person is shown of a model's or a stranger's words, and of an error: text that no terminal obeys."""
+"""Text that no terminal obeys: a model's or a stranger's words, and errors, as a person is shown them."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_ago(then: float, now: float) -> str:
-    """When something was, both in seconds since 1970: "5 min ago", "2 h ago", or after a day its date; "" for 0, which
-    is not known."""
+    """Return when something was: "5 min ago", "2 h ago", or after a day its date; "" for 0, which is not known. Both
+    times in seconds since 1970."""
     from localllm.history.exchange import format_time
 
     elapsed_s = now - then

@@ -1,4 +1,5 @@
-"""What a model thinks before it answers: how it is asked for, told apart from the answer, let be in front of a form.
+"""The thoughts of a model before its answer: how they are asked for, told apart from the answer, and allowed in front
+of a form.
 
 Knows the marks of thoughts, and which variables chat templates have for them. Knows no model.
 """
@@ -31,10 +32,10 @@ LEVEL = "reasoning_effort"
 
 @dataclass(frozen=True)
 class Thinking:
-    """What may be thought before one prompt's answer. splits: there may be thoughts to tell apart. is_thinking: the
+    """The thoughts that one prompt's answer may have. splits: there may be thoughts to tell apart. is_thinking: the
     answer begins in one, which the template has opened. may_come: one may still be opened. is_harmony: the answer is
-    written in that format, and begins in its header; is_final: in the message that is said. shown_ids: special tokens
-    by which it is told apart."""
+    written in that format, and begins in its header; is_final: in the message that is said. shown_ids: special
+    tokens by which it is told apart."""
 
     splits: bool = False
     is_thinking: bool = False
@@ -62,8 +63,8 @@ NO_THOUGHTS = Thinking()
 def thinking_of(
     template: ChatTemplate | None, tokenizer: Tokenizer, prompt_ids: Sequence[int], said: str = ""
 ) -> Thinking:
-    """Of the answer to a prompt. template: None where the prompt stands without one, and all of the answer is said.
-    said: the beginning of an answer that is gone on with, behind the prompt."""
+    """Return the thoughts that the answer to a prompt may have. template: None where the prompt stands without one,
+    and all of the answer is said. said: the beginning of an answer that is continued, behind the prompt."""
     if template is None:
         return NO_THOUGHTS
     if harmony.is_harmony(template):
@@ -79,8 +80,8 @@ def thinking_of(
 
 
 def answer_ids(template: ChatTemplate, tokenizer: Tokenizer, said: str = "", *, is_final: bool) -> list[int]:
-    """What of an answer stands behind its prompt. said: its beginning, as it is kept. is_final: nothing is thought
-    before, or has been said yet, which harmony has a mark for."""
+    """Return the ids of an answer's beginning that stand behind its prompt. said: the beginning, as it is saved.
+    is_final: nothing is thought before, or has been said yet, which harmony has a mark for."""
     if not harmony.is_harmony(template):
         return tokenizer.encode(said) if said else []
 
@@ -102,15 +103,15 @@ def special_among(tokenizer: Tokenizer, marks: Iterable[str]) -> frozenset[int]:
 
 
 def splits_off_thoughts(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
-    """Whether its model may think: its template says so, or marks of thoughts are tokens of their own."""
+    """Return whether the model may think: its template says so, or marks of thoughts are tokens of their own."""
     pairs = THOUGHT_MARKS.items()
     has_tokens = any(None not in (tokenizer.token_id(opened), tokenizer.token_id(close)) for opened, close in pairs)
     return has_tokens or any(map(may_think, template.sources.values()))
 
 
 def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
-    """What a template is told so that as much is thought: "on", "off", or a level. Raises UsageError where its model
-    cannot be had so."""
+    """Return the template's variables for this much thinking: "on", "off", or a level. Raises UsageError where the
+    model has no such choice."""
     switch = next((name for name in SWITCHES if template.asks_for(name)), None)
     if effort in ("on", "off"):
         if switch is not None:
@@ -130,14 +131,14 @@ def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
 
 
 def _quotes_none(template: ChatTemplate) -> bool:
-    """Whether "none" is a level that it knows."""
+    """Return whether "none" is a level that the template knows."""
     return any(quoted in source for source in template.sources.values() for quoted in ("'none'", '"none"'))
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is to be thought, by the setting `think`. variables: that the template is told. note: what is to be told
-    of a setting that this model has no use for; "" for nothing."""
+    """The amount of thinking, by the setting `think`. variables: for the template. note: a notice about a setting
+    that this model has no use for; "" for none."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)
     is_typed: bool = False
@@ -145,7 +146,8 @@ class Effort:
     note: str = ""
 
     def told(self, chat: ChatInput) -> ChatInput:
-        """With what the template is told; what a file says itself goes before a setting, what was typed before both."""
+        """Add the effort's variables to the template's input: a file's own come before a setting, a typed choice
+        before both."""
         own, given = self.variables, chat.variables
         return replace(chat, variables={**given, **own} if self.is_typed else {**own, **given}) if own else chat
 
@@ -154,8 +156,8 @@ AS_IT_DOES = Effort()
 
 
 def effort_of(resolved: ResolvedSettings, template: ChatTemplate, switch: str = "") -> Effort:
-    """What cannot be had is a note: a setting is for all models. switch: what it is chosen with here, "--think" or
-    "/think", where it is an error if it was typed. Raises UsageError."""
+    """Return the effort for this template. A setting that the model cannot have is a note: settings are for all
+    models. switch: "--think" or "/think", whose typed value is an error there. Raises UsageError."""
     wanted = resolved.settings.think
     if wanted is None:
         return AS_IT_DOES
@@ -188,25 +190,27 @@ def kept_apart(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
 
 
 def with_thought(thought: str, answer: str) -> str:
-    """What is kept of them, as `kept_apart` takes it. answer: "" where it was cut in its thought."""
+    """Return a thought and its answer in the form that `kept_apart` takes. answer: "" where it was cut in its
+    thought."""
     pairs = THOUGHT_MARKS.items()
     opened, close = next((pair for pair in pairs if pair[1] not in thought), (OPENS, CLOSES))
     return f"{opened}\n{thought}" + (f"{close}\n\n{answer}" if answer else "")
 
 
 def begins_in_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
-    """Whether the answer to a prompt does, as its template has opened one."""
+    """Return whether the answer to a prompt begins in a thought, as its template has opened one."""
     return opens_thought(_ending(tokenizer, prompt_ids))
 
 
 def closing_mark(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
-    """Of the thought that a template has opened at the end of a prompt; "" where it has opened none."""
+    """Return the mark that closes the thought which a template has opened at the end of a prompt; "" where it has
+    opened none."""
     ending = _ending(tokenizer, prompt_ids).rstrip()
     return next((close for opened, close in THOUGHT_MARKS.items() if ending.endswith(opened)), "")
 
 
 def has_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
-    """Whether a template has closed a thought, so that none comes."""
+    """Return whether a template has closed a thought, so that none comes."""
     return _ending(tokenizer, prompt_ids).rstrip().endswith(tuple(THOUGHT_MARKS.values()))
 
 
@@ -215,7 +219,7 @@ def _ending(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether a prompt ends where its template has opened a thought: the answer then begins inside of it."""
+    """Return whether a prompt ends in a thought that its template has opened: the answer then begins inside of it."""
     return prompt.rstrip().endswith(tuple(THOUGHT_MARKS))
 
 
@@ -234,7 +238,7 @@ def _is_closed_only(text: str) -> bool:
 
 
 def may_think(template: str) -> bool:
-    """Whether a chat template knows of thoughts."""
+    """Return whether a chat template knows of thoughts."""
     return any(mark in template for mark in (*_ALL_MARKS, "enable_thinking"))
 
 
@@ -267,7 +271,7 @@ class Splitter:
         return found
 
     def end(self) -> list[tuple[bool, str]]:
-        """What still waited."""
+        """Return the text that still waited."""
         rest, self._pending = self._pending if self._is_settled else self._pending.lstrip("\n"), ""
         return [(self.is_thinking, rest)] if rest else []
 

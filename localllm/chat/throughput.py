@@ -1,4 +1,4 @@
-"""How fast something goes lately."""
+"""The recent speed of something that goes on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _WINDOW_S = 10.0
 
 
 class Pace:
-    """What was there before, or is verified and not made, goes by faster: only the last moments tell how long the rest
-    will take."""
+    """The speed of the last moments alone: bytes that were there before are verified, not fetched, and go by faster,
+    so that an average would foretell too much."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()  # (time, done), the oldest first

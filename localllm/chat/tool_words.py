@@ -20,7 +20,7 @@ _PROBE_TOOL = {"type": "function", "function": {**_PROBE, "parameters": {"type":
 
 
 def knows_tools(template: ChatTemplate) -> bool:
-    """Whether it tells its model of them. A fraction of a millisecond: the template is asked."""
+    """Return whether the template tells its model of tools. Asking it takes a fraction of a millisecond."""
     try:
         return _PROBE["name"] in template.render([{"role": "user", "content": "?"}], tools=[_PROBE_TOOL])
     except TemplateError:
@@ -40,7 +40,7 @@ def told_in_words(template: ChatTemplate, chat: ChatInput) -> ChatInput:
 
 
 def _tells(template: ChatTemplate, chat: ChatInput) -> bool:
-    """Whether it tells its model of these tools, which may be in a form of its own."""
+    """Return whether the template tells its model of these tools, which may be in a form of its own."""
     with_tools, without = (_rendered(template, each) for each in (chat, replace(chat, tools=None)))
     return with_tools is not None and with_tools != without
 
@@ -79,8 +79,8 @@ def loaded(text: str) -> Any:
 
 
 def arguments_of(value: Any) -> dict[str, Any] | None:
-    """What a call is made with, as an object or as its text: null, and nothing, are an object without anything in it.
-    None for what is neither."""
+    """Return a call's arguments, given as an object or as its text: null, and nothing, are an empty object. None for
+    anything else."""
     if isinstance(value, str):
         said = loaded(value) if value.strip() not in ("", "null") else {}
         return arguments_of(said) if isinstance(said, str) else said if isinstance(said, dict) else None
@@ -103,8 +103,8 @@ def _call_text(call: object) -> str:
 
 
 def _with_instructions(messages: list[Message], functions: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """In the system's message, where there is one, else in front of the first question: not every template knows a
-    system."""
+    """Add instructions to the system message, where there is one, else in front of the first question: not every
+    template knows a system."""
     at = next((index for index, each in enumerate(messages) if each["role"] in ("system", "developer", "user")), None)
     text = _instructions(functions)
     if at is None:

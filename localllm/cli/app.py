@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from localllm import __version__
 from localllm.cli.commands import PlainCommand, PlainGroup
 from localllm.cli.context import cli_context
+from localllm.version import __version__
 
 # Plain help: the same on a terminal, in a pipe and to a screen reader, and without rich's start-up time.
 _PLAIN: Mapping[str, Any] = MappingProxyType(

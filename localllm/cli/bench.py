@@ -1,4 +1,4 @@
-"""`localllm bench`: how fast a model is on this machine, beside what the machine can do at most."""
+"""`localllm bench`: the speed of a model on this machine, beside what the machine can do at most."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,14 +26,11 @@ from localllm.runtime.vram import vram_cap
 from localllm.settings import Accepts, EngineConfig, Settings
 
 if TYPE_CHECKING:
-    import torch
-
-    from localllm.bench.report import Report
-    from localllm.bench.subject import Caps, Subject
+    from localllm.bench.report import BenchmarkReport
+    from localllm.bench.target import BenchmarkTarget, TargetSetup
     from localllm.bench.workload import Workload
     from localllm.hub import ModelFiles
-    from localllm.models.config import ModelConfig
-    from localllm.quant.recipe import Recipe
+    from localllm.models.shapes import Shape
 
 Result = TypeVar("Result")
 EXAMPLES = """Examples:
@@ -73,14 +70,14 @@ _LENGTH = Accepts("integer", 1, _MOST_TOKENS, usual="512")
     ),
     option(
         "--rounds",
-        "How often all is measured. Default: 5.",
+        "Number of rounds of measuring. Default: 5.",
         "N",
         int,
         accepts=Accepts("integer", 1, 1000, usual="5"),
     ),
     option(
         "--ram",
-        "Most memory for the program and the model, 4GiB; 1.3 GiB come on top for what it is compared with.",
+        "Most memory for the program and the model, 4GiB; the floors' buffers take 1.3 GiB on top.",
         "SIZE",
     ),
     EngineConfig,
@@ -103,160 +100,130 @@ def bench_command(context: typer.Context, **flags: Any) -> None:
 
     lengths = ("prompt_tokens", "gen_tokens", "rounds")
     prompt, generated, rounds = (getattr(Workload, name) if flags[name] is None else flags[name] for name in lengths)
-    workload = Workload.asked(prompt, generated, flags["depth"] or (), rounds)
-    output, is_random = flags["output"], flags["random_weights"]
+    workload, output = Workload.of(prompt, generated, flags["depth"] or (), rounds), flags["output"]
     if output is not None:
         _require_writable(output)
-    target = (_random_target if is_random else _installed_target)(front, flags["model"], flags)
-    if not is_random:  # those were trained for no context at all: speed can be measured at any depth
-        workload.check(target.name, target.config)
-    report = _measure(front, target, workload)
+    bench = _chosen(front, flags["model"], flags, workload)
+    if not flags["random_weights"]:  # random ones were trained for no context: their speed can be measured at any depth
+        workload.check(bench.shape.name, bench.shape.config)
+    report = bench.measure()
     if output is not None:
-        _save(report, output)
+        try:
+            report.save(output)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise LocalLLMError(f"{output} could not be written", why=why, fix=f"df -h {output.parent}") from None
     if flags["as_json"]:
         front.output.json(report.fields())
     else:
         _show(front.output, report)
 
 
-@dataclass(frozen=True)
-class _Target:
-    """What is to be measured. files: None where its weights are random."""
+def _chosen(front: CliContext, word: str | None, flags: Mapping[str, Any], workload: Workload) -> _Bench:
+    if flags["random_weights"]:
+        from localllm.models.shapes import find_shape
 
-    name: str
-    config: ModelConfig
-    settings: Settings
-    files: ModelFiles | None
-    raw_config: Mapping[str, Any]  # as config.json has it
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What of the settings torch has a say in."""
-
-    device: torch.device
-    dtype: torch.dtype
-    recipe: Recipe
-    caps: Caps
-
-
-def _random_target(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> _Target:
-    from localllm.models.shapes import find_shape
-
-    settings = read_settings(front, flags).settings
-    shape = find_shape(settings.model if word is None else word)
-    return _Target(shape.name, shape.config, settings, None, shape.raw_config)
-
-
-def _installed_target(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> _Target:
+        settings = read_settings(front, flags).settings
+        return _Bench(front, find_shape(settings.model if word is None else word), settings, None, workload)
     from localllm.models.families import load_config
+    from localllm.models.shapes import Shape
 
     selection = select(front, word, flags)
     files = selection.files
-    return _Target(files.name, load_config(files.directory), selection.settings, files, {})
+    shape = Shape(files.name, load_config(files.directory), {})
+    return _Bench(front, shape, selection.settings, files, workload)
 
 
-def _measure(front: CliContext, target: _Target, workload: Workload) -> Report:
-    from localllm.bench.random_folder import random_folder, remove_abandoned
+@dataclass(frozen=True)
+class _Bench:
+    """files: None where the weights are random."""
 
-    packing = PackingProgress(front, f"packing {target.name}", again="the same command", is_first_use=True)
-    held = contextlib.ExitStack()
-    with front.output.progress(f"{'loading' if target.files else 'making'} {target.name}") as line:
-        try:
-            setup = _on_a_thread(lambda: _set_up(front, target, workload, line))
-            remove_abandoned()
-            is_streamed = target.files is None and setup.caps.are_given  # blocks are streamed from files
-            folder = held.enter_context(random_folder()) if is_streamed else None
-            return _on_a_thread(lambda: _run(front.output, target, setup, workload, packing, line, folder))
-        except BaseException:
-            packing.leave()
-            raise
-        finally:
-            # To delete gigabytes takes longer than a process that was told to end is waited for.
-            with front.interrupts.stopping(lambda: None):
-                held.close()
+    front: CliContext
+    shape: Shape
+    settings: Settings
+    files: ModelFiles | None
+    workload: Workload
 
+    def measure(self) -> BenchmarkReport:
+        from localllm.bench.random_folder import random_folder, remove_abandoned
 
-def _set_up(front: CliContext, target: _Target, workload: Workload, line: ProgressLine) -> _Setup:
-    """Imports torch. Refuses what cannot run, before the disk is read or written."""
-    from localllm.bench.subject import Caps, require_plan, require_room
-    from localllm.engine.loader import has_card
-    from localllm.engine.memory import choose_device, choose_dtype
-    from localllm.engine.weights import choose_recipe
-    from localllm.hub.packed import packed_recipes
-    from localllm.models.shapes import Shape
-    from localllm.quant.recipe import recipe
+        packing = PackingProgress(self.front, f"packing {self.shape.name}", again="the same command", is_first_use=True)
+        held = contextlib.ExitStack()
+        label = f"{'loading' if self.files else 'making'} {self.shape.name}"
+        with self.front.output.progress(label) as line:
+            try:
+                setup = _on_a_thread(lambda: self._set_up(line))
+                remove_abandoned()
+                needs_files = self.files is None and setup.is_capped  # blocks are streamed from files
+                folder = held.enter_context(random_folder()) if needs_files else None
+                return _on_a_thread(lambda: self._run(setup, packing, line, folder))
+            except BaseException:
+                packing.leave()
+                raise
+            finally:
+                # Deleting gigabytes takes longer than a process that was asked to end is waited for.
+                with self.front.interrupts.stopping(lambda: None):
+                    held.close()
 
-    settings, config = target.settings, target.config
-    device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
-    assert front.resolved is not None
-    vram = vram_cap(front.resolved, line.interject, has_gpu=has_card(device))
-    packed = packed_recipes(target.files) if target.files else ()
-    chosen = recipe(choose_recipe(settings.weights, config, packed, dtype))
-    caps = Caps(settings.ram, vram, workload.kv_tokens, settings.kv)
-    if target.files is None and caps.are_given:  # it is loaded as any model is
-        workload.check(target.name, config)
-    if target.files is not None or caps.are_given:
-        shape = Shape(target.name, config, target.raw_config)
-        chosen = require_plan(shape, target.files, chosen, dtype, device, workload.ctx, caps, line.show)
-    else:
-        require_room(config, chosen, dtype, device, caps)
-    return _Setup(device, dtype, chosen, caps)
+    def _set_up(self, line: ProgressLine) -> TargetSetup:
+        """Import torch, and refuse what cannot run before the disk is read or written."""
+        from localllm.bench.target import TargetSetup, planned_recipe, require_memory
+        from localllm.engine.loader import has_card
+        from localllm.engine.memory import choose_device, choose_dtype
+        from localllm.engine.weights import choose_recipe
+        from localllm.hub.packed import packed_recipes
+        from localllm.quant.recipe import recipe
 
+        settings, shape, workload = self.settings, self.shape, self.workload
+        device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
+        assert self.front.resolved is not None
+        vram = vram_cap(self.front.resolved, line.interject, has_gpu=has_card(device))
+        packed = packed_recipes(self.files) if self.files else ()
+        chosen = recipe(choose_recipe(settings.weights, shape.config, packed, dtype))
+        setup = TargetSetup(chosen, dtype, device, workload.ctx, workload.kv_tokens, settings.kv, settings.ram, vram)
+        if self.files is None and not setup.is_capped:
+            require_memory(shape.config, setup)
+            return setup
+        if self.files is None:  # it is loaded as any model is, within its context
+            workload.check(shape.name, shape.config)
+        return replace(setup, recipe=planned_recipe(shape, self.files, setup, line.show))
 
-def _run(
-    output: Output,
-    target: _Target,
-    setup: _Setup,
-    workload: Workload,
-    packing: PackingProgress,
-    line: ProgressLine,
-    folder: Path | None,
-) -> Report:
-    """All on one thread: the number of threads is set for that one alone. folder: for a random model's files."""
-    import torch
+    def _run(
+        self, setup: TargetSetup, packing: PackingProgress, line: ProgressLine, folder: Path | None
+    ) -> BenchmarkReport:
+        """Measure on this thread, for which alone the number of threads is set. folder: of a random model's files."""
+        import torch
 
-    from localllm.bench.random_model import write_random_model
-    from localllm.bench.run import run_benchmark
-    from localllm.bench.subject import installed_subject, pack_ahead, random_subject
-    from localllm.hub.packed import packed_root
-    from localllm.models.shapes import Shape
-    from localllm.quant.bf12 import NotCompactError
-    from localllm.quant.recipe import RECIPES
+        from localllm.bench.random_model import write_random_model
+        from localllm.bench.run import run_benchmark
+        from localllm.bench.target import installed_target, pack_ahead, random_target
+        from localllm.hub.packed import packed_root
 
-    settings, files, config = target.settings, target.files, target.config
-    device, dtype, chosen, caps = setup.device, setup.dtype, setup.recipe, setup.caps
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    if files is not None:
-        try:
-            pack_ahead(files, config, chosen, packing.update, packing.wait, caps.ram_bytes)
-        except NotCompactError:  # bf16 was asked for
-            chosen = RECIPES["bf16"]
-        packing.end()
-    elif folder is not None:
-        files = write_random_model(folder, target.name, target.raw_config, chosen, line.update)
-
-    def load() -> Subject:
+        files, shape = self.files, self.shape
+        if self.settings.threads is not None:
+            torch.set_num_threads(self.settings.threads)
         if files is not None:
-            is_random = target.files is None
-            return installed_subject(
-                files, chosen, dtype, device, workload.ctx, line.update, caps, name=target.name, is_random=is_random
-            )
-        shape = Shape(target.name, config, target.raw_config)
-        return random_subject(shape, chosen, dtype, device, workload.ctx, line.update, caps.kv)
+            setup = replace(setup, recipe=pack_ahead(files, shape.config, setup, packing.update, packing.wait))
+            packing.end()
+        elif folder is not None:
+            files = write_random_model(folder, shape.name, shape.raw_config, setup.recipe, line.update)
 
-    def say(text: str) -> None:
-        if output.animated:
-            line.show(f"{text} ...")
-        else:
-            output.note(text)
+        def load() -> BenchmarkTarget:
+            if files is None:
+                return random_target(shape, setup, line.update)
+            return installed_target(files, setup, line.update, name=shape.name, is_random=self.files is None)
 
-    return run_benchmark(load, workload, device=device, disk=packed_root(), say=say)
+        def notify(text: str) -> None:
+            if self.front.output.animated:
+                line.show(f"{text} ...")
+            else:
+                self.front.output.note(text)
+
+        return run_benchmark(load, self.workload, device=setup.device, disk=packed_root(), notify=notify)
 
 
 def _on_a_thread(work: Callable[[], Result]) -> Result:
-    """What `work` returns, or raises. This thread only waits, so that a signal reaches it in the middle of a step."""
+    """Return what `work` returns, or raise what it raises. This thread only waits, so that signals reach it at once."""
 
     def run() -> None:
         try:
@@ -270,30 +237,28 @@ def _on_a_thread(work: Callable[[], Result]) -> Result:
 
 
 def _refuse_beside_compare(flags: Mapping[str, Any]) -> None:
-    """Raises UsageError naming what was typed beside --compare: it measures nothing, and prints no JSON."""
+    """Raises UsageError naming what was typed beside --compare, which measures nothing and prints no JSON."""
     names = {"model": "MODEL", "depth": "--context", "as_json": "--json"}
     for name, value in flags.items():
         if name != "compare" and value not in (None, False, []):
             flag = names.get(name, "--" + name.replace("_", "-"))
-            why = "two files that are there already are shown side by side"
+            why = "it shows two files side by side, and measures nothing"
             fix = shlex.join(["localllm", "bench", "--compare", *map(str, flags["compare"])])
             raise UsageError(f"--compare and {flag} cannot go together", why=why, fix=fix)
 
 
 def _compare(output: Output, first: Path, second: Path) -> None:
-    from localllm.bench import compare
+    from localllm.bench import table
+    from localllm.bench.report import read_report
 
-    a, b = compare.read_result(first), compare.read_result(second)
+    a, b = read_report(first), read_report(second)
     for side, path in (("A", first), ("B", second)):
         output.line(one_line(f"{side}: {path}"))
     output.line()
-    output.table(compare.HEADER, compare.table(a, b))
-    output.line()
-    for line in compare.plot(a, b, output.columns):
-        output.line(line)
+    output.table(table.COMPARED_HEADER, table.compared_rows(a, b))
 
 
-def _show(output: Output, report: Report) -> None:
+def _show(output: Output, report: BenchmarkReport) -> None:
     from localllm.bench import table
 
     output.line(table.headline(report))
@@ -320,11 +285,3 @@ def _require_writable(path: Path) -> None:
     except OSError as error:  # a name too long, a folder that may not be entered
         why = error.strerror or str(error)
     raise UsageError(f"--output is {path}", why=why, fix=f"--output {shlex.quote(str(file))}")
-
-
-def _save(report: Report, path: Path) -> None:
-    try:
-        report.save(path)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise LocalLLMError(f"{path} could not be written", why=why, fix=f"df -h {path.parent}") from None

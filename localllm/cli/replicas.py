@@ -50,9 +50,9 @@ def serve_replicas(
     addresses: Sequence[str],
 ) -> None:
     """Answers at these addresses, which are bound, until it is stopped. Raises why the replicas cannot start."""
-    from localllm.server.listening import serve
+    from localllm.server.http_server import serve
     from localllm.server.replicas.fleet import Fleet
-    from localllm.server.replicas.front import Front as Door
+    from localllm.server.replicas.front import ReplicaFront as Door
     from localllm.server.replicas.front import create_front
     from localllm.server.replicas.replica import Role
 

@@ -61,9 +61,7 @@ def run_screen(
     finally:
         background.restore()
     front.interrupts.terminal_reset = ""
-    app.keep_draft()
-    app.desk.close(_END_S)
-    app.archive.close(_END_S)
+    app.close(_END_S)
     if app.failure is not None:
         raise app.failure
     if app.chat.session_id is not None:
@@ -81,16 +79,16 @@ def _app(
 ) -> ChatApp:
     """Imports textual while the terminal answers."""
     try:
-        from localllm.tui import draft
+        from localllm.tui import drafts
         from localllm.tui.app import DARK, LIGHT, ChatApp, Start
-        from localllm.tui.keys import checked_keys, checked_theme
-        from localllm.tui.loading import serve, serve_attached
+        from localllm.tui.key_scopes import checked_keys, checked_theme
+        from localllm.tui.model_loader import serve, serve_attached
         from localllm.tui.terminal import as_meant
     finally:
         is_light, typed = background.is_light()
     keys = checked_keys(resolved)
     theme = checked_theme(resolved)
-    unsent = "" if selection.private else draft.take()
+    unsent = "" if selection.private else drafts.take()
     start = Start(
         selection,
         resolved,

@@ -166,7 +166,7 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
 
 def _serve(front: CliContext, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
     from localllm.server.app import create_app, create_router
-    from localllm.server.listening import bound, serve
+    from localllm.server.http_server import bound, serve
     from localllm.server.local import Doors, endpoints
     from localllm.server.pool import Pool
     from localllm.server.served import Capacity
@@ -278,7 +278,7 @@ class _First:
         self._task = asyncio.create_task(self._load())
 
     async def _load(self) -> None:
-        from localllm.server.failures import RequestError
+        from localllm.server.errors import RequestError
 
         served = self._pool.first
         try:
@@ -306,8 +306,8 @@ def _shown(sock: socket.socket) -> str:
 def _admission(front: CliContext, flags: Mapping[str, Any], sockets: Sequence[socket.socket]) -> Admission:
     """Who is let in. Raises UsageError."""
     from localllm.server.guard import Admission
+    from localllm.server.http_server import is_loopback
     from localllm.server.key import given_key, kept_key
-    from localllm.server.listening import is_loopback
 
     is_local = all(map(is_loopback, sockets))
     key = given_key(flags["api_key_file"], os.environ)

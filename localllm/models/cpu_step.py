@@ -179,16 +179,6 @@ class CpuStep:
         own = logits[:rows, : self.decoder.head.out_features]
         return own if self.decoder.config.final_softcap is None else self.decoder.capped(own)
 
-    def matrices_only(self) -> tuple[Tape, int]:
-        """All matrices of the blocks for one row, without what is between them, and their bytes: to be timed."""
-        room = self._reserve(1)
-        room.batch = None
-        rows = room.activations.resize(1, self.isa)
-        recorder = _Recorder(self.decoder, self.isa, room, rows)
-        linears = [linear for block in self.decoder.blocks for linear in block.body.linears]
-        tape = Tape([recorder.multiply(linear, room.wide, adds=False) for linear in linears])
-        return tape, sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
-
     def _reserve(self, rows: int) -> _Room:
         if self._room is None or rows > self._room.rows:
             self._tapes.clear()

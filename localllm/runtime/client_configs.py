@@ -1,4 +1,4 @@
-"""The configuration with which each program talks to our server: one row each, filled in for an address.
+"""The settings by which other programs talk to a server of ours: one row each, filled in for an address.
 
 Every row says how far it was tested; tests run what is printed (docs/connect.md has the versions). Knows no server and
 asks none: `runtime/server_probe.py` does.
@@ -481,5 +481,5 @@ print(reply.message.content)
 
 
 def names() -> list[str]:
-    """Return the names of the programs."""
+    """Return the programs' names."""
     return [each.name for each in CONNECTIONS]

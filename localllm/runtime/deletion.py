@@ -1,4 +1,4 @@
-"""What a deletion would free, before anything is deleted."""
+"""The bytes that a deletion would free, before anything is deleted."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class AttachedEngine:
         return self._read(lambda directory: ChatTemplate.load_or_why_not(directory, tokenizer))
 
     def _read(self, read: Callable[[Path], T]) -> T:
-        """From the files that the engine over there was loaded from. Raises ModelChangedError where they are others
+        """Read the files that the engine over there was loaded from. Raises ModelChangedError where they are others
         now."""
         try:
             return read(self._directory)
@@ -99,7 +99,8 @@ class AttachedEngine:
         return self._facts.load_s
 
     def flags_for(self, ctx: int) -> str:
-        """With which flags a context of so many tokens fits; "" where none does, and where nobody is there to know."""
+        """Return the flags with which a context of so many tokens fits; "" where none does, and where nobody can be
+        asked."""
         with contextlib.suppress(EngineGoneError):
             return str(self._call("flags_for", ctx))
         return ""
@@ -120,7 +121,7 @@ class AttachedEngine:
         return None
 
     def facts(self) -> EngineFacts:
-        """As they are now, or, of an engine that does not answer, as they were."""
+        """Return the engine's facts as they are now, or as they were where it does not answer."""
         with contextlib.suppress(EngineStuckError):
             self._facts = protocol.read(EngineFacts, self._call("facts", None))
         return self._facts
@@ -140,7 +141,7 @@ class AttachedEngine:
 
 
 class AttachedStream:
-    """As `AnswerStream` has it."""
+    """The stream of an answer by an engine in another process."""
 
     def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
         self.request_id = request_id
@@ -161,7 +162,7 @@ class AttachedStream:
 
 
 class _Outbox:
-    """What is said over a socket, from any thread: none of them waits for who does not listen."""
+    """Messages to a socket from any thread: none of them waits for a peer that does not read."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -181,7 +182,7 @@ class _Outbox:
             self._unsent.append(data)
 
     def _unsent_of(self, data: bytes) -> bytes:
-        """What is left of it where the system takes no more at once."""
+        """Return what is left of a message where the system takes no more at once."""
         try:
             return data[self._sock.send(data, _AT_ONCE) :]
         except BlockingIOError:
@@ -258,7 +259,7 @@ class AttachedService:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether nothing more will come."""
         return self._has_ended
 
     def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
@@ -344,7 +345,7 @@ class AttachedService:
     # Whether it moves on
 
     def _waits(self) -> bool:
-        """Whether anybody waits for the other side; also where it has said nothing since a look was given up."""
+        """Return whether anybody waits for the other side; also where it has said nothing since a look was given up."""
         if self._sock is None or self._is_closed or self._has_ended or self.is_asked:
             return False
         is_silent = self._unanswered == self.watchdog.num_heard
@@ -448,7 +449,7 @@ class Mortal(Service, Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether nothing more will come."""
         ...
 
     def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None: ...

@@ -24,14 +24,12 @@ class Opening:
     job: many prompts that are to be answered at once; None: single ones.
     parallel: how many single ones may come at once; None: the usual number.
     keeps_pages: pages of the prompts may outlive the process, where the user has not said otherwise.
-    probes_kv: as `Engine.load` has it.
     speculates: the user's setting counts; tokens are never drafted otherwise.
     """
 
     job: JobShape | None = None
     parallel: int | None = None
     keeps_pages: bool = False
-    probes_kv: bool = True
     speculates: bool = True
 
 
@@ -53,8 +51,8 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     from localllm.engine.engine import Engine
     from localllm.engine.loader import has_card
     from localllm.engine.memory import choose_device
-    from localllm.engine.scheduler import Limits
     from localllm.engine.speculative.config import OFF, Speculate
+    from localllm.engine.step_types import Limits
 
     config = selection.settings.engine
     has_gpu = has_card(choose_device(config.device))
@@ -72,7 +70,6 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
         job=opening.job,
         watcher=watcher,
         reuse=_reuse(selection, warn, keeps_pages=opening.keeps_pages),
-        probes_kv=opening.probes_kv,
         speculate=Speculate(config.speculate, config.draft_tokens) if opening.speculates else OFF,
     )
     engine.load_s = time.perf_counter() - started  # with the import of torch: what a person waits for

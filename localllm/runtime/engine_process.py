@@ -53,8 +53,8 @@ class Caps:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """How a model would be placed in the room that there is. is_easy: as if it had the machine to itself. needs,
-    limits: bytes of each tier. error: why it would not be placed at all."""
+    """The placement that a model would get with the memory that there is. is_easy: as if it had the machine to
+    itself. needs, limits: bytes of each tier. error: why it would not be placed at all."""
 
     is_easy: bool = False
     needs: Mapping[str, int] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class EngineProcess:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it has not moved on for half of the time after which it is ended, though somebody waits."""
+        """Whether the engine has not moved on for half of the time after which it is ended, though somebody waits."""
         return self._service.watchdog.is_doubtful and not self.has_ended
 
     @property
@@ -145,7 +145,7 @@ class EngineProcess:
         return self._service.wait_ended()
 
     def stop(self) -> None:
-        """What is still being loaded is given up at once."""
+        """End the process; what is still being loaded is given up at once."""
         self._is_stopped = True
         self._service.stop()
         if not self.is_settled:
@@ -166,7 +166,7 @@ class EngineProcess:
         self._forget_socket()
 
     def _begin(self) -> socket.socket:
-        """On the thread that reads: the first one waits a second for torch."""
+        """Start the process on the thread that reads: the first one waits a second for torch."""
         assert self._theirs is not None
         # A screen has a stderr without a descriptor, which is passed on.
         with contextlib.redirect_stderr(sys.__stderr__), _signals_of_the_terminal_held():

@@ -44,7 +44,7 @@ class Guest:
         self._outbox.put(protocol.line(message))
 
     def tell_of_move(self) -> None:
-        """To who waits for an answer, also behind those of others."""
+        """Tell whoever waits for an answer, also behind those of others, that the engine has moved on."""
         if self._streams:
             self.say({"op": "moved"})
 
@@ -75,7 +75,7 @@ class Guest:
             self._leave()
 
     def _leave(self) -> None:
-        """What still runs is stopped, and its end told to who only said that nothing more will be asked."""
+        """Stop what still runs; whoever only said that nothing more will be asked hears of its end."""
         with self._lock:
             for stream in self._streams.values():
                 stream.abort()
@@ -136,7 +136,7 @@ class Guest:
 
 
 class _Outbound:
-    """Where the events of one request go: to who asked for it, under the number that it gave."""
+    """The destination of one request's events: who asked for it, under the number that it gave."""
 
     def __init__(self, number: int, guest: Guest) -> None:
         self._number = number
@@ -185,7 +185,7 @@ class Host:
         self.owner_gone = threading.Event()
 
     def take_owner(self, sock: socket.socket) -> Guest:
-        """Who has started the engine, and hears of the load."""
+        """Take the connection of the process that has started the engine, and hears of the load."""
         return self._take(sock, lambda: self.owner_gone.set())
 
     def listen(self, listener: socket.socket) -> None:
@@ -193,7 +193,7 @@ class Host:
         threading.Thread(target=self._accept, args=(listener,), name="localllm-host", daemon=True).start()
 
     def tell_of_move(self) -> None:
-        """The engine has come to its next block, of which there are thousands a second. On its thread."""
+        """Tell whoever waits for an answer, also behind those of others, that the engine has moved on."""
         now = time.monotonic()
         if now - self._told_at < _MOVE_S:
             return

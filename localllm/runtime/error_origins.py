@@ -1,4 +1,4 @@
-"""Errors about a setting that nobody typed name the place where it is stored instead of its flag."""
+"""The place where a setting is stored that nobody typed, for an error about it in the place of its flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model would run on this machine, and how fast: from its shape, before a byte of it is fetched."""
+"""A check whether a model would run on this machine, and how fast: from its shape, before a byte of it is fetched."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Verdict:
 
     @property
     def short_text(self) -> str:
-        """For a narrow screen."""
+        """Return the result in few words, for a narrow screen."""
         return self.text.replace("fits with offload, about", "fits, offload ~").replace("~ ", "~")
 
     @property
     def details(self) -> str:
-        """With what it would be run, and how fast."""
+        """Return with what it would be run, and how fast."""
         if self.tok_s is None:
             return self.why
         return f"about {format_figure(self.tok_s)} tok/s in {self.weights}, with {self.ctx} tokens of context"

@@ -8,7 +8,7 @@ from localllm.config import format_bytes
 
 
 def machine_line() -> str:
-    """What a model can use here. Asks the system and the driver: tens of milliseconds."""
+    """Return what a model can use here. Asking the system and the driver takes tens of milliseconds."""
     import psutil
 
     from localllm.offload.planner.nvml import gpus

@@ -36,12 +36,13 @@ class ModelRow:
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be run at once."""
+        """Whether the model can be run at once."""
         return self.state in ("installed", "folder")
 
 
 def model_rows(*, has_available: bool) -> list[ModelRow]:
-    """What is on this disk; then, where `has_available`, the models known by a short name that are not. Reads the disk.
+    """Return the models on this disk; then, where `has_available`, those known by a short name that are not. Reads the
+    disk.
 
     Raises SettingsError for a models.toml that cannot be understood.
     """
@@ -56,7 +57,7 @@ def model_rows(*, has_available: bool) -> list[ModelRow]:
 
 
 def row_fields(row: ModelRow) -> dict[str, Any]:
-    """As the JSON forms have it."""
+    """Return a row's fields in the JSON forms."""
     values = {field.name: getattr(row, field.name) for field in fields(row)}
     return {**values, "packed": packed_fields(row.packed), "aliases": list(row.aliases)}
 
@@ -74,7 +75,7 @@ def packed_text(packed: PackedWeights) -> str:
 
 
 def size_text(row: ModelRow) -> str:
-    """What it takes, whole and unfinished; "" where nothing of it is here."""
+    """Return the bytes of a model, whole and unfinished; "" where nothing of it is here."""
     size = format_bytes(row.size_bytes) if row.size_bytes else ""
     if not row.partial_bytes:
         return size

@@ -1,4 +1,4 @@
-"""What is known about one model, as values and as lines to read."""
+"""The facts about one model, as values and as lines to read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = ("layers", "hidden_size", "attention_heads", "kv_heads", "vocabulary"
 
 
 def model_facts(model: ModelDescription) -> dict[str, Any]:
-    """As the JSON form of `localllm show` has it. Raises CheckpointError for a checkpoint's defaults out of range."""
+    """Return the facts of `localllm show --json`. Raises CheckpointError for a checkpoint's defaults out of range."""
     entry = model.entry
     return {
         "name": model.name,

@@ -1,4 +1,4 @@
-"""What engines' processes have in memory when they are forked: torch, and all that an engine is made of.
+"""The modules that engines' processes have in memory when they are forked: torch, and all that an engine is made of.
 
 Without collections of garbage meanwhile, which are an eighth of the time. None of it is looked through by the processes
 later: each page that is touched would be copied.

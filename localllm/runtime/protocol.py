@@ -1,4 +1,4 @@
-"""What an engine and front ends in other processes say to each other: lines of JSON over a socket.
+"""The messages between an engine and front ends in other processes: lines of JSON over a socket.
 
 Dataclasses are written as their fields, those that are as usual left out, and read as the types of these say; errors
 arrive as the classes that they were. Nothing runs by being read: there are no pickles.
@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 class WireError(Exception):
-    """What came is no message."""
+    """The bytes that came are no message."""
 
 
 class _Floats:
@@ -52,7 +52,7 @@ def message(data: bytes) -> Message:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it. Raises TypeError for what is not plain data."""
+    """Return a value as JSON has it. Raises TypeError for what is not plain data."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, tuple | list | array | frozenset):
@@ -68,7 +68,7 @@ def plain(value: Any) -> Any:
 
 
 def read(kind: Any, value: Any) -> Any:
-    """What `plain` was given, of that type. Raises WireError."""
+    """Return the value of that type that `plain` was given. Raises WireError."""
     try:
         return _reader(kind)(value)
     except (TypeError, ValueError, KeyError, AttributeError, StopIteration, LocalLLMError) as error:
@@ -117,7 +117,7 @@ def _optional(parts: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 
 def _either(kinds: list[Any]) -> Callable[[Any], Any]:
-    """Of several classes, the one whose fields they are."""
+    """Return an instance of the one class, of several, whose fields these are."""
     known = {kind: {each.name for each in dataclasses.fields(kind)} for kind in kinds}
     needed = {kind: {each.name for each in dataclasses.fields(kind) if _is_needed(each)} for kind in kinds}
 

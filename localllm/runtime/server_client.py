@@ -16,10 +16,10 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm import __version__
 from localllm.errors import EngineGoneError, LocalLLMError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, listener_pid
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.runtime.engine_client import AttachedService, Mortal, RevivingService
@@ -35,7 +35,7 @@ _AGAIN_S = 0.5  # between two questions whether a model is loaded
 
 
 class _LocalConnection(HTTPConnection):
-    """To a Unix socket."""
+    """An HTTP connection to a Unix socket."""
 
     def __init__(self, path: Path, timeout_s: float | None) -> None:
         super().__init__("localhost", timeout=timeout_s)
@@ -190,8 +190,8 @@ def _wanted(selection: Selection) -> dict[str, Any]:
 
 
 def _connect(server: Server, wanted: Mapping[str, Any], pids: list[int]) -> socket.socket:
-    """To the engine, when it is loaded. pids: takes its process's id in, where it has one here. Raises EngineGoneError,
-    and what the server refuses."""
+    """Connect to the engine, when it is loaded. pids: receives its process's id, where it has one here. Raises
+    EngineGoneError, and what the server refuses."""
     while True:
         try:
             told = server.ask("POST", "/attach", {**wanted, "waits": True})

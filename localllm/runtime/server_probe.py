@@ -1,4 +1,5 @@
-"""What answers at an address: asked once, of any server that speaks OpenAI's dialect, with little patience."""
+"""A look at what answers at an address: asked once, of any server that speaks OpenAI's dialect, with little
+patience."""
 
 from __future__ import annotations
 

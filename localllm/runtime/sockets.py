@@ -1,5 +1,5 @@
-"""Where this user's server and its engines are found by other programs of the same user: Unix sockets in a folder that
-nobody else may enter."""
+"""The Unix sockets by which other programs of the same user find the server and its engines: in a folder that nobody
+else may enter."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def listening(path: Path) -> socket.socket:
 
 
 def is_answered(path: Path) -> bool:
-    """Whether somebody listens there: the file alone says nothing, as it outlives a process that was killed."""
+    """Return whether somebody listens there: the file alone says nothing, as it outlives a process that was killed."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         probe.settimeout(1.0)
         try:
@@ -101,7 +101,7 @@ def is_answered(path: Path) -> bool:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Of the file at an address, whatever comes to stand there later."""
+    """Return the identity of the file at an address, whatever comes to stand there later."""
     found = path.lstat()
     return found.st_dev, found.st_ino
 
@@ -125,8 +125,8 @@ def connected(path: Path) -> socket.socket:
 
 
 def listener_pid(sock: socket.socket) -> int | None:
-    """Of the process that listens at the other end, in this process's numbers, which in a container are others than
-    its own; None where it has none here, or where the system does not tell."""
+    """Return the id of the process that listens at the other end, in this process's numbers, which in a container
+    are others than its own; None where it has none here, or where the system does not tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     pid, _uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))

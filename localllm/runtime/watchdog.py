@@ -1,4 +1,4 @@
-"""Whether an engine in another process moves on while somebody waits for it.
+"""A check that an engine in another process moves on while somebody waits for it.
 
 A slow step is no hang, and a busy machine is none: time alone convicts nobody who speaks, computes or reads.
 """
@@ -26,7 +26,7 @@ class Patience:
 
 
 class Watchdog:
-    """Of one process. It has a thread, which sleeps as long as nobody waits."""
+    """The watchdog of one process. Its thread sleeps as long as nobody waits."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Watchdog:
 
     @property
     def num_heard(self) -> int:
-        """How often it has said something."""
+        """The number of messages from the process."""
         return self._num_heard
 
     @property
@@ -81,7 +81,7 @@ class Watchdog:
                 return
 
     def _watch(self) -> str:
-        """As long as somebody waits; why the process is convicted, or ""."""
+        """Watch as long as somebody waits; return why the process is convicted, or ""."""
         num_moves, effort, looked_at = self._num_moves, None, time.monotonic()
         while not self._over.wait(look_s := min(_LOOK_S, self.patience.still_s / _LOOKS)) and self._waits():
             now = time.monotonic()

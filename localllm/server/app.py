@@ -11,42 +11,42 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localllm.server import anthropic, native, ollama, openai, openapi
+from localllm.server import anthropic, ollama, openai, openapi, system_routes
+from localllm.server.access_log import IGNORED_HEADER, AccessLog, Log, note_failure
 from localllm.server.bodies import ignored_fields, read_body
-from localllm.server.endpoint import Call, Endpoint
-from localllm.server.failures import ClientGoneError, RequestError, body_of, dialect_of, failure_of
+from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.errors import ClientGoneError, RequestError, body_of, dialect_of, failure_of
 from localllm.server.guard import Admission, Guard
-from localllm.server.logbook import IGNORED_HEADER, Log, Logbook, note_failure
 from localllm.server.pool import Pool
-from localllm.server.replying import Json, unless_gone
+from localllm.server.replies import JsonReply, unless_gone
 
-ENDPOINTS: tuple[Endpoint, ...] = (*openai.ENDPOINTS, *anthropic.ENDPOINTS, *ollama.ENDPOINTS, *native.ENDPOINTS)
+ENDPOINTS: tuple[Endpoint, ...] = (*openai.ENDPOINTS, *anthropic.ENDPOINTS, *ollama.ENDPOINTS, *system_routes.ENDPOINTS)
 
-_NEAR = 0.8  # of 1: what is less alike is another address, not one that was misspelt
+_NEAR = 0.8  # of 1: less alike is another address, not a misspelt one
 
 
 def create_app(
     pool: Pool, admission: Admission, *, log: Log = lambda _line: None, with_metrics: bool = False
 ) -> ASGIApp:
-    """log: hears a line of each request that was answered, with nothing of what it said."""
+    """log: called with a line for each request, without its contents."""
     endpoints = endpoints_of(needs_key=admission.key_digest is not None, with_metrics=with_metrics)
     router = create_router(endpoints, pool)
-    return Logbook(Guard(router, admission), [each.path for each in endpoints], pool.metrics, log)
+    return AccessLog(Guard(router, admission), [each.path for each in endpoints], pool.metrics, log)
 
 
 def endpoints_of(*, needs_key: bool, with_metrics: bool) -> list[Endpoint]:
-    """Of a server, the document that describes them among them."""
-    endpoints = [each for each in ENDPOINTS if with_metrics or each.path != native.METRICS_PATH]
+    """Return the endpoints of a server, with the document that describes them."""
+    endpoints = [each for each in ENDPOINTS if with_metrics or each.path != system_routes.METRICS_PATH]
     described = openapi.document(endpoints, needs_key=needs_key)
 
-    async def describe(_call: Call, _body: None) -> Json:
-        return Json(described)
+    async def describe(_call: ApiCall, _body: None) -> JsonReply:
+        return JsonReply(described)
 
     return [*endpoints, Endpoint("GET", openapi.PATH, describe, "This document", reply=dict[str, Any])]
 
 
 def create_router(endpoints: Sequence[Endpoint], pool: Pool) -> ASGIApp:
-    """What answers who was let in; alone, for programs of the same user at a socket that nobody else can open."""
+    """Return what answers admitted requests; by itself it is for a socket that only this user can open."""
     routes = [_route(paths, pool) for paths in _by_path(endpoints)]
     # Without starlette's own middleware, which takes a client that has gone for an error of the server.
     return Router(routes, redirect_slashes=False, default=_Elsewhere([each.path for each in endpoints]))
@@ -72,7 +72,7 @@ def _route(endpoints: Sequence[Endpoint], pool: Pool) -> Route:
             if endpoint is None:
                 reply: Response = _failed(request, _no_method(scope["method"], allowed))
             else:
-                reply = await _reply(endpoint, Call(request, pool))
+                reply = await _reply(endpoint, ApiCall(request, pool))
             await reply(scope, receive, send)
 
     return Route(endpoints[0].path, Endpoints())
@@ -84,7 +84,7 @@ def _no_method(method: str, allowed: str) -> RequestError:
 
 
 class _Elsewhere:
-    """An address that there is not. paths: those that there are."""
+    """Answers for unknown addresses. paths: the known ones."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -93,13 +93,13 @@ class _Elsewhere:
         method, path = scope["method"][:20], scope["path"][:200]
         near = difflib.get_close_matches(path, self._paths, n=1, cutoff=_NEAR)
         fix = f"ask for {near[0]}" if near else f"GET {openapi.PATH} lists all of them"
-        if path == native.METRICS_PATH:
+        if path == system_routes.METRICS_PATH:
             fix = "start the server with --metrics"
         error = RequestError(404, "there is no such address", why=f"{method} {path}", fix=fix, name="not_found")
         await _failed(Request(scope, receive), error)(scope, receive, send)
 
 
-async def _reply(endpoint: Endpoint, call: Call) -> Response:
+async def _reply(endpoint: Endpoint, call: ApiCall) -> Response:
     try:
         body = None if endpoint.body is None else await read_body(call.request, endpoint.body)
         reply = await unless_gone(call.request.receive, endpoint.handle(call, body))
@@ -115,4 +115,4 @@ async def _reply(endpoint: Endpoint, call: Call) -> Response:
 def _failed(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
     note_failure(request.scope, failure)
-    return Json(body_of(failure, dialect_of(request.url.path)), failure.status, failure.headers)
+    return JsonReply(body_of(failure, dialect_of(request.url.path)), failure.status, failure.headers)

@@ -1,4 +1,4 @@
-"""The body of a request: how large, how deep and of which type it may be, and what is wrong with it in one sentence."""
+"""Models of requests and replies, and how a request's body is read: its size, its type, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails
 from starlette.requests import Request
 
-from localllm.server.failures import RequestError
+from localllm.server.errors import RequestError
 
 # A prompt of 131,072 tokens of English has half a megabyte. The loop waits while a body is parsed: 1 ms for the largest
 # that is text, 0.3 s for one of nothing but the smallest parts.
 MAX_BODY_BYTES = 4 << 20
-# What is too large is read so far, as long as it comes without a pause, and let go: a client that is still sending
-# would not see the reply.
+# A body that is too large is read so far, as long as it comes without a pause, and dropped: a client that is still
+# sending would not see the reply.
 _MOST_READ_BYTES = 64 << 20
 _BODY_S = 30.0  # for a body to arrive, and as many more as it has of these bytes
 _LEAST_BYTES_S = 16 << 10
 _PAUSE_S = 0.25
-# A body of four MiB has room for two million. To tell of each takes 7 s and a GiB, while the loop waits.
+# A body of four MiB can have two million. To describe each takes 7 s and a GiB, while the loop waits.
 _MOST_MISTAKES = 1000
 _MOST_NAMED = 200  # characters of a field's name
 _JSON = "application/json"
@@ -40,15 +40,16 @@ _JSON = "application/json"
 # LiteLLM does, or what `curl -d` says by itself, as in Ollama's own examples.
 _OF_PAGES = frozenset({"origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest"})
 _OF_PROGRAMS = frozenset({"", "application/x-www-form-urlencoded"})
-NO_EFFECT = "Without effect"  # begins what the OpenAPI document says of a field that changes no answer
+NO_EFFECT = "Without effect"  # begins the description of a field that changes no answer
 _DATE = re.compile(r"_\d{4}_?\d{2}_?\d{2}$")  # with which types of tools end
 _WHOLE = "a whole number"  # the name of a choice
 _CHOICES = frozenset({"str", "int", "float", "bool", "none", _WHOLE})  # of a union, as pydantic calls them
 
 
 def _as_json_has_it(schema: Any) -> None:
-    """In place: lists in it are looked at as far as their first item that is wrong, and 1.0 is an integer, as in JSON
-    Schema. No function is called for one that is written as such: a list of ids may have a million."""
+    """Change the schema in place: lists fail at their first wrong item, and 1.0 is an integer, as in JSON Schema.
+
+    No function is called for an integer that is written as such: a list of ids may have a million."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
@@ -73,7 +74,7 @@ def _whole(given: object) -> object:
 
 
 def _no_number(given: object) -> object:
-    """Python's 0 and 1 are equal to what they are not in JSON."""
+    """Keep 0 and 1 from passing for false and true, which they equal in Python."""
     return repr(given) if type(given) in (int, float) else given
 
 
@@ -83,8 +84,10 @@ OnlyTrue = Annotated[Literal[True], BeforeValidator(_no_number)]
 
 @dataclass(frozen=True)
 class Ignored:
-    """Marks a field, in its type's `Annotated`, that is taken although it changes no answer: `ignored_fields` names it.
-    why: it changes none, for docs/api.md and the OpenAPI document."""
+    """Marks a field that is accepted although it changes no answer: `ignored_fields` names it.
+
+    why: the reason that docs/api.md and the OpenAPI document give
+    """
 
     why: str
 
@@ -93,12 +96,13 @@ class Ignored:
 
 
 class Body(BaseModel):
-    """The fields of a request. What is not among them is refused by name; those that are taken and change no answer are
-    marked as `Ignored`, and named to who sent them: nothing is ignored in silence.
+    """The fields of a request. Any other field is refused by name; a field that is accepted and changes no answer is
+    marked as `Ignored`, and named in the reply: nothing is ignored in silence.
 
-    why: of fields that are refused, what is told of them. elsewhere: where what some take for one belongs.
-    ignored_values: of fields that are honoured, the values, or items, that change no answer. named_by: the field that
-    says what the whole of it is, where all of it is ignored.
+    why: reasons for refused fields
+    elsewhere: where a misplaced field belongs
+    ignored_values: values, or items, of honoured fields that change no answer, with the reason
+    named_by: the field that names the whole body, where all of it is ignored
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
@@ -120,9 +124,62 @@ class Body(BaseModel):
         return schema
 
 
-def told_apart(field: str, kinds: Mapping[str, str], otherwise: str, *, default: str | None = None) -> Discriminator:
-    """Of a union of bodies, each with its name as a tag, by what a field of theirs says: mistakes are then those of the
-    one that is meant. otherwise: what is told of any other. default: of one that says nothing."""
+@dataclass(frozen=True)
+class _LeftOut:
+    """Marks a field of a reply that is left out where it is None."""
+
+    may_be_null: bool = False  # it may also be written
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(schema)
+        choices = [each for each in found.get("anyOf", ()) if self.may_be_null or each != {"type": "null"}]
+        return choices[0] if len(choices) == 1 else {**found, "anyOf": choices} if choices else found
+
+
+T = TypeVar("T")
+Absent = Annotated[T | None, _LeftOut()]  # left out where it is None
+NullOrAbsent = Annotated[T | None, _LeftOut(may_be_null=True)]
+
+
+class ReplyBody(BaseModel):
+    """A reply, or a part of one, written in the order of its fields; those of `Absent` may be left out."""
+
+    model_config = ConfigDict(protected_namespaces=())
+    _optional: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_more: Any) -> None:
+        marks = {name: field.metadata for name, field in cls.model_fields.items()}
+        cls._optional = tuple(name for name, found in marks.items() if any(type(each) is _LeftOut for each in found))
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(schema)
+        written = handler.resolve_ref_schema(found)
+        written["required"] = [name for name in cls.model_fields if name not in cls._optional]
+        for each in written.get("properties", {}).values():
+            each.pop("default", None)
+        return found
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """Its fields as they are written."""
+        if not self._optional:
+            return self.__dict__
+        found = self.__dict__.copy()
+        for name in self._optional:
+            if found[name] is None:
+                del found[name]
+        return found
+
+
+def tagged_by(field: str, kinds: Mapping[str, str], otherwise: str, *, default: str | None = None) -> Discriminator:
+    """Return what tells the bodies of a union apart by one of their fields: errors are then those of the one meant.
+
+    kinds: tag of a body, by the field's value
+    otherwise: the error for any other value
+    default: the value where there is none
+    """
 
     def kind_of(given: object) -> str | None:
         if isinstance(given, dict):
@@ -135,18 +192,18 @@ def told_apart(field: str, kinds: Mapping[str, str], otherwise: str, *, default:
 
 
 def undated(kind: str) -> str:
-    """A type's name without the day of its version."""
+    """Return a type's name without the day of its version."""
     return _DATE.sub("", kind)
 
 
 def ignored_fields(body: Body) -> list[str]:
-    """What the body says and no answer is changed by, each once: "options.num_thread", "tools.web_search". Names of
-    fields, and of values that are known here: nothing that a client has made up."""
+    """Return the names of what the body has that changes no answer: "options.num_thread", "tools.web_search". They are
+    names of fields and of known values: nothing that a client has made up."""
     return list(dict.fromkeys(_ignored_in(body, "")))
 
 
 def _ignored_in(body: Body, where: str) -> Iterator[str]:
-    """where: it is, with a dot behind it."""
+    """where: its place, with a dot behind it."""
     for name, value in body.__dict__.items():
         if value is None or value == "" or value == [] or value == {}:
             continue
@@ -186,7 +243,7 @@ async def read_body(request: Request, of: type[B]) -> B:
 
 
 async def read_bytes(request: Request) -> bytes:
-    """The whole body. Raises RequestError where it is too large or does not arrive; ClientDisconnect as `read_body`."""
+    """Raises RequestError where the body is too large or does not arrive; ClientDisconnect as `read_body`."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > _MOST_READ_BYTES:
         raise _too_large()
@@ -220,7 +277,7 @@ def _too_large() -> RequestError:
 
 
 def validated(of: type[B], data: bytes) -> B:
-    """Parsed and checked in one go. Raises RequestError naming the first field that is wrong."""
+    """Parse and check the body. Raises RequestError naming the first field that is wrong."""
     try:
         return of.model_validate_json(data)
     except ValidationError as error:
@@ -231,7 +288,7 @@ def _refusal(of: type[Body], error: ValidationError) -> RequestError:
     if error.error_count() > _MOST_MISTAKES:
         why = f"{error.error_count()} fields are wrong"
         return RequestError(400, "the body is invalid", why=why, name="invalid_value")
-    # Of a union each choice tells what it misses; who came furthest knows best.
+    # Each choice of a union reports what it misses; the one that came furthest is the one meant.
     found: ErrorDetails = max(error.errors(include_url=False, include_input=False), key=lambda each: len(_path(each)))
     if found["type"] == "json_invalid":
         return RequestError(400, "the body is no JSON", why=found["msg"].removeprefix("Invalid JSON: "))
@@ -256,7 +313,7 @@ def _refusal(of: type[Body], error: ValidationError) -> RequestError:
 
 
 def _path(error: ErrorDetails) -> tuple[Any, ...]:
-    """Where it is, without pydantic's names of a union's choices."""
+    """Return the place of an error, without pydantic's names of a union's choices."""
     return tuple(part for part in error["loc"] if isinstance(part, int) or not _is_choice(part))
 
 

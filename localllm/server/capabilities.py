@@ -1,4 +1,4 @@
-"""What a model can be asked for, as every list of models tells it."""
+"""The capabilities of a model, as every list of models has them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from localllm.text.chat_template import ChatTemplate
 
 
 def capabilities(directory: Path) -> list[str]:
-    """Of the model in that folder, in Ollama's words; its files are read. Any model that chats takes tools: one whose
-    template knows none is told of them in words. "embedding" is not among them, although every model embeds: Ollama's
-    own program takes it to mean that a model does nothing else."""
+    """Return those of the model in that folder, in Ollama's words; its files are read.
+
+    Any model that chats takes tools: they are described in words where its template has none. "embedding" is left out,
+    although every model embeds: to Ollama's own program it means that a model does nothing else.
+    """
     try:
         template = ChatTemplate.load(directory)
     except TemplateError:  # it has none, or a broken one, and goes on with texts

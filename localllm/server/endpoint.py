@@ -1,5 +1,5 @@
-"""One address of the server: what it takes, who answers, and what the answer looks like. The routes and the OpenAPI
-document are made of the same list of these."""
+"""One address of the server: its body, its handler, its reply. The routes and the OpenAPI document are made of the same
+list of these."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from starlette.responses import Response
 from localllm.server.bodies import Body
 from localllm.server.fields import KeepAlive, keep_seconds
 from localllm.server.pool import Pool
+from localllm.server.replies import EVENT_STREAM, NDJSON
 from localllm.server.served import Served
 
 
 @dataclass(frozen=True)
-class Call:
-    """A request that was let in."""
+class ApiCall:
+    """A request that was admitted."""
 
     request: Request
     pool: Pool
 
     async def model(self, name: str | None, keep_alive: KeepAlive = None) -> Served:
-        """The one that is asked for, loaded. keep_alive: as requests have it. Raises RequestError."""
+        """Return the requested model, loaded. keep_alive: as requests have it. Raises RequestError."""
         return await self.pool.model(name, keep_seconds(keep_alive))
 
 
-Handler = Callable[[Call, Any], Awaitable[Response]]
+Handler = Callable[[ApiCall, Any], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """body: of a POST. reply: a TypedDict, of what comes back as JSON; None where it is text. stream: the type of the
-    other form, and what one of its pieces is."""
+    """body: of a POST
+    reply: what comes back as JSON; None where it is text
+    stream: one piece of the streamed form
+    """
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
@@ -42,5 +45,9 @@ class Endpoint:
     summary: str
     body: type[Body] | None = None
     reply: Any = None
-    stream: tuple[str, Any] | None = None
+    stream: Any = None
     deprecated: bool = False
+
+    @property
+    def stream_type(self) -> str:
+        return NDJSON if self.path.startswith("/api/") else EVENT_STREAM

@@ -1,4 +1,4 @@
-"""Who is let in: by the name that the server was called by, the page that calls, and the key.
+"""Admission: by the name that the server was called by, the page that calls, and the key.
 
 A page in a browser reaches loopback addresses too. By a name of its own that resolves to one (DNS rebinding) it would
 be of the same origin: the Host header gives it away. From elsewhere it may send what needs no preflight: the Origin
@@ -19,9 +19,9 @@ from urllib.parse import unquote, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localllm.server.failures import RequestError, body_of, dialect_of, failure_of
-from localllm.server.logbook import IGNORED_HEADER, note_failure
-from localllm.server.replying import Json
+from localllm.server.access_log import IGNORED_HEADER, note_failure
+from localllm.server.errors import RequestError, body_of, dialect_of, failure_of
+from localllm.server.replies import JsonReply
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::(?P<port>\d{1,5}))?")
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#]*)(?P<path>/[^?#]*)?", re.IGNORECASE)
@@ -41,9 +41,14 @@ SECURITY_HEADERS = {
 
 @dataclass(frozen=True)
 class Admission:
-    """ports: that are listened on. hosts: names by which the server may be called beside any address of its own; one
-    without a port goes with every port, as proxies and tunnels have others. is_local: bound to loopback alone.
-    origins: pages beside those of this machine. key_digest: SHA-256 of the key; None: none is needed."""
+    """The rules of admission.
+
+    ports: those that are listened on
+    hosts: names of the server beside its own addresses; one without a port goes with every port, as proxies have others
+    is_local: bound to loopback alone
+    origins: pages beside those of this machine
+    key_digest: SHA-256 of the key; None: none is needed
+    """
 
     ports: tuple[int, ...]
     is_local: bool = True
@@ -70,7 +75,7 @@ class Admission:
         return name in _LOOPBACK_NAMES or (not self.is_local and (name in of_machine or _is_address(name)))
 
     def allows_origin(self, origin: str) -> bool:
-        """Whether a page from there may talk to this server: those of this machine, and what was allowed by name."""
+        """Return whether pages of that origin may talk to this server: of this machine, or allowed by name."""
         if origin in self.origins:
             return True
         try:
@@ -88,7 +93,7 @@ class Admission:
             raise RequestError(403, "refused", why=why, fix=fix, name="origin_not_allowed")
 
     def require_key(self, headers: Headers) -> None:
-        """Takes as long whatever was sent. Raises RequestError."""
+        """Check the key in constant time. Raises RequestError."""
         if self.key_digest is None:
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -109,7 +114,7 @@ def key_digest(key: str) -> bytes:
 
 
 def _is_address(name: str) -> bool:
-    """Whether it is no name, which somebody might have rebound."""
+    """Return whether it is no name, which somebody might have rebound."""
     try:
         ipaddress.ip_address(name.strip("[]"))
     except ValueError:
@@ -118,7 +123,7 @@ def _is_address(name: str) -> bool:
 
 
 class Guard:
-    """In front of the application: nothing of it is reached by who is not let in."""
+    """Stands in front of the application: only admitted requests reach it."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
@@ -145,21 +150,21 @@ class Guard:
             self._admission.require_host(hosts[0] if len(hosts) == 1 else None)
             self._admission.require_origin(origin)
             if scope["method"] == "OPTIONS":
-                await Json({}, 200, _preflight(headers) if is_allowed else {})(scope, receive, with_headers)
+                await JsonReply({}, 200, _preflight(headers) if is_allowed else {})(scope, receive, with_headers)
                 return
             self._admission.require_key(headers)
         except RequestError as error:
             failure = failure_of(error)
             note_failure(scope, failure)
-            reply = Json(body_of(failure, dialect_of(scope["path"])), failure.status, failure.headers)
+            reply = JsonReply(body_of(failure, dialect_of(scope["path"])), failure.status, failure.headers)
             await reply(scope, receive, with_headers)
             return
         await self._app(scope, receive, with_headers)
 
 
 def _use_origin_form(scope: Scope) -> None:
-    """Of a request in absolute form, as proxies are asked, the address that it names counts, and no Host header (RFC
-    9112, 3.2.2)."""
+    """Let the address of a request in absolute form, as proxies get it, count instead of the Host header (RFC 9112,
+    3.2.2)."""
     parts = _ABSOLUTE.fullmatch(scope.get("raw_path", b""))
     if parts is None:
         return
@@ -170,8 +175,7 @@ def _use_origin_form(scope: Scope) -> None:
 
 
 def _require_one_length(headers: Headers) -> None:
-    """Two lengths of one body: what a proxy takes for the next request may be this one's (RFC 9112, 6.1). Raises
-    RequestError."""
+    """Raises RequestError for two lengths of one body, which a proxy may read differently (RFC 9112, 6.1)."""
     if "transfer-encoding" in headers and "content-length" in headers:
         why = "it has a Content-Length and a Transfer-Encoding"
         headers_back = {"connection": "close"}
@@ -179,7 +183,7 @@ def _require_one_length(headers: Headers) -> None:
 
 
 def _preflight(headers: Headers) -> dict[str, str]:
-    """For a page that may talk to the server: with any headers, of which its libraries have new ones all the time."""
+    """Return the headers for a page that may talk to the server, which may send any header."""
     return {
         "access-control-allow-methods": "GET, POST, DELETE, HEAD, OPTIONS",
         "access-control-allow-headers": headers.get("access-control-request-headers", ""),

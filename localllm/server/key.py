@@ -1,4 +1,4 @@
-"""The API key of a server: given by the user, or made and shown once. Only its digest is kept."""
+"""The API key of a server: given by the user, or made and shown once. Only its digest is saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHORTEST = 16  # characters; a made one has 43
 
 @dataclass(frozen=True)
 class ServerKey:
-    """made: the key itself, where it was made just now."""
+    """made: the key itself, if it is new."""
 
     digest: bytes
     made: str | None = None
@@ -28,7 +28,7 @@ _MAKING = "openssl rand -base64 32 > key.txt"
 
 
 def given_key(file: Path | None, environ: Mapping[str, str]) -> ServerKey | None:
-    """The one in the file, else in the environment; None where there is neither. Raises UsageError."""
+    """Return the key in the file, else in the environment, else None. Raises UsageError."""
     if file is not None:
         try:
             text = file.expanduser().read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def _accepted(text: str, name: str) -> str:
 
 
 def kept_key(file: Path, *, is_new: bool) -> ServerKey:
-    """The one that was made at an earlier start, or a new one. Raises LocalLLMError where it cannot be kept."""
+    """Return the key of an earlier start, or a new one. Raises LocalLLMError where it cannot be saved."""
     with contextlib.suppress(OSError, ValueError):
         digest = bytes.fromhex(file.read_text(encoding="ascii"))
         if len(digest) == 32 and not is_new:

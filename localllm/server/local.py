@@ -13,16 +13,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from localllm import __version__
 from localllm.engine.engine_info import EngineStatus, LoadedEngine
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_process import EngineProcess
 from localllm.server.bodies import Body
-from localllm.server.endpoint import Call, Endpoint
-from localllm.server.failures import RequestError
+from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.errors import RequestError
 from localllm.server.fields import KeepAlive, keep_seconds
-from localllm.server.replying import Json
+from localllm.server.replies import JsonReply
 from localllm.server.served import Served
+from localllm.version import __version__
 
 State = Literal["loading", "loaded", "silent", "ended"]
 
@@ -100,14 +100,14 @@ class Doors:
 def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]:
     """urls: at which others reach the server. stop: ends it."""
 
-    async def rows(call: Call, _body: None) -> Json:
+    async def rows(call: ApiCall, _body: None) -> JsonReply:
         models = await asyncio.gather(*(_row(call, each) for each in call.pool.models if each.service is not None))
         reply: Rows = {"version": __version__, "urls": urls, "models": list(models)}
-        return Json(reply)
+        return JsonReply(reply)
 
-    async def end(_call: Call, _body: ModelBody) -> Json:
+    async def end(_call: ApiCall, _body: ModelBody) -> JsonReply:
         asyncio.get_running_loop().call_later(0.05, stop)  # when the reply is on its way
-        return Json({"name": ""})
+        return JsonReply({"name": ""})
 
     return (
         Endpoint("GET", "/models", rows, "What is loaded", reply=Rows),
@@ -119,16 +119,16 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
     )
 
 
-async def find(call: Call, body: ModelBody) -> Json:
+async def find(call: ApiCall, body: ModelBody) -> JsonReply:
     """Of the server's own models: what else is on this disk is found without it. Raises RequestError."""
     served = call.pool.known(body.model or "")
     if served is None:
         raise RequestError(404, "the server has no model of that name", name="model_not_found", param="model")
     reply: Done = {"name": served.selection.model_name}
-    return Json(reply)
+    return JsonReply(reply)
 
 
-async def attach(call: Call, body: AttachBody) -> Response:
+async def attach(call: ApiCall, body: AttachBody) -> Response:
     """Loads the model where it is not. Raises RequestError where the engine is not as it is wanted."""
     if body.version != __version__:
         raise _refused(f"the server is version {__version__}, this program {body.version}")
@@ -140,12 +140,12 @@ async def attach(call: Call, body: AttachBody) -> Response:
     if (other := await _other_settings(served, body.settings)) is not None:
         raise _refused(other)
     if not body.waits:
-        return Json(Attached(name=served.name, socket="", pid=None))
+        return JsonReply(Attached(name=served.name, socket="", pid=None))
     await served.ready()
     service = served.service
     if not isinstance(service, EngineProcess) or service.socket_path is None:
         raise _refused("the engine of the server cannot be reached from outside")
-    return Json(Attached(name=served.name, socket=str(service.socket_path), pid=service.pid))
+    return JsonReply(Attached(name=served.name, socket=str(service.socket_path), pid=service.pid))
 
 
 async def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
@@ -169,15 +169,15 @@ def _refused(why: str) -> RequestError:
     return RequestError(409, "this server's engine is not what is asked for", why=why, name="not_attachable")
 
 
-async def load(call: Call, body: ModelBody) -> Json:
+async def load(call: ApiCall, body: ModelBody) -> JsonReply:
     """Returns when it is loaded."""
     served = await call.pool.find_own(body.model)
     await call.pool.make_ready(served, keep_seconds(body.keep_alive))
     reply: Done = {"name": served.name}
-    return Json(reply)
+    return JsonReply(reply)
 
 
-async def unload(call: Call, body: ModelBody) -> Json:
+async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
     """At once: what is being answered ends with an error."""
     try:
         served = await call.pool.find_own(body.model)
@@ -189,10 +189,10 @@ async def unload(call: Call, body: ModelBody) -> Json:
         raise RequestError(409, f"{served.name} is not loaded", why=why, fix=_WHAT_IS_LOADED, name="not_loaded")
     await call.pool.unload(served)
     reply: Done = {"name": served.name}
-    return Json(reply)
+    return JsonReply(reply)
 
 
-async def _row(call: Call, served: Served) -> Row:
+async def _row(call: ApiCall, served: Served) -> Row:
     engine = served.engine_if_loaded
     state: State = "loaded" if engine is not None else "loading" if served.is_loading else "ended"
     service = served.service

@@ -1,4 +1,4 @@
-"""What Prometheus is told: counts, times and sizes; no text, no key, no path of a user's."""
+"""Metrics for Prometheus: counts, times and sizes; no text, no key, no path of a user's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """Of one server."""
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         self.registry = here = CollectorRegistry()
@@ -28,7 +28,7 @@ class Metrics:
         self._num_loaded = Gauge("localllm_models_loaded", "Models that are loaded.", registry=here)
 
     def count_request(self, path: str, status: int) -> None:
-        """path: of the endpoint, not what was asked for."""
+        """path: the endpoint's, not the request's."""
         self._requests.labels(path, str(status)).inc()
 
     def count_answer(self, finished: FinishedEvent) -> None:
@@ -44,7 +44,7 @@ class Metrics:
             self._tokens.labels("draft_accepted").inc(finished.speculation.accepted)
 
     def text(self, num_running: int, num_waiting: int, *, num_loaded: int) -> bytes:
-        """In Prometheus' format."""
+        """Return Prometheus' format."""
         self._num_loaded.set(num_loaded)
         self._running.set(num_running)
         self._waiting.set(num_waiting)

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the endpoints themselves: what it says of a request is what checks it."""
+"""The OpenAPI document, made from the endpoints: the models it describes are those that check requests."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict
 
-from localllm import __version__
+from localllm.server.bodies import ReplyBody
 from localllm.server.endpoint import Endpoint
-from localllm.server.failures import Dialect, dialect_of
-from localllm.server.replying import EVENT_STREAM
+from localllm.server.errors import Dialect, dialect_of
+from localllm.server.replies import EVENT_STREAM
+from localllm.version import __version__
 
 PATH = "/openapi.json"
 _REFERENCE = "#/components/schemas/{model}"
 
 
-class ErrorDetail(TypedDict):
+class OpenAIErrorDetail(ReplyBody):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class OpenAIError(TypedDict):
-    error: ErrorDetail
+class OpenAIError(ReplyBody):
+    error: OpenAIErrorDetail
 
 
-class AnthropicErrorDetail(TypedDict):
+class AnthropicErrorDetail(ReplyBody):
     type: str
     message: str
 
 
-class AnthropicError(TypedDict):
+class AnthropicError(ReplyBody):
     type: str
     error: AnthropicErrorDetail
 
 
-class OllamaError(TypedDict):
+class OllamaError(ReplyBody):
     error: str
 
 
@@ -47,7 +47,7 @@ _ERRORS: Mapping[Dialect, Any] = {"openai": OpenAIError, "anthropic": AnthropicE
 
 
 def document(endpoints: Iterable[Endpoint], *, needs_key: bool) -> dict[str, Any]:
-    """OpenAPI 3.1 of these endpoints."""
+    """Return the OpenAPI 3.1 document of these endpoints."""
     listed = list(endpoints)
     schemas, components = _schemas(listed)
     paths: dict[str, dict[str, Any]] = {}
@@ -64,11 +64,10 @@ def document(endpoints: Iterable[Endpoint], *, needs_key: bool) -> dict[str, Any
 
 
 def _schemas(endpoints: Iterable[Endpoint]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """(schema of each type, definitions that they refer to)."""
+    """Return (the schema of each type, the definitions that they refer to)."""
     types: dict[str, Any] = {}
     for each in endpoints:
-        streamed = each.stream[1] if each.stream else None
-        for kind in (each.body, each.reply, streamed, *_ERRORS.values()):
+        for kind in (each.body, each.reply, each.stream, *_ERRORS.values()):
             if kind is not None:
                 types.setdefault(_key(kind), kind)
     inputs: list[Any] = [(key, "validation", TypeAdapter(kind)) for key, kind in types.items()]
@@ -88,8 +87,8 @@ def _operation(endpoint: Endpoint, path: str, schemas: Mapping[Any, Any]) -> dic
     else:
         content["text/plain"] = {"schema": {"type": "string"}}
     if endpoint.stream is not None:
-        media_type, item = endpoint.stream
-        content[media_type] = {"schema": _stream_schema(media_type, schemas[_key(item)])}
+        schema = _stream_schema(endpoint.stream_type, schemas[_key(endpoint.stream)])
+        content[endpoint.stream_type] = {"schema": schema}
     error = {"application/json": {"schema": schemas[_key(_ERRORS[dialect])]}}
     operation: dict[str, Any] = {
         "operationId": _operation_id(endpoint, path),
@@ -113,7 +112,7 @@ def _operation(endpoint: Endpoint, path: str, schemas: Mapping[Any, Any]) -> dic
 
 
 def _stream_schema(media_type: str, item: Any) -> dict[str, Any]:
-    """Of one event, whose data is JSON in a text; of lines of JSON, each by itself."""
+    """Return the schema of a server-sent event, whose data is JSON; or of lines of JSON."""
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": item}
     if media_type == EVENT_STREAM:
         either = {"anyOf": [{"type": "string", "const": "[DONE]"}, data]}

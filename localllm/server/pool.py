@@ -28,10 +28,10 @@ from localllm.offload.planner.machine_memory import free_bytes
 from localllm.runtime.engine_process import Caps, Foreseen
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.runtime.warm_files import keep_warm
-from localllm.server.failures import RequestError, busy
+from localllm.server.errors import RequestError, busy
+from localllm.server.grammar_checks import GrammarChecks
 from localllm.server.metrics import Metrics
 from localllm.server.served import Capacity, Served, own_name
-from localllm.server.trials import Trials
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import EngineFacts, Service
@@ -89,7 +89,7 @@ class Pool:
         others on this disk can be asked for. note: hears of what is loaded and unloaded."""
         self.capacity = capacity
         self.metrics = Metrics()
-        self.trials = Trials(self.off_loop)
+        self.trials = GrammarChecks(self.off_loop)
         self.pooling: Pooling = pooling
         self.started_at = time.time()
         self.idle_s = idle_s

@@ -24,12 +24,12 @@ from localllm.errors import (
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_process import EngineProcess
 from localllm.runtime.selection import Selection, told_of
-from localllm.server.answering import Answers
-from localllm.server.asking import Ask, Asked, joined, no_form, prepare
-from localllm.server.failures import RequestError, busy
+from localllm.server.errors import RequestError, busy
+from localllm.server.generation_request import GenerationRequest, PreparedRequest, joined, no_form, prepare
+from localllm.server.grammar_checks import GrammarChecks
 from localllm.server.metrics import Metrics
+from localllm.server.stream import GenerationStream
 from localllm.server.tools.grammars import schema_source
-from localllm.server.trials import Trials
 from localllm.text.grammar.definition import defined
 from localllm.text.grammar.grammar import Grammar
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine, Service
     from localllm.engine.request import Pooling, SamplingParams
     from localllm.hub import ModelFiles
-    from localllm.server.tools.calling import Toolset
+    from localllm.server.tools.toolset import Toolset
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class House(Protocol):
         ...
 
     @property
-    def trials(self) -> Trials: ...
+    def trials(self) -> GrammarChecks: ...
 
     async def load(self, served: Served) -> None:
         """Returns when it is loaded. Raises what keeps it from that."""
@@ -214,11 +214,11 @@ class Served:
 
         return give_back
 
-    async def ask(self, *asks: Ask) -> Answers:
+    async def ask(self, *asks: GenerationRequest) -> GenerationStream:
         """Has them answered, all or none. Raises RequestError where too many wait, and what `prepare` does."""
-        return await self.answer(asks, self.take_places(sum(ask.choosing.rows(ask.n) for ask in asks)))
+        return await self.answer(asks, self.take_places(sum(ask.best_of.rows(ask.n) for ask in asks)))
 
-    async def answer(self, asks: Sequence[Ask], closed: Callable[[], None]) -> Answers:
+    async def answer(self, asks: Sequence[GenerationRequest], closed: Callable[[], None]) -> GenerationStream:
         """As `ask`, in places that were taken before. closed: called in any case, when they are not needed any more."""
         try:
             try:
@@ -230,14 +230,14 @@ class Served:
             closed()
             raise
 
-    async def _answers(self, asks: Sequence[Ask], closed: Callable[[], None]) -> Answers:
+    async def _answers(self, asks: Sequence[GenerationRequest], closed: Callable[[], None]) -> GenerationStream:
         # It may have left since its name was asked for; while it has these places it does not.
         engine = self.engine_if_loaded or await self.ready()
         prepared = await self.off_loop(lambda: [prepare(ask, engine) for ask in asks])
         prepared = [await self._tried(ask, each, engine) for ask, each in zip(asks, prepared, strict=True)]
         count = self.house.metrics.count_answer
         renewed = partial(self._renewed, engine.contents)
-        return Answers(self._loaded_service(), joined(prepared), closed, count, renewed)
+        return GenerationStream(self._loaded_service(), joined(prepared), closed, count, renewed)
 
     async def _noticed(self) -> None:
         """Until the server knows that the engine is gone, which who writes to it may be told before who reads."""
@@ -246,7 +246,7 @@ class Served:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(self.service.wait_ended), _NOTICED_S)
 
-    async def _tried(self, ask: Ask, asked: Asked, engine: LoadedEngine) -> Asked:
+    async def _tried(self, ask: GenerationRequest, asked: PreparedRequest, engine: LoadedEngine) -> PreparedRequest:
         """The same, or with other tools that take any object where the schema of one is what cannot be honoured. Raises
         RequestError for a grammar that cannot be."""
         request = asked.requests[0]

@@ -1,9 +1,8 @@
-"""Chat messages to the text, or the ids, that a model was trained on.
+"""Turn chat messages into the text, or the ids, that a model was trained on.
 
-Owns the template of a model, and what in its output counts as a special token: what the template writes does; the same
-text inside messages, tools or variables stays ordinary text, so nobody can forge a role.
-
-Knows nothing about sampling or models. template_sandbox.py runs the template, template_marks.py tells what it wrote.
+A special token is one that the template itself writes; the same text inside messages, tools or variables stays ordinary
+text, so nobody can forge a role. template_sandbox.py runs the template, template_marks.py finds the special tokens that
+it wrote. Knows nothing about sampling or models.
 """
 
 from __future__ import annotations
@@ -23,9 +22,15 @@ from jinja2.exceptions import SecurityError
 
 from localllm.errors import CheckpointError, TemplateError, TokenizerError, UsageError
 from localllm.models.strict_json import JsonLimits, parse_json
-from localllm.text.template_limits import MAX_DEPTH, Budget, LimitError
 from localllm.text.template_marks import SpecialMarks
-from localllm.text.template_sandbox import RefusalError, TemplateEnvironment
+from localllm.text.template_sandbox import (
+    MAX_DEPTH,
+    TIME_LIMIT_S,
+    Budget,
+    LimitError,
+    RefusalError,
+    TemplateEnvironment,
+)
 from localllm.text.tokenizer import Tokenizer, valid_unicode
 from localllm.text.tokenizer_files import SPECIAL_ROLES, TokenizerFiles, special_roles
 
@@ -39,11 +44,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class ChatInput:
-    """What a chat template gets to see.
+    """The input of a chat template.
 
-    add_generation_prompt: whether the text ends where the assistant begins to speak; None if a file did not say:
-    then plain rendering leaves it out, as transformers does, and a prompt for generation has it.
-    variables: anything else a template may ask for (enable_thinking, documents, bos_token, ...).
+    add_generation_prompt: the text ends where the assistant begins to speak; None if a file did not say: then plain
+    rendering leaves it out, as transformers does, and a prompt for generation has it.
+    variables: anything else a template may read (enable_thinking, documents, bos_token, ...).
     """
 
     messages: Sequence[Message]
@@ -53,7 +58,7 @@ class ChatInput:
 
     @property
     def opens_turn(self) -> bool:
-        """Whether a prompt for generation ends where the assistant begins to speak."""
+        """A prompt for generation ends where the assistant begins to speak."""
         return self.add_generation_prompt is not False
 
     def __post_init__(self) -> None:
@@ -73,17 +78,23 @@ class ChatTemplate:
         origin: str = "the chat template",
         now: Callable[[], datetime] = datetime.now,
         marks: SpecialMarks | None = None,
+        time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
-        """source: one template, or several by name ("default", "tool_use"). special_tokens: bos_token and the like.
+        """Compile a template. Raises TemplateError for a broken one.
 
-        origin: the file to name in errors. now: the clock of `strftime_now`. marks: for each special token that the
-        template writes, write its mark. Raises TemplateError for a broken one.
+        source: one template, or several by name ("default", "tool_use").
+        special_tokens: bos_token and the like.
+        origin: the file to name in errors.
+        now: the clock of `strftime_now`.
+        marks: write these in place of the special tokens that the template itself writes.
+        time_limit_s: processor time of one rendering.
         """
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
         mark = marks.mark if marks else str
         self.special_tokens = {role: mark(text) for role, text in (special_tokens or {}).items()}
         self._origin = origin
         self._now = now
+        self._time_limit_s = time_limit_s
         self._marked: tuple[SpecialMarks, ChatTemplate] | None = None
         self._lock = threading.Lock()  # the environment has one budget
         self._environment = TemplateEnvironment(now, mark)
@@ -91,7 +102,7 @@ class ChatTemplate:
 
     @classmethod
     def load_or_why_not(cls, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
-        """`load`, where a model without one shall go on as one that continues text."""
+        """Return the error of `load`, for a model that can go on without a template as one that continues text."""
         try:
             return cls.load(directory, tokenizer)
         except TemplateError as error:
@@ -157,7 +168,7 @@ class ChatTemplate:
         )
 
     def asks_for(self, variable: str) -> bool:
-        """Whether it looks at a variable beside the messages."""
+        """Tell if the template reads a variable beside the messages."""
         return variable in self._variables
 
     @cached_property
@@ -165,12 +176,12 @@ class ChatTemplate:
         trees = (self._environment.parse(source) for source in self.sources.values())
         return frozenset[str]().union(*map(jinja2.meta.find_undeclared_variables, trees))
 
-    def with_marks(self, specials: Collection[str], said: AbstractSet[str]) -> tuple[SpecialMarks, ChatTemplate]:
-        """This template, writing marks in place of `specials`. said: the characters that no mark may be."""
+    def with_marks(self, specials: Collection[str], taken: AbstractSet[str]) -> tuple[SpecialMarks, ChatTemplate]:
+        """Return this template, writing marks in place of `specials`. taken: characters that no mark may be."""
         known = self._marked
-        if known is None or known[0].specials != frozenset(specials) or known[0].clash_with(said):
+        if known is None or known[0].specials != frozenset(specials) or known[0].clash_with(taken):
             own = (*self.sources.values(), *self.special_tokens.values())
-            marks = SpecialMarks(specials, set(said).union(*own))
+            marks = SpecialMarks(specials, set(taken).union(*own))
             options: dict[str, Any] = {"special_tokens": self.special_tokens, "origin": self._origin, "now": self._now}
             known = self._marked = marks, ChatTemplate(self.sources, marks=marks, **options)
         return known
@@ -186,7 +197,6 @@ class ChatTemplate:
     def _compile(self, source: str) -> jinja2.Template:
         if len(source) > MAX_SOURCE_CHARS:
             raise self._error("is too long", f"{len(source)} characters; at most {MAX_SOURCE_CHARS}")
-        self._environment.budget = Budget()
         try:
             return self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -195,7 +205,7 @@ class ChatTemplate:
             raise self._error("cannot be compiled", f"{type(error).__name__}: {str(error)[:200]}") from error
 
     def _run(self, template: jinja2.Template, values: dict[str, Any]) -> str:
-        budget = self._environment.budget = Budget()
+        budget = self._environment.budget = Budget(self._time_limit_s)
         try:
             budget.weigh(values)
             text = self._environment.concat(template.root_render_func(template.new_context(values)))
@@ -217,10 +227,10 @@ class ChatTemplate:
 
 
 def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -> list[int]:
-    """The prompt ids of `chat`: special tokens only where the template writes them, and one BOS where there is one."""
+    """Return the prompt ids of `chat`: special tokens only where the template writes them, and one BOS at most."""
     messages, tools, variables = plain_data([list(chat.messages), chat.tools, chat.variables])
-    said = {char for text in _strings([messages, tools, variables]) for char in set(text)}
-    marks, marked = template.with_marks(tokenizer.special_texts, said)
+    taken = {char for text in _strings([messages, tools, variables]) for char in set(text)}
+    marks, marked = template.with_marks(tokenizer.special_texts, taken)
     roles = {name: marks.mark(variables[name]) for name in SPECIAL_ROLES if isinstance(variables.get(name), str)}
     text = marked.render(messages, tools=tools, add_generation_prompt=chat.opens_turn, **{**variables, **roles})
     ids = tokenizer.with_bos(tokenizer.encode_pieces(marks.pieces(text)))
@@ -231,22 +241,21 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -
 
 
 def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """The token that the template writes behind whatever the assistant says, whether or not somebody speaks then; None
-    where it writes none."""
-    user, said = {"role": "user", "content": "A question."}, "An answer that nobody gives."
-    turn = [user, {"role": "assistant", "content": said}]
+    """Return the token that the template writes behind each answer, the last one or not; None where it writes none."""
+    user, answer = {"role": "user", "content": "A question."}, "An answer that nobody gives."
+    turn = [user, {"role": "assistant", "content": answer}]
     try:
         texts = [template.render(turn + more, add_generation_prompt=False) for more in ([], [user])]
     except TemplateError:
         return None
-    ends = {tokenizer.leading_token(text.rpartition(said)[2].lstrip()) if said in text else None for text in texts}
+    ends = {tokenizer.leading_token(text.rpartition(answer)[2].lstrip()) if answer in text else None for text in texts}
     return ends.pop() if len(ends) == 1 else None
 
 
 def parse_messages_file(text: str) -> ChatInput:
-    """A JSON array of messages, or an object {messages, tools, add_generation_prompt, ...} of template variables.
+    """Read a JSON array of messages, or an object {messages, tools, add_generation_prompt, ...} of template variables.
 
-    Raises UsageError that says what is malformed.
+    Raises UsageError for what is malformed.
     """
     try:
         data = parse_json(valid_unicode(text).encode(), "the messages file", _MESSAGES_LIMITS)
@@ -256,7 +265,7 @@ def parse_messages_file(text: str) -> ChatInput:
 
 
 def as_chat_input(data: object) -> ChatInput:
-    """What `parse_messages_file` takes, parsed already; an object loses its keys. Raises UsageError."""
+    """Read JSON that is parsed already, as `parse_messages_file` does; an object loses its keys. Raises UsageError."""
     if isinstance(data, list):
         return ChatInput(messages=_messages(data))
     if not isinstance(data, dict):
@@ -275,7 +284,7 @@ def as_chat_input(data: object) -> ChatInput:
 
 
 def plain_data(value: Any, depth: int = 0) -> Any:
-    """A copy of JSON-like data in plain types: objects have methods that a sandbox does not know.
+    """Copy JSON-like data to plain types: objects have methods that a sandbox does not know.
 
     Raises TemplateError where it is nested too deeply, UsageError for what is no JSON value.
     """
@@ -293,7 +302,7 @@ def plain_data(value: Any, depth: int = 0) -> Any:
 
 
 def _with_joined_text(messages: list[Message]) -> list[Message] | None:
-    """The messages with lists of text parts as one text, for a template that knows no parts; None: nothing to join."""
+    """Join lists of text parts to one text each, for a template that knows no parts; None: nothing to join."""
     joined = []
     for message in messages:
         parts = message.get("content")
@@ -319,7 +328,7 @@ def _strings(value: Any) -> Iterable[str]:
 
 
 def _line(template: jinja2.Template, error: BaseException) -> str:
-    """ " in line N": the line of the template that was being run, where it is known."""
+    """Return " in line N", the line of the template that was being run, where it is known."""
     line = None
     traceback = error.__traceback__
     while traceback is not None:
@@ -371,7 +380,7 @@ def _from_jinja(files: TokenizerFiles, name: str) -> str:
 
 
 def _additional(files: TokenizerFiles) -> dict[str, str]:
-    """Templates for a purpose, which their files are named after ("tool_use"), beside the usual one."""
+    """Read templates for a purpose, which their files are named after ("tool_use"), beside the usual one."""
     try:
         names = sorted(path.name for path in (files.directory / _ADDITIONAL).iterdir() if path.suffix == ".jinja")
     except OSError:

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive: never half a character, and the pieces add up to the decode of all of them.
+"""Decode token ids while they arrive: never half a character, and the pieces add up to the decode of all of them.
 
 Knows nothing about stop strings or about where the tokens come from.
 """
@@ -21,23 +21,26 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, shown_ids: AbstractSet[int] = frozenset(), behind: Sequence[int] = ()
     ) -> None:
-        """shown_ids: special tokens that are written out; the others give no text. behind: the tokens that it goes on
-        from, whose own text is not given out: what is decoded is the rest of theirs."""
+        """Decode one sequence.
+
+        shown_ids: special tokens that are written out; the others have no text.
+        behind: the tokens that this sequence goes on from, whose own text is not returned.
+        """
         self._tokenizer = tokenizer
         self._shown_ids = shown_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._spaces_to_drop = tokenizer.leading_spaces
         self._window: list[int] = []  # only for tokenizers whose tokens have no bytes of their own
-        self._given = 0  # characters of the window's text that were given out
+        self._emitted = 0  # characters of the window's text that were returned
         self._follow(behind)
 
     @property
     def leading_spaces(self) -> int | None:
-        """How many spaces are dropped if the next token begins with them; None as `Tokenizer.leading_spaces` has it."""
+        """The spaces that are dropped if the next token begins with them; None as in `Tokenizer.leading_spaces`."""
         return self._spaces_to_drop
 
     def push(self, index: int) -> str:
-        """The text that became certain with the token `index`: often one word, sometimes nothing."""
+        """Return the text that became certain with the token `index`: often one word, sometimes nothing."""
         if index in self._tokenizer.special_ids:
             return self._shown(index) if index in self._shown_ids else ""
         if self._spaces_to_drop is None:
@@ -48,7 +51,7 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def copy(self) -> Detokenizer:
-        """Another one that has decoded the same and goes on by itself."""
+        """Return another one that has decoded the same and goes on by itself."""
         other = copy(self)
         other._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         other._decoder.setstate(self._decoder.getstate())
@@ -56,18 +59,18 @@ class Detokenizer:
         return other
 
     def finish(self) -> str:
-        """What is still held back; the beginning of a character that never ended becomes one U+FFFD."""
+        """Return the text still held back; the beginning of a character that never ended becomes one U+FFFD."""
         if self._spaces_to_drop is None:
-            text = self._tokenizer.decode(self._window)[self._given :]
+            text = self._tokenizer.decode(self._window)[self._emitted :]
             self._window.clear()
-            self._given = 0
+            self._emitted = 0
             return text
         return self._decoder.decode(b"", final=True)
 
     def _follow(self, ids: Sequence[int]) -> None:
         if self._spaces_to_drop is None:
             self._window = [index for index in ids if index not in self._tokenizer.special_ids][-_CONTEXT:]
-            self._given = len(self._tokenizer.decode(self._window))
+            self._emitted = len(self._tokenizer.decode(self._window))
             return
         for index in ids:
             if not self._spaces_to_drop:  # after the first token that is any text
@@ -76,7 +79,7 @@ class Detokenizer:
         self._decoder.reset()
 
     def _shown(self, index: int) -> str:
-        """Of a special token: nothing before it can still become a character with what follows."""
+        """Return the text of a special token, behind which no character before it can still be completed."""
         before, self._spaces_to_drop = self.finish(), self._spaces_to_drop and 0
         self._decoder.reset()
         return before + self._tokenizer.token_text(index)
@@ -88,13 +91,13 @@ class Detokenizer:
         return data[dropped:]
 
     def _push_to_window(self, index: int) -> str:
-        """Decode a few tokens of context with the new one: the context decides about spaces between words."""
+        """Decode a few tokens of context with the new one: they decide about spaces between words."""
         self._window.append(index)
         text = self._tokenizer.decode(self._window)
         if text.endswith("\ufffd") and len(self._window) < 2 * _CONTEXT:
             return ""
-        new, self._given = text[self._given :], len(text)
+        new, self._emitted = text[self._emitted :], len(text)
         if len(self._window) >= 2 * _CONTEXT:
             self._window = self._window[-_CONTEXT:]
-            self._given = len(self._tokenizer.decode(self._window))
+            self._emitted = len(self._tokenizer.decode(self._window))
         return new

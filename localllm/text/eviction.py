@@ -1,6 +1,6 @@
-"""A conversation that has outgrown its context: whole turns leave, the oldest first, or an error says what would fit.
+"""Fit a conversation that has outgrown its context: the oldest turns leave, or an error says what would fit.
 
-Knows messages and counts. What a prompt's tokens are, its caller tells.
+Knows messages and counts; its caller encodes prompts.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from localllm.errors import ContextOverflowError, TemplateError
 Message = dict[str, Any]
 Encode = Callable[[Sequence[Message]], Sequence[int]]
 
-_ANSWER_SHARE = 4  # a context has room for an answer of a quarter of it
-# Of what a prompt may take, a quarter leaves at once, or two, or three: all but the system message is then computed
-# anew, and until as much has been said again the next prompts find what the one before has computed. Counted from the
-# conversation's beginning: a later process that goes on with it, and was told of nothing, leaves out the same turns.
+_ANSWER_SHARE = 4  # a quarter of a context is left to the answer
+# Of the tokens that a prompt may have, a quarter leaves at once, or two, or three: all but the system message is then
+# prefilled anew, and until as much has been added again the next prompts find the one before in the cache. Counted from
+# the conversation's beginning, so that a later process leaves out the same turns.
 _STEPS = 4
 _FRONT_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
 class Evicted:
-    """What left the context: turns, their tokens, those that the prompt had with them, and how the first one began."""
+    """Turns that left the context, their tokens, those of the prompt with them, and the first words of the first."""
 
     turns: int = 0
     tokens: int = 0
@@ -45,18 +45,24 @@ class Fitted:
 
 
 def answer_room(ctx: int, max_tokens: int | None) -> int:
-    """The tokens of a context that a prompt is to leave for its answer."""
+    """Return the tokens of a context that a prompt has to leave for its answer."""
     most = max(1, ctx // _ANSWER_SHARE)
     return most if max_tokens is None else min(max_tokens, most)
 
 
 def wanted_room(ctx: int, max_tokens: int | None) -> int:
-    """What an answer is to have where the context can grow for it: all that was asked for."""
+    """Return the tokens for an answer where the context can grow for it: as many as the request asks for."""
     return answer_room(ctx, None) if max_tokens is None else max_tokens
 
 
 def overflow_error(num_tokens: int, ctx: int, longest: int, flags: str = "") -> ContextOverflowError:
-    """longest: that the model has. flags: with which a longer one would fit, "" where none are."""
+    """Return the error for a prompt that does not fit.
+
+    num_tokens: of the prompt.
+    ctx: the context.
+    longest: the model's longest context.
+    flags: with which a longer one would fit; "" where none are.
+    """
     trained = "" if num_tokens < longest else f"; the model was trained for at most {longest}"
     error = ContextOverflowError(
         f"the prompt has {num_tokens} tokens, the context {ctx}",
@@ -68,12 +74,12 @@ def overflow_error(num_tokens: int, ctx: int, longest: int, flags: str = "") -> 
 
 
 def num_in_front(messages: Sequence[Message]) -> int:
-    """How many messages at the front are the system's, which never leaves."""
+    """Return the number of messages at the front that never leave, the system's."""
     return next((i for i, message in enumerate(messages) if message["role"] not in _FRONT_ROLES), len(messages))
 
 
 def turn_starts(messages: Sequence[Message]) -> list[int]:
-    """Where each turn begins: a question, and all up to the next one; what comes before the first is part of that."""
+    """Return where each turn begins: a question and all up to the next one. The first has what comes before it."""
     first = num_in_front(messages)
     starts = [i for i in range(first, len(messages)) if messages[i]["role"] == "user"]
     return [first, *starts[1:]] if starts else []
@@ -88,12 +94,13 @@ def fit_turns(
     *,
     looks: bool = False,
 ) -> Fitted:
-    """The prompt without as many of the oldest turns as have to leave, so that it has room for its answer.
+    """Leave out as many of the oldest turns as have to leave for the answer.
 
-    floor: messages behind those at the front that have left before, and stay out; looks: unless there is room for some
-    of them again. A prompt of which only the system message and the last turn are left is taken as it is: whether it
-    fits is for the engine to say. Raises TemplateError where the template refuses the whole prompt, or its last turn
-    alone.
+    A prompt of which only the system message and the last turn are left is taken as it is: the engine says if it fits.
+
+    floor: messages behind those at the front that have left before, and stay out.
+    looks: take some of them in again where they fit.
+    Raises TemplateError where the template refuses the whole prompt, or its last turn alone.
     """
     front, starts = num_in_front(messages), turn_starts(messages)
     limit = max(1, ctx - answer_room(ctx, max_tokens))
@@ -116,8 +123,7 @@ def fit_turns(
 
 
 def turns_too_many(messages: Sequence[Message], encode: Encode, ctx: int) -> tuple[int, int]:
-    """How many of the oldest turns would have to leave for any answer at all, and of how many; 0 where that is no
-    remedy."""
+    """Return (oldest turns that would have to leave for any answer at all, all turns); 0 where that does not help."""
     front, starts = num_in_front(messages), turn_starts(messages)
     if len(starts) < 2:
         return 0, len(starts)
@@ -144,8 +150,10 @@ class _Candidates:
         self.prompts: dict[int, Sequence[int]] = {}
 
     def fewest(self, target: int, limit: int) -> int:
-        """How many turns have to leave, at least one, for a prompt of `target` tokens, or of `limit` where the last
-        turn alone has more; all but the last where nothing helps."""
+        """Return the number of turns that have to leave, at least one, for a prompt of `target` tokens.
+
+        The target is `limit` where the last turn alone has more; all but the last leave where nothing helps.
+        """
         last = len(self._starts) - 1
         smallest = self._encode(without(self._messages, self._starts[last] - self._front))
         self.prompts[last] = smallest
@@ -170,13 +178,13 @@ class _Candidates:
 
 
 def without(messages: Sequence[Message], num_out: int) -> list[Message]:
-    """Those that stay where so many have left, of those behind the front."""
+    """Return the messages that stay where so many have left, of those behind the front."""
     front = num_in_front(messages)
     return [*messages[:front], *messages[front + num_out :]]
 
 
 def _opening(messages: Sequence[Message]) -> str:
-    """How the first question among them begins."""
+    """Return the first words of the first question."""
     question = next((message for message in messages if message["role"] == "user"), {})
     content = question.get("content")
     words = " ".join(content.split()) if isinstance(content, str) else ""

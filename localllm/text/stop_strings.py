@@ -1,4 +1,4 @@
-"""Stop strings in text that arrives in pieces. Knows nothing about tokens: a piece may be any part of the text."""
+"""Find stop strings in text that arrives in pieces. Knows nothing about tokens: a piece may be any part of the text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Gives out text as soon as it cannot be part of a stop string, and ends it before the first one.
+    """Releases text as soon as it cannot be part of a stop string, and ends it before the first one.
 
     The result does not depend on how the text is cut into pieces: it ends at the smallest index at which any of the
     stops begins, as `str.find` on the whole text would say. Each character costs O(stops), amortised.
@@ -24,7 +24,7 @@ class StopMatcher:
         self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that is certain now, whether a stop was found). Once it was found, nothing more comes out."""
+        """Return (the text that is certain now, a stop was found). Behind a stop nothing more is released."""
         if self._stopped:
             return "", True
         if not self._prefixes:
@@ -41,7 +41,7 @@ class StopMatcher:
         return self._release(certain if self._match_start is None else min(certain, self._match_start)), False
 
     def finish(self) -> str:
-        """What was held back, up to a stop that was found in it."""
+        """Return the text that was held back, up to a stop that was found in it."""
         if self._stopped:
             return ""
         self._stopped = True
@@ -55,12 +55,12 @@ class StopMatcher:
                     self._match_start, self.found = start, prefix.stop
 
     def _is_decided(self, position: int) -> bool:
-        """Whether a stop is complete and no other one that began before it can still be completed."""
+        """Tell if a stop is complete and no other one that began before it can still be completed."""
         start = self._match_start
         return start is not None and all(position - prefix.length >= start for prefix in self._prefixes)
 
     def _release(self, end: int | None) -> str:
-        """Give out the held text up to index `end` of the whole text; None: all of it."""
+        """Return the held text up to index `end` of the whole text; None: all of it."""
         count = len(self._held) if end is None else end - self._held_start
         text, self._held = self._held[:count], self._held[count:]
         self._held_start += count
@@ -68,7 +68,7 @@ class StopMatcher:
 
 
 class _Prefix:
-    """How much of one stop string the text ends with (Knuth, Morris, Pratt)."""
+    """Counts the characters of one stop string that the text ends with (Knuth, Morris, Pratt)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -86,7 +86,7 @@ class _Prefix:
         return self.length == len(self.stop)
 
     def _extend(self) -> None:
-        """By one: a client's stops may be long, and most of them are never begun."""
+        """Extend the table by one place: a client's stops may be long, and most of them are never begun."""
         char, border = self.stop[self.length - 1], self._shorter[-1]
         while border and char != self.stop[border]:
             border = self._shorter[border]

@@ -1,10 +1,10 @@
-"""Which special tokens of a prompt its chat template has written itself.
+"""Tell the special tokens that a chat template has written itself from their texts in messages.
 
-While a template renders for ids, a private character stands for each special token in the template's own literals. What
-was said is left as it is: however a template cuts, trims or joins it, it never holds such a character, and so nobody
-can forge a role. Whatever a template looks for in a message and is no special token (`</think>`) it still finds.
+While a template renders for ids, a private character stands for each special token in the template's own literals.
+Messages are left as they are: however a template cuts, trims or joins them, they never hold such a character, and so
+nobody can forge a role. A template still finds in a message what is no special token (`</think>`).
 
-A template that builds special tokens out of roles ('<|' + role + '|>') means that for the ordinary roles only.
+A template that builds special tokens from roles ('<|' + role + '|>') means that for the ordinary roles only.
 
 Knows nothing about running templates or encoding texts.
 """
@@ -29,10 +29,10 @@ class SpecialMarks:
     """The private characters for one set of special tokens."""
 
     def __init__(self, specials: Collection[str], taken: Collection[str] = ()) -> None:
-        """taken: characters that messages hold. Raises UsageError where too few are left."""
+        """Assign a character to each. taken: those in messages. Raises UsageError where too few are left."""
         self.specials = frozenset(specials)
         free = (char for code in chain(*_PRIVATE) if (char := chr(code)) not in taken)
-        # What a template may build from a role, as (beginning, role, end).
+        # Tokens that a template may build from a role, as (beginning, role, end).
         self._built = [
             (special[: role.start()], role[0], special[role.end() :])
             for special in sorted(self.specials)
@@ -48,11 +48,11 @@ class SpecialMarks:
         self._marks = frozenset(self._texts | self._halves)
 
     def clash_with(self, characters: Collection[str]) -> bool:
-        """Whether one of them is a mark."""
+        """Tell if one of these characters is a mark."""
         return not self._marks.isdisjoint(characters)
 
     def mark(self, literal: str) -> str:
-        """What a template writes, with marks for special tokens and for the halves that a role makes one of."""
+        """Return a literal with marks for special tokens, and for halves that become one with a role between them."""
         for special, char in self._wholes.items():
             if special in literal:
                 literal = literal.replace(special, char)
@@ -63,7 +63,7 @@ class SpecialMarks:
         return literal
 
     def pieces(self, rendered: str) -> list[tuple[str, bool]]:
-        """The texts of a rendered prompt, none of them empty: (special token, True) or (plain text, False)."""
+        """Split a rendered prompt into texts, none empty: (special token, True) or (plain text, False)."""
         for start, role, end in self._built:
             marked = self._starts[start] + role + self._ends[end]
             rendered = rendered.replace(marked, self._wholes[start + role + end])

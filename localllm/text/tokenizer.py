@@ -1,7 +1,7 @@
-"""Text to token ids and back, with the tokenizer of a model folder.
+"""Encode text to token ids and back, with the tokenizer of a model folder.
 
-Owns which tokens are special, what a byte of a token is, and whether a BOS belongs in front. Knows nothing about chat
-templates, models or sampling.
+Decides which tokens are special, which bytes a token stands for, and if a BOS belongs in front. Knows nothing about
+chat templates, models or sampling.
 
 A token is special if its file flags it so, if tokenizer_config.json does, or gives it a role (bos, eos, ...) or a place
 among the additional ones, or if it has the shape of a control token (`<|...|>`, `<s>`): some files forget the flag, and
@@ -33,16 +33,16 @@ from localllm.text.tokenizer_files import (
     special_roles,
 )
 from localllm.text.tokenizer_limits import MAX_ADDED_BYTES, MAX_VOCAB
+from localllm.text.tokenizer_subset import subset
 
 _LONG_TEXT = 1 << 16  # characters, some 20 ms; for these the library lets other threads run
 _CONTROL_SHAPE = re.compile(r"<\|.*\|>|<｜.*｜>|</?s>", re.DOTALL)
-# What the library's regular expressions call white space: Python's \s has four control characters more.
+# White space of the library's regular expressions: Python's \s has four control characters more.
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _FLAGS = ("single_word", "lstrip", "rstrip")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-
-# What splits differently where a vocabulary is the same: numbers, white space, capitals, accents.
+# Splits differently where two tokenizers with one vocabulary differ: numbers, white space, capitals, accents.
 _PROBE = "In 2024, 12345  Bäume's  HTTPServer\n\tx=1;"
 
 
@@ -96,48 +96,47 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """The tokenizer of a model folder, without tokens that its model has no row for: their texts are spelled by
-        others. Raises TokenizerError naming the file that is absent, cut or malformed, or that cannot do without."""
-        files = TokenizerFiles(directory)
-        tokenizer, size = cls._of(files), files.num_ids()
-        if size is None or tokenizer.vocab_size <= size:
-            return tokenizer
-        fitting = cls._of(files, size)
-        if fitting.vocab_size > size:
-            why = f"its highest id is {fitting.vocab_size - 1}, and the model has ids 0 to {size - 1}"
-            raise TokenizerError(f"{fitting._origin} does not fit to its model", why=why, fix=FETCH_ANEW)
-        return fitting
+        """Load the tokenizer of a model folder, without tokens that its model has no row for: others spell their texts.
 
-    @classmethod
-    def _of(cls, files: TokenizerFiles, size: int | None = None) -> Tokenizer:
-        config = files.config()
-        backend = files.serialized(size) or byte_level_bpe(files, config, size)
-        origin = str(files.directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
+        Raises TokenizerError naming the file that is absent, cut or malformed, or that cannot do without.
+        """
+        files = TokenizerFiles(directory)
+        config, size = files.config(), files.num_ids()
+        backend = files.serialized() or byte_level_bpe(files, config)
+        origin = str(directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
         with library_errors(f"{origin} cannot be used"):
-            files.add_missing_tokens(backend, config, size)
-            return cls(backend, config, origin=origin)
+            files.add_missing_tokens(backend, config)
+            tokenizer = cls(backend, config, origin=origin)
+            if size is None or tokenizer.vocab_size <= size:
+                return tokenizer
+            fitting = json.dumps(subset(json.loads(backend.to_str()), size, BYTE_ALPHABET))
+            tokenizer = cls(tokenizers.Tokenizer.from_str(fitting), config, origin=origin)
+        if tokenizer.vocab_size > size:
+            why = f"its highest id is {tokenizer.vocab_size - 1}, and the model has ids 0 to {size - 1}"
+            raise TokenizerError(f"{origin} does not fit to its model", why=why, fix=FETCH_ANEW)
+        return tokenizer
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
-        """Ids of `text`. special=False: the text of a special token is ordinary text, and no special id comes out.
+        """Return the ids of `text`.
 
-        special=True: special tokens in the text are meant. bos=True: one BOS in front if this tokenizer adds one and
-        the text does not already begin with it.
+        special: special tokens in the text are meant; else they are ordinary text, and no special id comes out.
+        bos: one BOS in front if this tokenizer adds one and the text does not already begin with it.
         """
         text = valid_unicode(text)
         ids = self._encode(text, special).ids if special else self._encode_plain(text)
         return self.with_bos(ids) if bos else ids
 
     def with_bos(self, ids: list[int]) -> list[int]:
-        """`ids` with a BOS in front if this tokenizer adds one and there is none yet."""
+        """Return `ids` with a BOS in front if this tokenizer adds one and there is none yet."""
         if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             return [self.bos_token_id, *ids]
         return ids
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
-        """Ids of texts that follow one another. (text, True) is one special token; (text, False) never holds any.
+        """Return the ids of texts that follow one another: (text, True) is one special token, (text, False) holds none.
 
-        Else the ids are those of the whole text: a special token may swallow the white space beside it, and only what
-        stands at the very start is given the space that some tokenizers put in front.
+        Otherwise the ids are those of the whole text: a special token may swallow the white space beside it, and only
+        the very start is given the space that some tokenizers put in front.
         """
         ids: list[int] = []
         for number, (text, special) in enumerate(pieces):
@@ -152,7 +151,7 @@ class Tokenizer:
         return ids
 
     def difference(self, other: Tokenizer) -> str:
-        """In what the ids of another one mean something else; "" where they mean the same."""
+        """Return where the ids of another tokenizer mean something else; "" where they mean the same."""
         own, others = self._backend.get_vocab(), other._backend.get_vocab()
         if own == others:
             return (
@@ -165,18 +164,18 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> Collection[str]:
-        """How the special tokens are written."""
+        """The texts of the special tokens."""
         return self._special.keys()
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`. Bytes that are no UTF-8 become U+FFFD; an id without a token becomes nothing."""
+        """Return the text of `ids`. Bytes that are no UTF-8 become U+FFFD; an id without a token becomes nothing."""
         if self._bytes is None:
             with library_errors(f"{self._origin} cannot decode these ids"):
                 return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
         return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = True) -> bytes:
-        """The bytes of `ids`: may begin or end within a character."""
+        """Return the bytes of `ids`, which may begin or end within a character."""
         if self._bytes is None:
             return self.decode(list(ids), skip_special=skip_special).encode()
         kept = (index for index in ids if not (skip_special and index in self.special_ids))
@@ -184,27 +183,27 @@ class Tokenizer:
 
     @property
     def leading_spaces(self) -> int | None:
-        """How many spaces decoding drops at the very start, or None where tokens have no bytes of their own."""
+        """The spaces that decoding drops at the very start; None where tokens have no bytes of their own."""
         return None if self._bytes is None else self._bytes.leading_spaces
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes that one token stands for; b"" for an id without a token."""
+        """Return the bytes that one token stands for; b"" for an id without a token."""
         known = self._byte_cache.get(index)
         if known is None:
             known = self._byte_cache[index] = self._read_bytes(index)
         return known
 
     def token_text(self, index: int) -> str:
-        """One token for people to read: bytes that are no character by themselves are shown as \\xNN."""
+        """Return one token for people to read: bytes that are no character by themselves are shown as \\xNN."""
         return self.token_bytes(index).decode("utf-8", errors="backslashreplace")
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written exactly so in the vocabulary, or None."""
+        """Return the id of the token that is written exactly so in the vocabulary, or None."""
         index = self._backend.token_to_id(text)
         return None if index is None else int(index)
 
     def leading_token(self, text: str) -> int | None:
-        """The id of the added token, special or not, that a text begins with; of several, the longest one's."""
+        """Return the id of the longest added token, special or not, that a text begins with."""
         begins = [index for index, content in self._added.items() if content and text.startswith(content)]
         return max(begins, key=lambda index: len(self._added[index]), default=None)
 
@@ -288,7 +287,7 @@ def valid_unicode(text: str) -> str:
 
 
 class _ByteReader:
-    """What the bytes of a token are, read from the decoder of a tokenizer.json."""
+    """Finds the bytes of a token by the decoder of a tokenizer.json."""
 
     def __init__(self, *, byte_level: bool, replaced: tuple[tuple[str, str], ...], fallback: bool, strip: int) -> None:
         self._byte_level = byte_level

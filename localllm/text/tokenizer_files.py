@@ -1,12 +1,11 @@
-"""The files of a tokenizer in a model folder: tokenizer.json, or vocab.json and merges.txt where that is all there is.
+"""Read the tokenizer of a model folder: tokenizer.json, or vocab.json and merges.txt where that is all there is.
 
-Reads them with limits, and turns every failure of the tokenizers library into a TokenizerError. Knows the formats of
-the files, not what the tokens are for.
+Reads with limits, and turns every failure of the tokenizers library into a TokenizerError. Knows the formats of the
+files, not the use of the tokens.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -19,7 +18,6 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from localllm.errors import FETCH_ANEW, CheckpointError, LocalLLMError, TokenizerError
 from localllm.models.families import load_config
 from localllm.models.strict_json import JsonLimits, parse_json_object, read_bounded, require_few_values
-from localllm.text.tokenizer_fitting import fitted
 from localllm.text.tokenizer_limits import (
     MAX_ADDED_BYTES,
     MAX_FILE_BYTES,
@@ -38,7 +36,7 @@ _EXTRAS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte."""
+    """Return GPT-2's printable stand-in for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
@@ -65,31 +63,31 @@ class TokenizerFiles:
         return (self.directory / name).is_file()
 
     def text(self, name: str, limit_bytes: int = MAX_FILE_BYTES) -> str:
-        """The file's text. Raises TokenizerError if it is absent, too large or no UTF-8."""
+        """Return the file's text. Raises TokenizerError if it is absent, too large or no UTF-8."""
         try:
             return self._bytes(name, limit_bytes).decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.error(name, "is no UTF-8 text", f"byte {error.start}: {error.reason}") from error
 
     def json(self, name: str, limits: JsonLimits = SETTINGS) -> dict[str, Any]:
-        """The JSON object in the file; {} if there is no such file."""
+        """Return the JSON object in the file; {} if there is no such file."""
         if not self.has(name):
             return {}
         with _as_tokenizer_error():
             return parse_json_object(self._bytes(name, limits.size_bytes), str(self.directory / name), limits)
 
     def config(self) -> dict[str, Any]:
-        """tokenizer_config.json over special_tokens_map.json."""
+        """Return tokenizer_config.json over special_tokens_map.json."""
         return self.json("special_tokens_map.json") | self.json("tokenizer_config.json")
 
     def num_ids(self) -> int | None:
-        """How many the model of this folder has rows for; None where no model is described here."""
+        """Return the number of rows of the model in this folder; None where none is described."""
         with suppress(LocalLLMError):
             return load_config(self.directory).vocab_size
         return None
 
-    def serialized(self, size: int | None = None) -> tokenizers.Tokenizer | None:
-        """The tokenizer in tokenizer.json, or None if there is no such file. size: without higher ids."""
+    def serialized(self) -> tokenizers.Tokenizer | None:
+        """Return the tokenizer in tokenizer.json, or None if there is no such file."""
         name = "tokenizer.json"
         if not self.has(name):
             return None
@@ -100,23 +98,15 @@ class TokenizerFiles:
             require_readable_keys(data)
             require_sound_charsmaps(data)
             require_small_search(data)
-            if size is not None:
-                data = json.dumps(fitted(json.loads(data), size, BYTE_ALPHABET)).encode()
             backend = tokenizers.Tokenizer.from_buffer(data)
             require_sound_components(backend)
             return backend
 
-    def add_missing_tokens(
-        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], size: int | None = None
-    ) -> None:
-        """Give `backend` the added tokens that only tokenizer_config.json or added_tokens.json declares.
-
-        size: none with higher ids."""
+    def add_missing_tokens(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+        """Give `backend` the added tokens that only tokenizer_config.json or added_tokens.json declares."""
         declared = _declared_tokens(self, config) or _listed_tokens(self.json("added_tokens.json"))
         present = set(backend.get_added_tokens_decoder())
-        missing = {
-            index: declared[index] for index in sorted(declared.keys() - present) if size is None or index < size
-        }
+        missing = {index: declared[index] for index in sorted(declared.keys() - present)}
         if (size := sum(len(token.content) for token in missing.values())) > MAX_ADDED_BYTES:
             why = f"{size} characters together; at most {MAX_ADDED_BYTES}"
             raise TokenizerError(
@@ -134,7 +124,7 @@ class TokenizerFiles:
                 )
 
     def naming(self, name: str) -> AbstractContextManager[None]:
-        """Whatever fails within is this file's fault."""
+        """Name this file in errors of the library."""
         return library_errors(f"{self.directory / name} is no tokenizer that can be read")
 
     def _bytes(self, name: str, limit_bytes: int) -> bytes:
@@ -147,7 +137,7 @@ class TokenizerFiles:
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turns whatever the tokenizers library raises into a TokenizerError: a panic in it is a bare BaseException."""
+    """Turn any error of the tokenizers library into a TokenizerError: a panic in it is a bare BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, LocalLLMError):
@@ -164,9 +154,8 @@ def _as_tokenizer_error() -> Iterator[None]:
         raise TokenizerError(error.what, why=error.why, fix=error.fix) from error
 
 
-def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any], size: int | None = None) -> tokenizers.Tokenizer:
-    """A byte-level BPE from vocab.json and merges.txt, with the words of the tokenizer_class in `config`. size: without
-    higher ids."""
+def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Return a byte-level BPE from vocab.json and merges.txt, with the words of the tokenizer_class in `config`."""
     _require_vocabulary(files)
     kind = config.get("tokenizer_class") or ""
     if kind not in _QWEN2_CLASSES + _GPT2_CLASSES:
@@ -177,10 +166,6 @@ def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any], size: int |
         )
     vocab = _read_vocab(files)
     merges = _read_merges(files)
-    if size is not None:
-        with files.naming("vocab.json"):
-            within = fitted({"model": {"vocab": vocab, "merges": merges}, "decoder": "ByteLevel"}, size, BYTE_ALPHABET)
-        vocab, merges = within["model"]["vocab"], within["model"]["merges"]
     with files.naming("merges.txt"):
         model = models.BPE(vocab=vocab, merges=merges)
     backend = tokenizers.Tokenizer(model)
@@ -197,14 +182,13 @@ def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any], size: int |
 
 
 def special_roles(config: Mapping[str, Any]) -> dict[str, str]:
-    """Role -> text of the special tokens that tokenizer_config.json names, those with roles of their own included."""
+    """Return role -> text of the special tokens that tokenizer_config.json names, also with roles of its own."""
     named = {**{name: token for name, token in config.items() if name.endswith("_token")}, **_named_extras(config)}
     return {name: text for name, token in named.items() if (text := _text_of(token))}
 
 
 def declared_special(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Text -> flags of every token that tokenizer_config.json declares special, whatever tokenizer.json says of it; no
-    flags where it has none of its own."""
+    """Return text -> flags of every token that tokenizer_config.json declares special; {} without flags of its own."""
     found: dict[str, Mapping[str, Any]] = {text: {} for text in special_roles(config).values()}
     for key in _EXTRAS:
         extras = config.get(key)
@@ -218,7 +202,7 @@ def declared_special(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _named_extras(config: Mapping[str, Any]) -> dict[str, Any]:
-    """{"image_token": "<image>"}: as the newer form of tokenizer_config.json has it."""
+    """Return {"image_token": "<image>"}, which newer forms of tokenizer_config.json have."""
     extras = config.get("extra_special_tokens")
     return extras if isinstance(extras, dict) else {}
 
@@ -260,7 +244,7 @@ def _read_merges(files: TokenizerFiles) -> list[tuple[str, str]]:
 
 
 def _declared_tokens(files: TokenizerFiles, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """tokenizer_config.json: {"added_tokens_decoder": {"151643": {"content": ...}}}."""
+    """Read tokenizer_config.json: {"added_tokens_decoder": {"151643": {"content": ...}}}."""
     declared = config.get("added_tokens_decoder")
     if not isinstance(declared, dict):
         return {}
@@ -276,7 +260,7 @@ def _declared_tokens(files: TokenizerFiles, config: Mapping[str, Any]) -> dict[i
 
 
 def _listed_tokens(listed: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """added_tokens.json: {"<|im_end|>": 151645}."""
+    """Read added_tokens.json: {"<|im_end|>": 151645}."""
     return {
         index: AddedToken(content, normalized=False)
         for content, index in listed.items()

@@ -1,4 +1,4 @@
-"""What a tokenizer's files may ask for: sizes before anything is built, and components that neither panic nor explode.
+"""Limit the files of a tokenizer: sizes before anything is built, and components that neither panic nor explode.
 
 Owns the numbers. The tokenizers library checks the formats; what it would panic about, or fill the memory with, is
 refused here. Knows no file names and no tokens.
@@ -84,7 +84,7 @@ def require_sound_components(backend: tokenizers.Tokenizer) -> None:
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
-    """Every component in a component, itself included."""
+    """Yield a component and every component in it."""
     if isinstance(value, dict):
         if "type" in value:
             yield value
@@ -96,7 +96,7 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """How many characters one character can become."""
+    """Return the most characters that one character can become."""
     match part:
         case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if pattern:
             return max(1.0, len(content) / len(pattern))

@@ -1,54 +1,56 @@
-"""The full-screen chat: the conversation's thread, the screens, themes and keys."""
+"""The full-screen chat: its workers, screens, themes and keys."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from textual import on
 from textual.app import SystemCommand
-from textual.binding import Binding
 from textual.message import Message
 from textual.screen import Screen
+from textual.worker import WorkerFailed
 
 from localllm.chat.recorder import Resumed
 from localllm.config import ResolvedSettings
 from localllm.errors import UsageError
 from localllm.runtime.selection import Selection
-from localllm.tui import draft, messages
-from localllm.tui.archive import Archive
+from localllm.tui import drafts, messages
+from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.commands import COMMANDS
-from localllm.tui.desk import Desk
-from localllm.tui.key_names import KeyNames
-from localllm.tui.key_order import KeyOrder
-from localllm.tui.loading import Serve, serve
+from localllm.tui.download_worker import DownloadChanged, DownloadWorker
+from localllm.tui.fit_worker import FitFound, FitMeasuring, FitWorker
+from localllm.tui.history_worker import HistoryWorker
+from localllm.tui.job_queue import DaemonExecutor, Job
+from localllm.tui.key_queue import KeyQueue
+from localllm.tui.keys import EVERYWHERE, KeyNames
+from localllm.tui.model_loader import Serve, serve
 from localllm.tui.screens.chat import ChatScreen
-from localllm.tui.transfers import TransferMoved, Transfers
-from localllm.tui.verdicts import Measuring, VerdictCame, Verdicts
 
 if TYPE_CHECKING:
     from localllm.tui.screens.models import ModelsScreen
 
 DARK, LIGHT = "textual-dark", "textual-light"
-_DRAFT_S = 1.0  # between two looks whether there is something new to keep of what is being written
-_STOP_S = 1.0  # in which pulls and conversions may end where they are; what they have is kept in any case
-
-Away = AbstractContextManager[None]
-_ALONE_S = 2.0  # between two looks whether the terminal is still there
+_DRAFT_S = 1.0  # between two looks at whether the draft has changed
+_STOP_S = 1.0  # for downloads to stop; their files stay in any case
+_ALONE_S = 2.0  # between two looks at whether the terminal is still there
 
 
 @dataclass(frozen=True)
 class Start:
-    """What the chat begins with. resolved: the settings under which models are chosen later. extra: sampling parameters
-    that are no settings. system: that was typed in the place of a resumed chat's own. draft: what was typed before the
-    screen was there. follows_terminal: the theme is to be as the terminal is, which may say so later."""
+    """The beginning of a chat.
+
+    resolved: the settings for models chosen later.
+    system: typed in place of a resumed chat's own message.
+    extra: sampling parameters that are no settings.
+    draft: what was typed before the screen was there.
+    follows_terminal: the theme is the terminal's, which may report it later.
+    """
 
     selection: Selection
     resolved: ResolvedSettings
@@ -62,161 +64,158 @@ class Start:
     follows_terminal: bool = False
 
 
-class ChatApp(KeyOrder):
+class ChatApp(KeyQueue):
     TITLE = "localllm"
-    BINDINGS = [
-        Binding("f1", "help", "help", id="app.help"),
-        Binding("f2", "plan", "plan", id="app.plan"),
-        Binding("f3", "models", "models", id="app.models"),
-        Binding("f4", "chats", "chats", id="app.chats"),
-        Binding("ctrl+q", "leave", "leave", id="app.leave", show=False, priority=True),
-    ]
+    BINDINGS = [*EVERYWHERE]
     ENABLE_COMMAND_PALETTE = True
-    CSS = """
-    Screen:inline { height: 75vh; min-height: 16; border: none; }
-    """
+    CSS = "Screen:inline { height: 75vh; min-height: 16; border: none; }"
 
-    def __init__(self, start: Start, serve: Serve = serve, away: Callable[[], Away] = nullcontext) -> None:
+    def __init__(
+        self, start: Start, serve: Serve = serve, away: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         """away: entered while another program has the terminal."""
         super().__init__()
         self.animation_level = "none"  # each frame of a scroll is a picture more over ssh
+        self.away = away
+        self.failure: Exception | None = None
+        self.unsent = ""  # the text in the composer
         self._start = start
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.away = away
-        self.desk = Desk(start.resolved, dict(start.extra), serve, self._hear, KeyNames(start.keys))
-        self.archive = Archive()
-        self.chat = ChatScreen(self.desk, start.draft, shows_statistics=start.shows_statistics)
-        self.transfers = Transfers(self.post_message)
-        self.verdicts = Verdicts(self.post_message, lambda: self.chat.is_busy or self.transfers.is_running)
-        self._models_screen: ModelsScreen | None = None
-        self.failure: Exception | None = None
-        self.unsent = ""  # what stands in the composer
-        self._kept_draft = ""
+        self._saved_draft = ""
         self._first_theme = start.theme
-
-    @property
-    def keys(self) -> Mapping[str, str]:
-        """The user's own, by a binding's id."""
-        return self._start.keys
-
-    @property
-    def time(self) -> float:
-        """Seconds, never set back."""
-        return time.monotonic()
+        names, post = KeyNames(start.keys), self._post_to_chat
+        self.worker = ChatWorker(start.resolved, dict(start.extra), serve, post, names, self._start_thread)
+        self.chat = ChatScreen(self.worker, self, start.draft, shows_statistics=start.shows_statistics)
+        self.history = HistoryWorker(lambda text: self.call_later(self._warn, text))
+        self.downloads = DownloadWorker(self.post_message, self._start_thread)
+        self.fits = FitWorker(self, lambda: self.chat.is_busy or self.downloads.is_running)
+        self._models_screen: ModelsScreen | None = None
 
     def on_mount(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(DaemonExecutor())
         self.theme = self._start.theme
         self.set_keymap(dict(self._start.keys))
         self.push_screen(self.chat)
+        self._start_thread(self.history.run)
         self.call_after_refresh(self._begin)
         if not self._start.selection.private:
-            self.set_interval(_DRAFT_S, self._keep_draft)
+            self.set_interval(_DRAFT_S, self._save_draft_soon)
         if not self.is_headless:
             self.set_interval(_ALONE_S, self._leave_if_alone)
 
     def _begin(self) -> None:
-        """Once the first picture is there: torch's import holds Python's lock for long stretches."""
-        self.desk.begin_with(self._start.selection, self._start.resumed, self._start.system)
+        """Begin once the first picture is there: torch's import holds Python's lock for long stretches."""
+        start = self._start
+        self._start_thread(partial(self.worker.run, start.selection, start.resumed, start.system))
 
-    def _hear(self, message: Message) -> None:
-        """From the conversation's thread: the chat's handlers take it, whichever screen is shown."""
+    def _start_thread(self, work: Job) -> None:
+        """Start a thread worker, from any thread."""
+        self.call_later(self.run_worker, work, thread=True)
+
+    def _post_to_chat(self, message: Message) -> None:
+        """Post to the chat, whichever screen is shown."""
         self.chat.post_message(message)
 
-    def _keep_draft(self) -> None:
-        """What is being written survives a kill."""
-        if self.unsent != self._kept_draft:
-            self.run_worker(self.keep_draft, thread=True, group="draft")
+    def _warn(self, text: str) -> None:
+        """Show a warning on the present screen, or the chat below a dialog."""
+        getattr(self.screen, "notice", self.chat.notice).note(text, is_warning=True)
 
-    def keep_draft(self) -> None:
-        """Keeps what is being written for the next start, if it is not. Of a private chat nothing is."""
-        if self.unsent != self._kept_draft and not self._start.selection.private:
-            self._kept_draft = self.unsent
-            draft.keep(self._kept_draft)
+    def _save_draft_soon(self) -> None:
+        """Save the draft, which then survives a kill."""
+        if self.unsent != self._saved_draft:
+            self.run_worker(self.save_draft, thread=True, group="draft")
+
+    def save_draft(self) -> None:
+        """Save a changed draft for the next start, unless the chat is private."""
+        if self.unsent != self._saved_draft and not self._start.selection.private:
+            self._saved_draft = self.unsent
+            drafts.save(self._saved_draft)
 
     def leave(self) -> None:
-        """Ends the program. What was said is kept."""
+        """End the program. The conversation is saved."""
         self.exit()
 
     def _leave_if_alone(self) -> None:
-        """Leaves where the terminal is gone, and no signal told of it: reading from it would spin for ever."""
+        """Leave where the terminal is gone without a signal: reading from it would spin for ever."""
         if not os.isatty(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0):
             self.leave()
 
     def leave_soon(self) -> None:
-        """`leave`, from a handler of signals."""
+        """`leave`, from a signal handler."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.leave)
 
     def on_unmount(self) -> None:
-        self.verdicts.close()
-        self.transfers.close(_STOP_S)
+        self.downloads.close(_STOP_S)
+
+    def close(self, timeout_s: float) -> None:
+        """Save the draft and end the workers, after the screen is gone."""
+        self.save_draft()
+        self.worker.close(timeout_s)
+        self.history.close(timeout_s)
 
     @property
     def _models(self) -> ModelsScreen | None:
-        """None also where it is not there yet, or goes with everything else."""
+        """The models' screen; None while it is not mounted."""
         models = self._models_screen
         is_there = self.is_running and models is not None and models in self.screen_stack and models.is_mounted
         return models if is_there else None
 
-    @on(VerdictCame)
-    def _on_verdict(self, message: VerdictCame) -> None:
+    def on_fit_found(self, message: FitFound) -> None:
         if (models := self._models) is not None:
-            models.judged(message.name)
+            models.show_fit(message.name)
 
-    @on(Measuring)
-    def _on_measuring(self, message: Measuring) -> None:
+    def on_fit_measuring(self, message: FitMeasuring) -> None:
         if (models := self._models) is not None:
-            models.tell_measuring(message.text)
+            models.show_measuring(message.text)
 
-    @on(messages.BackgroundSaid)
-    def _on_background(self, message: messages.BackgroundSaid) -> None:
+    def on_background_reported(self, message: messages.BackgroundReported) -> None:
         if self._start.follows_terminal:
             before, self._first_theme = self._first_theme, LIGHT if message.is_light else DARK
             self.theme = self._first_theme if self.theme == before else self.theme
 
-    @on(TransferMoved)
-    def _on_transfer(self, message: TransferMoved) -> None:
-        """On the screen of the models where it is open; else the chat tells how it ended."""
-        transfer = message.transfer
-        self.transfers.settle(transfer)
+    def on_download_changed(self, message: DownloadChanged) -> None:
+        """Show it on the models' screen where that is open; else the chat notes how it ended."""
+        download = message.download
+        self.downloads.settle(download)
         if (models := self._models) is not None:
-            models.follow(transfer)
+            models.show_download(download)
         elif not self.is_running:
             return
-        elif transfer.state == "ended":
-            self.chat.notice.note(f"{transfer.told} ({self.desk.key_names['app.models']}: models)")
-        elif transfer.error is not None and transfer.state == "failed":
-            self.chat.notice.tell(transfer.error)
+        elif download.state == "ended":
+            self.chat.notice.note(f"{download.result} ({self.worker.key_names['app.models']}: models)")
+        elif download.error is not None and download.state == "failed":
+            self.chat.notice.show_error(download.error)
 
     def action_leave(self) -> None:
         self.leave()
 
     def action_help(self) -> None:
-        from localllm.tui.rooms import rooms
+        from localllm.tui.key_scopes import key_scopes
         from localllm.tui.screens.help import HelpScreen
 
-        self.push_screen(HelpScreen(rooms(), self._start.keys))
+        self.push_screen(HelpScreen(key_scopes(), self._start.keys))
 
     def action_plan(self) -> None:
         from localllm.tui.screens.plan import PlanScreen
 
-        selection = self.desk.selection
+        selection = self.worker.selection
         if isinstance(self.screen, PlanScreen):
             self.screen.dismiss()
         elif selection is None:
             self.chat.notice.note("there is no model yet")
         else:
-            self.push_screen(PlanScreen(self.desk, selection))
+            self.push_screen(PlanScreen(self.worker, selection))
 
     def action_models(self) -> None:
-        """Shows them; where they are shown, goes back."""
+        """Show the models; where they are shown, go back."""
         from localllm.tui.screens.models import ModelsScreen
 
         if isinstance(self.screen, ModelsScreen):
             self.pop_screen()
         elif self._models_screen not in self.screen_stack:
-            self._models_screen = ModelsScreen(self.chat, self.transfers, self.verdicts)
+            self._models_screen = ModelsScreen(self.chat, self.downloads, self.fits)
             self.push_screen(self._models_screen)
 
     def action_chats(self) -> None:
@@ -225,15 +224,15 @@ class ChatApp(KeyOrder):
         if isinstance(self.screen, ChatsScreen):
             self.screen.dismiss()
         else:
-            self.push_screen(ChatsScreen(self.chat, self.archive))
+            self.push_screen(ChatsScreen(self.chat, self.history))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterator[SystemCommand]:
-        """The palette: every slash command, by what it does."""
+        """The palette: every slash command, by its summary."""
         for name, command in COMMANDS.items():
             yield SystemCommand(f"/{name} {command.parameters}".strip(), command.summary, partial(self._command, name))
 
     def _command(self, name: str) -> None:
-        """Does it, or where something has to stand behind it, begins it in the composer."""
+        """Run a command, or begin it in the composer where it needs a parameter."""
         while self.screen is not self.chat:
             self.pop_screen()
         if COMMANDS[name].parameters and not COMMANDS[name].parameters.startswith("["):
@@ -252,15 +251,16 @@ class ChatApp(KeyOrder):
             self.theme = self._first_theme
         else:
             known = ", ".join(sorted(self.available_themes))
-            self.chat.post_message(
-                messages.Failed(UsageError(f"there is no theme {name[:40]!r}", why=f"known are {known}", fix="/theme"))
+            self.chat.notice.show_error(
+                UsageError(f"there is no theme {name[:40]!r}", why=f"known are {known}", fix="/theme")
             )
 
     def _handle_exception(self, error: Exception) -> None:
-        """What nobody foresaw ends the screen; whoever started it tells of it, in four lines."""
-        self.failure = self.failure or error
+        """End the screen at an unforeseen error, which the caller of `run` reports in four lines."""
+        cause = error.error if isinstance(error, WorkerFailed) else error
+        self.failure = self.failure or (cause if isinstance(cause, Exception) else error)
         super()._handle_exception(error)
 
     def _fatal_error(self) -> None:
-        """In the place of a traceback with the values of all variables, the conversation's among them."""
+        """Replaces a traceback with the values of all variables, the conversation's among them."""
         self._close_messages_no_wait()

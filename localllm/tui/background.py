@@ -1,6 +1,6 @@
-"""Whether the terminal is dark or light: asked of itself by OSC 11, and a question that every terminal answers.
+"""The background colour of the terminal, dark or light, by OSC 11 and a query that every terminal answers.
 
-Imports no textual: the question is on its way while that is imported.
+Imports no textual: the query is on its way while that is imported.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _LIGHT = 0.5  # of the brightness of white
 
 
 class Background:
-    """Asks when it is made; what takes time can be done before the answer is read. Until `restore` the terminal shows
-    nothing that comes in: an answer may come at any time."""
+    """Asks when it is made; slow work can be done before the answer is read. Until `restore` the terminal echoes
+    nothing: an answer may come at any time."""
 
     def __init__(self, *, asks: bool = True) -> None:
         self._asked_at = time.monotonic()
         self._mode = _asked() if asks else None
 
     def restore(self) -> None:
-        """Has the terminal as it was."""
+        """Restore the mode of the terminal."""
         if self._mode is not None:
             _set(*self._mode)
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """While it lasts the terminal is as it was: for another program."""
+        """Lend the terminal in its old mode to another program."""
         self.restore()
         try:
             yield
@@ -50,7 +50,7 @@ class Background:
                 _listen(self._mode[0])
 
     def is_light(self, environ: Mapping[str, str] = os.environ) -> tuple[bool, str]:
-        """Whether it is light, False where the terminal has not said so yet; and what was typed meanwhile."""
+        """Return whether it is light (False until the terminal has answered), and what was typed meanwhile."""
         found, typed = without_answers(self._answer())
         lines = typed.replace("\r", "\n")
         kept = "".join(character for character in lines if character.isprintable() or character == "\n")
@@ -66,7 +66,7 @@ class Background:
 
 
 def without_answers(text: str) -> tuple[bool | None, str]:
-    """Whether an answer in it says that the background is light, None where there is none; and the rest of the text."""
+    """Return whether an answer in the text reports a light background (None without one), and the rest of the text."""
     rest = _ATTRIBUTES.sub("", _COLOUR.sub("", text))
     if (found := _COLOUR.search(text)) is None:
         return None, rest
@@ -75,7 +75,7 @@ def without_answers(text: str) -> tuple[bool | None, str]:
 
 
 def begun_answer(text: str) -> int:
-    """How many characters at the text's end may be the beginning of an answer."""
+    """The number of characters at the text's end that may begin an answer."""
     if (found := _BETWEEN.search(text)) is not None:
         return len(found.groups()[-1])
     found = _BEGUN.search(text)
@@ -83,7 +83,7 @@ def begun_answer(text: str) -> int:
 
 
 def _asked() -> tuple[int, list[Any]] | None:
-    """Writes the question; the descriptor and the mode in which the terminal was, None where there is no terminal."""
+    """Write the query. Returns the descriptor and the mode of the terminal, None where there is none."""
     try:
         import termios
     except ImportError:
@@ -102,7 +102,7 @@ def _asked() -> tuple[int, list[Any]] | None:
 
 
 def _listen(descriptor: int) -> None:
-    """Each character as it comes, and none is shown."""
+    """Read each character as it comes, and echo none."""
     import termios
     import tty
 

@@ -1,4 +1,4 @@
-"""Amounts drawn as bars, and lines that leave out what has no room. Knows columns, no widgets."""
+"""Bars of amounts, and lines of the parts that fit. Knows columns, no widgets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def bar(share: float, columns: int, style: str = "$primary") -> Content:
-    """A share of 1 as a bar, an eighth of a column exact."""
+    """A share of 1 as a bar, to an eighth of a column."""
     eighths = round(min(1.0, max(0.0, share)) * columns * 8)
     if share > 0:
         eighths = max(1, eighths)
@@ -20,7 +20,7 @@ def bar(share: float, columns: int, style: str = "$primary") -> Content:
 
 
 def split_bar(parts: Mapping[str, float], columns: int, styles: Mapping[str, str]) -> Content:
-    """Shares of 1 beside each other, each in its style; a cell for the largest where all of them have none."""
+    """Shares of 1 side by side, each in its style; at least one cell, for the largest."""
     shown, used, total = Content(), 0, 0.0
     for name, share in parts.items():
         total += share
@@ -34,7 +34,7 @@ def split_bar(parts: Mapping[str, float], columns: int, styles: Mapping[str, str
 
 
 def fitting(parts: Sequence[tuple[int, Content]], columns: int, gap: str = "  ") -> Content:
-    """As many of the parts as have room, those with the lowest rank first; in their order."""
+    """The parts that fit, in their order; those of the highest rank are dropped first."""
     kept: list[int] = []
     used = -len(gap)
     for index in sorted(range(len(parts)), key=lambda index: parts[index][0]):

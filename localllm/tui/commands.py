@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def completions(text: str) -> list[tuple[str, str]]:
-    """(what the line becomes, what the command does) for a line that begins so; none where it is no command."""
+    """The commands that begin as the line does: (the completed line, a summary)."""
     if not text.startswith("/") or "\n" in text or " " in text:
         return []
     return [

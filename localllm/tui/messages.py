@@ -1,39 +1,25 @@
-"""What the conversation's thread tells the screen. Values: nothing in them changes once they are posted."""
+"""The messages of the conversation's thread to the screen. They are values: none changes once it is posted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from textual.message import Message
 
-if TYPE_CHECKING:
-    from localllm.chat.context import ContextUsage
-    from localllm.engine.events import FinishedEvent
-    from localllm.errors import LocalLLMError
+from localllm.chat.context import ContextUsage
+from localllm.engine.engine_info import EngineFacts
+from localllm.engine.events import FinishedEvent
+from localllm.errors import LocalLLMError
 
 Turn = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A loaded model. ledger, limits: bytes of each owner, and of all, in each tier. bound_by: what a step waits for.
-    streamed_bytes: read from the disk at every step."""
-
-    name: str
-    weights: str
-    kv: str
-    ctx: int
-    ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
-    bound_by: str = ""
-    streamed_bytes: int = 0
+Post = Callable[[Message], object]
 
 
 @dataclass
-class Loading(Message):
-    """A model is on its way. done, total: bytes; 0 where that is not known."""
+class ModelLoading(Message):
+    """The progress of a load. done, total: bytes; 0 where they are not known."""
 
     text: str
     done: int = 0
@@ -42,7 +28,8 @@ class Loading(Message):
 
 @dataclass
 class ModelReady(Message):
-    facts: Facts
+    name: str
+    facts: EngineFacts
 
 
 @dataclass
@@ -51,58 +38,62 @@ class ModelFailed(Message):
 
 
 @dataclass
-class Shown(Message):
-    """The conversation as it is now. Turns that did not change are the same objects."""
+class ConversationChanged(Message):
+    """The conversation as it is now. Turns that did not change are the same objects.
+
+    attached: names of files that wait for the next question, and their characters.
+    ending: why the last answer ends where it does; "" for a complete one.
+    thinking: the turns that are answers beginning in a thought.
+    """
 
     turns: tuple[Turn, ...]
     title: str
     session_id: str | None
     is_private: bool
-    system: str | None = None
-    attached: tuple[tuple[str, int], ...] = ()  # names of files that wait, and their characters
-    ending: str = ""  # of the last answer, why it ends where it does; of one that is whole nothing
-    thinking: frozenset[int] = frozenset()  # which turns are answers that begin in a thought
+    attached: tuple[tuple[str, int], ...] = ()
+    ending: str = ""
+    thinking: frozenset[int] = frozenset()
 
 
 @dataclass
-class Begun(Message):
-    """What is known before a model is there. asked: before, the latest first. machine: in a line."""
+class ChatStarted(Message):
+    """asked: the questions of saved chats, the latest first. machine: a line about this machine."""
 
     asked: tuple[str, ...]
     machine: str
 
 
 @dataclass
-class TakenBack(Message):
-    """A question that could not be answered, as it was typed."""
+class QuestionReturned(Message):
+    """A question could not be answered. text: as it was typed."""
 
     text: str
 
 
 @dataclass
 class GoTo(Message):
-    """A message of the conversation, by its place among the turns, is to be seen. is_chosen: the next key is for it."""
+    """Show the message at `index` among the turns. is_chosen: the next key is for it."""
 
     index: int
     is_chosen: bool = False
 
 
 @dataclass
-class AnswerBegan(Message):
-    """said: the beginning that is gone on with. is_thinking: the template has opened a thought."""
+class AnswerStarted(Message):
+    """said: the beginning that is continued. is_thinking: the template has opened a thought."""
 
     said: str
     is_thinking: bool
 
 
 @dataclass
-class Prefilled(Message):
+class PrefillProgress(Message):
     done: int
     total: int
 
 
 @dataclass
-class Said(Message):
+class AnswerDelta(Message):
     """The next words. num_tokens: of the answer so far, in `elapsed_s` since its first."""
 
     text: str
@@ -120,32 +111,30 @@ class AnswerEnded(Message):
 
 
 @dataclass
-class Settled(Message):
-    """What was asked is answered, or waits for a model, or was refused."""
+class RequestDone(Message):
+    """The question is answered, or waits for a model, or was refused."""
 
 
 @dataclass
-class Counted(Message):
+class UsageCounted(Message):
     usage: ContextUsage
 
 
 @dataclass
-class Told(Message):
-    """Something to read."""
+class Noted(Message):
+    """A line to read."""
 
     text: str
     severity: Literal["information", "warning"] = "information"
 
 
 @dataclass
-class BackgroundSaid(Message):
-    """The terminal says, after a while, what colour it has."""
+class BackgroundReported(Message):
+    """The terminal has reported its colour, late."""
 
     is_light: bool
 
 
 @dataclass
-class Failed(Message):
-    """What was wanted could not be done."""
-
+class JobFailed(Message):
     error: LocalLLMError

@@ -1,5 +1,5 @@
-"""A terminal as it is meant: a paste is one paste, whatever escape sequences are in it, a late answer is no key, and
-what is written on the full screen of one that is gone goes nowhere."""
+"""Corrections of Textual's terminal: a paste is one paste, whatever escape sequences are in it, a late answer is no
+key, and output to a terminal that is gone is dropped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from textual.drivers._writer_thread import WriterThread
 from textual.message import Message
 
 from localllm.tui.background import begun_answer, without_answers
-from localllm.tui.messages import BackgroundSaid
+from localllm.tui.messages import BackgroundReported
 
 _BEGIN, _END = "\x1b[200~", "\x1b[201~"
 _HELD_S = 0.2  # for the rest of an answer
@@ -28,7 +28,7 @@ _KEYS = {"\x1b\r": "\x1b[13;3u", "\x1b[27;2;13~": "\x1b[13;2u", "\x1b[27;3;13~":
 
 
 class TerminalParser(XTermParser):
-    """Textual's own takes what follows an ESC in a paste for keys, an enter among them for one that was pressed."""
+    """Textual's own parser takes what follows an ESC in a paste for keys, an enter among them."""
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
@@ -39,15 +39,15 @@ class TerminalParser(XTermParser):
         self._is_light: bool | None = None  # as an answer among what was read last says
 
     def feed(self, data: str) -> Iterable[Message]:
-        """As the base has it; "" is the end."""
+        """Parse text as the base class does; "" is the end."""
         text = "".join(self._cleaned(self._held + data)) if data else self._held
         if self._is_light is not None:
-            yield BackgroundSaid(self._is_light)
+            yield BackgroundReported(self._is_light)
         if text or not data:
             yield from _written(super().feed(text))
 
     def tick(self) -> Iterable[Message]:
-        """As the base has it, ten times a second: what was held, and did not go on as an answer does, is keys."""
+        """Treat held text that did not go on as an answer as keys; called ten times a second."""
         if self._may_be_answer and self._held and time.monotonic() - self._held_at >= _HELD_S:
             held, self._held = self._held, ""
             yield from _written(super().feed(held))
@@ -77,12 +77,12 @@ class TerminalParser(XTermParser):
 
 
 def _overlap(text: str, mark: str, least: int) -> int:
-    """How many characters at the text's end are the mark's beginning; 0 where they are fewer than `least`."""
+    """The number of characters at the text's end that begin the mark; 0 where they are fewer than `least`."""
     return next((count for count in range(len(mark) - 1, least - 1, -1) if text.endswith(mark[:count])), 0)
 
 
 def _written(messages: Iterable[Message]) -> Iterator[Message]:
-    """Textual's fields take for typed what is printable; these are not, and parts of words and emoji."""
+    """Joiners become pastes: Textual's fields drop what is not printable, but these belong to words and emoji."""
     for message in messages:
         if isinstance(message, events.Key) and message.character in _JOINERS:
             yield events.Paste(message.character)
@@ -91,7 +91,7 @@ def _written(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 class TerminalWriter(WriterThread):
-    """Textual's own ends with a terminal that is gone, and whoever writes then waits for it for ever."""
+    """Textual's own writer ends with a terminal that is gone, and whoever writes then waits for ever."""
 
     def __init__(self, file: IO[str]) -> None:
         with suppress(OSError, ValueError):
@@ -100,7 +100,7 @@ class TerminalWriter(WriterThread):
 
 
 class _Lasting:
-    """A file that takes what is written also when it is gone."""
+    """A file that drops what is written once it is gone."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -121,7 +121,7 @@ class _Lasting:
 
 
 def as_meant() -> None:
-    """Has Textual's drivers, which make their parser and their writer themselves, make these."""
+    """Replace the parser and the writer that Textual's drivers make."""
     if sys.platform != "win32":
         from textual.drivers import linux_driver, linux_inline_driver
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from localllm.engine.engine import Engine
-from localllm.server import asking
-from localllm.server.tools.manner import Manner
+from localllm.server import generation_request
+from localllm.server.tools.output_format import OutputFormat
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar.grammar import Grammar
 from tests.server.support import Raw, Running, running
@@ -33,19 +33,40 @@ def server(shared_server: Running) -> Iterator[Running]:
     shared_server.wait_until_idle()
 
 
+@pytest.fixture(scope="session")
+def libraries(shared_server: Running) -> Iterator[Mapping[str, Any]]:
+    """The clients of the dialects' own libraries."""
+    import anthropic
+    import ollama
+    import openai
+
+    with (
+        openai.OpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as of_openai,
+        anthropic.Anthropic(base_url=shared_server.url, api_key="none", max_retries=0) as of_anthropic,
+        ollama.Client(host=shared_server.url) as of_ollama,
+    ):
+        yield {"openai": of_openai, "anthropic": of_anthropic, "ollama": of_ollama}
+
+
+@pytest.fixture
+def client(server: Running, libraries: Mapping[str, Any], request: pytest.FixtureRequest) -> Any:
+    """The library that the tests' file is about: `test_openai_chat.py` is about openai."""
+    return libraries[request.path.stem.split("_")[1]]
+
+
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """What the model says from now on, as if it had come upon that by itself."""
 
     def set_said(text: str) -> None:
         grammar = Grammar("lark", f"start: {json.dumps(text)}")
-        monkeypatch.setattr(Manner, "grammar", lambda *_args, **_options: grammar)
+        monkeypatch.setattr(OutputFormat, "grammar", lambda *_args, **_options: grammar)
 
     return set_said
 
 
 @dataclass(frozen=True)
-class _Playing(Manner):
+class _Playing(OutputFormat):
     said: str = ""
 
     def grammar(self, *_: object, **__: object) -> Grammar:
@@ -58,17 +79,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     is told of a result. text: what it says otherwise; None: what it likes."""
 
     def set_calls(arguments: Mapping[str, Any], text: str | None = None) -> None:
-        manner_of = asking.manner_of
+        output_format_of = generation_request.output_format_of
 
-        def playing(*given: Any, **how: Any) -> Manner:
-            manner, (_, _, messages, tools) = manner_of(*given, **how), given
+        def playing(*given: Any, **how: Any) -> OutputFormat:
+            manner, (_, _, messages, tools) = output_format_of(*given, **how), given
             is_free = tools is not None and not tools.must_call and messages[-1]["role"] != "tool"
             name = next((name for name in tools.callable if name in arguments), None) if is_free else None
             call = json.dumps({"name": name, "arguments": arguments.get(name)})
             said = text if name is None else f"Let me look.\n<tool_call>\n{call}\n</tool_call>"
             return manner if said is None else _Playing(**vars(manner), said=said)
 
-        monkeypatch.setattr(asking, "manner_of", playing)
+        monkeypatch.setattr(generation_request, "output_format_of", playing)
 
     return set_calls
 

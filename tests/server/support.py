@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from localllm.runtime.engine_thread import EngineService
 from localllm.runtime.selection import Selection, with_defaults
 from localllm.server.app import create_app, create_router
 from localllm.server.guard import Admission, key_digest
-from localllm.server.listening import bound, serve
+from localllm.server.http_server import bound, serve
 from localllm.server.local import Doors
 from localllm.server.local import endpoints as local_endpoints
 from localllm.server.pool import Pool
@@ -32,6 +32,12 @@ from localllm.server.served import Capacity, Served
 from tests.patience import PATIENCE_S, wait_for
 
 OWL = [{"role": "user", "content": "A tale about an owl, please."}]
+
+
+def each_once(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations in which every value of each axis is met, where a product would have them all."""
+    values = [list(axis) for axis in axes]
+    return [tuple(axis[index % len(axis)] for axis in values) for index in range(max(map(len, values)))]
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
 import pytest
 
 from localllm.engine.engine import Engine
-from localllm.server.answering import Answers, Piece
-from localllm.server.failures import RequestError
+from localllm.server.errors import RequestError
+from localllm.server.stream import Delta, GenerationStream
 from localllm.text.chat_template import ChatTemplate
 from tests.server.support import OWL, Running
 
@@ -23,17 +23,6 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=0a
 SHORT = "Tell tales."
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "7"}
-
-
-@pytest.fixture(scope="module")
-def library(shared_server: Running) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=shared_server.url, api_key="none", max_retries=0) as library:
-        yield library
-
-
-@pytest.fixture
-def client(server: Running, library: anthropic.Anthropic) -> anthropic.Anthropic:
-    return library
 
 
 @pytest.fixture
@@ -375,12 +364,14 @@ def test_the_library_raises_what_ends_a_stream(client: anthropic.Anthropic, monk
 def break_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They begin, are silent, and fail."""
 
-    async def pieces(_answers: Answers, _silence_s: float | None = None) -> AsyncIterator[tuple[int, Piece] | None]:
-        yield 0, Piece("Once")
+    async def deltas(
+        _answers: GenerationStream, _silence_s: float | None = None
+    ) -> AsyncIterator[tuple[int, Delta] | None]:
+        yield 0, Delta("Once")
         yield None
         raise RequestError(503, "the server is shutting down", name="overloaded")
 
-    monkeypatch.setattr(Answers, "pieces", pieces)
+    monkeypatch.setattr(GenerationStream, "deltas", deltas)
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "refused: an unknown model")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import anthropic
 import pytest
 from jsonschema import validate
-from pydantic import BaseModel, ConfigDict
 
 from tests.server.support import OWL, Running
-from tests.server.tools_support import ANSWER, ANTHROPIC_TOOLS, BROKEN, CALLED_TWICE, ROOM, WEATHER
+from tests.server.tools_support import ANSWER, ANTHROPIC_TOOLS, BROKEN, CALLED_TWICE, ROOM, WEATHER, Animal
 
 PATH = "/v1/messages"
 GREEDY: dict[str, Any] = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "extra_body": {"temperature": 0}}
@@ -20,24 +19,6 @@ RAW: dict[str, Any] = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "te
 USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"unit": "C"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "21"}
 CLOCK: Any = {"type": "tool", "name": "clock"}
-
-
-class Animal(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    kind: Literal["owl", "fox"]
-    number: Literal[1, 2]
-
-
-@pytest.fixture(scope="module")
-def library(shared_server: Running) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=shared_server.url, api_key="none", max_retries=0) as library:
-        yield library
-
-
-@pytest.fixture
-def client(server: Running, library: anthropic.Anthropic) -> anthropic.Anthropic:
-    return library
 
 
 def conversation(*blocks: Any) -> list[Any]:

@@ -11,9 +11,9 @@ import pytest
 from localllm.engine.engine import Engine
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.scheduler import Limits
+from localllm.engine.step_types import Limits
 from tests.choices.support import answered
-from tests.server.support import OWL, Running, running
+from tests.server.support import OWL, Running, each_once, running
 
 STORY = "Once upon a time"
 TEXT: dict[str, Any] = {"prompt": STORY, "temperature": 1, "seed": 7, "max_tokens": 12}
@@ -120,33 +120,31 @@ def test_of_a_search_every_answer_that_is_given_is_counted(server: Running) -> N
     assert reply["usage"]["completion_tokens"] == sum(tokens) and len(tokens) == 4
 
 
-@pytest.mark.parametrize(
-    ("wrong", "param"),
-    [
-        ({"best_of": 2, "n": 3}, "best_of"),
-        ({"best_of": 3, "stream": True}, "best_of"),
-        ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
-        ({"best_of": 17}, "best_of"),
-        ({"beam_width": 17}, "beam_width"),
-        ({"beam_width": 0}, "beam_width"),
-        ({"beam_width": 4}, "temperature"),  # of 1
-        ({"beam_width": 4, "temperature": 0, "top_p": 0.9}, "top_p"),
-        ({"beam_width": 4, "temperature": 0, "top_k": 40}, "top_k"),
-        ({"beam_width": 4, "temperature": 0, "best_of": 4}, "best_of"),
-        ({"beam_width": 2, "temperature": 0, "n": 3}, "n"),
-        ({"beam_width": 2, "temperature": 0, "n": 2, "stream": True}, "stream"),
-        ({"length_penalty": 2.0}, "length_penalty"),
-        ({"early_stopping": True}, "early_stopping"),
-        ({"beam_width": 2, "temperature": 0, "length_penalty": 11}, "length_penalty"),
-        ({"beam_width": 2, "temperature": 0, "early_stopping": "soon"}, "early_stopping"),
-        ({"use_beam_search": True}, "use_beam_search"),
-    ],
-)
-@pytest.mark.parametrize("path", PATHS)
-def test_what_contradicts_itself_is_refused_by_name(
-    server: Running, path: str, wrong: dict[str, Any], param: str
-) -> None:
-    reply = server.post(path, PATHS[path] | wrong)
+CONTRADICTIONS = [
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 3, "stream": True}, "best_of"),
+    ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+    ({"best_of": 17}, "best_of"),
+    ({"beam_width": 17}, "beam_width"),
+    ({"beam_width": 0}, "beam_width"),
+    ({"beam_width": 4}, "temperature"),  # of 1
+    ({"beam_width": 4, "temperature": 0, "top_p": 0.9}, "top_p"),
+    ({"beam_width": 4, "temperature": 0, "top_k": 40}, "top_k"),
+    ({"beam_width": 4, "temperature": 0, "best_of": 4}, "best_of"),
+    ({"beam_width": 2, "temperature": 0, "n": 3}, "n"),
+    ({"beam_width": 2, "temperature": 0, "n": 2, "stream": True}, "stream"),
+    ({"length_penalty": 2.0}, "length_penalty"),
+    ({"early_stopping": True}, "early_stopping"),
+    ({"beam_width": 2, "temperature": 0, "length_penalty": 11}, "length_penalty"),
+    ({"beam_width": 2, "temperature": 0, "early_stopping": "soon"}, "early_stopping"),
+    ({"use_beam_search": True}, "use_beam_search"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "path"), each_once(CONTRADICTIONS, PATHS))
+def test_what_contradicts_itself_is_refused_by_name(server: Running, wrong: tuple[Any, str], path: str) -> None:
+    fields, param = wrong
+    reply = server.post(path, PATHS[path] | fields)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
 
@@ -160,12 +158,10 @@ def test_what_contradicts_itself_is_refused_by_name(
         ("/api/generate", {"prompt": "Hi"}),
     ],
 )
-@pytest.mark.parametrize("field", ["best_of", "beam_width"])
-def test_dialects_that_have_no_such_field_refuse_it(
-    server: Running, path: str, body: dict[str, Any], field: str
-) -> None:
-    reply = server.post(path, {"model": "tiny", **body, field: 2})
-    assert reply.status_code == 400 and field in reply.text
+def test_dialects_that_have_no_such_field_refuse_it(server: Running, path: str, body: dict[str, Any]) -> None:
+    for field in ("best_of", "beam_width"):
+        reply = server.post(path, {"model": "tiny", **body, field: 2})
+        assert reply.status_code == 400 and field in reply.text
 
 
 def test_more_answers_than_the_server_takes_on_are_refused(server: Running) -> None:

@@ -19,10 +19,10 @@ import pytest
 from localllm.engine.engine import Engine
 from localllm.engine.events import TokenEvent
 from localllm.engine.sequence import Sequence
-from localllm.server import listening, replying
-from localllm.server.answering import Mail, Piece
-from localllm.server.openai.completion_tokens import ChoiceTeller
+from localllm.server import http_server, replies
+from localllm.server.logprobs import CompletionTokens
 from localllm.server.served import Capacity
+from localllm.server.stream import Delta, EventMailbox
 from tests.cli_support import write_checkpoint
 from tests.patience import PATIENCE_S
 from tests.server.conftest import Connect
@@ -136,12 +136,12 @@ def test_who_goes_while_a_completion_is_made_ready_leaves_no_answer_behind(
 ) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
-    def made_slowly(*given: Any, **named: Any) -> ChoiceTeller:
+    def made_slowly(*given: Any, **named: Any) -> CompletionTokens:
         begun.set()
         goes_on.wait(PATIENCE_S)
-        return ChoiceTeller(*given, **named)
+        return CompletionTokens(*given, **named)
 
-    monkeypatch.setattr("localllm.server.openai.completions.ChoiceTeller", made_slowly)
+    monkeypatch.setattr("localllm.server.openai.completions.CompletionTokens", made_slowly)
     raw = connect(server)
     raw.post("/v1/completions", {"prompt": ["Once", "A tale"], "n": 2, "max_tokens": 2})
     try:
@@ -153,8 +153,8 @@ def test_who_goes_while_a_completion_is_made_ready_leaves_no_answer_behind(
 
 
 def test_what_a_reader_has_not_taken_is_one_piece_of_text() -> None:
-    async def taken() -> dict[int, Piece]:
-        mail = Mail(lambda: None, lambda _event: None)
+    async def taken() -> dict[int, Delta]:
+        mail = EventMailbox(lambda: None, lambda _event: None)
         for index in range(100_000):
             mail.put(TokenEvent(7, index % 4, "ab"))
         return await mail.take(None)
@@ -164,21 +164,21 @@ def test_what_a_reader_has_not_taken_is_one_piece_of_text() -> None:
 
 
 @pytest.fixture
-def stalled(monkeypatch: pytest.MonkeyPatch) -> list[listening.Connection]:
+def stalled(monkeypatch: pytest.MonkeyPatch) -> list[http_server.HttpConnection]:
     """Connections whose clients take nothing any more."""
-    found: list[listening.Connection] = []
-    plain = listening.Connection.pause_writing
+    found: list[http_server.HttpConnection] = []
+    plain = http_server.HttpConnection.pause_writing
 
-    def pause_writing(self: listening.Connection) -> None:
+    def pause_writing(self: http_server.HttpConnection) -> None:
         found.append(self)
         plain(self)
 
-    monkeypatch.setattr(listening.Connection, "pause_writing", pause_writing)
+    monkeypatch.setattr(http_server.HttpConnection, "pause_writing", pause_writing)
     return found
 
 
 def test_a_reader_that_takes_nothing_costs_little_and_holds_nobody_up(
-    connect: Connect, narrow: Running, stalled: list[listening.Connection]
+    connect: Connect, narrow: Running, stalled: list[http_server.HttpConnection]
 ) -> None:
     slow = connect(narrow, receive_bytes=4096)
     slow.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 1500})
@@ -194,11 +194,11 @@ def test_a_reader_that_takes_nothing_costs_little_and_holds_nobody_up(
 def test_a_reader_that_takes_nothing_for_long_is_given_up(
     connect: Connect,
     narrow: Running,
-    stalled: list[listening.Connection],
+    stalled: list[http_server.HttpConnection],
     monkeypatch: pytest.MonkeyPatch,
     stream: bool,
 ) -> None:
-    monkeypatch.setattr(listening, "STALL_S", 0.2)
+    monkeypatch.setattr(http_server, "STALL_S", 0.2)
     slow = connect(narrow, receive_bytes=4096)
     slow.post(CHAT, {"messages": OWL, "stream": stream, "max_tokens": 500, "logprobs": True, "top_logprobs": 5})
     wait_for(lambda: bool(stalled))
@@ -208,10 +208,10 @@ def test_a_reader_that_takes_nothing_for_long_is_given_up(
 
 
 def test_where_all_connections_are_taken_one_that_reads_nothing_gives_way(
-    connect: Connect, narrow: Running, stalled: list[listening.Connection], monkeypatch: pytest.MonkeyPatch
+    connect: Connect, narrow: Running, stalled: list[http_server.HttpConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     narrow.client.close()
-    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
     for _ in range(4):
         connect(narrow, receive_bytes=4096).post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 1500})
     wait_for(lambda: len(stalled) == 4)
@@ -251,7 +251,7 @@ def test_a_body_that_comes_slowly_but_steadily_is_waited_for(
 
 
 def test_who_says_nothing_does_not_stay(connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
+    monkeypatch.setattr(http_server, "_HEADERS_S", 0.2)
     silent, slow = connect(server), connect(server)
     with contextlib.suppress(ConnectionError):  # where it comes too late for its half
         slow.send(b"GET /v1/models HTTP/1.1\r\nhost: ")
@@ -263,7 +263,7 @@ def test_who_was_answered_stays_and_who_then_says_half_of_something_does_not(
     connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle, half = kept(connect, server), kept(connect, server)
-    monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
+    monkeypatch.setattr(http_server, "_HEADERS_S", 0.2)
     half.send(b"GET /v1/models HTTP/1.1\r\nhost: ")
     assert half.read_all() == b""
     assert is_open(idle.sock)
@@ -272,7 +272,7 @@ def test_who_was_answered_stays_and_who_then_says_half_of_something_does_not(
 def test_a_new_connection_takes_the_place_of_a_silent_one(
     connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
     silent = [connect(server) for _ in range(40)]
     assert server.post(CHAT, {"messages": OWL, "max_tokens": 2}).status_code == 200
     for raw in silent:
@@ -282,7 +282,7 @@ def test_a_new_connection_takes_the_place_of_a_silent_one(
 def test_of_silent_connections_as_many_stay_as_may_and_none_that_is_answered_goes(
     connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
     busy = connect(server)
     busy.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 100, "logit_bias": {"2": -100, "0": -100}})
     assert busy.read_until(b"data: ")
@@ -305,7 +305,7 @@ def kept(connect: Connect, server: Running) -> Raw:
 def test_who_has_said_nothing_gives_way_before_who_was_answered(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
     with running() as server:
         used = [kept(connect, server) for _ in range(7)]
         for _ in range(12):
@@ -315,16 +315,16 @@ def test_who_has_said_nothing_gives_way_before_who_was_answered(
 
 
 def test_where_all_were_answered_one_gives_way(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
     with running() as server:
         used = [kept(connect, server) for _ in range(5)]
         wait_for(lambda: sum(is_open(raw.sock) for raw in used) == 4)
 
 
 def test_who_has_not_taken_all_of_a_reply_does_not_give_way(
-    connect: Connect, narrow: Running, stalled: list[listening.Connection], monkeypatch: pytest.MonkeyPatch
+    connect: Connect, narrow: Running, stalled: list[http_server.HttpConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
     slow = connect(narrow, receive_bytes=4096)
     slow.post(CHAT, {"messages": OWL, "max_tokens": 500, "logprobs": True, "top_logprobs": 5})
     wait_for(lambda: bool(stalled))
@@ -335,7 +335,7 @@ def test_who_has_not_taken_all_of_a_reply_does_not_give_way(
 
 
 def test_who_goes_on_reading_is_not_given_up(
-    connect: Connect, narrow: Running, stalled: list[listening.Connection]
+    connect: Connect, narrow: Running, stalled: list[http_server.HttpConnection]
 ) -> None:
     slow = connect(narrow, receive_bytes=4096)
     slow.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 1500})
@@ -414,7 +414,7 @@ def test_more_than_may_wait_is_refused_with_the_time_to_come_back(connect: Conne
 def test_a_stream_gives_signs_of_life_while_it_waits(
     connect: Connect, endless: Running, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], sign: bytes
 ) -> None:
-    monkeypatch.setattr(replying, "SILENCE_S", 0.02)
+    monkeypatch.setattr(replies, "SILENCE_S", 0.02)
     first, second = connect(endless), connect(endless)
     first.post(CHAT, {"messages": OWL})
     wait_for(lambda: bool(endless.engine.scheduler.running))

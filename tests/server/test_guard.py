@@ -17,16 +17,15 @@ import pytest
 from localllm.errors import LocalLLMError, UsageError
 from localllm.server import guard, openapi
 from localllm.server.app import ENDPOINTS
-from localllm.server.failures import RequestError
+from localllm.server.errors import RequestError
 from localllm.server.guard import Admission
 from localllm.server.key import given_key, kept_key
 from tests.server.conftest import Connect
-from tests.server.support import Running, running, wait_for
+from tests.server.support import Running, each_once, running, wait_for
 
 KEY = "correct-horse-battery"
 _PATHS = {(each.method, re.sub(r"\{.*?\}", "tiny", each.path)) for each in ENDPOINTS}
 ROUTES = sorted(_PATHS | {("GET", openapi.PATH)})
-EVERY_ROUTE = pytest.mark.parametrize(("method", "path"), ROUTES, ids=lambda value: value)
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +39,23 @@ def ask(server: Running, method: str, path: str, **headers: str) -> httpx2.Respo
     return server.client.request(method, path, headers=fields, content=b"{}" if method != "GET" else None)
 
 
-@EVERY_ROUTE
-@pytest.mark.parametrize("host", ["evil.test", "127.0.0.1.nip.io", "", "localhost:1", "localhost", "[::1"])
-def test_a_host_that_is_not_this_server_is_refused(server: Running, method: str, path: str, host: str) -> None:
+HOSTS = ("evil.test", "127.0.0.1.nip.io", "", "localhost:1", "localhost", "[::1")
+ORIGINS = (
+    "https://evil.test", "null", "http://localhost.evil.test", "http://evillocalhost", "http://evil.test#localhost",
+    "http://localhost@evil.test", "file://", "ftp://localhost", "http://[::1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "host"), each_once(ROUTES, HOSTS))
+def test_a_host_that_is_not_this_server_is_refused(server: Running, route: tuple[str, str], host: str) -> None:
     host = f"{host}:{server.port}" if host.count(".") else host
-    reply = ask(server, method, path, host=host)
+    reply = ask(server, *route, host=host)
     assert reply.status_code == 403 and "Host" in reply.text
 
 
-@EVERY_ROUTE
-@pytest.mark.parametrize(
-    "origin",
-    [
-        "https://evil.test", "null", "http://localhost.evil.test", "http://evillocalhost", "http://evil.test#localhost",
-        "http://localhost@evil.test", "file://", "ftp://localhost", "http://[::1",
-    ],
-)  # fmt: skip
-def test_a_page_from_elsewhere_is_refused(server: Running, method: str, path: str, origin: str) -> None:
-    reply = ask(server, method, path, origin=origin)
+@pytest.mark.parametrize(("route", "origin"), each_once(ROUTES, ORIGINS))
+def test_a_page_from_elsewhere_is_refused(server: Running, route: tuple[str, str], origin: str) -> None:
+    reply = ask(server, *route, origin=origin)
     assert reply.status_code == 403
     assert "access-control-allow-origin" not in reply.headers
 
@@ -82,16 +80,17 @@ def test_a_preflight_is_answered_for_pages_of_this_machine_alone(server: Running
     assert not any(name.startswith("access-control") for name in (*theirs.headers, *nobodys.headers))
 
 
-@pytest.mark.parametrize(("method", "path"), [route for route in ROUTES if route[0] != "GET"])
 @pytest.mark.parametrize(
-    ("kind", "told"),
-    [("text/plain", {}), ("multipart/form-data", {}), ("application/x-www-form-urlencoded", {"referer": "http://x"})],
-    ids=lambda value: str(value).partition("/")[2],
+    ("route", "kind"),
+    each_once(
+        [route for route in ROUTES if route[0] != "GET"],
+        ["text/plain", "multipart/form-data", "application/x-www-form-urlencoded"],
+    ),
 )
 def test_what_a_page_could_send_without_a_preflight_is_no_request(
-    server: Running, method: str, path: str, kind: str, told: dict[str, str]
+    server: Running, route: tuple[str, str], kind: str
 ) -> None:
-    reply = ask(server, method, path, content_type=kind, **told)
+    reply = ask(server, *route, content_type=kind, referer="http://x")
     assert reply.status_code == 415 and "application/json" in reply.text
 
 
@@ -107,13 +106,12 @@ def test_a_body_that_is_compressed_is_refused_by_its_coding(server: Running) -> 
 @pytest.mark.parametrize("kind", ["", "Content-Type: application/x-www-form-urlencoded\r\n"], ids=["none", "curl's"])
 @pytest.mark.parametrize(
     "told",
-    [{}, {"Origin": "http://localhost"}, {"Sec-Fetch-Site": "none"}, {"Cookie": "a=b"}, {"Sec-Fetch-Mode": "cors"}],
-    ids=lambda told: next(iter(told), "a program"),
+    ["", "Origin: http://localhost\r\n", "Sec-Fetch-Site: none\r\n", "Cookie: a=b\r\n", "Sec-Fetch-Mode: cors\r\n"],
 )
 def test_a_body_of_no_type_or_of_curls_is_taken_from_programs_alone(
-    connect: Connect, server: Running, told: dict[str, str], kind: str
+    connect: Connect, server: Running, told: str, kind: str
 ) -> None:
-    head = kind + "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    head = kind + told
     connection = connect(server)
     connection.send(
         f"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n{head}Content-Length: 15\r\n\r\n".encode()
@@ -122,7 +120,7 @@ def test_a_body_of_no_type_or_of_curls_is_taken_from_programs_alone(
     assert connection.read_until(b"\r\n").split()[1] == (b"415" if told else b"200")
 
 
-@EVERY_ROUTE
+@pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_without_the_key_no_route_is_reached(locked: Running, method: str, path: str) -> None:
     assert ask(locked, method, path).status_code == 401
     assert ask(locked, method, path, authorization="Bearer wrong").status_code == 401
@@ -130,8 +128,13 @@ def test_without_the_key_no_route_is_reached(locked: Running, method: str, path:
     assert ask(locked, method, path, x_api_key=KEY[:-1]).status_code == 401
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "PATCH", "DELETE", "FROBNICATE"])
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/api/delete", "/no", "/", "//", "/v1/models/"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    each_once(
+        ["GET", "HEAD", "PUT", "PATCH", "DELETE", "FROBNICATE"],
+        ["/v1/models", "/v1/chat/completions", "/api/delete", "/no", "/", "//", "/v1/models/"],
+    ),
+)
 def test_without_the_key_no_method_and_no_other_address_is_reached(locked: Running, method: str, path: str) -> None:
     assert ask(locked, method, path).status_code == 401
 

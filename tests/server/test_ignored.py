@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from localllm.server.bodies import NO_EFFECT
-from localllm.server.openai.messages import Message, chat_messages
+from localllm.server.openai.messages import OpenAIMessage, chat_messages
 from tests.server.support import OWL, Running
 
 HEADER = "x-ignored-fields"
@@ -194,7 +194,7 @@ def test_the_document_says_which_fields_have_no_effect_and_why(server: Running) 
 
 def test_what_was_thought_is_given_back_by_either_of_its_names(server: Running) -> None:
     told = [
-        chat_messages([Message.model_validate({"role": "assistant", "content": "Tuwhoo.", name: "An owl."})])
+        chat_messages([OpenAIMessage.model_validate({"role": "assistant", "content": "Tuwhoo.", name: "An owl."})])
         for name in ("reasoning", "reasoning_content")
     ]
     assert told[0] == told[1] and told[0][0]["reasoning_content"] == "An owl."

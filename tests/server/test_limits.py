@@ -18,8 +18,8 @@ from starlette.requests import Request
 
 from localllm.server.app import ENDPOINTS
 from localllm.server.bodies import MAX_BODY_BYTES, Body, read_body, validated
-from localllm.server.failures import RequestError
-from localllm.server.listening import MAX_HEADER_BYTES, Connection
+from localllm.server.errors import RequestError
+from localllm.server.http_server import MAX_HEADER_BYTES, HttpConnection
 from tests.server.conftest import Connect
 from tests.server.support import OWL, Raw, Running, running, wait_for
 
@@ -247,8 +247,10 @@ def test_a_body_that_grows_too_large_and_does_not_end_is_refused_for_its_size(
 def test_a_header_may_be_as_large_as_is_told(
     connect: Connect, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrived, receive = list[bytes](), Connection.data_received
-    monkeypatch.setattr(Connection, "data_received", lambda self, data: (receive(self, data), arrived.append(data))[0])
+    arrived, receive = list[bytes](), HttpConnection.data_received
+    monkeypatch.setattr(
+        HttpConnection, "data_received", lambda self, data: (receive(self, data), arrived.append(data))[0]
+    )
     raw = connect(server)
     head = f"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\nx: "
     raw.send(head.encode() + b"y" * (MAX_HEADER_BYTES - len(head) - 100))

@@ -30,7 +30,7 @@ def busy() -> Iterator[Running]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadRequest:
     """path, body: of a request. goes_after_s: seconds after which the client goes; None: it stays."""
 
     path: str
@@ -38,7 +38,7 @@ class Asked:
     goes_after_s: float | None
 
 
-def some_request(chance: random.Random) -> Asked:
+def some_request(chance: random.Random) -> LoadRequest:
     """Chats that share their beginnings, texts, embeddings, in each dialect; greedy or by seed, streamed or not."""
     tale = " ".join(chance.choices(WORDS, k=chance.choice([3, 30, 200])))
     body: dict[str, Any] = {"max_tokens": chance.randint(1, 40), "stream": chance.random() < 0.5}
@@ -64,10 +64,10 @@ def some_request(chance: random.Random) -> Asked:
         "/v1/embeddings": {"input": [tale, "an owl"]},
     }
     path = chance.choice(list(asked))
-    return Asked(path, asked[path], goes_after_s)
+    return LoadRequest(path, asked[path], goes_after_s)
 
 
-def answer(server: Running, asked: Asked, *, stays: bool) -> Any:
+def answer(server: Running, asked: LoadRequest, *, stays: bool) -> Any:
     """What is said; None of a client that went."""
     with Raw(server.port) as raw:
         raw.post(asked.path, asked.body, connection="close")

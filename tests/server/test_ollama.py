@@ -18,8 +18,8 @@ from localllm import hub
 from tests.fake_hub import FakeHub
 from tests.fake_hub import serve as serve_hub
 from tests.hub.support import PIECE, REPO, single_model
-from tests.patience import PATIENCE_S, wait_for
-from tests.server.support import OWL, Running
+from tests.patience import wait_for
+from tests.server.support import OWL, Running, each_once
 
 GREEDY = {"temperature": 0, "num_predict": 20}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": OWL, "options": GREEDY}
@@ -28,28 +28,10 @@ STORY: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "raw": T
 DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
 
 
-@pytest.fixture(scope="module")
-def connected(shared_server: Running) -> Iterator[ollama.Client]:
-    with ollama.Client(host=shared_server.url) as client:
-        yield client
-
-
 @pytest.fixture
-def client(connected: ollama.Client, server: Running) -> ollama.Client:
-    """Ollama's own, of `server`."""
-    return connected
-
-
-@pytest.fixture(scope="module")
-def raw_connected(shared_server: Running) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=shared_server.url, timeout=PATIENCE_S) as client:
-        yield client
-
-
-@pytest.fixture
-def raw(raw_connected: httpx2.Client, server: Running) -> httpx2.Client:
+def raw(server: Running) -> httpx2.Client:
     """Requests to `server` by hand. To make a client takes 40 ms."""
-    return raw_connected
+    return server.client
 
 
 @pytest.fixture(scope="module")
@@ -287,8 +269,10 @@ def test_a_raw_prompt_goes_with_no_template(raw: httpx2.Client, field: str) -> N
     assert f"{field!r} cannot be honoured: a raw prompt" in refused(raw, "/api/generate", {**STORY, field: value})
 
 
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/embeddings"])
-@pytest.mark.parametrize("keep_alive", ["later", "", "5 minutes"])
+@pytest.mark.parametrize(
+    ("path", "keep_alive"),
+    each_once(["/api/chat", "/api/generate", "/api/embed", "/api/embeddings"], ["later", "", "5 minutes"]),
+)
 def test_a_time_that_is_none_is_refused(raw: httpx2.Client, path: str, keep_alive: object) -> None:
     body = {"input": "a"} if path == "/api/embed" else {}
     said = refused(raw, path, {**body, "model": "tiny", "keep_alive": keep_alive})
@@ -415,8 +399,7 @@ def test_nothing_is_shown_or_deleted_but_what_is_listed(client: ollama.Client, n
         assert caught.value.status_code == 404
 
 
-@pytest.mark.parametrize("name", ["absent", "/etc", "~", "../..", "tinny"])
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("name", "stream"), each_once(["absent", "/etc", "~", "../..", "tinny"], [True, False]))
 def test_what_is_no_models_name_is_not_pulled(raw: httpx2.Client, name: str, stream: bool) -> None:
     reply = raw.post("/api/pull", json={"model": name, "stream": stream})
     assert reply.status_code == 404 and "not found" in reply.json()["error"]

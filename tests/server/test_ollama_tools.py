@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ollama
@@ -34,17 +34,6 @@ def weather(unit: str) -> str:
         unit: C or F
     """
     return unit
-
-
-@pytest.fixture(scope="module")
-def library(shared_server: Running) -> Iterator[ollama.Client]:
-    with ollama.Client(host=shared_server.url) as library:
-        yield library
-
-
-@pytest.fixture
-def client(server: Running, library: ollama.Client) -> ollama.Client:
-    return library
 
 
 def refused(server: Running, path: str = "/api/chat", **fields: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +11,13 @@ import openai
 import pytest
 
 from localllm.engine.request import Request, SamplingParams
-from localllm.server.asking import Asked, joined
-from localllm.server.failures import RequestError
+from localllm.server.errors import RequestError
+from localllm.server.generation_request import PreparedRequest, joined
 from tests.server.support import OWL, Running
 
 LIBRARYS_OWN = ("self", "extra_headers", "extra_query", "extra_body", "timeout")  # of its arguments: these are not sent
 PATH = "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"model": "tiny", "messages": OWL, "temperature": 0, "max_tokens": 24}
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "a whole answer")
@@ -216,9 +210,9 @@ def test_a_stop_text_comes_to_those_of_the_model(server: Running, monkeypatch: p
 
 def test_numbers_beyond_what_a_reply_may_have_are_refused() -> None:
     request = Request((1,), SamplingParams(logprobs=20, max_tokens=8192))
-    assert joined([Asked((request,) * 6)]).requests
+    assert joined([PreparedRequest((request,) * 6)]).requests
     with pytest.raises(RequestError, match="too many log-probabilities"):
-        joined([Asked((request,) * 4), Asked((request,) * 4)])
+        joined([PreparedRequest((request,) * 4), PreparedRequest((request,) * 4)])
 
 
 def test_a_token_that_does_not_exist_is_refused_by_the_name_of_its_field(server: Running) -> None:

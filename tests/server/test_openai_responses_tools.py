@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import openai
 import pytest
 from jsonschema import validate
-from pydantic import BaseModel, ConfigDict
 
 from tests.server.support import Running
-from tests.server.tools_support import ANSWER, BROKEN, CALLED_TWICE, FUNCTIONS, ROOM, WEATHER
+from tests.server.tools_support import ANSWER, BROKEN, CALLED_TWICE, FUNCTIONS, ROOM, WEATHER, Animal
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "A tale, please.", "temperature": 0, "max_output_tokens": ROOM}
@@ -20,19 +19,6 @@ CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "argume
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "21"}
 USER = {"role": "user", "content": "How warm is it?"}
 CLOCK: Any = {"type": "function", "name": "clock"}
-
-
-class Animal(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    kind: Literal["owl", "fox"]
-    number: Literal[1, 2]
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.mark.supports("openai", "/v1/responses", "tools: a call that is required")

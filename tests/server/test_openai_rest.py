@@ -6,7 +6,6 @@ import base64
 import json
 import math
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -17,12 +16,6 @@ from tests.server.support import Running
 STORY = "Once upon a time"
 GREEDY: dict[str, Any] = {"model": "tiny", "prompt": STORY, "temperature": 0, "max_tokens": 20}
 ASKED: dict[str, Any] = {"model": "tiny", "input": "A tale about an owl, please.", "temperature": 0}
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.mark.supports("openai", "/v1/completions", "a whole text")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import openai
 import pytest
 from jsonschema import validate
-from pydantic import BaseModel, ConfigDict
 
 from tests.server.support import OWL, Running
-from tests.server.tools_support import ANSWER, BROKEN, CALLED, CALLED_TWICE, OPENAI_TOOLS, ROOM, WEATHER
+from tests.server.tools_support import ANSWER, BROKEN, CALLED, CALLED_TWICE, OPENAI_TOOLS, ROOM, WEATHER, Animal
 
 PATH = "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"model": "tiny", "messages": OWL, "temperature": 0, "max_tokens": ROOM}
@@ -22,19 +21,6 @@ ASKED_FOR = [*OWL, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "21 degrees"}
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANSWER, "strict": True}}
 NAMED: Any = {"type": "function", "function": {"name": "clock"}}
-
-
-class Animal(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    kind: Literal["owl", "fox"]
-    number: Literal[1, 2]
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def refused(server: Running, **fields: Any) -> Any:

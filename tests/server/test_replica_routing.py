@@ -20,9 +20,9 @@ from localllm.errors import DoesNotFitError, LocalLLMError, ModelChangedError, U
 from localllm.server.guard import Admission
 from localllm.server.replicas.affinity import Affinity
 from localllm.server.replicas.beginning import CHUNK_BYTES, beginning_of
-from localllm.server.replicas.call import Call
+from localllm.server.replicas.call import ReplicaCall
 from localllm.server.replicas.fleet import _require_listener, _told_by_replica, require_ray, share_of
-from localllm.server.replicas.front import Front, ReplicaGoneError, create_front
+from localllm.server.replicas.front import ReplicaFront, ReplicaGoneError, create_front
 from localllm.server.replicas.replica import Replica, ReplicaError, Role
 from localllm.server.served import Capacity
 from localllm.settings import Settings
@@ -184,21 +184,21 @@ def piece(text: bytes, *, more: bool = True) -> Message:
 Script = list[list[Message | type[BaseException]]]
 
 
-def asked_of(script: Script) -> tuple[Front, list[Call]]:
+def asked_of(script: Script) -> tuple[ReplicaFront, list[ReplicaCall]]:
     """A front whose replicas say, one try after the other, what the script says; the calls that they were given."""
-    calls: list[Call] = []
+    calls: list[ReplicaCall] = []
 
-    async def ask(call: Call) -> AsyncGenerator[Message, None]:
+    async def ask(call: ReplicaCall) -> AsyncGenerator[Message, None]:
         calls.append(call)
         for each in script[len(calls) - 1]:
             if isinstance(each, type):
                 raise each
             yield each
 
-    return Front(ask), calls
+    return ReplicaFront(ask), calls
 
 
-def post(front: Front, path: str = CHAT, log: Callable[[str], None] = lambda _line: None) -> httpx2.Response:
+def post(front: ReplicaFront, path: str = CHAT, log: Callable[[str], None] = lambda _line: None) -> httpx2.Response:
     async def posted() -> httpx2.Response:
         transport = httpx2.ASGITransport(create_front(front, Admission((80,)), log=log))
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -252,13 +252,13 @@ def test_what_a_replica_refused_stands_in_the_log() -> None:
 
 
 def test_a_server_that_is_stopped_ends_its_streams_with_a_word() -> None:
-    async def ask(_call: Call) -> AsyncGenerator[Message, None]:
+    async def ask(_call: ReplicaCall) -> AsyncGenerator[Message, None]:
         yield start(200, "text/event-stream")
         yield piece(b"data: {}\n\n")
         front.stop()
         await asyncio.Future()
 
-    front = Front(ask)
+    front = ReplicaFront(ask)
     assert b"the server is shutting down" in post(front).content
 
 

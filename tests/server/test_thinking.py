@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from localllm import hub
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, TokenLogprob, Usage
-from localllm.server.answering import Mail, Piece
-from localllm.server.openai.response_object import Said, Speech
-from localllm.server.tools.parts import ThoughtReader
+from localllm.server.openai.response_object import ResponseBuilder, ResponseWriter
+from localllm.server.openai.responses import ResponsesBody, head_of
+from localllm.server.stream import Delta, EventMailbox
+from localllm.server.tools.deltas import ThoughtParser
 from localllm.text.tokenizer import Tokenizer
 
 SAID = ("Hm", ", ", "an owl.", "</think>", "\n\n", "Once", " upon", " a time.")
@@ -28,9 +29,9 @@ def end(request_id: int, num_tokens: int) -> FinishedEvent:
     return FinishedEvent(request_id, "stop", Usage(1, 0, num_tokens), Timings())
 
 
-async def pieces_of(every: int, said: Sequence[str] = SAID, *, is_thinking: bool = True) -> list[Piece]:
+async def pieces_of(every: int, said: Sequence[str] = SAID, *, is_thinking: bool = True) -> list[Delta]:
     """What a reader gets who takes what has come after every so many tokens."""
-    mail, found = Mail(lambda: ThoughtReader(is_thinking=is_thinking), lambda _event: None), []
+    mail, found = EventMailbox(lambda: ThoughtParser(is_thinking=is_thinking), lambda _event: None), []
     for count, text in enumerate(said, 1):
         mail.put(token(3, count, text))
         if count % every == 0:
@@ -40,8 +41,8 @@ async def pieces_of(every: int, said: Sequence[str] = SAID, *, is_thinking: bool
     return found
 
 
-def whole_of(pieces: Iterable[Piece]) -> Piece:
-    whole = Piece()
+def whole_of(pieces: Iterable[Delta]) -> Delta:
+    whole = Delta()
     for piece in pieces:
         whole.add(piece)
     return whole
@@ -71,8 +72,8 @@ def test_what_begins_like_a_mark_at_the_very_end_is_said(every: int) -> None:
 
 
 def test_each_of_several_answers_has_thoughts_of_its_own() -> None:
-    async def taken() -> dict[int, Piece]:
-        mail = Mail(lambda: ThoughtReader(is_thinking=True), lambda _event: None)
+    async def taken() -> dict[int, Delta]:
+        mail = EventMailbox(lambda: ThoughtParser(is_thinking=True), lambda _event: None)
         for request_id, texts in ((3, SAID), (4, SAID[:2])):
             for count, text in enumerate(texts):
                 mail.put(token(request_id, count, text))
@@ -91,12 +92,9 @@ def test_a_streamed_response_has_one_thought_and_one_message(every: int) -> None
     async def events() -> list[Any]:
         pieces = await pieces_of(every)
 
-        async def news() -> AsyncIterator[tuple[int, Piece]]:
-            for piece in pieces:
-                yield 0, piece
-
-        speech = Speech(Said({}, tokenizer, 0))
-        told = [each async for each in speech.events(news())]
+        head = head_of(ResponsesBody(input="A tale."), "tiny", "auto", 1.0, 1.0)
+        writer = ResponseWriter(ResponseBuilder(head, tokenizer, 0))
+        told = [*writer.begin(), *(each for piece in pieces for each in writer.write(0, piece)), *writer.end()]
         return [json.loads(each.partition(b"data: ")[2]) for each in told]
 
     found = asyncio.run(events())

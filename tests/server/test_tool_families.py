@@ -12,7 +12,7 @@ import pytest
 
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request
-from localllm.server.tools.manner import Manner, manner_of
+from localllm.server.tools.output_format import OutputFormat, output_format_of
 from localllm.text.tokenizer import Tokenizer
 from tests.server.support import OWL, Running
 from tests.server.tools_support import CALLED, OPENAI_TOOLS
@@ -151,7 +151,9 @@ def test_the_special_tokens_that_tell_an_answer_apart_are_shown(
 ) -> None:
     phi._backend.add_special_tokens(list(marks))
     tokenizer = Tokenizer(phi._backend)
-    manner: Manner = manner_of(template(source), tokenizer, OWL, tools() if "TOOL" in source else None, is_begun=False)
+    manner: OutputFormat = output_format_of(
+        template(source), tokenizer, OWL, tools() if "TOOL" in source else None, is_begun=False
+    )
     assert {tokenizer.token_text(index) for index in manner.shown_ids} == set(shown)
 
 
@@ -162,6 +164,6 @@ def template(source: str) -> Any:
 
 
 def tools() -> Any:
-    from localllm.server.tools.calling import Tool, toolset
+    from localllm.server.tools.toolset import Tool, toolset
 
     return toolset([Tool("weather")])

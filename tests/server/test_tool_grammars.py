@@ -11,15 +11,15 @@ from tokenizers import AddedToken
 
 from localllm import hub
 from localllm.chat import harmony
-from localllm.server.failures import RequestError
-from localllm.server.tools.calling import Tool, Toolset, toolset
+from localllm.server.errors import RequestError
 from localllm.server.tools.grammars import tools_lark
-from localllm.server.tools.syntaxes import GENERIC, SYNTAXES
+from localllm.server.tools.tool_formats import GENERIC, TOOL_FORMATS
+from localllm.server.tools.toolset import Tool, Toolset, toolset
 from localllm.text.grammar.compiled import Grammars
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
 
-BY_NAME = {syntax.name: syntax for syntax in (*SYNTAXES, GENERIC)}
+BY_NAME = {syntax.name: syntax for syntax in (*TOOL_FORMATS, GENERIC)}
 TOOLS = (
     Tool("weather", "", {"properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}),
     Tool("clock", "", {"properties": {}}),
@@ -47,7 +47,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 def written(family: str, *calls: tuple[str, str]) -> str:
     """Of (name, arguments) each."""
-    form = BY_NAME[family].written
+    form = BY_NAME[family]
     said = form.between.join(f"{form.begins}{name}{form.middle}{arguments}{form.ends}" for name, arguments in calls)
     return form.first + said + form.last
 
@@ -71,7 +71,7 @@ def test_a_call_that_has_to_be_made_is_one_of_the_tools(grammars: Grammars, toke
     for call in (WARM, NOON):
         assert meets(grammars, tokenizer, lark, written(family, call))
     several = meets(grammars, tokenizer, lark, written(family, WARM, NOON))
-    assert several != BY_NAME[family].written.one
+    assert several != BY_NAME[family].one_call
     for call in (("weather", "{}"), ("weather", '{"unit": "K"}'), ("clock", '{"a": 1}'), ("nobody", "{}")):
         assert not meets(grammars, tokenizer, lark, written(family, call))
     assert not meets(grammars, tokenizer, lark, "It is warm.") and not meets(grammars, tokenizer, lark, "")

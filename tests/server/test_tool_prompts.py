@@ -11,10 +11,10 @@ import pytest
 
 from localllm import hub
 from localllm.chat.harmony import is_harmony
-from localllm.server.tools.calling import Tool, call_of, toolset
-from localllm.server.tools.manner import manner_of
-from localllm.server.tools.prompting import told
-from localllm.server.tools.syntaxes import Syntax, syntax_of
+from localllm.server.tools.output_format import output_format_of
+from localllm.server.tools.prompts import prompt_of
+from localllm.server.tools.tool_formats import ToolFormat, tool_format_of
+from localllm.server.tools.toolset import Tool, call_of, toolset
 from localllm.text.chat_template import ChatInput, ChatTemplate
 from localllm.text.tokenizer import Tokenizer
 
@@ -69,8 +69,8 @@ def template_of(shared_data: Callable[[str], Path]) -> Callable[[str], ChatTempl
     return find
 
 
-def prompt(template: ChatTemplate, syntax: Syntax, messages: list[dict[str, Any]], tools: Any = TOOLS) -> str:
-    told_messages, told_tools = told(messages, tools, syntax)
+def prompt(template: ChatTemplate, syntax: ToolFormat, messages: list[dict[str, Any]], tools: Any = TOOLS) -> str:
+    told_messages, told_tools = prompt_of(messages, tools, syntax)
     return template.render(told_messages, tools=told_tools)
 
 
@@ -79,14 +79,14 @@ def test_a_template_shows_of_which_family_its_model_is(
     template_of: Callable[[str], ChatTemplate], name: str, family: str
 ) -> None:
     template = template_of(name)
-    assert syntax_of(template).name == family
+    assert tool_format_of(template).name == family
     assert is_harmony(template) == (family == "harmony")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_model_is_told_of_tools_calls_and_results(template_of: Callable[[str], ChatTemplate], name: str) -> None:
     template = template_of(name)
-    syntax = syntax_of(template)
+    syntax = tool_format_of(template)
     assert all(
         word in prompt(template, syntax, [USER])
         for word in ("weather", "The weather of today.", "clock", '"unit"' if syntax.name != "harmony" else "unit")
@@ -103,7 +103,7 @@ def test_calls_that_were_made_are_told_where_there_are_no_tools_any_more(
     template_of: Callable[[str], ChatTemplate], name: str
 ) -> None:
     template = template_of(name)
-    text = prompt(template, syntax_of(template), [USER, *called("weather")], tools=None)
+    text = prompt(template, tool_format_of(template), [USER, *called("weather")], tools=None)
     assert "weather: 21" in text and "clock" not in text
 
 
@@ -115,26 +115,26 @@ def test_of_several_templates_the_one_that_knows_calls_tells_them(
     tokenizer = Tokenizer.load(hub.locate("tiny").directory)
     for tools in (TOOLS, None):
         messages = [USER, *called("weather")]
-        manner = manner_of(template, tokenizer, messages, tools, is_begun=False)
-        assert "weather: 21" in template.render_chat(manner.told(ChatInput(messages)))
+        manner = output_format_of(template, tokenizer, messages, tools, is_begun=False)
+        assert "weather: 21" in template.render_chat(manner.template_input(ChatInput(messages)))
 
 
 def test_a_turn_of_several_calls_is_several_turns_where_a_template_has_one_a_turn(
     template_of: Callable[[str], ChatTemplate],
 ) -> None:
     template = template_of("meta-llama-Llama-3.1-8B-Instruct")
-    messages, _ = told([USER, *called("weather", "clock"), USER], TOOLS, syntax_of(template))
+    messages, _ = prompt_of([USER, *called("weather", "clock"), USER], TOOLS, tool_format_of(template))
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "tool", "user"]
     assert [len(message["tool_calls"]) for message in messages if "tool_calls" in message] == [1, 1]
 
 
 def test_the_ids_of_mistrals_calls_are_short_and_always_the_same(template_of: Callable[[str], ChatTemplate]) -> None:
-    syntax = syntax_of(template_of("mistralai-Mistral-Nemo-Instruct-2407"))
-    first, again = (told([USER, *called("weather")], TOOLS, syntax)[0] for _ in range(2))
+    syntax = tool_format_of(template_of("mistralai-Mistral-Nemo-Instruct-2407"))
+    first, again = (prompt_of([USER, *called("weather")], TOOLS, syntax)[0] for _ in range(2))
     call_id = first[1]["tool_calls"][0]["id"]
     assert first == again and len(call_id) == 9 and call_id.isalnum() and first[2]["tool_call_id"] == call_id
     own = [{**call_of("abcDEF123", "clock", {}), "id": "abcDEF123"}]
-    messages, _ = told([USER, {"role": "assistant", "content": "", "tool_calls": own}], TOOLS, syntax)
+    messages, _ = prompt_of([USER, {"role": "assistant", "content": "", "tool_calls": own}], TOOLS, syntax)
     assert messages[1]["tool_calls"][0]["id"] == "abcDEF123"
 
 
@@ -142,7 +142,7 @@ def test_harmony_calls_what_was_thought_by_another_name(template_of: Callable[[s
     template = template_of("openai-gpt-oss-120b")
     call, result = called("weather")
     text = prompt(
-        template, syntax_of(template), [USER, {**call, "content": "Hm.", "reasoning_content": "Hot?"}, result]
+        template, tool_format_of(template), [USER, {**call, "content": "Hm.", "reasoning_content": "Hot?"}, result]
     )
     assert "<|channel|>analysis<|message|>Hot?<|end|>" in text
     assert "to=functions.weather" in text
@@ -150,14 +150,14 @@ def test_harmony_calls_what_was_thought_by_another_name(template_of: Callable[[s
 
 def test_a_template_without_a_system_is_told_in_the_first_question(template_of: Callable[[str], ChatTemplate]) -> None:
     template = template_of("google-gemma-2-2b-it")
-    text = prompt(template, syntax_of(template), [USER, *called("weather"), USER])
+    text = prompt(template, tool_format_of(template), [USER, *called("weather"), USER])
     assert text.count("<start_of_turn>user") == 2 and text.index("<tools>") < text.index("How warm is it?")
     assert "<tool_response>\nweather: 21\n</tool_response>\nHow warm is it?" in text
 
 
 def test_a_system_message_goes_on_with_what_there_is_to_call(template_of: Callable[[str], ChatTemplate]) -> None:
     template = template_of("microsoft-Phi-3.5-mini-instruct")
-    messages, tools = told([{"role": "system", "content": "Be brief."}, USER], TOOLS, syntax_of(template))
+    messages, tools = prompt_of([{"role": "system", "content": "Be brief."}, USER], TOOLS, tool_format_of(template))
     assert tools is None and messages[0]["content"].startswith("Be brief.\n\nYou can call these functions")
     assert messages[1] == USER
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 UNITS = ("C", "F")
 WEATHER: dict[str, Any] = {
@@ -18,6 +20,17 @@ ANSWER: dict[str, Any] = {
     "required": ["kind", "number"],
     "additionalProperties": False,
 }
+
+
+class Animal(BaseModel):
+    """What `ANSWER` describes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["owl", "fox"]
+    number: Literal[1, 2]
+
+
 ROOM = 120  # tokens, for a call
 
 OPENAI_TOOLS: list[Any] = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from localllm.errors import GrammarError
-from localllm.text.grammar.closed import close
+from localllm.text.grammar.closed_objects import close
 from localllm.text.grammar.definition import defined
 from tests.structured.support import json_schema
 

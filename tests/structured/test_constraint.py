@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import GrammarError
 from localllm.hub.names import TINY_DIRECTORY
-from localllm.text.grammar.compiled import MAX_KEPT, Grammars
+from localllm.text.grammar.compiled import MAX_CACHED, Grammars
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import accepts, allowed, drawn, json_schema
@@ -28,7 +27,7 @@ PERSON = json_schema({
 THOUGHT = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 OWL = '{"name": "owl", "ages": [3, 12]}'
 SIZE = 4096 + 5  # as a model pads its logits
-REAL = ("phi-3-mini", pytest.param("qwen2.5-0.5b-instruct", marks=pytest.mark.slow))
+REAL = ("phi", pytest.param("qwen", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +153,9 @@ def test_everything_may_be_thought_and_the_grammar_holds_behind_it(
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_tokenizers_write_what_the_grammar_says(
-    shared_data: Callable[[str], Path], tried_here: None, name: str
+    request: pytest.FixtureRequest, tried_here: None, name: str
 ) -> None:
-    tokenizer = Tokenizer.load(shared_data(f"tokenizers/{name}"))
+    tokenizer = request.getfixturevalue(name)
     assert tokenizer.eos_token_id is not None
     size = tokenizer.vocab_size + 100
     grammars = Grammars(tokenizer, {tokenizer.eos_token_id}, size)
@@ -171,14 +170,13 @@ def test_real_tokenizers_write_what_the_grammar_says(
     assert not any(bool(mask[token_id]) for token_id in tokenizer.special_ids)
 
 
-def test_a_text_that_begins_with_a_blank_keeps_it(shared_data: Callable[[str], Path], tried_here: None) -> None:
+def test_a_text_that_begins_with_a_blank_keeps_it(phi: Tokenizer, tried_here: None) -> None:
     """Some tokenizers drop one when they decode: there the tokens have it twice."""
-    tokenizer = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
-    grammars, said = Grammars(tokenizer, {0}, tokenizer.vocab_size), list[int]()
-    constraint = grammars.constraint(Grammar("regex", " a"), tokenizer.leading_spaces)
+    grammars, said = Grammars(phi, {0}, phi.vocab_size), list[int]()
+    constraint = grammars.constraint(Grammar("regex", " a"), phi.leading_spaces)
     while not constraint.has_ended(said):
-        said.append(int(allowed(constraint, said, tokenizer.vocab_size).nonzero()[0]))
-    assert tokenizer.decode(said) == " a"
+        said.append(int(allowed(constraint, said, phi.vocab_size).nonzero()[0]))
+    assert phi.decode(said) == " a"
 
 
 def test_a_model_without_an_end_of_its_own_ends_with_the_grammar(tokenizer: Tokenizer) -> None:
@@ -191,14 +189,14 @@ def test_a_model_without_an_end_of_its_own_ends_with_the_grammar(tokenizer: Toke
 
 def test_as_many_are_kept_as_may_be_and_refusals_too(tokenizer: Tokenizer, tried_here: None) -> None:
     grammars = Grammars(tokenizer, {2}, tokenizer.vocab_size)
-    for number in range(MAX_KEPT + 5):
+    for number in range(MAX_CACHED + 5):
         grammars.check(Grammar("regex", f"a{number}"))
-    assert len(grammars) == MAX_KEPT
+    assert len(grammars) == MAX_CACHED
     for _ in range(2):
         with pytest.raises(GrammarError, match="cannot be used"):
             grammars.check(Grammar("regex", "("))
     grammars.check(Grammar("lark", "start: " + " | ".join(f'"{number:060}"' for number in range(900))))
-    assert len(grammars) <= MAX_KEPT
+    assert len(grammars) <= MAX_CACHED
 
 
 def test_answers_that_share_what_was_learnt_do_not_share_their_state(shared: Grammars, tokenizer: Tokenizer) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from localllm.errors import BusyError, GrammarError
 from localllm.hub.names import TINY_DIRECTORY
-from localllm.server.failures import failure_of
-from localllm.text.grammar import definition, trial
+from localllm.server.errors import failure_of
+from localllm.text.grammar import compile_check, definition
+from localllm.text.grammar.compile_check import CPU_S
 from localllm.text.grammar.compiled import Grammars
 from localllm.text.grammar.definition import defined
 from localllm.text.grammar.grammar import Grammar, GrammarKind
 from localllm.text.grammar.schema import checked
-from localllm.text.grammar.trial import CPU_S
 from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import json_schema
 
@@ -124,75 +124,72 @@ EXPLODING: list[tuple[GrammarKind, Any]] = [
     ("lark", 'start: "a"{1000000}'),
     ("gbnf", 'root ::= "a"{1000000}'),
 ]
+REFUSED_SCHEMAS = {
+    "{": "line 1, column 2",
+    "[]": "a list",
+    "false": "false",
+    '{"maximum": NaN}': "NaN",
+    '{"type": "strin"}': "'type' knows no 'strin', but 'string' (#/type)",
+    '{"maxlength": 3}': "'maxlength' is not supported, but 'maxLength' is (#/maxlength)",
+    '{"uniqueitems": true}': "'uniqueitems' is not supported (#/uniqueitems)",
+    '{"x-guidance": {"lenient": true}}': "'x-guidance' is not supported",
+    '{"nullable": "yes"}': "'nullable' is a text, and must be true or false (#/nullable)",
+    '{"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}': "'not' is not supported (#/$defs/a/not)",
+    '{"$ref": "#/$defs/a/$defs/b", "$defs": {"a": {"$defs": {"b": {"if": {}}}}}}': (
+        "'if' is not supported (#/$defs/a/$defs/b/if)"
+    ),
+    '{"minItems": -1}': "'minItems' must be a whole number",
+    '{"minLength": 1000000000}': "'minLength' is more than 1000000",
+    '{"multipleOf": 0.01}': "'multipleOf' is enforced for whole numbers alone",
+    '{"maximum": 1e400}': "'maximum' must be",
+    '{"exclusiveMinimum": 0, "maximum": 0.5}': "'exclusiveMinimum' of 0 is not enforced",
+    '{"allOf": [{"exclusiveMaximum": 0}, {"minimum": -0.5}]}': "'exclusiveMaximum' of 0 is not enforced",
+    '{"pattern": "(?=a)b"}': "'pattern' looks around (#/pattern)",
+    '{"pattern": "[(]a(?!x)"}': "'pattern' looks around (#/pattern)",
+    '{"pattern": "(a)\\\\1"}': "'pattern' refers back to a group (#/pattern)",
+    '{"pattern": "[a-z&&[^b]]"}': "'pattern' has an operator in a class",
+    '{"pattern": "a\\\\u0001b"}': "'pattern' wants a control character",
+    '{"const": 1e300}': "'const' has a number beyond 9007199254740992",
+    '{"enum": [1234567890123456789]}': "'enum' has a number beyond",
+    '{"enum": [{"a": [9007199254740993]}]}': "'enum' has a number beyond",
+    '{"const": 123456789.123456789}': "of more than 15 digits",
+    '{"minimum": 9007199254740993}': "'minimum' must be a number of at most 9007199254740992",
+    '{"properties": {"\\ud800": {}}}': "half of a pair of surrogates",
+    '{"enum": [{"a\\u0001": 1}]}': "'enum' has a control character",
+    '{"const": "a\\u0000b"}': "'const' has a control character",
+    '{"$ref": "#/$defs/nothing"}': "'$ref' points at '#/$defs/nothing'",
+    '{"$ref": "http://localhost/schema.json"}': "'$ref' points at 'http://localhost/schema.json'",
+    '{"x-a": {"b": {"not": {}}}, "$ref": "#/x-a/b"}': "'$ref' points at '#/x-a/b'",
+    '{"$ref": "//[a"}': "'$ref' points at '//[a'",
+    '{"$schema": "http://localhost/schema"}': "'$schema' names no draft",
+    '{"oneOf": [{"type": "string"}, {"maxLength": 2}]}': "'oneOf' at #/oneOf",
+    '{"patternProperties": {"a": {}, "b": {}}}': "'patternProperties' at #/patternProperties",
+    '{"type": "object", "minProperties": 2}': "'minProperties' is enforced where",
+    '{"type": "string", "minLength": 3, "maxLength": 2}': "minLength (3)",
+    '{"properties": {"a": 3}}': "#/properties/a is a number",
+    json.dumps(nested(120)): "100 levels",
+    "[" * 100000: "100 levels",
+    json.dumps({"enum": ["v" * 300000]}): "characters",
+    '{"allOf": [{"type": "string"}, {"type": "integer"}]}': "no answer can meet the JSON Schema",
+    json.dumps(holding(CLOSED)): "no answer can meet the JSON Schema",
+    '{"type": "integer", "multipleOf": 1099511627776}': "'multipleOf' at #/multipleOf",
+    '{"pattern": "a("}': "'pattern' at #/pattern: unclosed group, at character 2 of a(",
+}
 REFUSED: list[tuple[GrammarKind, str, str]] = [
-    ("json_schema", "{", "line 1, column 2"),
-    ("json_schema", "[]", "a list"),
-    ("json_schema", "false", "false"),
-    ("json_schema", '{"maximum": NaN}', "NaN"),
-    ("json_schema", '{"type": "strin"}', "'type' knows no 'strin', but 'string' (#/type)"),
-    ("json_schema", '{"maxlength": 3}', "'maxlength' is not supported, but 'maxLength' is (#/maxlength)"),
-    ("json_schema", '{"uniqueitems": true}', "'uniqueitems' is not supported (#/uniqueitems)"),
-    ("json_schema", '{"x-guidance": {"lenient": true}}', "'x-guidance' is not supported"),
-    ("json_schema", '{"nullable": "yes"}', "'nullable' is a text, and must be true or false (#/nullable)"),
-    ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}', "'not' is not supported (#/$defs/a/not)"),
-    (
-        "json_schema",
-        '{"$ref": "#/$defs/a/$defs/b", "$defs": {"a": {"$defs": {"b": {"if": {}}}}}}',
-        "'if' is not supported (#/$defs/a/$defs/b/if)",
-    ),
-    ("json_schema", '{"minItems": -1}', "'minItems' must be a whole number"),
-    ("json_schema", '{"minLength": 1000000000}', "'minLength' is more than 1000000"),
-    ("json_schema", '{"multipleOf": 0.01}', "'multipleOf' is enforced for whole numbers alone"),
-    ("json_schema", '{"maximum": 1e400}', "'maximum' must be"),
-    ("json_schema", '{"exclusiveMinimum": 0, "maximum": 0.5}', "'exclusiveMinimum' of 0 is not enforced"),
-    (
-        "json_schema",
-        '{"allOf": [{"exclusiveMaximum": 0}, {"minimum": -0.5}]}',
-        "'exclusiveMaximum' of 0 is not enforced",
-    ),
-    ("json_schema", '{"pattern": "(?=a)b"}', "'pattern' looks around (#/pattern)"),
-    ("json_schema", '{"pattern": "[(]a(?!x)"}', "'pattern' looks around (#/pattern)"),
-    ("json_schema", '{"pattern": "(a)\\\\1"}', "'pattern' refers back to a group (#/pattern)"),
-    ("json_schema", '{"pattern": "[a-z&&[^b]]"}', "'pattern' has an operator in a class"),
-    ("json_schema", '{"pattern": "a\\\\u0001b"}', "'pattern' wants a control character"),
-    ("json_schema", '{"const": 1e300}', "'const' has a number beyond 9007199254740992"),
-    ("json_schema", '{"enum": [1234567890123456789]}', "'enum' has a number beyond"),
-    ("json_schema", '{"enum": [{"a": [9007199254740993]}]}', "'enum' has a number beyond"),
-    ("json_schema", '{"const": 123456789.123456789}', "of more than 15 digits"),
-    ("json_schema", '{"minimum": 9007199254740993}', "'minimum' must be a number of at most 9007199254740992"),
-    ("json_schema", '{"properties": {"\\ud800": {}}}', "half of a pair of surrogates"),
+    *(("json_schema", source, says) for source, says in REFUSED_SCHEMAS.items()),
     ("regex", "\ud800", "half of a pair of surrogates"),
-    ("json_schema", '{"enum": [{"a\\u0001": 1}]}', "'enum' has a control character"),
-    ("json_schema", '{"const": "a\\u0000b"}', "'const' has a control character"),
-    ("json_schema", '{"$ref": "#/$defs/nothing"}', "'$ref' points at '#/$defs/nothing'"),
-    ("json_schema", '{"$ref": "http://localhost/schema.json"}', "'$ref' points at 'http://localhost/schema.json'"),
-    ("json_schema", '{"x-a": {"b": {"not": {}}}, "$ref": "#/x-a/b"}', "'$ref' points at '#/x-a/b'"),
-    ("json_schema", '{"$ref": "//[a"}', "'$ref' points at '//[a'"),
-    ("json_schema", '{"$schema": "http://localhost/schema"}', "'$schema' names no draft"),
-    ("json_schema", '{"oneOf": [{"type": "string"}, {"maxLength": 2}]}', "'oneOf' at #/oneOf"),
-    ("json_schema", '{"patternProperties": {"a": {}, "b": {}}}', "'patternProperties' at #/patternProperties"),
-    ("json_schema", '{"type": "object", "minProperties": 2}', "'minProperties' is enforced where"),
-    ("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}', "minLength (3)"),
-    ("json_schema", '{"properties": {"a": 3}}', "#/properties/a is a number"),
-    ("json_schema", json.dumps(nested(120)), "100 levels"),
-    ("json_schema", "[" * 100_000, "100 levels"),
-    ("json_schema", json.dumps({"enum": ["v" * 300_000]}), "characters"),
-    ("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}', "no answer can meet the JSON Schema"),
-    ("json_schema", json.dumps(holding(CLOSED)), "no answer can meet the JSON Schema"),
-    ("json_schema", '{"type": "integer", "multipleOf": 1099511627776}', "'multipleOf' at #/multipleOf"),
-    ("json_schema", '{"pattern": "a("}', "'pattern' at #/pattern: unclosed group, at character 2 of a("),
     ("regex", "ab(c", "unclosed group, at character 3 of ab(c"),
     ("regex", "(?=a)b", "look-ahead"),
-    ("regex", r"(a)\1", "backreferences"),
-    ("regex", r"[^\s\S]", "nothing with which it can go on"),
-    ("regex", "(" * 20_000, "unclosed group"),
+    ("regex", "(a)\\1", "backreferences"),
+    ("regex", "[^\\s\\S]", "nothing with which it can go on"),
+    ("regex", "(" * 20000, "unclosed group"),
     ("lark", 'start: "a" b\nb: nothing', "line 2, column 4: unknown name"),
     ("lark", "start: start", "nothing with which it can go on"),
     ("lark", 'start: a\na[temperature=0.3]: "x"', "'temperature' in line 2"),
     ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
     ("gbnf", "root ::= (", "line 1, column 11: expected a closing parenthesis, not the end of the grammar"),
     ("gbnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
-    ("gbnf", 'root ::= "' + "a" * 70_000 + '"', "characters"),
+    ("gbnf", 'root ::= "' + "a" * 70000 + '"', "characters"),
 ]
 
 
@@ -244,7 +241,7 @@ def test_a_trial_that_somebody_else_ends_is_not_the_fault_of_a_grammar(
 ) -> None:
     killed = tmp_path / "killed.py"
     killed.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    monkeypatch.setattr(trial, "__file__", str(killed))
+    monkeypatch.setattr(compile_check, "__file__", str(killed))
     with pytest.raises(BusyError, match="could not be tried out") as busy:
         defined(Grammar("regex", "a"))
     assert "SIGKILL" in busy.value.why

@@ -22,7 +22,7 @@ from localllm.runtime.engine_thread import RequestStream
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp, Start
-from localllm.tui.loading import Post
+from localllm.tui.messages import Post
 from tests.patience import PATIENCE_S
 
 _OF_PLANS = ("ledger", "limits", "bound_by", "streamed_bytes")
@@ -180,7 +180,8 @@ def chat_app(service: Any = None, resumed: Resumed | None = None, **settings: An
     }
     resolved = load_settings(settings)
     selection = with_defaults(resolved, locate(resolved, None))
-    return ChatApp(Start(selection, resolved, resumed, **start), service if service is not None else FakeService())
+    serve: Any = service if service is not None else FakeService()
+    return ChatApp(Start(selection, resolved, resumed, **start), serve)
 
 
 @asynccontextmanager
@@ -191,10 +192,19 @@ async def running(app: ChatApp, size: tuple[int, int] = (100, 30)) -> AsyncItera
             await pilot.pause()
             yield pilot
     finally:
-        app.desk.close(2.0)
-        app.archive.close(2.0)
+        app.close(2.0)
     if app.failure is not None:
         raise app.failure
+
+
+@asynccontextmanager
+async def chatting(
+    service: Any = None, resumed: Resumed | None = None, *, size: tuple[int, int] = (100, 30), **settings: Any
+) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
+    """`chat_app`, `running`."""
+    app = chat_app(service, resumed, **settings)
+    async with running(app, size) as pilot:
+        yield app, pilot
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object]) -> None:

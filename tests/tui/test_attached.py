@@ -7,22 +7,19 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
-from textual.pilot import Pilot
 
-from localllm.tui.app import ChatApp
-from localllm.tui.loading import serve_attached
+from localllm.tui.model_loader import serve_attached
 from tests.cli_support import run_cli, start_cli
 from tests.patience import PATIENCE_S
 from tests.server.support import wait_for
 from tests.server.test_cli_serve import Served
-from tests.tui.support import chat_app, running, say, send, shown, until
+from tests.tui.support import chatting, say, send, shown, until
 
 pytestmark = pytest.mark.slow
 
@@ -48,35 +45,20 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
             process.wait(PATIENCE_S)
 
 
-@asynccontextmanager
-async def talking() -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
-    """A chat that the server's engine has answered once."""
-    app = chat_app(serve_attached, max_tokens=6)
-    async with running(app) as pilot:
-        await until(pilot, lambda: "the running server answers" in shown(app))
-        await say(pilot, "A tale about a fox, please.")
-        yield app, pilot
-
-
-def test_the_servers_engine_answers_and_the_chat_goes_on_where_it_is_killed(server: Beside) -> None:
+def test_the_servers_engine_answers_and_the_chat_outlives_first_that_and_then_the_server(server: Beside) -> None:
     async def chat() -> None:
-        async with talking() as (app, pilot):
+        async with chatting(serve_attached, max_tokens=6) as (app, pilot):
+            await until(pilot, lambda: "the running server answers" in shown(app))
+            await say(pilot, "A tale about a fox, please.")
             os.kill(server.engine_pid, signal.SIGKILL)
             wait_for(lambda: not psutil.pid_exists(server.engine_pid))
             await say(pilot, "And then?")
             assert app.chat.num_turns == 4
-            assert app.desk.plan is None and app.desk.host_bytes == 0
-
-    asyncio.run(chat())
-
-
-def test_the_chat_loads_the_model_itself_where_the_server_has_ended(server: Beside) -> None:
-    async def chat() -> None:
-        async with talking() as (app, pilot):
+            assert app.worker.plan is None and app.worker.host_bytes == 0
             server.process.send_signal(signal.SIGINT)
             server.process.wait(PATIENCE_S)
             await send(pilot, "And then?")
             await until(pilot, lambda: "no server answers any more" in shown(app))
-            await until(pilot, lambda: app.chat.num_turns == 4 and not app.chat.is_answering)
+            await until(pilot, lambda: app.chat.num_turns == 6 and not app.chat.is_answering)
 
     asyncio.run(chat())

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.binding import Binding
 from textual.command import CommandList
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -17,13 +16,13 @@ from localllm.errors import ContextOverflowError, DoesNotFitError
 from localllm.history import History, history_file
 from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp
-from localllm.tui.key_names import DEFAULTS
-from localllm.tui.rooms import rooms
-from localllm.tui.screens.code import CodePicker
+from localllm.tui.key_scopes import key_scopes
+from localllm.tui.keys import DEFAULTS
+from localllm.tui.screens.dialogs import CodeDialog
 from localllm.tui.screens.help import HelpScreen
-from localllm.tui.widgets.thought import Thought
+from localllm.tui.widgets.message_view import Thought
 from tests.history_support import said
-from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
+from tests.tui.support import FakeService, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -47,8 +46,7 @@ async def begin(pilot: Pilot[Any], app: ChatApp, text: str, length: int = 50) ->
 
 
 async def test_a_question_is_answered_and_kept() -> None:
-    app = chat_app(FakeService(["It went **home**."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["It went **home**."])) as (app, pilot):
         await say(pilot, "Where did the fox go?")
         assert texts(app) == [("user", "Where did the fox go?"), ("assistant", "It went **home**.")]
         assert "It went home." in shown(app)
@@ -58,8 +56,7 @@ async def test_a_question_is_answered_and_kept() -> None:
 async def test_a_question_that_comes_before_the_model_is_kept_and_answered_when_it_is_there() -> None:
     service = FakeService(["At last."])
     service.gate.clear()
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await send(pilot, "Hello?")
         await until(pilot, lambda: app.chat.num_turns == 1)
         assert "loading" in shown(app) and kept() == [("user", "Hello?", "complete")]
@@ -70,8 +67,7 @@ async def test_a_question_that_comes_before_the_model_is_kept_and_answered_when_
 
 @pytest.mark.parametrize("key", ["escape", "ctrl+c"])
 async def test_a_key_stops_an_answer_and_keeps_what_was_said(key: str) -> None:
-    app = chat_app(FakeService(["word " * 2000], pause_s=0.005))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
         await begin(pilot, app, "Go on")
         await pilot.press(key)
         await until(pilot, lambda: not app.chat.is_answering and app.chat.num_turns == 2)
@@ -82,8 +78,7 @@ async def test_a_key_stops_an_answer_and_keeps_what_was_said(key: str) -> None:
 
 
 async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() -> None:
-    app = chat_app(FakeService(["word " * 2000], pause_s=0.05))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["word " * 2000], pause_s=0.05)) as (app, pilot):
         await begin(pilot, app, "Go on", 0)
         await pilot.press(*"next", "enter")
         assert app.chat.composer.text == "next" and "esc stops it" in shown(app)
@@ -95,8 +90,7 @@ async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() 
 
 
 async def test_the_keys_of_a_message_do_no_harm_while_it_is_being_written() -> None:
-    app = chat_app(FakeService(["word " * 2000], pause_s=0.02))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["word " * 2000], pause_s=0.02)) as (app, pilot):
         await begin(pilot, app, "Go on", 0)
         await pilot.press("ctrl+up", "e", "r", "f", "c", "y", "escape")
         await until(pilot, lambda: not app.chat.is_answering and app.chat.num_turns == 2)
@@ -105,8 +99,7 @@ async def test_the_keys_of_a_message_do_no_harm_while_it_is_being_written() -> N
 async def test_how_far_the_prompt_was_read_is_shown() -> None:
     service = FakeService(["Done."], prefill=4096)
     service.reads_on.clear()
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await send(pilot, "a long text")
         await until(pilot, lambda: "of 4,096 tokens" in shown(app))
         service.reads_on.set()
@@ -116,8 +109,7 @@ async def test_how_far_the_prompt_was_read_is_shown() -> None:
 
 async def test_an_error_is_a_notice_with_four_lines_and_the_question_is_in_the_composer_again() -> None:
     error = DoesNotFitError("the model [b +] does not fit", why="it needs 9 GiB", fix="localllm plan tiny")
-    app = chat_app(FakeService([error, "Now."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService([error, "Now."])) as (app, pilot):
         await send(pilot, "Hello")
         await until(pilot, lambda: app.chat.notice.error is not None)
         for line in (
@@ -140,8 +132,7 @@ async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost(tm
         raise ContextOverflowError("the prompt has 9 tokens, the context 8", why="too long", fix="shorten the prompt")
 
     service.engine.check = refuse  # type: ignore[method-assign]
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await send(pilot, "much too long")
         await until(pilot, lambda: app.chat.notice.error is not None and app.chat.composer.text != "")
         assert app.chat.composer.text == "much too long" and app.chat.num_turns == 0
@@ -155,8 +146,7 @@ async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost(tm
 async def test_a_model_that_cannot_be_loaded_is_told_of_and_the_question_waits_for_another() -> None:
     service = FakeService(["By the other."])
     service.failure = DoesNotFitError("tiny does not fit", why="0 bytes are free", fix="localllm doctor")
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert "no model" in shown(app) and "tiny does not fit" in shown(app)
         await send(pilot, "Anyone?")
@@ -171,8 +161,7 @@ async def test_a_model_that_cannot_be_loaded_is_told_of_and_the_question_waits_f
 
 
 async def test_an_answer_is_had_again_and_the_first_stays_in_the_history() -> None:
-    app = chat_app(FakeService(["One.", "Two."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["One.", "Two."])) as (app, pilot):
         await say(pilot, "Count")
         await pilot.press("f5")
         await until(pilot, lambda: texts(app)[-1][1] == "Two." and not app.chat.is_answering)
@@ -183,8 +172,7 @@ async def test_an_answer_is_had_again_and_the_first_stays_in_the_history() -> No
 
 
 async def test_an_answer_that_cannot_be_had_again_stays() -> None:
-    app = chat_app(FakeService(["One.", DoesNotFitError("no", why="no", fix="no")]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["One.", DoesNotFitError("no", why="no", fix="no")])) as (app, pilot):
         await say(pilot, "Count")
         await pilot.press("f5")
         await until(pilot, lambda: app.chat.notice.error is not None and app.chat.num_turns == 2)
@@ -192,8 +180,7 @@ async def test_an_answer_that_cannot_be_had_again_stays() -> None:
 
 
 async def test_an_earlier_question_is_edited_and_what_followed_it_leaves_the_screen() -> None:
-    app = chat_app(FakeService(["A.", "B.", "C."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A.", "B.", "C."])) as (app, pilot):
         await say(pilot, "first")
         await say(pilot, "second")
         await pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up", "e")
@@ -206,8 +193,7 @@ async def test_an_earlier_question_is_edited_and_what_followed_it_leaves_the_scr
 
 
 async def test_an_edit_is_given_up_with_escape() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "first")
         await pilot.press("ctrl+up", "ctrl+up", "e", "escape")
         assert app.chat.composer.text == "" and len(texts(app)) == 2
@@ -216,8 +202,7 @@ async def test_an_edit_is_given_up_with_escape() -> None:
 
 
 async def test_a_fork_goes_on_from_a_message_in_a_copy() -> None:
-    app = chat_app(FakeService(["A.", "B.", "C."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A.", "B.", "C."])) as (app, pilot):
         await say(pilot, "first")
         await say(pilot, "second")
         original = app.chat.session_id
@@ -232,8 +217,7 @@ async def test_a_fork_goes_on_from_a_message_in_a_copy() -> None:
 
 async def test_an_answer_is_continued_where_it_ends() -> None:
     service = FakeService(["It was a", " fox."])
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await say(pilot, "Who?")
         await pilot.press("f6")
         await until(pilot, lambda: texts(app)[-1][1] == "It was a fox." and not app.chat.is_answering)
@@ -246,8 +230,7 @@ async def test_an_answer_is_continued_where_it_ends() -> None:
 
 
 async def test_the_last_question_is_taken_back() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "first")
         app.chat.take_command("/undo")
         await until(pilot, lambda: app.chat.num_turns == 0)
@@ -255,8 +238,7 @@ async def test_the_last_question_is_taken_back() -> None:
 
 
 async def test_a_new_conversation_leaves_the_old_one_in_the_history() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "first")
         await pilot.press("ctrl+n")
         await until(pilot, lambda: app.chat.num_turns == 0)
@@ -271,8 +253,7 @@ async def test_a_new_conversation_leaves_the_old_one_in_the_history() -> None:
 async def test_the_last_answer_a_code_block_and_the_selection_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
     monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
-    app = chat_app(FakeService([CODE]))
-    async with running(app) as pilot:
+    async with chatting(FakeService([CODE])) as (app, pilot):
         await say(pilot, "Code")
         app.chat.take_command("/copy")
         app.chat.take_command("/copy 2")
@@ -293,8 +274,7 @@ async def test_the_answer_alone_is_copied_without_what_was_thought(
     monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
     service = FakeService([f"```\nhm\n```\n</think>\n\n{CODE}"])
     monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await say(pilot, "Code")
         for line in ("/copy", "/copy 1", f"/save {tmp_path / 'a.json'}"):
             app.chat.take_command(line)
@@ -305,7 +285,7 @@ async def test_the_answer_alone_is_copied_without_what_was_thought(
         await until(pilot, lambda: app.chat.session_id not in (before, None))
         assert "thought: 3 words" in shown(app) and "print('fox')" in shown(app)
         await pilot.press("ctrl+up", "c", "y")
-        await until(pilot, lambda: isinstance(app.screen, CodePicker))
+        await until(pilot, lambda: isinstance(app.screen, CodeDialog))
         assert copied[2:] == [CODE] and "1  python" in shown(app) and "hm" not in shown(app)
 
 
@@ -313,8 +293,7 @@ async def test_an_answer_without_a_thought_is_copied_as_it_stands(monkeypatch: p
     copied: list[str] = []
     monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
     plain = "\n\n The mark </think> ends a thought."
-    app = chat_app(FakeService([plain]))
-    async with running(app) as pilot:
+    async with chatting(FakeService([plain])) as (app, pilot):
         await say(pilot, "What ends it?")
         app.chat.take_command("/copy")
         await pilot.press("escape", "ctrl+up", "c")
@@ -324,17 +303,16 @@ async def test_an_answer_without_a_thought_is_copied_as_it_stands(monkeypatch: p
 async def test_the_picker_copies_or_saves_a_code_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     copied: list[str] = []
     monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
-    app = chat_app(FakeService([CODE]))
-    async with running(app) as pilot:
+    async with chatting(FakeService([CODE])) as (app, pilot):
         await say(pilot, "Code")
         await pilot.press("f7")
-        await until(pilot, lambda: isinstance(app.screen, CodePicker))
+        await until(pilot, lambda: isinstance(app.screen, CodeDialog))
         assert "2  sh, 1 line: ls -l" in shown(app)
         await pilot.press("down", "enter")
         await until(pilot, lambda: copied == ["ls -l\n"])
         for is_new in (True, False):
             await pilot.press("f7")
-            await until(pilot, lambda: isinstance(app.screen, CodePicker))
+            await until(pilot, lambda: isinstance(app.screen, CodeDialog))
             await pilot.press("s")
             app.screen.query_one(Input).value = str(tmp_path / "a.py")
             await pilot.press("enter")
@@ -344,8 +322,7 @@ async def test_the_picker_copies_or_saves_a_code_block(monkeypatch: pytest.Monke
 
 
 async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "Hello")
         for line in (f"/save {tmp_path / 'a.json'}", f"/export {tmp_path / 'a.md'}"):
             app.chat.take_command(line)
@@ -364,8 +341,7 @@ async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
 async def test_how_much_is_thought_is_changed_and_thoughts_stay_unfolded_where_they_are_to_be_shown() -> None:
     service = FakeService(["<think>Perhaps.</think>A fox.", ["<think>Perhaps", " not"]])
     service.engine.template = ChatTemplate("{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    app = chat_app(service, show_thoughts=True)
-    async with running(app) as pilot:
+    async with chatting(service, show_thoughts=True) as (app, pilot):
         await say(pilot, "Who is there?")
         assert app.chat.query_one(Thought).is_open
         app.chat.take_command("/think off")
@@ -382,8 +358,7 @@ async def test_how_much_is_thought_is_changed_and_thoughts_stay_unfolded_where_t
 
 
 async def test_thoughts_are_folded_when_the_answer_begins_and_unfold() -> None:
-    app = chat_app(FakeService(["<think>\nIt may be a fox.\n</think>\n\nA fox."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["<think>\nIt may be a fox.\n</think>\n\nA fox."])) as (app, pilot):
         await say(pilot, "Who?")
         assert "thought: 5 words" in shown(app) and "It may be" not in shown(app) and "A fox." in shown(app)
         await pilot.press("ctrl+t")
@@ -395,11 +370,9 @@ async def test_thoughts_are_folded_when_the_answer_begins_and_unfold() -> None:
 
 
 async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() -> None:
-    app = chat_app(FakeService(["word " * 2000], pause_s=0.005))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
         await begin(pilot, app, "Go on")
-    app = chat_app(FakeService(["Again."]), resumed=look_up(app.desk, "last"))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["Again."]), resumed=look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: len(texts(app)) == 2)
         assert texts(app)[0] == ("user", "Go on") and "interrupted: F6 goes on" in shown(app)
         await pilot.press("f5")
@@ -407,8 +380,7 @@ async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() 
 
 
 async def test_the_status_tells_of_model_context_and_speed() -> None:
-    app = chat_app(FakeService(["A long answer about a fox."]))
-    async with running(app, (120, 30)) as pilot:
+    async with chatting(FakeService(["A long answer about a fox."]), size=(120, 30)) as (app, pilot):
         await say(pilot, "Who?")
         screen = shown(app)
         for part in ("tiny int4-g64", "/4,096", "tok/s", "first 0.01 s", "cached 0/"):
@@ -416,8 +388,7 @@ async def test_the_status_tells_of_model_context_and_speed() -> None:
 
 
 async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> None:
-    app = chat_app(keys={"chat.regenerate": "ctrl+y"})
-    async with running(app, (100, 160)) as pilot:
+    async with chatting(keys={"chat.regenerate": "ctrl+y"}, size=(100, 160)) as (app, pilot):
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
         screen = shown(app)
@@ -427,7 +398,7 @@ async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> No
         await pilot.press("escape")
         await say(pilot, "one")
         await pilot.press("ctrl+y")
-        await until(pilot, lambda: app.chat.is_answering or len(app.desk._dialogue.turns) == 2)
+        await until(pilot, lambda: app.chat.is_answering or len(app.worker._dialogue.turns) == 2)
 
 
 async def test_hints_name_the_users_own_keys() -> None:
@@ -440,8 +411,7 @@ async def test_hints_name_the_users_own_keys() -> None:
         "composer.find": "ctrl+f",
         "plan.reset": "x",
     }
-    app = chat_app(FakeService(["word " * 400], pause_s=0.02), keys=keys)
-    async with running(app, (100, 160)) as pilot:
+    async with chatting(FakeService(["word " * 400], pause_s=0.02), keys=keys, size=(100, 160)) as (app, pilot):
         await until(pilot, lambda: "F9 shows the models" in shown(app))
         assert "/ for commands, ctrl+o for help" in shown(app)
         await begin(pilot, app, "one")
@@ -466,14 +436,13 @@ async def test_hints_name_the_users_own_keys() -> None:
 
 
 def test_the_keys_that_hints_name_are_those_of_their_bindings() -> None:
-    bindings = [binding for room in rooms().values() for binding in room.BINDINGS if isinstance(binding, Binding)]
+    bindings = [binding for scope in key_scopes().values() for binding in scope]
     bound = {binding.id: binding.key for binding in bindings}
     assert {name: bound[name] for name in DEFAULTS} == DEFAULTS
 
 
 async def test_the_palette_does_what_a_command_does() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "one")
         await pilot.press("ctrl+p", *"/clear")
         found = partial(app.screen.query_one, CommandList)
@@ -483,14 +452,12 @@ async def test_the_palette_does_what_a_command_does() -> None:
 
 
 async def test_ctrl_c_leaves_at_the_second_time_and_ctrl_d_at_once() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press("ctrl+c")
         assert app.is_running and "Ctrl-C again leaves" in shown(app)
         await pilot.press("ctrl+c")
         assert app._exit
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press("x", "home", "ctrl+d")
         assert app.chat.composer.text == "" and not app._exit
         await pilot.press("ctrl+d")
@@ -499,8 +466,7 @@ async def test_ctrl_c_leaves_at_the_second_time_and_ctrl_d_at_once() -> None:
 
 async def test_settings_and_the_system_message_are_changed() -> None:
     service = FakeService()
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         for line in ("/set temperature 0.25", "/system Be brief."):
             app.chat.take_command(line)
         await say(pilot, "one")
@@ -519,8 +485,7 @@ async def test_settings_and_the_system_message_are_changed() -> None:
 
 
 async def test_a_private_chat_is_not_kept_and_says_so() -> None:
-    app = chat_app(private=True)
-    async with running(app) as pilot:
+    async with chatting(private=True) as (app, pilot):
         await say(pilot, "one")
         assert "private: nothing is kept" in shown(app)
     assert not history_file().exists()

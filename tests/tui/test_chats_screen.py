@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from localllm.chat.text import format_ago
 from localllm.history import BusyError, History, Session, history_file
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.chats import ChatsScreen
-from localllm.tui.screens.prompt import Prompt
+from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.key_bar import KeyBar
 from localllm.tui.widgets.message_view import MessageView
 from tests.history_support import said
-from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
+from tests.patience import PATIENCE_S
+from tests.tui.support import FakeService, chat_app, chatting, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -79,6 +81,13 @@ async def enter(pilot: Pilot[None], app: ChatApp) -> ChatsScreen:
     return screen_of(app)
 
 
+@asynccontextmanager
+async def listing(*service: Any, **settings: Any) -> AsyncIterator[tuple[ChatApp, Pilot[None], ChatsScreen]]:
+    """`chatting`, with the screen and its list."""
+    async with chatting(*service, **settings) as (app, pilot):
+        yield app, pilot, await enter(pilot, app)
+
+
 def head(app: ChatApp) -> str:
     found = app.screen.query("#title")
     return str(found.first(Static).render()) if found else "reading"
@@ -96,9 +105,7 @@ async def test_the_latest_chat_stands_first_and_pinned_ones_above_it() -> None:
     keep("About cats", "a")
     with opened() as history:
         history.pin(first, True)
-    app = chat_app()
-    async with running(app, (120, 30)) as pilot:
-        screen = await enter(pilot, app)
+    async with listing(size=(120, 30)) as (app, pilot, screen):
         assert titles(app) == ["About foxes", "About cats", "About owls"]
         assert "3 kept" in head(app)
         screen.add_class("-turned")  # the list alone
@@ -114,9 +121,7 @@ async def test_the_latest_chat_stands_first_and_pinned_ones_above_it() -> None:
 
 
 async def test_with_no_chat_kept_the_screen_says_so_and_no_key_ends_it() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        await enter(pilot, app)
+    async with listing() as (app, pilot, _):
         assert "no chat is kept yet" in shown(app)
         await pilot.press("enter", "r", "p", "d", "e", "down", "end", "space", "space", "u")
         await until(pilot, lambda: "nothing was deleted" in shown(app))
@@ -125,9 +130,7 @@ async def test_with_no_chat_kept_the_screen_says_so_and_no_key_ends_it() -> None
 
 async def test_a_private_chat_lists_what_was_kept_and_says_how_to_go_on_with_another_model() -> None:
     keep("From before", "a", "b", model="big-one")
-    app = chat_app(private=True)
-    async with running(app) as pilot:
-        await enter(pilot, app)
+    async with listing(private=True) as (app, pilot, _):
         assert titles(app) == ["From before"]
         await pilot.press("enter")
         await until(pilot, lambda: app.chat.num_turns == 2)
@@ -136,16 +139,14 @@ async def test_a_private_chat_lists_what_was_kept_and_says_how_to_go_on_with_ano
 
 async def test_what_strangers_wrote_is_shown_and_never_obeyed() -> None:
     keep("\x1b[31mred[/] [bold]\u202etitle\x1b]52;c;x\x07", "lantern [b] \x1b[2J [@click=app.leave]x[/]", "[/]\x9b5m")
-    app = chat_app()
-    async with running(app, (140, 30)) as pilot:
-        screen = await enter(pilot, app)
+    async with listing(size=(140, 30)) as (app, pilot, screen):
         await search(pilot, app, "lantern")
         await pilot.press("tab")
         await until(pilot, lambda: screen.chats.has_focus and shown(app).count("[@click=app.leave]x[/]") == 2)
         assert shown(app).count("red[/] [bold]") == 2
         for key in ("r", "e"):
             await pilot.press(key)
-            await until(pilot, lambda: isinstance(app.screen, Prompt))
+            await until(pilot, lambda: isinstance(app.screen, LineDialog))
             assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown(app))
             await pilot.press("escape")
         await pilot.pause()
@@ -156,9 +157,7 @@ async def test_enter_goes_on_with_the_chosen_chat() -> None:
     keep("Foxes", "Where?", "Home.")
     keep("Owls", "Who?", "Me.")
     service = FakeService(["Still there."])
-    app = chat_app(service)
-    async with running(app) as pilot:
-        await enter(pilot, app)
+    async with listing(service) as (app, pilot, _):
         await pilot.press("down", "enter")
         await until(pilot, lambda: app.chat.num_turns == 2 and app.screen is app.chat)
         await say(pilot, "And now?")
@@ -171,9 +170,7 @@ async def test_typing_finds_titles_and_messages_and_enter_opens_the_chat_at_the_
     turns[7] = f"{'before ' * 60} the red lantern hangs {'after ' * 60}"
     keep("Long", *turns)
     keep("A lantern in a title", "a", "b")
-    app = chat_app()
-    async with running(app) as pilot:
-        screen = await enter(pilot, app)
+    async with listing() as (app, pilot, screen):
         await search(pilot, app, "red LANTERN")
         assert titles(app) == ["Long"]
         assert "model: …before before" in shown(app)
@@ -202,9 +199,7 @@ async def test_what_is_found_in_a_branch_that_is_not_shown_is_shown_from_then_on
     with opened() as history:
         history.append(session, session.head, "assistant", "The lantern one.")
         history.append(session, session.head, "assistant", "The other one.")
-    app = chat_app()
-    async with running(app, (140, 30)) as pilot:
-        await enter(pilot, app)
+    async with listing(size=(140, 30)) as (app, pilot, _):
         await search(pilot, app, "lantern")
         await until(pilot, lambda: "does not show any more" in shown(app))
         await pilot.press("enter")
@@ -217,9 +212,7 @@ async def test_what_is_found_in_a_branch_that_is_not_shown_is_shown_from_then_on
 async def test_the_words_that_were_found_are_marked_and_escape_leaves_the_search_before_the_screen() -> None:
     keep("Foxes", "a")
     keep("Owls", "b")
-    app = chat_app()
-    async with running(app) as pilot:
-        await enter(pilot, app)
+    async with listing() as (app, pilot, _):
         await search(pilot, app, "fox")
         assert titles(app) == ["Foxes"]
         lines = app.screen._compositor.render_strips(app.size)
@@ -247,12 +240,11 @@ async def test_a_wide_screen_has_a_preview_beside_the_list_and_a_narrow_one_on_a
 
 
 async def test_a_chat_is_renamed_from_its_old_title_and_keeps_the_new_one_when_it_goes_on() -> None:
-    app = chat_app(FakeService(["One.", "Two."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["One.", "Two."])) as (app, pilot):
         await say(pilot, "Hello")
         await enter(pilot, app)
         await pilot.press("r")
-        await until(pilot, lambda: isinstance(app.screen, Prompt))
+        await until(pilot, lambda: isinstance(app.screen, LineDialog))
         assert "▸ Hello" in shown(app)
         field = app.screen.query_one(Input)
         assert field.value == "Hello"
@@ -268,9 +260,7 @@ async def test_a_chat_is_renamed_from_its_old_title_and_keeps_the_new_one_when_i
 async def test_a_pin_lifts_a_chat_and_the_same_key_takes_it_away() -> None:
     for title in ("Foxes", "Owls", "Cats"):
         keep(title, "a")
-    app = chat_app()
-    async with running(app) as pilot:
-        await enter(pilot, app)
+    async with listing() as (app, pilot, _):
         await pilot.press("end", "p")
         await until(pilot, lambda: titles(app) == ["Foxes", "Cats", "Owls"])
         await pilot.press("p")
@@ -286,15 +276,13 @@ async def test_deleted_chats_come_back_in_turn_as_they_were_also_after_the_scree
     with opened() as history:
         history.pin(history.find("Owls"), True)
     before = tables()
-    app = chat_app()
-    async with running(app) as pilot:
-        await enter(pilot, app)
+    async with listing() as (app, pilot, _):
         await pilot.press("d", "d")
         await until(pilot, lambda: kept_titles() == ["Foxes"])
         assert titles(app) == ["Foxes"]
         await pilot.press("delete")
         await until(pilot, lambda: kept_titles() == [])
-        assert "deleted: Foxes" in shown(app)
+        await until(pilot, lambda: "deleted: Foxes" in shown(app))
         await pilot.press("u")
         await until(pilot, lambda: titles(app) == ["Foxes"])
         await pilot.press("escape")
@@ -307,9 +295,29 @@ async def test_deleted_chats_come_back_in_turn_as_they_were_also_after_the_scree
     assert tables() == before
 
 
+async def test_a_chat_that_is_deleted_in_the_last_moment_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("Foxes", "a")
+    take_out, leaves = History.take_out, threading.Event()
+
+    def take_out_late(history: History, session: Session) -> Any:
+        assert leaves.wait(PATIENCE_S)
+        return take_out(history, session)
+
+    close = ChatApp.close
+
+    def close_late(app: ChatApp, timeout_s: float) -> None:
+        leaves.set()
+        close(app, timeout_s)
+
+    monkeypatch.setattr(History, "take_out", take_out_late)
+    monkeypatch.setattr(ChatApp, "close", close_late)
+    async with listing() as (_, pilot, _):
+        await pilot.press("d")
+    assert kept_titles() == []
+
+
 async def test_the_open_chat_goes_on_unkept_when_it_is_deleted_and_is_kept_again_when_that_is_undone() -> None:
-    app = chat_app(FakeService(["One.", "Two.", "Three."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["One.", "Two.", "Three."])) as (app, pilot):
         await say(pilot, "First")
         await enter(pilot, app)
         await pilot.press("d")
@@ -332,17 +340,15 @@ async def test_a_chat_is_written_as_markdown_or_json_into_a_file_named_after_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keep("Wo ist der Fuchs? [../x]", "Where?", "Home.")
-    app = chat_app()
-    async with running(app) as pilot:
-        await enter(pilot, app)
+    async with listing() as (app, pilot, _):
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, Prompt))
+        await until(pilot, lambda: isinstance(app.screen, LineDialog))
         await pilot.press("enter")
         path = tmp_path / "wo-ist-der-fuchs-x.md"
         await until(pilot, lambda: path.exists() and "wrote" in shown(app))
         assert "Home." in path.read_text()
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, Prompt))
+        await until(pilot, lambda: isinstance(app.screen, LineDialog))
         await pilot.press("ctrl+t", "enter")
         await until(pilot, path.with_suffix(".json").exists)
         assert json.loads(path.with_suffix(".json").read_text())["sessions"][0]["title"].startswith("Wo ist")
@@ -354,12 +360,10 @@ async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_can
     keep("Foxes", "Where?", "Home.")
     path = tmp_path / "mine.md"
     path.write_text("precious")
-    app = chat_app()
-    async with running(app) as pilot:
-        await enter(pilot, app)
+    async with listing() as (app, pilot, _):
         for answer, text in (("escape", "precious"), ("enter", "# Foxes")):
             await pilot.press("e")
-            await until(pilot, lambda: isinstance(app.screen, Prompt))
+            await until(pilot, lambda: isinstance(app.screen, LineDialog))
             app.screen.query_one(Input).value = str(path)
             await pilot.press("enter")
             await until(pilot, lambda: "already" in "".join(shown(app).split()))
@@ -368,15 +372,14 @@ async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_can
             await until(pilot, lambda text=text: path.read_text().startswith(text))  # type: ignore[misc]
             await until(pilot, lambda: isinstance(app.screen, ChatsScreen))
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, Prompt))
+        await until(pilot, lambda: isinstance(app.screen, LineDialog))
         app.screen.query_one(Input).value = "~nobody-of-that-name/x.md"
         await pilot.press("enter")
         await until(pilot, lambda: "thereisno" in "".join(shown(app).split()) and "why:" in shown(app))
 
 
 async def test_n_begins_a_new_conversation() -> None:
-    app = chat_app(FakeService(["One.", "Two."]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["One.", "Two."])) as (app, pilot):
         await say(pilot, "First")
         await enter(pilot, app)
         await pilot.press("n")
@@ -392,9 +395,7 @@ async def test_a_chat_that_another_process_deleted_is_told_of_and_goes_from_the_
     keep("Staying", "a")
     actions = [("enter",), ("p",), ("d",), ("e", "enter"), ("r", "x", "enter")]
     leaving = [keep(f"Leaving by {keys[0]}", "a") for keys in actions][::-1]
-    app = chat_app()
-    async with running(app) as pilot:
-        screen = await enter(pilot, app)
+    async with listing() as (app, pilot, screen):
         for keys, session in zip(actions[::-1], leaving, strict=True):
             with opened() as history:
                 history.remove([session])
@@ -416,9 +417,7 @@ async def test_a_chat_that_could_not_be_deleted_is_back_in_the_list(monkeypatch:
         raise BusyError("the history is locked", why="another process holds it", fix="lsof")
 
     monkeypatch.setattr(History, "take_out", refused)
-    app = chat_app()
-    async with running(app) as pilot:
-        screen = await enter(pilot, app)
+    async with listing() as (app, pilot, screen):
         await pilot.press("d")
         await until(pilot, lambda: screen.notice.error is not None and titles(app) == ["Foxes"])
         assert "the history is locked" in shown(app)
@@ -427,16 +426,13 @@ async def test_a_chat_that_could_not_be_deleted_is_back_in_the_list(monkeypatch:
 async def test_a_damaged_history_is_told_of() -> None:
     history_file().parent.mkdir(parents=True, exist_ok=True)
     history_file().write_bytes(b"no database at all, " * 500)
-    app = chat_app()
-    async with running(app) as pilot:
-        await enter(pilot, app)
+    async with listing() as (app, pilot, _):
         await until(pilot, lambda: "the history was damaged" in shown(app))
 
 
 async def test_while_an_answer_is_written_no_other_chat_is_opened() -> None:
     keep("Foxes", "Where?", "Home.")
-    app = chat_app(FakeService(["word " * 2000], pause_s=0.005))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
         await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering)
         await enter(pilot, app)
@@ -444,15 +440,13 @@ async def test_while_an_answer_is_written_no_other_chat_is_opened() -> None:
         await until(pilot, lambda: "an answer is being written" in shown(app))
         await pilot.press("n")
         assert isinstance(app.screen, ChatsScreen)
-        app.desk.answering.stop()
+        app.worker.answers.stop()
 
 
 async def test_the_mouse_chooses_opens_and_presses_keys() -> None:
     for title in ("Foxes", "Owls", "Cats"):
         keep(title, f"question of {title}", "answer")
-    app = chat_app()
-    async with running(app, (80, 24)) as pilot:
-        screen = await enter(pilot, app)
+    async with listing(size=(80, 24)) as (app, pilot, screen):
         await pilot.click(screen.chats, offset=(5, 1))
         assert screen.chats.cursor == 1
         bar = screen.query(KeyBar).last()
@@ -467,9 +461,7 @@ async def test_what_is_listed_by_the_thousand_is_drawn_by_the_screenful(monkeypa
     with opened() as history, history.together():
         for number in range(600):
             history.begin(f"chat {number}", "tiny", None)
-    app = chat_app()
-    async with running(app, (80, 24)) as pilot:
-        screen = await enter(pilot, app)
+    async with listing(size=(80, 24)) as (app, pilot, screen):
         drawn = []
         line_of = screen.chats._line
         monkeypatch.setattr(screen.chats, "_line", lambda row, *rest: drawn.append(row) or line_of(row, *rest))

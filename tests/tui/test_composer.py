@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 from textual import events
 
-from localllm.tui import draft
+from localllm.tui import drafts
 from localllm.tui.app import ChatApp
-from localllm.tui.widgets.suggestions import Suggestions
-from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
+from localllm.tui.widgets.composer_panel import Suggestions
+from tests.tui.support import FakeService, chat_app, chatting, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
 
 async def test_a_search_leaves_what_was_being_written_where_it_was() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         for text in ("Where is the fox?", "Where is the bear?"):
             await say(pilot, text)
         composer = app.chat.composer
@@ -38,8 +37,7 @@ async def test_a_search_leaves_what_was_being_written_where_it_was() -> None:
 
 
 async def test_a_search_that_finds_nothing_sends_nothing() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "one")
         await pilot.press("ctrl+r", *"zebra", "enter", "tab")
         await pilot.pause()
@@ -49,8 +47,7 @@ async def test_a_search_that_finds_nothing_sends_nothing() -> None:
 
 
 async def test_an_edit_does_not_lose_what_was_being_written() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "one")
         app.chat.composer.write("half a sentence")
         app.chat.begin_edit(0)
@@ -63,38 +60,35 @@ async def test_what_is_being_written_is_kept_while_it_is_and_not_once_it_is_sent
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("localllm.tui.app._DRAFT_S", 0.05)
-    app = chat_app(FakeService())
-    async with running(app) as pilot:
+    async with chatting(FakeService()) as (app, pilot):
         app.chat.composer.write("half a sentence")
-        await until(pilot, lambda: draft._path().exists())
-        assert draft._path().read_text(encoding="utf-8") == "half a sentence"
+        await until(pilot, lambda: drafts._path().exists())
+        assert drafts._path().read_text(encoding="utf-8") == "half a sentence"
         await pilot.press("enter")
-        await until(pilot, lambda: not draft._path().exists())
+        await until(pilot, lambda: not drafts._path().exists())
 
 
 async def test_of_a_private_chat_no_draft_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.tui.app._DRAFT_S", 0.02)
-    app = chat_app(FakeService(), private=True)
-    async with running(app) as pilot:
+    async with chatting(FakeService(), private=True) as (app, pilot):
         app.chat.composer.write("half a sentence")
         end = time.monotonic() + 0.3
         await until(pilot, lambda: time.monotonic() > end)
-        app.keep_draft()
-        assert not draft._path().exists()
+        app.save_draft()
+        assert not drafts._path().exists()
 
 
 def test_a_draft_is_taken_once_and_an_empty_one_is_none() -> None:
-    draft.keep("half")
-    assert (draft.take(), draft.take()) == ("half", "")
-    draft.keep("half")
-    draft.keep(" \n")
-    assert draft.take() == ""
+    drafts.save("half")
+    assert (drafts.take(), drafts.take()) == ("half", "")
+    drafts.save("half")
+    drafts.save(" \n")
+    assert drafts.take() == ""
 
 
 @pytest.mark.parametrize("key", ["shift+enter", "alt+enter", "ctrl+j"])
 async def test_a_key_breaks_the_line_and_enter_sends(key: str) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press("a", key, "b", "enter")
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert texts(app)[0][1] == "a\nb"
@@ -112,8 +106,7 @@ async def test_a_large_paste_is_folded_and_sent_whole() -> None:
 
 
 async def test_a_small_paste_of_several_lines_is_one_message() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         app.chat.composer.post_message(events.Paste("a\r\nb\x1b[2Jc\rd"))
         await until(pilot, lambda: app.chat.composer.text == "a\nb[2Jc\nd")
         await pilot.press("enter")
@@ -122,11 +115,9 @@ async def test_a_small_paste_of_several_lines_is_one_message() -> None:
 
 
 async def test_the_arrows_bring_back_what_was_asked_also_in_an_earlier_chat() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "first")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "second")
         await pilot.press(*"third", "up")
         assert app.chat.composer.text == "second"
@@ -137,8 +128,7 @@ async def test_the_arrows_bring_back_what_was_asked_also_in_an_earlier_chat() ->
 
 
 async def test_what_was_asked_is_searched() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         for question in ("the red fox", "an owl", "a grey fox"):
             await say(pilot, question)
         await pilot.press("ctrl+r", *"red")
@@ -150,8 +140,7 @@ async def test_what_was_asked_is_searched() -> None:
 
 
 async def test_what_ctrl_c_takes_out_of_the_composer_comes_back_with_the_arrow() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press(*"half a thought", "ctrl+c")
         assert app.chat.composer.text == ""
         await pilot.press("up")
@@ -159,8 +148,7 @@ async def test_what_ctrl_c_takes_out_of_the_composer_comes_back_with_the_arrow()
 
 
 async def test_a_slash_lists_the_commands_and_tab_completes() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press("/", "t", "i")
         assert "/title [TEXT]" in shown(app)
         await pilot.press("tab")
@@ -172,8 +160,7 @@ async def test_a_slash_lists_the_commands_and_tab_completes() -> None:
 
 
 async def test_a_command_that_there_is_not_names_the_nearest() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await send(pilot, "/regem now")
         await pilot.pause()
         assert "there is no command /regem" in shown(app) and "the nearest is /regen" in shown(app)
@@ -186,8 +173,7 @@ async def test_the_editor_writes_the_message(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(subprocess, "run", write)
     monkeypatch.setattr(ChatApp, "suspend", lambda _: nullcontext())
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press(*"this", "ctrl+g")
         assert app.chat.composer.text == "this and more"
 
@@ -195,8 +181,7 @@ async def test_the_editor_writes_the_message(monkeypatch: pytest.MonkeyPatch) ->
 async def test_an_editor_that_is_not_there_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VISUAL", "/no/such/editor")
     monkeypatch.setattr(ChatApp, "suspend", lambda _: nullcontext())
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press(*"this", "ctrl+g")
         assert app.chat.composer.text == "this" and "the editor '/no/such/editor' did not work" in shown(app)
 
@@ -204,8 +189,7 @@ async def test_an_editor_that_is_not_there_is_told_of(monkeypatch: pytest.Monkey
 async def test_a_file_is_put_before_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("the notes")
     monkeypatch.chdir(tmp_path)  # a long path is shown on two lines
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         app.chat.take_command("/file notes.txt")
         await until(pilot, lambda: "(9 characters)" in shown(app))
         await say(pilot, "What of it?")
@@ -216,8 +200,7 @@ async def test_a_file_is_put_before_the_question(tmp_path: Path, monkeypatch: py
 
 
 async def test_a_folded_paste_is_deleted_as_a_whole() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         app.chat.composer.post_message(events.Paste("line\n" * 60))
         await until(pilot, lambda: app.chat.composer.text == "[pasted text 1: 60 lines]")
         await pilot.press("backspace")

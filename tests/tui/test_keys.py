@@ -8,7 +8,7 @@ import pytest
 
 from localllm.config import load_settings
 from localllm.errors import SettingsError
-from localllm.tui.keys import checked_keys
+from localllm.tui.key_scopes import checked_keys
 
 
 def resolved(tmp_path: Path, text: str):  # type: ignore[no-untyped-def]

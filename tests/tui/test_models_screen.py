@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,12 @@ from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress
 from localllm.registry import load_registry
 from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
-from localllm.tui.screens.choice import Choice
+from localllm.tui.screens.dialogs import ChoiceDialog
 from localllm.tui.screens.models import ModelsScreen
-from localllm.tui.widgets.model_details import ModelDetails
-from localllm.tui.widgets.model_table import ModelTable
-from localllm.tui.widgets.transfer_list import TransferView
+from localllm.tui.widgets.download_list import DownloadView
+from localllm.tui.widgets.model_table import ModelDetails, ModelTable
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chat_app, running, say, send, shown, texts, until
+from tests.tui.support import FakeService, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home", "machine")
 
@@ -118,14 +118,23 @@ async def open_models(pilot: Pilot[None], name: str = "") -> ModelsScreen:
     return screen_of(app)
 
 
+@asynccontextmanager
+async def models(
+    *service: Any, model: str = "", **settings: Any
+) -> AsyncIterator[tuple[ChatApp, Pilot[None], ModelsScreen]]:
+    """`chatting`, with the screen, its rows, and this model highlighted."""
+    async with chatting(*service, **settings) as (app, pilot):
+        yield app, pilot, await open_models(pilot, model)
+
+
 async def answer(pilot: Pilot[None], text: str) -> None:
     """Chooses the reply that begins so."""
-    await until(pilot, lambda: isinstance(pilot.app.screen, Choice))
+    await until(pilot, lambda: isinstance(pilot.app.screen, ChoiceDialog))
     replies = pilot.app.screen.query_one(OptionList)
     drawn = [str(option.prompt) for option in replies.options]
     replies.highlighted = next(index for index, prompt in enumerate(drawn) if prompt.startswith(text))
     await pilot.press("enter")
-    await until(pilot, lambda: not isinstance(pilot.app.screen, Choice))
+    await until(pilot, lambda: not isinstance(pilot.app.screen, ChoiceDialog))
 
 
 async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScreen:
@@ -137,9 +146,7 @@ async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScr
 
 
 async def test_all_models_are_listed_with_what_they_would_do_here_and_details_where_there_is_room() -> None:
-    app = chat_app()
-    async with running(app, (180, 50)) as pilot:
-        await open_models(pilot)
+    async with models(size=(180, 50)) as (app, pilot, _):
         await until(pilot, lambda: "does not fit" in shown(app))
         lines = {
             line.split()[1 if line.startswith(" ●") else 0]: line for line in shown(app).splitlines() if line.split()
@@ -153,9 +160,7 @@ async def test_all_models_are_listed_with_what_they_would_do_here_and_details_wh
 
 
 async def test_the_least_important_columns_go_where_there_is_no_room() -> None:
-    app = chat_app()
-    async with running(app, (80, 24)) as pilot:
-        await open_models(pilot)
+    async with models(size=(80, 24)) as (app, pilot, _):
         await until(pilot, lambda: "0.18 tok/s" in shown(app))
         assert "size" in shown(app) and "packed" not in shown(app)
         await pilot.resize_terminal(50, 24)
@@ -172,9 +177,7 @@ async def test_rows_are_there_before_their_verdicts(monkeypatch: pytest.MonkeyPa
         return Verdict("fits")
 
     monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
-    app = chat_app()
-    async with running(app) as pilot:
-        await open_models(pilot)
+    async with models() as (app, pilot, _):
         await until(pilot, lambda: "measuring the disk" in shown(app))
         assert "qwen3-8b" in shown(app) and "fits" not in shown(app)
         gate.set()
@@ -192,8 +195,7 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
         return Verdict("fits")
 
     monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
-    app = chat_app(FakeService(["word " * 400], pause_s=0.05))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["word " * 400], pause_s=0.05)) as (app, pilot):
         await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering)
         await open_models(pilot, "qwen3-8b")
@@ -201,7 +203,7 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
         await pilot.press("enter")
         await until(pilot, lambda: "an answer is being written" in shown(app))
         assert isinstance(app.screen, ModelsScreen) and not measured.is_set()
-        app.desk.answering.stop()
+        app.worker.answers.stop()
         await until(pilot, measured.is_set)
 
 
@@ -213,9 +215,7 @@ async def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> N
         return Verdict("fits")
 
     monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
-    app = chat_app()
-    async with running(app) as pilot:
-        screen = await open_models(pilot)
+    async with models() as (app, pilot, screen):
         count = screen.query_one(ModelTable).num_shown
         await until(pilot, lambda: len(judged) == count)
         await pilot.press("f3")
@@ -226,13 +226,12 @@ async def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_what_is_typed_filters_and_enter_chooses_an_installed_model_for_the_chat() -> None:
     service = FakeService(["One.", "Two."])
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await say(pilot, "Hello")
         await open_models(pilot)
         await pilot.press("slash", *"wen3-8")
         assert screen_of(app).query_one(ModelTable).num_shown == 1
-        app.desk.use = lambda word, changes=None: service.loads.append(word)  # type: ignore[method-assign, assignment]
+        app.worker.use = lambda word, changes=None: service.loads.append(word)  # type: ignore[method-assign, assignment]
         await pilot.press("enter")
         await until(pilot, lambda: app.screen is app.chat)
         await until(pilot, lambda: service.loads[-1] == "qwen3-8b")
@@ -240,9 +239,7 @@ async def test_what_is_typed_filters_and_enter_chooses_an_installed_model_for_th
 
 
 async def test_a_name_that_no_model_has_is_said_to_be_one() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        await open_models(pilot)
+    async with models() as (app, pilot, _):
         await pilot.press("slash", *"qqq")
         await until(pilot, lambda: "no name has 'qqq' in it" in shown(app))
         await pilot.press("backspace", "backspace", "backspace")
@@ -250,9 +247,7 @@ async def test_a_name_that_no_model_has_is_said_to_be_one() -> None:
 
 
 async def test_escape_leaves_the_filter_then_the_screen() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        screen = await open_models(pilot)
+    async with models() as (app, pilot, screen):
         await pilot.press("slash", *"phi", "down")
         assert highlighted(app).startswith("phi") and screen.query_one(ModelTable).num_shown == 3
         await pilot.press("escape")
@@ -262,8 +257,7 @@ async def test_escape_leaves_the_filter_then_the_screen() -> None:
 
 
 async def test_a_pull_shows_how_far_it_is_and_is_paused_and_gone_on_with(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
         disk.let.release(3)
         await until(pilot, lambda: "pulling 30%" in shown(app) and "300 B of 1000 B" in shown(app))
@@ -274,7 +268,7 @@ async def test_a_pull_shows_how_far_it_is_and_is_paused_and_gone_on_with(disk: F
         disk.let.release(7)
         await until(pilot, lambda: "gemma-3-1b is here" in shown(app))
         assert disk.begun == ["gemma-3-1b", "gemma-3-1b"]
-        await until(pilot, lambda: not app.transfers.all and not app.screen.query(TransferView))
+        await until(pilot, lambda: not app.downloads.all and not app.screen.query(DownloadView))
 
 
 def where(app: ChatApp, word: str) -> tuple[int, int] | None:
@@ -284,8 +278,7 @@ def where(app: ChatApp, word: str) -> tuple[int, int] | None:
 
 
 async def test_a_pull_is_paused_and_cancelled_by_the_mouse(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
         for word, state in (("pause", "paused"), ("cancel", "what is there is kept")):
             await until(pilot, lambda word=word: where(app, word) is not None)
@@ -293,12 +286,11 @@ async def test_a_pull_is_paused_and_cancelled_by_the_mouse(disk: FakeDisk) -> No
             assert place is not None
             await pilot.click(offset=place)
             await until(pilot, lambda state=state: state in shown(app))
-        assert app.transfers.all == ()
+        assert app.downloads.all == ()
 
 
 async def test_a_pull_goes_on_behind_the_chat_which_tells_of_its_end(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
         await pilot.press("f3")
         await until(pilot, lambda: app.screen is app.chat)
@@ -308,8 +300,7 @@ async def test_a_pull_goes_on_behind_the_chat_which_tells_of_its_end(disk: FakeD
 
 async def test_a_pull_that_fails_is_told_in_four_lines_and_can_be_begun_again(disk: FakeDisk) -> None:
     disk.failure = AccessError("[b]gated[/b] \x1b[31m", why="its licence is not accepted", fix="open the page")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         screen = await begin_pull(pilot, "gemma-3-1b", disk)
         disk.let.release()
         await until(pilot, lambda: screen.notice.error is not None)
@@ -322,19 +313,16 @@ async def test_a_pull_that_fails_is_told_in_four_lines_and_can_be_begun_again(di
 
 
 async def test_leaving_stops_a_pull_that_keeps_what_it_has(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
         disk.let.release(2)
         await until(pilot, lambda: "pulling 20%" in shown(app))
-    (transfer,) = app.transfers.all
+    (transfer,) = app.downloads.all
     assert transfer.state == "paused" and disk.done["gemma-3-1b"] == 2 * PART
 
 
 async def test_a_repository_that_nobody_listed_can_be_pulled(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        await open_models(pilot)
+    async with models() as (app, pilot, _):
         await pilot.press("slash")
         screen_of(app).filter_input.value = "someone/else-1b"
         await pilot.press("enter")
@@ -353,24 +341,20 @@ async def test_a_model_is_packed_in_the_chosen_format_and_can_be_cancelled(monke
             threading.Event().wait(0.02)
 
     monkeypatch.setattr("localllm.engine.weights.pack_model", pack_model)
-    app = chat_app()
-    async with running(app) as pilot:
-        await open_models(pilot, "tiny")
+    async with models(model="tiny") as (app, pilot, _):
         await pilot.press("z")
         await answer(pilot, "int8")
         await until(pilot, lambda: "packing 75%" in shown(app))
         assert packed == ["int8"] and "3.0 GiB of 4.0 GiB" in shown(app)
         await pilot.press("c")
         await until(pilot, lambda: "what is there is kept" in shown(app))
-        assert app.transfers.all == ()
+        assert app.downloads.all == ()
 
 
 async def test_delete_names_what_goes_and_tells_what_was_freed(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        await open_models(pilot, "qwen3-8b")
+    async with models(model="qwen3-8b") as (app, pilot, _):
         await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Choice))
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         assert "16.0 GiB of Qwen/Qwen3-8B" in shown(app) and "frees 20.0 GiB" in shown(app)
         await pilot.press("enter")  # what is highlighted keeps it
         await until(pilot, lambda: "nothing was deleted" in shown(app))
@@ -382,9 +366,7 @@ async def test_delete_names_what_goes_and_tells_what_was_freed(disk: FakeDisk) -
 
 
 async def test_what_is_packed_can_be_deleted_alone(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        await open_models(pilot, "qwen3-8b")
+    async with models(model="qwen3-8b") as (app, pilot, _):
         await pilot.press("d")
         await answer(pilot, "delete what is packed alone")
         await until(pilot, lambda: "deleted what was packed of qwen3-8b: 4.0 GiB freed" in shown(app))
@@ -392,9 +374,7 @@ async def test_what_is_packed_can_be_deleted_alone(disk: FakeDisk) -> None:
 
 
 async def test_what_cannot_be_deleted_says_why(disk: FakeDisk) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        screen = await open_models(pilot, "tiny")
+    async with models(model="tiny") as (app, pilot, screen):
         await pilot.press("d")
         await until(pilot, lambda: screen.notice.error is not None)
         assert "the built-in model is not removed" in shown(app)
@@ -402,18 +382,14 @@ async def test_what_cannot_be_deleted_says_why(disk: FakeDisk) -> None:
 
 async def test_the_loaded_model_is_not_deleted_without_a_word(disk: FakeDisk) -> None:
     disk.models[0] = InstalledModel("tiny", Path("/tiny"), 1, packed=(PackedWeights("int8", Path("/p"), GIB, "whole"),))
-    app = chat_app()
-    async with running(app) as pilot:
-        await open_models(pilot, "tiny")
+    async with models(model="tiny") as (app, pilot, _):
         await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Choice))
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         assert "It is the model that is loaded" in shown(app)
 
 
 async def test_details_tell_what_is_known_of_a_model() -> None:
-    app = chat_app()
-    async with running(app, (90, 40)) as pilot:
-        screen = await open_models(pilot, "tiny")
+    async with models(model="tiny", size=(90, 40)) as (app, pilot, screen):
         assert not screen.query_one(ModelDetails).display
         await pilot.press("i")
         await until(pilot, lambda: "vocabulary" in shown(app) and "apache-2.0" in shown(app))
@@ -428,8 +404,7 @@ async def test_a_list_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatc
         raise ModelNotFoundError("the folder is gone", why="a disk was taken out", fix="put it in")
 
     monkeypatch.setattr(hub, "list_models", list_models)
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press("f3")
         await until(pilot, lambda: "the folder is gone" in shown(app))
 
@@ -437,14 +412,12 @@ async def test_a_list_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatc
 async def test_a_click_highlights_and_another_one_chooses_which_asks_where_the_model_is_not_here(
     disk: FakeDisk,
 ) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        await open_models(pilot)
+    async with models() as (app, pilot, _):
         row = next(y for y, line in enumerate(shown(app).splitlines()) if "llama-3.3-70b" in line)
         await pilot.click(offset=(5, row))
         await until(pilot, lambda: highlighted(app) == "llama-3.3-70b")
         await pilot.click(offset=(5, row))
-        await until(pilot, lambda: isinstance(app.screen, Choice))
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         for told in ("meta-llama/Llama-3.3-70B-Instruct", "llama3.3", "gated", "about 131.5 GiB", "HF_TOKEN"):
             assert told in shown(app)
         await pilot.press("escape")
@@ -453,9 +426,7 @@ async def test_a_click_highlights_and_another_one_chooses_which_asks_where_the_m
 
 
 async def test_the_line_of_keys_can_be_clicked_and_shows_the_users_own() -> None:
-    app = chat_app(keys={"models.filter": "ctrl+f"})
-    async with running(app) as pilot:
-        screen = await open_models(pilot)
+    async with models(keys={"models.filter": "ctrl+f"}) as (app, pilot, screen):
         last = shown(app).splitlines()[-1]
         assert "^f filter" in last
         await pilot.click(offset=(last.index("filter"), 29))

@@ -16,12 +16,13 @@ from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import HistoryError, LocalLLMError, TemplateError, UnsupportedModelError
 from localllm.history import History, history_file
 from localllm.runtime.selection import Selection
-from localllm.tui import archive, messages
-from localllm.tui.key_names import KeyNames
-from localllm.tui.screens import chats, models
-from localllm.tui.screens.prompt import Prompt
+from localllm.tui import history_worker, messages
+from localllm.tui.screens import models
+from localllm.tui.screens.dialogs import LineDialog
+from localllm.tui.widgets.chat_list import ChatList
 from tests.history_support import said
-from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, send, shown, texts, until
+from tests.patience import PATIENCE_S
+from tests.tui.support import FakeEngine, FakeService, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 FAILURE = LocalLLMError("it broke", why="a test", fix="again")
@@ -45,8 +46,7 @@ class Slow(FakeEngine):
 
 
 async def test_an_edit_ends_with_the_chat_that_it_was_begun_in() -> None:
-    app = chat_app(FakeService(["A", "B", "C", "D"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A", "B", "C", "D"])) as (app, pilot):
         await say(pilot, "one")
         first = app.chat.session_id
         await pilot.press("ctrl+n")
@@ -54,24 +54,22 @@ async def test_an_edit_ends_with_the_chat_that_it_was_begun_in() -> None:
         await say(pilot, "other")
         await pilot.press("ctrl+up", "ctrl+up", "e")
         assert first is not None
-        app.desk.do(lambda: app.desk.open(first))
+        app.worker.do(lambda: app.worker.open(first))
         await until(pilot, lambda: ("user", "one") in texts(app))
         await say(pilot, "two")
         assert [text for _, text in texts(app)] == ["one", "A", "two", "C"]
 
 
 async def test_a_question_that_is_gone_is_not_written_anew() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "one")
-        app.desk.do(lambda: app.desk.edit({"role": "user", "content": "of another chat"}, "anew"))
+        app.worker.do(lambda: app.worker.edit({"role": "user", "content": "of another chat"}, "anew"))
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert len(texts(app)) == 2
 
 
 async def test_ctrl_c_leaves_an_edit_and_not_only_its_text() -> None:
-    app = chat_app(FakeService(["A", "B", "C", "D"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A", "B", "C", "D"])) as (app, pilot):
         await say(pilot, "one")
         await say(pilot, "two")
         await pilot.press(*["ctrl+up"] * 4, "e", "ctrl+c")
@@ -80,30 +78,26 @@ async def test_ctrl_c_leaves_an_edit_and_not_only_its_text() -> None:
 
 
 async def test_a_new_conversation_does_not_inherit_the_system_message_of_a_chat_that_was_opened() -> None:
-    app = chat_app(system="Be a pirate.")
-    async with running(app) as pilot:
+    async with chatting(system="Be a pirate.") as (app, pilot):
         await say(pilot, "one")
         pirate = app.chat.session_id
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         assert pirate is not None
-        app.desk.do(lambda: app.desk.open(pirate))
-        await until(pilot, lambda: app.chat.num_turns == 2 and app.desk._dialogue.system == "Be a pirate.")
+        app.worker.do(lambda: app.worker.open(pirate))
+        await until(pilot, lambda: app.chat.num_turns == 2 and app.worker._dialogue.system == "Be a pirate.")
         await pilot.press("ctrl+n")
         await until(pilot, lambda: app.chat.num_turns == 0)
-        assert app.desk._dialogue.system is None
+        assert app.worker._dialogue.system is None
         app.chat.take_command("/system Be brief.")
         await pilot.press("ctrl+n")
-        await until(pilot, lambda: app.desk._dialogue.system == "Be brief.")
+        await until(pilot, lambda: app.worker._dialogue.system == "Be brief.")
 
 
 @pytest.mark.parametrize("text", [" ", "\t", " \n"])
 async def test_an_answer_of_blanks_can_be_opened_again(text: str) -> None:
-    app = chat_app(FakeService([[text]]))
-    async with running(app) as pilot:
+    async with chatting(FakeService([[text]])) as (app, pilot):
         await say(pilot, "one")
-    app = chat_app(resumed=look_up(app.desk, "last"))
-    async with running(app) as pilot:
+    async with chatting(resumed=look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: texts(app) == [("user", "one"), ("assistant", text)])
 
 
@@ -111,20 +105,18 @@ async def test_an_answer_of_blanks_can_be_opened_again(text: str) -> None:
 
 
 async def test_a_first_model_that_is_refused_leaves_chats_that_can_be_opened_and_their_own() -> None:
-    app = chat_app(FakeService(["A"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A"])) as (app, pilot):
         await say(pilot, "old")
 
     def refuse(selection: Selection, post: Any, before: Any) -> Any:
         raise UnsupportedModelError("no such architecture", why="a test", fix="/model tiny")
 
-    app = chat_app(refuse)
-    async with running(app) as pilot:
+    async with chatting(refuse) as (app, pilot):
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert "no model (F3 chooses one)" in shown(app) and app.chat.composer.asked == ["old"]
         await send(pilot, "mine")
         await until(pilot, lambda: app.chat.num_turns == 1)
-        app.desk.do(lambda: app.desk.open("old"))
+        app.worker.do(lambda: app.worker.open("old"))
         await until(pilot, lambda: app.chat.num_turns == 2)
         await send(pilot, "more")
         await until(pilot, lambda: app.chat.num_turns == 3)
@@ -142,19 +134,17 @@ async def test_a_model_without_a_template_is_told_of_and_none_is_waited_for() ->
 
     service = FakeService()
     service.engine = Bare()
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert not app.chat.is_busy and "no model" in shown(app) and service.is_closed
 
 
 async def test_f5_without_a_model_takes_nothing_back() -> None:
     service = FakeService(["A"])
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await say(pilot, "one")
         service.failure = FAILURE
-        app.desk.do(lambda: app.desk.use("tiny"))
+        app.worker.do(lambda: app.worker.use("tiny"))
         await until(pilot, lambda: app.chat.notice.error is FAILURE)
         await pilot.press("f5")
         await until(pilot, lambda: "there is no model" in shown(app))
@@ -169,13 +159,12 @@ async def test_of_a_model_that_was_left_nothing_is_told_and_its_load_ends() -> N
             posts.append(post)
             return super().__call__(selection, post, before)
 
-    app = chat_app(Watched())
-    async with running(app) as pilot:
-        app.desk.do(lambda: app.desk.use("tiny"))
+    async with chatting(Watched()) as (app, pilot):
+        app.worker.do(lambda: app.worker.use("tiny"))
         await until(pilot, lambda: len(posts) == 2 and not app.chat.is_busy)
         with pytest.raises(LocalLLMError, match="not wanted"):
-            posts[0](messages.Loading("loading the old one", 1, 2))
-        posts[0](messages.Told("of the old one"))
+            posts[0](messages.ModelLoading("loading the old one", 1, 2))
+        posts[0](messages.Noted("of the old one"))
         await pilot.pause(0.1)
         assert not app.chat.is_busy and "old one" not in shown(app)
 
@@ -186,8 +175,7 @@ async def test_of_a_model_that_was_left_nothing_is_told_and_its_load_ends() -> N
 async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
     service = FakeService(["word " * 500], pause_s=0.01)
     service.engine = Slow()
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await until(pilot, lambda: not app.chat.is_busy)
         await send(pilot, "one")
         assert app.chat.is_answering
@@ -199,8 +187,7 @@ async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
 async def test_f5_pressed_twice_answers_once() -> None:
     service = FakeService(["A", "B", "C", "D"])
     service.engine = Slow()
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await say(pilot, "one")
         await pilot.press("f5", "f5")
         await until(pilot, lambda: texts(app)[-1] == ("assistant", "B") and not app.chat.is_answering)
@@ -217,8 +204,7 @@ async def test_an_edit_whose_answer_breaks_off_keeps_the_new_question_and_what_w
             fields = {"finish_reason": "error", "usage": Usage(1, 0, 1), "timings": Timings(), "error": FAILURE}
             events.put(FinishedEvent(number, ctx=4096, **fields))
 
-    app = chat_app(Breaking(["A", "B"]))
-    async with running(app) as pilot:
+    async with chatting(Breaking(["A", "B"])) as (app, pilot):
         await say(pilot, "one")
         await say(pilot, "two")
         await pilot.press(*["ctrl+up"] * 4, "e")
@@ -231,8 +217,7 @@ async def test_an_edit_whose_answer_breaks_off_keeps_the_new_question_and_what_w
 async def test_the_files_of_a_question_that_was_taken_back_wait_for_it(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("NOTE", encoding="utf-8")
     service = FakeService([FAILURE, "B"])
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         app.chat.take_command(f"/file {tmp_path / 'a.txt'}")
         await until(pilot, lambda: "a.txt (4 characters)" in shown(app))
         await send(pilot, "one")
@@ -246,8 +231,7 @@ async def test_the_files_of_a_question_that_was_taken_back_wait_for_it(tmp_path:
 async def test_a_thought_that_is_gone_on_with_stays_a_thought(monkeypatch: pytest.MonkeyPatch) -> None:
     service = FakeService(["It may be a fox. " * 200, "So.</think>A fox."], pause_s=0.01)
     monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await send(pilot, "Who?")
         await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
         await pilot.press("escape")
@@ -264,8 +248,7 @@ async def test_a_thought_that_was_saved_is_gone_on_with_where_the_template_opens
     monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
     answer = {"role": "assistant", "content": "", "reasoning_content": "It may be"}
     (tmp_path / "a.json").write_text(json.dumps([{"role": "user", "content": "Who?"}, answer]))
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         app.chat.take_command(f"/load {tmp_path / 'a.json'}")
         await until(pilot, lambda: app.chat.num_turns == 2)
         await pilot.press("f6")
@@ -282,8 +265,7 @@ async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_open
 ) -> None:
     service = FakeService(["It may be a fox. " * 200], pause_s=0.01)
     monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await send(pilot, "Who?")
         await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
         with History.peek(history_file()) as history:  # what a kill at this moment would leave
@@ -291,8 +273,7 @@ async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_open
         await pilot.press("escape")
         await until(pilot, lambda: not app.chat.is_answering)
     assert while_written.state == "writing" and while_written.begins_in_thought
-    app = chat_app(resumed=look_up(app.desk, "last"))
-    async with running(app) as pilot:
+    async with chatting(resumed=look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: "thought: " in shown(app))
         assert "may be" not in shown(app)
 
@@ -300,15 +281,13 @@ async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_open
 async def test_a_model_that_is_closed_as_soon_as_it_is_loaded_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     service = FakeService()
     monkeypatch.setattr(service, "wait_loaded", lambda timeout_s=None: None)  # as of one that was closed meanwhile
-    app = chat_app(service)
-    async with running(app) as pilot:  # fails where a thread ends with an exception
-        await until(pilot, lambda: not [each for each in threading.enumerate() if each.name == "loading"])
+    async with chatting(service) as (app, pilot):  # fails where a thread ends with an exception
+        await until(pilot, lambda: not [each for each in app.workers if "wait" in each.name])
         assert app.chat.status.facts is None and app.failure is None
 
 
 async def test_a_chat_that_another_window_has_gone_on_with_says_so_and_loses_nothing() -> None:
-    app = chat_app(FakeService(["A", "B", "C", "D"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A", "B", "C", "D"])) as (app, pilot):
         await say(pilot, "one")
         with History.open(history_file()) as history:
             session = history.find("last")
@@ -339,12 +318,10 @@ async def test_a_chat_that_another_window_has_gone_on_with_says_so_and_loses_not
 
 
 async def test_one_can_look_at_the_beginning_while_an_answer_is_written() -> None:
-    app = chat_app(FakeService(["A"]))
-    async with running(app) as pilot:
-        app.desk.do(lambda: app.desk._dialogue.turns.extend(turns(50)))
+    async with chatting(FakeService(["A"])) as (app, pilot):
+        app.worker.do(lambda: app.worker._dialogue.turns.extend(turns(50)))
         await say(pilot, "q")
-    app = chat_app(FakeService(["word " * 300], pause_s=0.005), look_up(app.desk, "last"))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["word " * 300], pause_s=0.005), look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: app.chat.num_turns == 52)
         await send(pilot, "last")
         await until(pilot, lambda: app.chat.transcript.live is not None)
@@ -370,14 +347,13 @@ async def test_whatever_the_list_of_models_raises_is_a_notice(monkeypatch: pytes
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(models, "model_rows", fail)
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.press("f3")
         await until(pilot, lambda: "Input/output error" in shown(app))
 
 
 async def test_a_folder_for_the_editor_that_there_is_not_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.tui.editor import edited
+    from localllm.tui.drafts import edited
 
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     with pytest.raises(LocalLLMError, match="did not work"):
@@ -386,25 +362,47 @@ async def test_a_folder_for_the_editor_that_there_is_not_is_told_of(monkeypatch:
 
 @pytest.mark.parametrize("name", ["/", ".", "..", "", "a/.."])
 async def test_a_name_that_is_none_gets_an_ending_too(name: str) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        app.push_screen(Prompt("export", name, endings=(".md", ".json")))
+    async with chatting() as (app, pilot):
+        app.push_screen(LineDialog("export", name, endings=(".md", ".json")))
         await pilot.press("ctrl+t")
         await pilot.pause()
         assert app.screen.query_one(Input).value.endswith("chat.md")
 
 
-def test_what_came_of_a_chat_is_told_where_its_list_was_left(tmp_path: Path) -> None:
-    path = tmp_path / "a.md"
-    assert chats._as_told(archive.Exported(path), KeyNames()) == messages.Told(f"wrote {path}")
-    refused = chats._as_told(archive.Refused(None, path), KeyNames())  # type: ignore[arg-type]
-    assert isinstance(refused, messages.Failed) and "a-2.md" in refused.error.fix
+@pytest.mark.parametrize(("is_there", "text"), [(False, "wrote "), (True, "a-2.md")])
+async def test_what_came_of_a_chat_is_told_where_its_list_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reached, goes_on = threading.Event(), threading.Event()
+    write = history_worker.write_new
+
+    def write_late(path: Path, content: str) -> None:
+        reached.set()
+        assert goes_on.wait(PATIENCE_S)
+        write(path, content)
+
+    monkeypatch.setattr(history_worker, "write_new", write_late)
+    async with chatting() as (app, pilot):
+        await say(pilot, "one")
+        await pilot.press("f4")
+        await until(pilot, lambda: len(app.screen.query_one(ChatList).rows) == 1)
+        await pilot.press("e")
+        await until(pilot, lambda: isinstance(app.screen, LineDialog))
+        app.screen.query_one(Input).value = "a.md"
+        if is_there:
+            (tmp_path / "a.md").touch()
+        await pilot.press("enter")
+        await until(pilot, reached.is_set)
+        await pilot.press("escape")
+        assert app.screen is app.chat
+        goes_on.set()
+        await until(pilot, lambda: text in shown(app))
 
 
 async def test_a_question_of_a_megabyte_on_one_line_is_shown_in_part_and_edited_folded() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
-        app.desk.do(lambda: app.desk.say("x" * 1_000_000))
+    async with chatting() as (app, pilot):
+        app.worker.do(lambda: app.worker.say("x" * 1_000_000))
         await until(pilot, lambda: app.chat.num_turns == 2 and not app.chat.is_answering)
         await pilot.press("ctrl+home")
         assert "996,000 more characters" in str(app.chat.transcript.views[0].render())
@@ -414,8 +412,7 @@ async def test_a_question_of_a_megabyte_on_one_line_is_shown_in_part_and_edited_
 
 
 async def test_another_wording_and_what_followed_it_are_shown_again() -> None:
-    app = chat_app(FakeService(["A", "B", "C", "D"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A", "B", "C", "D"])) as (app, pilot):
         await say(pilot, "one")
         await say(pilot, "two")
         await pilot.press(*["ctrl+up"] * 4, "e")
@@ -442,8 +439,7 @@ async def test_what_the_history_refused_is_kept_at_the_programs_end(monkeypatch:
     def refuse(*_: object) -> None:
         raise HistoryError("the history cannot be written", why="a test", fix="again")
 
-    app = chat_app(FakeService(["A", "B"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A", "B"])) as (app, pilot):
         await say(pilot, "one")
         with monkeypatch.context() as refusing:
             refusing.setattr(Keeper, "_sync", refuse)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from textual.pilot import Pilot
 
-from localllm.engine import planning
+from localllm.engine import planning as engine_planning
 from localllm.engine.planning import Considered, Guessing, Planned, Prediction
 from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
 from localllm.offload.planner.format_rates import FormatRates
@@ -21,12 +24,12 @@ from localllm.offload.planner.speculation_gain import Gain
 from localllm.quant.recipe import RECIPES
 from localllm.settings import parse_bytes
 from localllm.tui.app import ChatApp
-from localllm.tui.loading import serve
-from localllm.tui.replanning import NOW, Bounds, Wish
+from localllm.tui.model_loader import serve
+from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanWish, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.key_bar import KeyBar
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chat_app, running, say, shown, texts, until
+from tests.tui.support import FakeService, chatting, say, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -57,16 +60,16 @@ def model_shape(name: str, kv: str) -> ModelShape:
 
 
 @dataclass
-class FakePlanning:
+class FakePlanner(PlanWorker):
     """A machine that has 2 GiB of memory free, and rates that are known. gate: nothing is planned before it is set."""
 
     name: str = "the model"
     vram_bytes: int | None = None
     reason: str = ""  # why a measurement has to wait
     measures: str = ""
-    error: LocalLLMError | None = None  # of every wish but NOW
+    error: LocalLLMError | None = None  # of every wish but AS_IT_RUNS
     advice: tuple[str, ...] = ()
-    wishes: list[Wish] = field(default_factory=list)
+    wishes: list[PlanWish] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
     advice_gate: threading.Event = field(default_factory=threading.Event)
 
@@ -74,15 +77,15 @@ class FakePlanning:
         self.gate.set()
         self.advice_gate.set()
 
-    def bounds(self) -> Bounds:
-        return Bounds(longest_ctx=20_000, ram_bytes=3 * GIB, vram_bytes=self.vram_bytes)
+    def bounds(self) -> BoundsFound:
+        return BoundsFound(longest_ctx=20_000, ram_bytes=3 * GIB, vram_bytes=self.vram_bytes)
 
-    def considered(self, wish: Wish, say: Callable[[str], None]) -> Considered:
+    def considered(self, wish: PlanWish, before_measurement: Callable[[str], None]) -> Considered:
         if self.measures:
-            say(self.measures)
+            before_measurement(self.measures)
         self.wishes.append(wish)
         assert self.gate.wait(PATIENCE_S)
-        if self.error is not None and wish != NOW:
+        if self.error is not None and wish != AS_IT_RUNS:
             raise self.error
         return Considered(self._planned(wish), self._advise)
 
@@ -93,11 +96,7 @@ class FakePlanning:
     def why_wait(self, *, measures: bool) -> str:
         return self.reason if measures else ""
 
-    def told(self, wish: Wish, error: Exception) -> LocalLLMError:
-        assert isinstance(error, LocalLLMError), error
-        return error
-
-    def _planned(self, wish: Wish) -> Planned:
+    def _planned(self, wish: PlanWish) -> Planned:
         shape = model_shape(self.name, wish.changes.get("kv", "auto"))
         ram_bytes = parse_bytes(wish.changes.get("ram")) or 2 * GIB
         memory = Memory(ram_bytes, 300 * _MIB, 2 * GIB, 3 * GIB)
@@ -124,29 +123,38 @@ def _band(amount: float) -> Prediction:
     return Prediction(amount / 1.25, amount, amount * 1.25)
 
 
-async def opened(app: ChatApp, pilot: object, fake: FakePlanning) -> PlanScreen:
-    """The screen on a machine that is known, with its first plan."""
-    await until(pilot, lambda: app.desk.selection is not None and not app.desk.is_loading)  # type: ignore[arg-type]
-    assert app.desk.selection is not None
-    screen = PlanScreen(app.desk, app.desk.selection, fake)
-    app.push_screen(screen)
-    if fake.gate.is_set() and not fake.reason:
-        await settled(pilot, screen)
-    return screen
+@asynccontextmanager
+async def planning(
+    fake: FakePlanner,
+    service: Any = None,
+    *,
+    question: str = "",
+    size: tuple[int, int] = (100, 30),
+    **settings: Any,
+) -> AsyncIterator[tuple[ChatApp, Pilot[None], PlanScreen]]:
+    """The screen on a machine that is known, with its first plan unless that is held up. question: asked before."""
+    async with chatting(service, size=size, **settings) as (app, pilot):
+        await until(pilot, lambda: app.worker.selection is not None and not app.worker.is_loading)
+        assert app.worker.selection is not None
+        if question:
+            await say(pilot, question)
+        PlanWorker.__init__(fake, app.worker, app.worker.selection)
+        screen = PlanScreen(app.worker, app.worker.selection, fake)
+        app.push_screen(screen)
+        if fake.gate.is_set() and not fake.reason:
+            await settled(pilot, screen)
+        yield app, pilot, screen
 
 
-async def settled(pilot: object, screen: PlanScreen) -> Plan | None:
+async def settled(pilot: Pilot[None], screen: PlanScreen) -> Plan | None:
     """The plan for what the sliders say."""
-    wanted = lambda: screen.sliders and screen.shown_wish == screen.wish  # noqa: E731
-    await until(pilot, wanted)  # type: ignore[arg-type]
+    await until(pilot, lambda: screen.sliders and screen.shown_wish == screen.wish)
     assert screen.planned is not None
     return screen.planned.plan
 
 
 async def test_the_plan_of_the_running_model_is_a_picture_with_its_figures() -> None:
-    app, fake = chat_app(), FakePlanning(advice=("--ctx 1024: a shorter context",))
-    async with running(app, (128, 45)) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(advice=("--ctx 1024: a shorter context",)), size=(128, 45)) as (app, pilot, screen):
         plan = await settled(pilot, screen)
         assert plan is not None and screen.planned is not None and screen.planned.decode_tok_s is not None
         await until(pilot, lambda: "--ctx 1024: a shorter context" in shown(app))
@@ -169,10 +177,9 @@ async def test_the_plan_of_the_running_model_is_a_picture_with_its_figures() -> 
 
 
 async def test_the_plan_is_there_before_its_advice() -> None:
-    app, fake = chat_app(), FakePlanning(advice=("--ram 3GiB: more",))
+    fake = FakePlanner(advice=("--ram 3GiB: more",))
     fake.advice_gate.clear()
-    async with running(app, (150, 45)) as pilot:
-        await opened(app, pilot, fake)
+    async with planning(fake, size=(150, 45)) as (app, pilot, _):
         assert "tok/s, bound by" in shown(app) and "--ram 3GiB: more" not in shown(app)
         fake.advice_gate.set()
         await until(pilot, lambda: "--ram 3GiB: more" in shown(app))
@@ -180,11 +187,9 @@ async def test_the_plan_is_there_before_its_advice() -> None:
 
 async def test_a_slider_shows_what_would_change_before_anything_is_applied() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
-    async with running(app, (128, 45)) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(), service, size=(128, 45)) as (app, pilot, screen):
         await pilot.press("down", "down", "down", *["left"] * 5)
-        assert screen.wish == Wish({"ram": "768MiB"})
+        assert screen.wish == PlanWish({"ram": "768MiB"})
         plan = await settled(pilot, screen)
         assert plan is not None and plan.streamed
         picture = shown(app)
@@ -200,9 +205,8 @@ async def test_a_slider_shows_what_would_change_before_anything_is_applied() -> 
 
 
 async def test_of_quick_changes_the_first_and_the_last_alone_are_planned() -> None:
-    app, fake = chat_app(), FakePlanning()
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    fake = FakePlanner()
+    async with planning(fake) as (_, pilot, screen):
         fake.gate.clear()
         await pilot.press("right")
         await until(pilot, lambda: len(fake.wishes) == 2)
@@ -215,17 +219,14 @@ async def test_of_quick_changes_the_first_and_the_last_alone_are_planned() -> No
 
 async def test_enter_loads_the_model_with_the_settings_and_the_conversation_stays() -> None:
     service = FakeService(["Hello."])
-    app, fake = chat_app(service), FakePlanning()
-    async with running(app) as pilot:
-        await say(pilot, "Hi")
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(), service, question="Hi") as (app, pilot, screen):
         await pilot.press("right", "right", "down", "right", "down", "right", "down", "left")
         await settled(pilot, screen)
         await pilot.press("enter")
-        await until(pilot, lambda: len(service.loads) == 2 and not app.desk.is_loading)
+        await until(pilot, lambda: len(service.loads) == 2 and not app.worker.is_loading)
         assert app.screen is app.chat
-        assert app.desk.selection is not None
-        settings = app.desk.selection.settings
+        assert app.worker.selection is not None
+        settings = app.worker.selection.settings
         assert (settings.ctx, settings.kv, settings.weights, settings.ram) == (512, "bf16", "bf16", 3 * GIB)
         assert texts(app) == [("user", "Hi"), ("assistant", "Hello.")]
         await say(pilot, "And?")
@@ -233,26 +234,22 @@ async def test_enter_loads_the_model_with_the_settings_and_the_conversation_stay
 
 async def test_a_setting_is_given_back_to_the_plan_where_one_was_set() -> None:
     service = FakeService()
-    app, fake = chat_app(service, ctx=3000), FakePlanning()
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(), service, ctx=3000) as (app, pilot, screen):
         assert screen.sliders["ctx"].value == 3000
         await pilot.press("home")
-        assert screen.wish == Wish({"ctx": None})
+        assert screen.wish == PlanWish({"ctx": None})
         await pilot.press("a")
         await until(pilot, lambda: len(service.loads) == 2)
-        await until(pilot, lambda: app.desk.selection is not None and app.desk.selection.settings.ctx is None)
+        await until(pilot, lambda: app.worker.selection is not None and app.worker.selection.settings.ctx is None)
 
 
 async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(), service) as (app, pilot, screen):
         await pilot.press("end", "down", "end")
-        assert screen.wish == Wish({"ctx": 20_000, "kv": "int4"})
+        assert screen.wish == PlanWish({"ctx": 20_000, "kv": "int4"})
         await pilot.press("r")
-        assert screen.wish == NOW
+        assert screen.wish == AS_IT_RUNS
         await settled(pilot, screen)
         assert "as it runs now" in shown(app)
         await pilot.press("enter")
@@ -263,9 +260,7 @@ async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -
 @pytest.mark.parametrize("key", ["escape", "f2"])
 async def test_leaving_changes_nothing(key: str) -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(), service) as (app, pilot, screen):
         await pilot.press("right")
         await settled(pilot, screen)
         await pilot.press(key)
@@ -275,9 +270,11 @@ async def test_leaving_changes_nothing(key: str) -> None:
 
 async def test_where_nothing_fits_the_refusal_is_shown_and_nothing_is_applied() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning(advice=("localllm plan tiny: fits into this memory",))
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(advice=("localllm plan tiny: fits into this memory",)), service) as (
+        app,
+        pilot,
+        screen,
+    ):
         await pilot.press("down", "down", "down", "home")
         assert await settled(pilot, screen) is None
         await until(pilot, lambda: "localllm plan tiny: fits" in shown(app))
@@ -291,14 +288,16 @@ async def test_where_nothing_fits_the_refusal_is_shown_and_nothing_is_applied() 
 
 async def test_a_wish_that_cannot_be_honoured_is_a_notice_and_another_wish_closes_it() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning(error=UsageError("no [b]such[/b] thing", why="so", fix="--ctx 1"))
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(error=UsageError("no [b]such[/b] thing", why="so", fix="--ctx 1")), service) as (
+        app,
+        pilot,
+        screen,
+    ):
         await pilot.press("right")
         await until(pilot, lambda: screen.notice.error is not None)
         assert "error: no [b]such[/b] thing" in shown(app) and "fix:   --ctx 1" in shown(app)
         await pilot.press("enter")
-        assert app.screen is screen
+        assert app.screen_stack[-1] is screen
         await pilot.press("left")
         await until(pilot, lambda: screen.notice.error is None)
         await pilot.press("escape")
@@ -308,12 +307,10 @@ async def test_a_wish_that_cannot_be_honoured_is_a_notice_and_another_wish_close
 
 async def test_everything_can_be_done_with_the_mouse() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(), service) as (app, pilot, screen):
         context, kv, row = screen.sliders["ctx"], screen.sliders["kv"], screen.query_one(KeyBar)
         await pilot.click(kv, offset=(kv.render().plain.index("k8v4") + 1, 0))
-        assert screen.wish == Wish({"kv": "k8v4"}) and kv.has_focus
+        assert screen.wish == PlanWish({"kv": "k8v4"}) and kv.has_focus
         track = context.render().plain.index("●")
         await pilot.mouse_down(context, offset=(track + 2, 0))
         await pilot.hover(context, offset=(track + 40, 0))
@@ -325,19 +322,17 @@ async def test_everything_can_be_done_with_the_mouse() -> None:
         assert context.value == 256
         keys = str(row.render())
         await pilot.click(row, offset=(keys.index("reset") + 2, 0))
-        assert screen.wish == NOW
+        assert screen.wish == AS_IT_RUNS
         await pilot.click(kv, offset=(kv.render().plain.index("int4") + 1, 0))
         await settled(pilot, screen)
         await pilot.click(row, offset=(keys.index("apply") + 2, 0))
         await until(pilot, lambda: len(service.loads) == 2)
-        assert app.desk.selection is not None and app.desk.selection.settings.kv == "int4"
+        assert app.worker.selection is not None and app.worker.selection.settings.kv == "int4"
 
 
 @pytest.mark.parametrize("vram_bytes", [None, 24 * GIB])
 async def test_a_cap_on_the_memory_of_a_gpu_is_offered_where_there_is_one(vram_bytes: int | None) -> None:
-    app, fake = chat_app(), FakePlanning(vram_bytes=vram_bytes)
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(vram_bytes=vram_bytes)) as (_, _, screen):
         assert ("vram" in screen.sliders) == (vram_bytes is not None)
         if vram_bytes is not None:
             screen.sliders["vram"].move(-1)
@@ -346,9 +341,7 @@ async def test_a_cap_on_the_memory_of_a_gpu_is_offered_where_there_is_one(vram_b
 
 async def test_the_goal_changes_the_picture_but_nothing_that_a_chat_could_be_loaded_with() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(), service) as (app, pilot, screen):
         await pilot.press("up", "right")
         plan = await settled(pilot, screen)
         assert plan is not None and plan.sequences == 4
@@ -359,9 +352,8 @@ async def test_the_goal_changes_the_picture_but_nothing_that_a_chat_could_be_loa
 
 
 async def test_a_measurement_is_told_and_waits_for_what_would_disturb_it() -> None:
-    app, fake = chat_app(), FakePlanning(measures="measuring the memory", reason="the answer to end")
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
+    fake = FakePlanner(measures="measuring the memory", reason="the answer to end")
+    async with planning(fake) as (app, pilot, screen):
         await until(pilot, lambda: "waiting for the answer to end" in shown(app))
         assert not fake.wishes
         fake.gate.clear()
@@ -374,25 +366,21 @@ async def test_a_measurement_is_told_and_waits_for_what_would_disturb_it() -> No
 
 async def test_nothing_is_applied_while_an_answer_is_written() -> None:
     service = FakeService(["word " * 2000], pause_s=0.01)
-    app, fake = chat_app(service), FakePlanning()
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
-        app.desk.do(lambda: app.desk.say("Go on"))
-        await until(pilot, lambda: app.desk.answering.is_under_way)
+    async with planning(FakePlanner(), service) as (app, pilot, screen):
+        app.worker.do(lambda: app.worker.say("Go on"))
+        await until(pilot, lambda: app.worker.answers.is_under_way)
         await pilot.press("right", "enter")
         await until(pilot, lambda: "an answer is being written" in shown(app))
         assert app.screen is screen
-        app.desk.answering.stop()
+        app.worker.answers.stop()
     assert service.loads == ["tiny"]
 
 
 async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
     service = FakeService()
-    app, fake = chat_app(service), FakePlanning()
-    async with running(app) as pilot:
-        screen = await opened(app, pilot, fake)
-        app.desk.do(lambda: app.desk.use(None, {"ctx": 1000}))
-        await until(pilot, lambda: len(service.loads) == 2 and not app.desk.is_loading)
+    async with planning(FakePlanner(), service) as (app, pilot, screen):
+        app.worker.do(lambda: app.worker.use(None, {"ctx": 1000}))
+        await until(pilot, lambda: len(service.loads) == 2 and not app.worker.is_loading)
         await pilot.press("right", "enter")
         await until(pilot, lambda: "loaded anew meanwhile" in shown(app))
         assert app.screen is screen
@@ -401,9 +389,7 @@ async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
 
 @pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
 async def test_a_small_screen_shows_the_sliders_and_the_prediction_and_scrolls_the_picture(theme: str) -> None:
-    app, fake = chat_app(theme=theme), FakePlanning(name="[bold]a\x1b[31m name")
-    async with running(app, (80, 24)) as pilot:
-        screen = await opened(app, pilot, fake)
+    async with planning(FakePlanner(name="[bold]a\x1b[31m name"), theme=theme, size=(80, 24)) as (app, pilot, screen):
         picture = shown(app)
         for piece in ("context", "RAM cap", "goal", "tok/s, bound by", "⏎ apply", "[bold]a", "26 in memory"):
             assert piece in picture, picture
@@ -414,10 +400,9 @@ async def test_a_small_screen_shows_the_sliders_and_the_prediction_and_scrolls_t
 
 
 async def test_leaving_does_not_wait_for_a_measurement() -> None:
-    app, fake = chat_app(), FakePlanning()
+    fake = FakePlanner()
     fake.gate.clear()
-    async with running(app) as pilot:
-        await opened(app, pilot, fake)
+    async with planning(fake) as (app, pilot, _):
         await until(pilot, lambda: fake.wishes)
         await pilot.press("escape")
         assert app.screen is app.chat
@@ -429,34 +414,32 @@ async def test_the_real_model_is_planned_and_loaded_anew_beside_its_conversation
 ) -> None:
     rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
     profile = Profile("this machine", 45.0, 3.0, formats=rates)
-    monkeypatch.setattr(planning, "kept_profile", lambda: profile)
-    app = chat_app(serve, device="cpu", max_tokens=8, seed=1)
-    async with running(app, (120, 40)) as pilot:
+    monkeypatch.setattr(engine_planning, "kept_profile", lambda: profile)
+    async with chatting(serve, device="cpu", max_tokens=8, seed=1, size=(120, 40)) as (app, pilot):
         await say(pilot, "Where did the fox go?")
         said = texts(app)
-        assert app.desk.plan is not None and app.desk.host_bytes >= app.desk.plan.ledger["ram"]["weights"]
+        assert app.worker.plan is not None and app.worker.host_bytes >= app.worker.plan.ledger["ram"]["weights"]
         await pilot.press("f2")
         await until(pilot, lambda: isinstance(app.screen, PlanScreen))
         screen = app.screen
         assert isinstance(screen, PlanScreen)
         now = await settled(pilot, screen)
         assert now is not None and now.is_whole and "tiny: " in shown(app)
-        assert now.blocks == app.desk.plan.blocks and "in the last answer" in shown(app)
+        assert now.blocks == app.worker.plan.blocks and "in the last answer" in shown(app)
         await pilot.press("home")
         plan = await settled(pilot, screen)
         assert plan is not None and plan.ctx == 256 < now.ctx
         await pilot.press("enter")
-        await until(pilot, lambda: app.desk.plan is not None and app.desk.plan.ctx == 256)
+        await until(pilot, lambda: app.worker.plan is not None and app.worker.plan.ctx == 256)
         assert texts(app) == said
         await say(pilot, "And then?")
         assert len(texts(app)) == 4
 
 
 async def test_without_a_model_there_is_no_plan_yet() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await pilot.pause()  # the first model is asked for
-        app.desk = SimpleNamespace(selection=None, close=app.desk.close)  # type: ignore[assignment]
+        app.worker = SimpleNamespace(selection=None, close=app.worker.close)  # type: ignore[assignment]
         await pilot.press("f2")
         assert app.screen is app.chat and "there is no model yet" in shown(app)
 
@@ -468,7 +451,7 @@ def test_a_plan_says_nothing_of_advice_until_it_is_asked_for() -> None:
         asked.append(1)
         return ["--ctx 1024"]
 
-    planned = FakePlanning()._planned(NOW)
+    planned = FakePlanner()._planned(AS_IT_RUNS)
     found = Considered(planned, advise)
     assert found.planned.advice == [] and not asked
     assert found.advised() == replace(planned, advice=["--ctx 1024"])

@@ -18,11 +18,11 @@ from textual.message import Message
 from textual.widgets import Input
 
 from localllm.tui.app import ChatApp
-from localllm.tui.messages import BackgroundSaid
+from localllm.tui.messages import BackgroundReported
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.terminal import TerminalParser, TerminalWriter
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chat_app, running, send, texts, until
+from tests.tui.support import FakeService, chat_app, chatting, running, send, texts, until
 
 BEGIN, END = "\x1b[200~", "\x1b[201~"
 
@@ -69,7 +69,7 @@ def test_an_answer_that_comes_late_is_no_key(cut: int) -> None:
     found = parsed("a" + ANSWER[:cut], ANSWER[cut:] + "b") if cut < len(ANSWER) else parsed(f"a{ANSWER}b")
     assert told([each for each in found if isinstance(each, events.Key)]) == ["a", "b"]
     (said,) = (each for each in found if not isinstance(each, events.Key))
-    assert isinstance(said, BackgroundSaid) and said.is_light
+    assert isinstance(said, BackgroundReported) and said.is_light
 
 
 def pressed(parser: XTermParser, *chunks: str) -> list[Message]:
@@ -95,7 +95,7 @@ def test_what_begins_as_an_answer_and_goes_on_as_none_is_keys(chunks: tuple[str,
 def test_the_key_esc_behind_an_answer_is_the_key() -> None:
     answer = "\x1b]11;rgb:ffff/ffff/ffff\x07"
     said, *keys = pressed(TerminalParser(), answer + "\x1b")
-    assert isinstance(said, BackgroundSaid) and told(keys) == typed(XTermParser(), "\x1b")
+    assert isinstance(said, BackgroundReported) and told(keys) == typed(XTermParser(), "\x1b")
 
 
 def test_the_joiners_of_words_and_emoji_are_written() -> None:
@@ -136,19 +136,17 @@ def test_what_is_written_to_a_terminal_that_is_gone_holds_nobody_up(where: str) 
 
 
 async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was_chosen() -> None:
-    app = chat_app(follows_terminal=True)
-    async with running(app) as pilot:
-        app.post_message(BackgroundSaid(is_light=True))
+    async with chatting(follows_terminal=True) as (app, pilot):
+        app.post_message(BackgroundReported(is_light=True))
         await until(pilot, lambda: app.theme == "textual-light")
         app.chat.take_command("/theme nord")
-        app.post_message(BackgroundSaid(is_light=False))
+        app.post_message(BackgroundReported(is_light=False))
         await pilot.pause()
         assert app.theme == "nord"
         app.chat.take_command("/theme auto")
         assert app.theme == "textual-dark"
-    app = chat_app(theme="nord")
-    async with running(app) as pilot:
-        app.post_message(BackgroundSaid(is_light=True))
+    async with chatting(theme="nord") as (app, pilot):
+        app.post_message(BackgroundReported(is_light=True))
         await pilot.pause()
         assert app.theme == "nord"
 
@@ -161,8 +159,7 @@ async def press_at_once(app: ChatApp, *keys: str) -> None:
 
 @pytest.mark.usefixtures("home")
 async def test_keys_that_come_at_once_act_in_their_order() -> None:
-    app = chat_app(FakeService(["A"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A"])) as (app, pilot):
         await press_at_once(app, *"hello", "enter", *"wor", "ctrl+j", *"ld")
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert texts(app)[0] == ("user", "hello") and app.chat.composer.text == "wor\nld"
@@ -174,7 +171,6 @@ async def test_what_is_pressed_while_the_program_ends_is_left_alone(monkeypatch:
 
     async def close_and_press(app: ChatApp) -> None:
         await closed(app)
-        app.post_message(app.Round(0))  # behind a key that was on its way
         await press_at_once(app, "a", "enter")
         app.post_message(events.Paste("b"))
         app.post_message(events.MouseMove(None, 1, 1, 0, 0, 0, False, False, False))
@@ -187,16 +183,14 @@ async def test_what_is_pressed_while_the_program_ends_is_left_alone(monkeypatch:
 
 @pytest.mark.usefixtures("home")
 async def test_letters_behind_a_key_that_opens_a_field_are_written_there() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await press_at_once(app, "f4", "slash", *"duck")
         await until(pilot, lambda: isinstance(app.screen, ChatsScreen) and app.screen.query_one(Input).value == "duck")
 
 
 @pytest.mark.usefixtures("home")
 async def test_a_key_whose_widget_goes_away_holds_no_other_up() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await press_at_once(app, "f1", "escape", "f4", "escape", *"ab")
         await until(pilot, lambda: app.chat.composer.text == "ab")
 
@@ -211,8 +205,7 @@ async def test_what_is_typed_before_the_conversation_has_begun_stands_behind_wha
         app.set_timer(0.2, lambda: begin(app))
 
     monkeypatch.setattr(ChatApp, "_begin", begin_late)
-    app = chat_app(draft="dra")
-    async with running(app) as pilot:
+    async with chatting(draft="dra") as (app, pilot):
         await pilot.press("f", "t")
         await until(pilot, lambda: app.chat.status.facts is not None)
         assert app.chat.composer.text == "draft"
@@ -220,11 +213,11 @@ async def test_what_is_typed_before_the_conversation_has_begun_stands_behind_wha
 
 @pytest.mark.usefixtures("home")
 async def test_what_is_asked_before_the_conversation_has_begun_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = ChatApp._begin
     monkeypatch.setattr(ChatApp, "_begin", lambda _: None)
-    app = chat_app(FakeService(["A"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["A"])) as (app, pilot):
         await send(pilot, "early")
         await pilot.pause(0.2)
-        app.desk.begin_with(app._start.selection, None, None)
+        begin(app)
         await until(pilot, lambda: texts(app) == [("user", "early"), ("assistant", "A")])
         assert app.chat.notice.error is None

@@ -11,11 +11,11 @@ import pytest
 from rich.segment import Segment
 
 from localllm.chat.text import one_line, visible
+from localllm.engine.engine_info import EngineFacts
 from localllm.errors import LocalLLMError
-from localllm.tui import messages, rendering
+from localllm.tui import markdown_render, messages
 from localllm.tui.app import ChatApp
-from localllm.tui.messages import Facts
-from tests.tui.support import FakeService, chat_app, running, say, shown, until
+from tests.tui.support import FakeService, chatting, say, shown, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -73,18 +73,17 @@ async def test_an_answer_a_question_a_title_an_error_and_a_name_are_shown_as_the
     copied: list[str] = []
     monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
     chosen = SEQUENCES[first::4]  # a screen costs more than what is shown on it
-    app = chat_app(FakeService([f"before {text} after" for text in chosen]))
-    async with running(app, (80, 24)) as pilot:
+    async with chatting(FakeService([f"before {text} after" for text in chosen]), size=(80, 24)) as (app, pilot):
         for number, text in enumerate(chosen, 1):
-            app.desk.do(lambda text=text: app.desk.say(f"asked {text} so"))
+            app.worker.do(lambda text=text: app.worker.say(f"asked {text} so"))
             await until(pilot, lambda number=number: app.chat.num_turns == 2 * number and not app.chat.is_answering)
             assert app.chat.transcript.views[-1].text == f"before {text} after" and "before" in shown(app)
             assert_intact(app)
-            app.desk.do(lambda text=text: app.desk.rename(text or "x"))
-            app.chat.post_message(messages.Failed(LocalLLMError(text, why=text, fix=text)))
-            app.chat.post_message(messages.Told(text))
-            app.chat.post_message(messages.Loading(text, 1, 2))
-            app.chat.post_message(messages.ModelReady(Facts(text, "int4", "int8", 10)))
+            app.worker.do(lambda text=text: app.worker.rename(text or "x"))
+            app.chat.post_message(messages.JobFailed(LocalLLMError(text, why=text, fix=text)))
+            app.chat.post_message(messages.Noted(text))
+            app.chat.post_message(messages.ModelLoading(text, 1, 2))
+            app.chat.post_message(messages.ModelReady(text, EngineFacts(10, "int4", "int8")))
             await until(pilot, lambda: app.chat.notice.error is not None)
             assert_intact(app)
             await pilot.press("escape")
@@ -99,24 +98,23 @@ def naughty(shared_data: Callable[[str], Path]) -> list[str]:
 
 async def test_515_naughty_strings_leave_the_screen_intact(shared_data: Callable[[str], Path]) -> None:
     strings = naughty(shared_data)
-    app = chat_app(FakeService())
-    async with running(app, (80, 24)) as pilot:
+    async with chatting(FakeService(), size=(80, 24)) as (app, pilot):
         await until(pilot, lambda: app.chat.status.facts is not None)
         for begin in range(0, len(strings), 12):
             view = await app.chat.transcript.begin_answer(is_thinking=False)
             for text in strings[begin : begin + 12]:
-                await view.hear(f"{text}\n\n")
+                await view.append(f"{text}\n\n")
             await view.end()
             name, what = strings[begin], strings[-begin]
-            app.chat.post_message(messages.ModelReady(Facts(name, what, "int8", 10)))
-            app.chat.notice.tell(LocalLLMError(what, why=name, fix=what))
+            app.chat.post_message(messages.ModelReady(name, EngineFacts(10, what, "int8")))
+            app.chat.notice.show_error(LocalLLMError(what, why=name, fix=what))
             await pilot.pause()
             assert_intact(app)
 
 
 def test_a_naughty_string_is_shown_whole(shared_data: Callable[[str], Path]) -> None:
     for text in naughty(shared_data):
-        pieces = rendering.pieces(rendering.parser().parse(visible(text)))
+        pieces = markdown_render.pieces(markdown_render.parser().parse(visible(text)))
         lines = [line.plain for piece in pieces for line in piece.lines(80)]
         assert not [line for line in lines if OBEYED.search(line)]
         letters = [letter for letter in visible(text) if letter.isalpha()]
@@ -128,8 +126,7 @@ async def test_nothing_of_an_answer_is_left_out_of_what_is_shown() -> None:
     text = (
         "Use <b>this</b> [a](http://b.test/c) and\n\n[r]: http://hidden.test\n\n<div>\nblock\n</div>\n\n![alt](x.png)"
     )
-    app = chat_app(FakeService([text]))
-    async with running(app) as pilot:
+    async with chatting(FakeService([text])) as (app, pilot):
         await say(pilot, "?")
         screen = shown(app)
         for part in ("<b>this</b>", "http://b.test/c", "http://hidden.test", "<div>", "</div>", "alt", "x.png"):

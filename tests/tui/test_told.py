@@ -10,7 +10,7 @@ import pytest
 
 from localllm.errors import DoesNotFitError
 from localllm.tui.widgets.message_view import AnswerView
-from tests.tui.support import FakeEngine, FakeService, chat_app, running, say, send, shown, texts, until
+from tests.tui.support import FakeEngine, FakeService, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 LONG = "word " * 400
@@ -19,14 +19,13 @@ LONG = "word " * 400
 async def stopped(pilot, app) -> None:  # type: ignore[no-untyped-def]
     """A question whose answer is stopped in its midst."""
     await send(pilot, "Go on")
-    await until(pilot, lambda: app.chat.is_answering and len(app.chat.transcript.live.text) > 20)
+    await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
     await pilot.press("escape")
     await until(pilot, lambda: not app.chat.is_answering and "stopped: F6 goes on" in shown(app))
 
 
 async def test_how_an_answer_ended_is_told_until_it_is_gone_on_with_to_its_end() -> None:
-    app = chat_app(FakeService([LONG, " and the end."], pause_s=0.004))
-    async with running(app) as pilot:
+    async with chatting(FakeService([LONG, " and the end."], pause_s=0.004)) as (app, pilot):
         await stopped(pilot, app)
         await pilot.press("f6")
         await until(pilot, lambda: texts(app)[-1][1].endswith("the end.") and not app.chat.is_answering)
@@ -35,8 +34,7 @@ async def test_how_an_answer_ended_is_told_until_it_is_gone_on_with_to_its_end()
 
 
 async def test_only_the_last_answer_says_that_it_can_be_gone_on_with() -> None:
-    app = chat_app(FakeService([LONG, "Whole.", "Other."], pause_s=0.004))
-    async with running(app) as pilot:
+    async with chatting(FakeService([LONG, "Whole.", "Other."], pause_s=0.004)) as (app, pilot):
         await stopped(pilot, app)
         await say(pilot, "Next")
         assert "F6 goes on" not in shown(app)
@@ -47,8 +45,7 @@ async def test_only_the_last_answer_says_that_it_can_be_gone_on_with() -> None:
 
 
 async def test_an_answer_that_was_cut_says_so_again_when_what_came_after_it_is_taken_back() -> None:
-    app = chat_app(FakeService([LONG, "Whole."], pause_s=0.004))
-    async with running(app) as pilot:
+    async with chatting(FakeService([LONG, "Whole."], pause_s=0.004)) as (app, pilot):
         await stopped(pilot, app)
         await say(pilot, "Next")
         app.chat.take_command("/undo")
@@ -57,8 +54,7 @@ async def test_an_answer_that_was_cut_says_so_again_when_what_came_after_it_is_t
 
 async def test_an_answer_that_the_full_context_has_cut_does_not_offer_to_be_gone_on_with() -> None:
     service = FakeService(["A tale."], finished={"finish_reason": "length"})
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await say(pilot, "one")
         assert "cut by its length: F6 goes on" in shown(app)
         service.engine.ctx = 40
@@ -73,8 +69,7 @@ async def test_an_answer_that_the_full_context_has_cut_does_not_offer_to_be_gone
 async def test_an_answer_that_is_stopped_before_its_first_word_leaves_the_question() -> None:
     service = FakeService([LONG, "Now."], prefill=800)
     service.reads_on.clear()
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await send(pilot, "Hello")
         await until(pilot, lambda: "reading the prompt: " in shown(app))
         await pilot.press("escape")
@@ -84,8 +79,7 @@ async def test_an_answer_that_is_stopped_before_its_first_word_leaves_the_questi
 
 
 async def test_a_note_is_shown_below_an_error_and_the_next_command_closes_that() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         app.chat.take_command("/nope")
         assert "there is no command /nope" in shown(app) or app.chat.notice.error is not None
         app.chat.notice.note("something else")
@@ -97,8 +91,7 @@ async def test_a_note_is_shown_below_an_error_and_the_next_command_closes_that()
 
 
 async def test_a_refused_command_leaves_the_composer_and_the_arrow_brings_it_back() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         for text in ("/nope", "/file"):
             await send(pilot, text)
             await until(pilot, lambda: app.chat.notice.error is not None)
@@ -109,8 +102,7 @@ async def test_a_refused_command_leaves_the_composer_and_the_arrow_brings_it_bac
 
 
 async def test_figures_are_of_the_conversation_that_is_shown() -> None:
-    app = chat_app(FakeService(["A long answer about a fox."]))
-    async with running(app, (120, 30)) as pilot:
+    async with chatting(FakeService(["A long answer about a fox."]), size=(120, 30)) as (app, pilot):
         await say(pilot, "Who?")
         full = app.chat.status.usage
         assert full is not None and full.parts["answer"] > 0 and "first 0.01 s" in shown(app)
@@ -125,8 +117,7 @@ async def test_figures_are_of_the_conversation_that_is_shown() -> None:
 async def test_no_more_of_the_context_is_said_to_be_used_than_there_is() -> None:
     service = FakeService(["A long answer about a fox. " * 4])
     service.engine = FakeEngine(ctx=100)
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await say(pilot, "Who?")
         assert "100/100" in shown(app)
         app.chat.take_command("/tokens")
@@ -135,19 +126,17 @@ async def test_no_more_of_the_context_is_said_to_be_used_than_there_is() -> None
 
 async def test_a_model_that_is_loaded_in_a_chat_is_told_of_and_so_is_a_context_that_is_too_short_for_it() -> None:
     service = FakeService(["A long answer about a fox."])
-    app = chat_app(service)
-    async with running(app, (120, 30)) as pilot:
+    async with chatting(service, size=(120, 30)) as (app, pilot):
         await say(pilot, "Who?")
         assert "loaded tiny" not in shown(app)
         service.engine = FakeEngine(ctx=32)
-        app.desk.do(lambda: app.desk.use("tiny"))
+        app.worker.do(lambda: app.worker.use("tiny"))
         await until(pilot, lambda: "loaded tiny: int4-g64 weights, int8 keys and values, 32 tokens" in shown(app))
         await until(pilot, lambda: "tokens, the context 32: /undo, /clear" in shown(app))
 
 
 async def test_what_was_told_of_one_chat_does_not_stand_over_another() -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "one")
         app.chat.notice.note("this chat was removed from the history")
         await pilot.press("ctrl+n")
@@ -156,8 +145,7 @@ async def test_what_was_told_of_one_chat_does_not_stand_over_another() -> None:
 
 
 async def test_a_conversation_from_a_file_has_its_first_question_for_a_title(tmp_path: Path) -> None:
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "Where did the fox go?")
         app.chat.take_command(f"/save {tmp_path / 'chat.json'}")
         await until(pilot, lambda: "wrote" in shown(app))
@@ -170,8 +158,7 @@ async def test_a_conversation_from_a_file_has_its_first_question_for_a_title(tmp
 async def test_a_file_that_is_there_is_not_overwritten_by_a_chat(tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     path.write_text("mine", encoding="utf-8")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         await say(pilot, "one")
         app.chat.take_command(f"/save {path}")
         await until(pilot, lambda: app.chat.notice.error is not None)
@@ -197,8 +184,7 @@ def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count()
 async def test_a_question_that_is_taken_back_before_there_is_a_model_is_not_asked() -> None:
     service = FakeService(["At last."])
     service.gate.clear()
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await send(pilot, "Hello?")
         await until(pilot, lambda: app.chat.num_turns == 1)
         app.chat.take_command("/undo")
@@ -215,20 +201,18 @@ async def test_a_model_that_is_refused_at_once_leaves_the_chat_with_the_one_that
                 raise DoesNotFitError("it does not fit", why="512", fix="localllm plan tiny")
             return super().__call__(selection, post, before)
 
-    app = chat_app(Refusing(["One.", "Two."]))
-    async with running(app) as pilot:
+    async with chatting(Refusing(["One.", "Two."])) as (app, pilot):
         await say(pilot, "Who?")
-        app.desk.do(lambda: app.desk.use("tiny", {"ctx": 512}))
+        app.worker.do(lambda: app.worker.use("tiny", {"ctx": 512}))
         await until(pilot, lambda: app.chat.notice.error is not None)
-        assert app.desk.resolved.settings.ctx is None
+        assert app.worker.resolved.settings.ctx is None
         await say(pilot, "And then?")
         assert texts(app)[-1] == ("assistant", "Two.")
 
 
 @pytest.mark.parametrize("command", ["/file", "/save", "/load", "/export", "/code 1"])
 async def test_a_home_that_there_is_not_is_refused_by_name(command: str) -> None:
-    app = chat_app(FakeService(["```\nx\n```"]))
-    async with running(app) as pilot:
+    async with chatting(FakeService(["```\nx\n```"])) as (app, pilot):
         await say(pilot, "one")
         app.chat.take_command(f"{command} ~nobody-5/a")
         await until(pilot, lambda: app.chat.notice.error is not None)
@@ -237,8 +221,7 @@ async def test_a_home_that_there_is_not_is_refused_by_name(command: str) -> None
 
 async def test_a_pipe_is_no_file_and_holds_nothing_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         app.chat.take_command(f"/file {tmp_path / 'pipe'}")
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert "it is no file" in shown(app)
@@ -246,8 +229,7 @@ async def test_a_pipe_is_no_file_and_holds_nothing_up(tmp_path: Path) -> None:
 
 
 async def test_an_answer_that_is_gone_on_with_counts_what_was_said_of_it() -> None:
-    app = chat_app(FakeService([LONG, ["more "] * 200], pause_s=0.01))
-    async with running(app) as pilot:
+    async with chatting(FakeService([LONG, ["more "] * 200], pause_s=0.01)) as (app, pilot):
         await stopped(pilot, app)
         full = app.chat.status.usage
         assert full is not None
@@ -260,20 +242,18 @@ async def test_an_answer_that_is_gone_on_with_counts_what_was_said_of_it() -> No
 
 
 async def test_a_setting_is_as_at_first_again() -> None:
-    app = chat_app(temperature=0.5)
-    async with running(app) as pilot:
+    async with chatting(temperature=0.5) as (app, pilot):
         for line in ("/set temperature 1.5", "/set temperature -", "/set max_tokens 5", "/set max_tokens -"):
             app.chat.take_command(line)
         await until(pilot, lambda: "max_tokens = -" in shown(app))
-        settings = app.desk._dialogue.resolved.settings
+        settings = app.worker._dialogue.resolved.settings
         assert (settings.temperature, settings.max_tokens) == (0.5, None)
 
 
 async def test_a_question_for_which_there_is_no_model_says_so() -> None:
     service = FakeService()
     service.failure = DoesNotFitError("it does not fit", why="512", fix="localllm plan tiny")
-    app = chat_app(service)
-    async with running(app) as pilot:
+    async with chatting(service) as (app, pilot):
         await until(pilot, lambda: app.chat.notice.error is not None)
         await send(pilot, "one")
         await until(pilot, lambda: "there is no model: the question waits" in shown(app))
@@ -293,8 +273,7 @@ async def test_an_editor_that_fails_gives_the_screen_back(monkeypatch: pytest.Mo
 
     monkeypatch.setenv("VISUAL", "false")
     monkeypatch.setattr(ChatApp, "suspend", suspend)
-    app = chat_app()
-    async with running(app) as pilot:
+    async with chatting() as (app, pilot):
         app.chat.composer.write("mine")
         await pilot.press("ctrl+g")
         await until(pilot, lambda: app.chat.notice.error is not None)
@@ -302,8 +281,7 @@ async def test_an_editor_that_fails_gives_the_screen_back(monkeypatch: pytest.Mo
 
 
 async def test_nothing_says_that_an_answer_is_written_once_it_is_not() -> None:
-    app = chat_app(FakeService([LONG], pause_s=0.004))
-    async with running(app) as pilot:
+    async with chatting(FakeService([LONG], pause_s=0.004)) as (app, pilot):
         await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering and app.chat.transcript.live is not None)
         await pilot.press("x", "enter")

@@ -1,40 +1,20 @@
-"""What Anthropic's requests have, and the prompt that they come to."""
+"""The bodies of Anthropic's requests, and the prompt that they come to."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
-from localllm.server.asking import Ask
-from localllm.server.bodies import Body, Ignored, told_apart
-from localllm.server.failures import RequestError
-from localllm.server.fields import (
-    CACHES_ITSELF,
-    MAX_MESSAGES,
-    MAX_STOPS,
-    NOT_KEPT,
-    OF_A_REPLY,
-    TEXT_ONLY,
-    ArgumentsSchema,
-    CallObject,
-    Count,
-    KeepAlive,
-    Label,
-    Labels,
-    Nothing,
-    Share,
-    StopText,
-    Temperature,
-    TopK,
-)
-from localllm.server.structured import StructuredOutputs, grammar_of, json_grammar, one_grammar
-from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
+from localllm.server import fields
+from localllm.server.bodies import Body, Ignored, tagged_by
+from localllm.server.errors import RequestError
+from localllm.server.generation_request import GenerationRequest
 from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
+from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
 from localllm.text.chat_template import ChatInput
 from localllm.text.grammar.grammar import Grammar
 
@@ -46,19 +26,19 @@ _OTHER_BLOCKS = (
     "text is all that is read here, and tools of the client's: no images, no documents, no tools of a server"
 )
 
-# Claude Code has another one in each request, which would be the end of what the prefix cache knows.
+# Claude Code has another one in each request, behind which the prefix cache would find nothing.
 _BILLING = re.compile(r"(?:x-anthropic-billing-header[^\n]*\n?)+")
 
 _USUAL_EFFORT = "high"  # the same as none, as Anthropic has it; Claude Code sends it to every model
 
-CacheControl = Annotated[Labels | None, CACHES_ITSELF]
+CacheControl = Annotated[fields.Labels | None, fields.CACHES_ITSELF]
 Opaque = Annotated[str | None, Ignored("its author alone can read it")]
 
 
 class TextBlock(Body):
     type: Literal["text"]
     text: str
-    citations: Nothing = None
+    citations: fields.Nothing = None
     cache_control: CacheControl = None
 
 
@@ -79,7 +59,7 @@ class DirectCaller(Body):
 
 def _is_text(kind: object) -> object:
     if kind in ("image", "document", "search_result", "tool_reference"):
-        raise ValueError(TEXT_ONLY)
+        raise ValueError(fields.TEXT_ONLY)
     return kind
 
 
@@ -91,9 +71,9 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
-    input: CallObject = None
+    input: fields.CallObject = None
     cache_control: CacheControl = None
-    caller: Annotated[DirectCaller | None, OF_A_REPLY] = None
+    caller: Annotated[DirectCaller | None, fields.OF_A_REPLY] = None
 
 
 class ToolResultBlock(Body):
@@ -105,28 +85,28 @@ class ToolResultBlock(Body):
 
     @property
     def text(self) -> str:
-        """What the model is told."""
+        """The text that the model is given."""
         parts = self.content if isinstance(self.content, list) else []
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
         return f"Error: {text}" if self.is_error else text
 
 
-Block = Annotated[
+MessageBlock = Annotated[
     Annotated[TextBlock, Tag("TextBlock")]
     | Annotated[ThinkingBlock, Tag("ThinkingBlock")]
     | Annotated[RedactedThinkingBlock, Tag("RedactedThinkingBlock")]
     | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
     | Annotated[ToolResultBlock, Tag("ToolResultBlock")],
-    told_apart("type", _BLOCKS, _OTHER_BLOCKS),
+    tagged_by("type", _BLOCKS, _OTHER_BLOCKS),
 ]
 
 
-class Message(Body):
+class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[MessageBlock]
 
     @model_validator(mode="after")
-    def _has_its_own_blocks(self) -> Message:
+    def _has_its_own_blocks(self) -> AnthropicMessage:
         kinds = {type(block) for block in self.blocks}
         if self.role != "assistant" and kinds & {ThinkingBlock, RedactedThinkingBlock, ToolUseBlock}:
             raise ValueError("thinking and tool_use are the assistant's")
@@ -157,7 +137,7 @@ class Message(Body):
         return [block for block in self.blocks if isinstance(block, ToolResultBlock)]
 
 
-class Thinking(Body):
+class AnthropicThinking(Body):
     type: Literal["adaptive", "disabled"]
     display: Annotated[
         Literal["summarized", "omitted"] | None,
@@ -165,7 +145,7 @@ class Thinking(Body):
     ] = None
 
 
-class SchemaFormat(Body):
+class AnthropicSchemaFormat(Body):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
@@ -175,21 +155,21 @@ class OutputConfig(Body):
         Literal["low", "medium", "high", "xhigh", "max"] | None,
         Field(description="How much is thought, where the model's chat template knows it; 'high': as it does anyway."),
     ] = None
-    format: SchemaFormat | None = None
+    format: AnthropicSchemaFormat | None = None
 
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
-class ToolParam(Body):
-    """One that the client runs."""
+class AnthropicTool(Body):
+    """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
-    input_schema: ArgumentsSchema
+    input_schema: fields.ArgumentsSchema
     strict: Annotated[
-        bool | None, Field(description="true: a grammar sees to it that calls fit the schema, also where none is due.")
+        bool | None, Field(description="true: a grammar makes calls fit the schema, also where none is due.")
     ] = None
     cache_control: CacheControl = None
     eager_input_streaming: Annotated[bool | None, Ignored("arguments are always streamed as they come")] = None
@@ -201,25 +181,25 @@ class ToolParam(Body):
 
 
 AnyTool = Annotated[
-    Annotated[ToolParam, Tag("ToolParam")] | Annotated[ForeignTool, Tag("ForeignTool")],
-    told_apart("type", {**KINDS, "custom": "ToolParam"}, NO_SUCH_TOOL, default="custom"),
+    Annotated[AnthropicTool, Tag("ToolParam")] | Annotated[ForeignTool, Tag("ForeignTool")],
+    tagged_by("type", {**KINDS, "custom": "ToolParam"}, NO_SUCH_TOOL, default="custom"),
 ]
 
 
-class ToolChoice(Body):
+class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Annotated[str | None, Field(description="Of the tool that has to be called.")] = None
     disable_parallel_tool_use: Annotated[bool | None, Field(description="true: an answer has one call at most.")] = None
 
     @model_validator(mode="after")
-    def _names_one(self) -> ToolChoice:
+    def _names_one(self) -> AnthropicToolChoice:
         if (self.name is not None) != (self.type == "tool"):
             raise ValueError("'tool', and no other choice, has the name of a tool")
         return self
 
 
 class KeptThoughts(Body):
-    """The one edit that takes nothing out."""
+    """The one edit that leaves all in."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -229,8 +209,8 @@ class ContextManagement(Body):
     edits: Annotated[list[KeptThoughts] | None, Field(max_length=1)] = None
 
 
-class PromptBody(Body):
-    """What a prompt is made of."""
+class AnthropicPromptBody(Body):
+    """The fields of a prompt."""
 
     why: ClassVar = {
         "thinking": "a budget of thinking cannot be held to; 'adaptive' is to think as the model does, 'disabled' is "
@@ -244,20 +224,18 @@ class PromptBody(Body):
         "speed": "there is one speed here, 'standard'",
     }
 
-    model: Annotated[
-        str | None, Field(description="A name of GET /v1/models; without one, the model that is served.")
-    ] = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    model: fields.ModelName = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
     system: str | list[TextBlock] | None = None
-    thinking: Thinking | None = None
+    thinking: AnthropicThinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[SchemaFormat | None, Field(description="The older name of output_config.format.")] = None
+    output_format: Annotated[
+        AnthropicSchemaFormat | None, Field(description="The older name of output_config.format.")
+    ] = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    structured_outputs: Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")] = (
-        None
-    )
-    mcp_servers: Nothing = None
+    tool_choice: AnthropicToolChoice | None = None
+    structured_outputs: fields.StructuredField = None
+    mcp_servers: fields.Nothing = None
     container: None = None
     context_management: ContextManagement | None = None
     thread: None = None
@@ -265,28 +243,28 @@ class PromptBody(Body):
     inference_geo: None = None
     speed: Literal["standard"] | None = None
     cache_control: CacheControl = None
-    keep_alive: KeepAlive = None
-    user_profile_id: Annotated[Label | None, NOT_KEPT] = None
-    workspace_id: Annotated[Label | None, NOT_KEPT] = None
+    keep_alive: fields.KeepAlive = None
+    user_profile_id: Annotated[fields.Label | None, fields.NOT_KEPT] = None
+    workspace_id: Annotated[fields.Label | None, fields.NOT_KEPT] = None
 
 
-class Metadata(Body):
-    user_id: Label | None = None
+class AnthropicMetadata(Body):
+    user_id: fields.Label | None = None
 
 
-class MessagesBody(PromptBody):
-    max_tokens: Count
+class MessagesBody(AnthropicPromptBody):
+    max_tokens: fields.Count
     stream: bool | None = None
-    stop_sequences: Annotated[list[StopText] | None, Field(max_length=MAX_STOPS)] = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    metadata: Annotated[Metadata | None, NOT_KEPT] = None
+    stop_sequences: Annotated[list[fields.StopText] | None, Field(max_length=fields.MAX_STOPS)] = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.Share | None = None
+    top_k: fields.TopK | None = None
+    metadata: Annotated[AnthropicMetadata | None, fields.NOT_KEPT] = None
     service_tier: Annotated[Literal["auto", "standard_only"] | None, Ignored("there is one tier here")] = None
 
 
-def ask_of(body: PromptBody) -> Ask:
-    """The prompt, which the assistant may have begun to answer. Raises RequestError."""
+def request_of(body: AnthropicPromptBody) -> GenerationRequest:
+    """Return the prompt, whose answer the assistant may have begun. Raises RequestError."""
     _check_calls(body.messages)
     turns = [(role, list(group)) for role, group in groupby(body.messages, lambda message: message.role)]
     said = ""
@@ -300,38 +278,47 @@ def ask_of(body: PromptBody) -> Ask:
     before = [{"role": "system", "content": "\n".join(system)}] if system else []
     chat = ChatInput([*before, *(turn for role, group in turns for turn in _turns(role, group))])
     config = body.output_config
-    grammar, grammar_field = one_grammar(
+    grammar, grammar_field = fields.one_grammar(
         **{
             "output_config.format": _form(None if config is None else config.format),
             "output_format": _form(body.output_format),
-            "structured_outputs": grammar_of(body.structured_outputs),
+            "structured_outputs": fields.grammar_of(body.structured_outputs),
         }
     )
-    ask = Ask(chat, effort=_effort(body), usual_effort=_USUAL_EFFORT, effort_field="output_config.effort")
-    return replace(ask, said=said, tools=_tools(body), grammar=grammar, grammar_field=grammar_field)
+    return GenerationRequest(
+        chat,
+        effort=_effort(body),
+        usual_effort=_USUAL_EFFORT,
+        said=said,
+        tools=_tools(body),
+        grammar=grammar,
+        effort_field="output_config.effort",
+        grammar_field=grammar_field,
+    )
 
 
-def _form(given: SchemaFormat | None) -> Grammar | None:
-    return None if given is None else json_grammar(given.schema_)
+def _form(given: AnthropicSchemaFormat | None) -> Grammar | None:
+    return None if given is None else fields.json_grammar(given.schema_)
 
 
-def _tools(body: PromptBody) -> Toolset | None:
-    """None where the model is to call nothing. Raises RequestError."""
-    known = [each.tool for each in body.tools or () if isinstance(each, ToolParam)]
+def _tools(body: AnthropicPromptBody) -> Toolset | None:
+    """Return the tools that may be called; None for none. Raises RequestError."""
+    known = [each.tool for each in body.tools or () if isinstance(each, AnthropicTool)]
     choice = body.tool_choice
     if choice is None:
         return toolset(known)
-    if choice.type == "none":
-        toolset(known)
-        return None
-    one_call = bool(choice.disable_parallel_tool_use) or choice.type == "tool"
-    only = None if choice.name is None else [choice.name]
-    param = "tool_choice.name" if choice.type == "tool" else "tool_choice"
-    return toolset(known, must_call=choice.type != "auto", only=only, one_call=one_call, param=param)
+    found = toolset(
+        known,
+        must_call=choice.type in ("any", "tool"),
+        only=None if choice.name is None else [choice.name],
+        one_call=bool(choice.disable_parallel_tool_use) or choice.type == "tool",
+        param="tool_choice.name" if choice.type == "tool" else "tool_choice",
+    )
+    return None if choice.type == "none" else found
 
 
-def _check_calls(messages: Sequence[Message]) -> None:
-    """Raises RequestError for the result of a call that never was, and for a call that has none."""
+def _check_calls(messages: Sequence[AnthropicMessage]) -> None:
+    """Raises RequestError for the result of a call that never was, and for a call without a result."""
     calls = OpenCalls()
     for index, message in enumerate(messages):
         where = f"messages.{index}"
@@ -357,13 +344,13 @@ def _without_billing(text: str) -> str:
     return text[found.end() :] if found else text
 
 
-def _texts(group: Iterable[Message]) -> list[str]:
+def _texts(group: Iterable[AnthropicMessage]) -> list[str]:
     return [text for message in group for text in message.texts]
 
 
-def _turns(role: str, group: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """Messages of one role behind each other are one turn: templates want roles to alternate. Results are turns of
-    their own, in front of what else the user says."""
+def _turns(role: str, group: Sequence[AnthropicMessage]) -> Iterator[dict[str, Any]]:
+    """Yield the turns of consecutive messages of one role: one turn, as templates want roles to alternate. Results are
+    turns of their own, in front of the user's text."""
     for result in (result for message in group for result in message.results):
         yield {"role": "tool", "content": result.text, "tool_call_id": result.tool_use_id}
     texts = _texts(group)
@@ -377,7 +364,7 @@ def _turns(role: str, group: Sequence[Message]) -> Iterator[dict[str, Any]]:
     yield turn
 
 
-def _prefill(group: Sequence[Message]) -> str:
+def _prefill(group: Sequence[AnthropicMessage]) -> str:
     if any(message.thoughts for message in group):
         why = "of an answer that has begun, what was thought cannot be taken up"
         raise RequestError(400, "messages: final assistant content cannot have thinking", why=why, param="messages")
@@ -388,7 +375,7 @@ def _prefill(group: Sequence[Message]) -> str:
     return said
 
 
-def _effort(body: PromptBody) -> str | None:
+def _effort(body: AnthropicPromptBody) -> str | None:
     level = body.output_config.effort if body.output_config else None
     if body.thinking is None or body.thinking.type == "adaptive":
         return level

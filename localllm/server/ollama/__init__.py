@@ -1,5 +1,5 @@
 """Ollama's dialect, as its own library and programs that look for it speak it."""
 
-from localllm.server.ollama import embedding, generation, models, pulling
+from localllm.server.ollama import embeddings, generation, models, pull
 
-ENDPOINTS = (*generation.ENDPOINTS, *embedding.ENDPOINTS, *models.ENDPOINTS, *pulling.ENDPOINTS)
+ENDPOINTS = (*generation.ENDPOINTS, *embeddings.ENDPOINTS, *models.ENDPOINTS, *pull.ENDPOINTS)

@@ -9,49 +9,49 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from localllm.server.bodies import Body, Ignored
 from localllm.server.fields import OF_A_REPLY, TEXT_ONLY, ArgumentsSchema, CallObject, Label, Nothing, Number
-from localllm.server.tools.calling import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
+from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+OllamaFunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class Function(Body):
-    name: Name
+class OllamaFunction(Body):
+    name: OllamaFunctionName
     description: str | None = None
     parameters: ArgumentsSchema | None = None
 
 
-class FunctionTool(Body):
+class OllamaFunctionTool(Body):
     type: Literal["function"] | None = None
-    function: Function
+    function: OllamaFunction
 
 
-Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[OllamaFunctionTool], Field(max_length=MAX_TOOLS)]
 
 
-def tools_of(given: Sequence[FunctionTool] | None) -> Toolset | None:
+def tools_of(given: Sequence[OllamaFunctionTool] | None) -> Toolset | None:
     """Raises RequestError for two of one name."""
     functions = [each.function for each in given or ()]
     return toolset([Tool(each.name, each.description or "", each.parameters or {}) for each in functions])
 
 
-class CalledFunction(Body):
+class OllamaCalledFunction(Body):
     name: Annotated[str, Field(min_length=1)]
     arguments: CallObject = None
     index: Annotated[Number | None, OF_A_REPLY] = None
 
 
-class ToolCall(Body):
-    function: CalledFunction
+class OllamaToolCall(Body):
+    function: OllamaCalledFunction
     id: Annotated[str | None, Field(min_length=1)] = None
     type: Literal["function"] | None = None
 
 
-class Message(Body):
+class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: Nothing = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: Annotated[str | None, Field(description="Whose result it is; without one, the next call's.")] = None
     tool_call_id: Annotated[str | None, Field(description="The same, more exactly.")] = None
     name: Annotated[Label | None, Ignored("templates know roles, not names")] = None
@@ -64,7 +64,7 @@ class Message(Body):
         return value
 
     @model_validator(mode="after")
-    def _calls_as_assistant(self) -> Message:
+    def _calls_as_assistant(self) -> OllamaMessage:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are the assistant's")
         if self.role != "tool" and (self.tool_name or self.tool_call_id):
@@ -72,31 +72,31 @@ class Message(Body):
         return self
 
 
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As templates want them. Raises RequestError for the result of a call that never was, and for a call that has
-    none."""
+def chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Return the messages as templates want them. Raises RequestError for the result of a call that never was, and for
+    a call without a result."""
     calls = OpenCalls()
     found = [_chat_message(index, message, calls) for index, message in enumerate(messages)]
     calls.settled(f"messages[{len(messages) - 1}]")
     return found
 
 
-def _chat_message(index: int, message: Message, calls: OpenCalls) -> dict[str, Any]:
+def _chat_message(index: int, message: OllamaMessage, calls: OpenCalls) -> dict[str, Any]:
     where = f"messages[{index}]"
-    told: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.role == "tool":
         call_id, name = message.tool_call_id, message.tool_name
         if call_id is not None:
             name = calls.answered(where, call_id)
         else:
             call_id, name = calls.answered_next(where, name)
-        return {**told, "tool_call_id": call_id, "name": name}
+        return {**found, "tool_call_id": call_id, "name": name}
     calls.settled(where)
     if message.thinking is not None:
-        told["reasoning_content"] = message.thinking
+        found["reasoning_content"] = message.thinking
     made = []
     for number, call in enumerate(message.tool_calls or ()):
         call_id = call.id or f"call_{index}_{number}"
         calls.made(f"{where}.tool_calls[{number}]", call_id, call.function.name)
         made.append(call_of(call_id, call.function.name, call.function.arguments))
-    return {**told, "tool_calls": made} if made else told
+    return {**found, "tool_calls": made} if made else found

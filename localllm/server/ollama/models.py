@@ -1,5 +1,4 @@
-"""The models on this disk, the one that is loaded, and what is known about each: GET /api/tags and /api/ps, POST
-/api/show, DELETE /api/delete; and what programs ask to find out whom they talk to."""
+"""The models on this disk, the one that is loaded, and what is known about each; and who this server is."""
 
 from __future__ import annotations
 
@@ -9,24 +8,23 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
-from typing_extensions import TypedDict
 
 from localllm import hub
 from localllm.engine.engine_info import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
 from localllm.models.safetensors_header import tensors_of
 from localllm.runtime.selection import sampling_defaults
-from localllm.server.bodies import OnlyFalse
+from localllm.server.bodies import Absent, OnlyFalse, ReplyBody
 from localllm.server.capabilities import capabilities
-from localllm.server.endpoint import Call, Endpoint
-from localllm.server.failures import RequestError
-from localllm.server.ollama.shapes import NamedBody, tagged, time_text
+from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.errors import RequestError
+from localllm.server.ollama.common import NamedBody, tagged, time_text
 from localllm.server.pool import Pool
-from localllm.server.replying import Json
+from localllm.server.replies import JsonReply
 from localllm.server.served import Served
 from localllm.text.chat_template import ChatTemplate
 
@@ -39,33 +37,33 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # as Ollama calls them
 
 
-class Version(TypedDict):
+class OllamaVersion(ReplyBody):
     version: str
 
 
-class Details(TypedDict):
-    parent_model: str
-    format: Literal["safetensors"]
+class OllamaDetails(ReplyBody):
+    parent_model: str = ""
+    format: Literal["safetensors"] = "safetensors"
     family: str
     families: list[str]
     parameter_size: str
     quantization_level: str
 
 
-class Listed(TypedDict):
+class OllamaListed(ReplyBody):
     name: str
     model: str
     modified_at: str
     size: int
     digest: str
-    details: Details
+    details: OllamaDetails
 
 
-class Tags(TypedDict):
-    models: list[Listed]
+class OllamaTags(ReplyBody):
+    models: list[OllamaListed]
 
 
-class Loaded(TypedDict):
+class OllamaLoaded(ReplyBody):
     """size, size_vram: bytes of weights."""
 
     name: str
@@ -73,13 +71,13 @@ class Loaded(TypedDict):
     size: int
     size_vram: int
     digest: str
-    details: Details
+    details: OllamaDetails
     expires_at: str
     context_length: int
 
 
-class Running(TypedDict):
-    models: list[Loaded]
+class OllamaRunning(ReplyBody):
+    models: list[OllamaLoaded]
 
 
 class ShowBody(NamedBody):
@@ -95,56 +93,54 @@ class ShowBody(NamedBody):
     verbose: OnlyFalse | None = None
 
 
-class Shown(TypedDict):
+class OllamaShown(ReplyBody):
     modelfile: str
     parameters: str
     template: str
-    details: Details
+    details: OllamaDetails
     model_info: dict[str, str | int]
     capabilities: list[str]
     modified_at: str
-    license: NotRequired[str]
+    license: Absent[str] = None
 
 
-async def root(_call: Call, _body: None) -> Response:
-    """What programs look for that want to know whether there is a server."""
+async def root(_call: ApiCall, _body: None) -> Response:
+    """Answer programs that look whether there is a server."""
     return PlainTextResponse("Ollama is running")
 
 
-async def version(_call: Call, _body: None) -> Json:
-    reply: Version = {"version": _SPOKEN}
-    return Json(reply)
+async def version(_call: ApiCall, _body: None) -> JsonReply:
+    return JsonReply(OllamaVersion(version=_SPOKEN))
 
 
-async def tags(call: Call, _body: None) -> Json:
-    """The served models under each of their names, and every other on this disk. Raises SettingsError for a models.toml
-    that cannot be understood."""
+async def tags(call: ApiCall, _body: None) -> JsonReply:
+    """List the served models under each of their names, and every other on this disk. Raises SettingsError for a broken
+    models.toml."""
     pool = call.pool
-    reply: Tags = {"models": await pool.on_disk(lambda: list(_tags(pool)))}
-    return Json(reply)
+    return JsonReply(OllamaTags(models=await pool.on_disk(lambda: list(_tags(pool)))))
 
 
-async def running(call: Call, _body: None) -> Json:
-    """Nothing of a model that is being loaded."""
+async def running(call: ApiCall, _body: None) -> JsonReply:
+    """List the loaded models, without those that are being loaded."""
     pool = call.pool
     # Not among what looks at the disk: an engine that does not answer keeps nobody else waiting.
-    reply: Running = {"models": await asyncio.to_thread(lambda: [_running(pool, each) for each in pool.loaded])}
-    return Json(reply)
+    models = await asyncio.to_thread(lambda: [_running(pool, each) for each in pool.loaded])
+    return JsonReply(OllamaRunning(models=models))
 
 
-async def show(call: Call, body: ShowBody) -> Json:
+async def show(call: ApiCall, body: ShowBody) -> JsonReply:
     """Raises RequestError for a model that is not on this disk, CheckpointError for defaults out of range."""
     pool = call.pool
-    return Json(await pool.on_disk(lambda: _shown(pool, body.bare_name)))
+    return JsonReply(await pool.on_disk(lambda: _shown(pool, body.bare_name)))
 
 
-async def delete(call: Call, body: NamedBody) -> Response:
+async def delete(call: ApiCall, body: NamedBody) -> Response:
     """Raises RequestError for a model that is in use, or not on this disk; what `hub.remove` does."""
     await call.pool.on_disk(lambda: _delete(call.pool, body.bare_name))
     return Response()
 
 
-def _tags(pool: Pool) -> Iterator[Listed]:
+def _tags(pool: Pool) -> Iterator[OllamaListed]:
     for served in pool.models:
         with suppress(ModelNotFoundError, RequestError):  # its files are gone: it cannot be had
             own = hub.describe(served.selection.model_name)
@@ -155,34 +151,34 @@ def _tags(pool: Pool) -> Iterator[Listed]:
             yield _listed(pool, row.name, hub.describe(row.name))
 
 
-def _listed(pool: Pool, name: str, model: ModelDescription) -> Listed:
-    return {
-        "name": tagged(name),
-        "model": tagged(name),
-        "modified_at": _modified_at(model),
-        "size": model.size_bytes,
-        "digest": _digest(model),
-        "details": _details(pool, model),
-    }
+def _listed(pool: Pool, name: str, model: ModelDescription) -> OllamaListed:
+    return OllamaListed(
+        name=tagged(name),
+        model=tagged(name),
+        modified_at=_modified_at(model),
+        size=model.size_bytes,
+        digest=_digest(model),
+        details=_details(pool, model),
+    )
 
 
-def _running(pool: Pool, served: Served) -> Loaded:
+def _running(pool: Pool, served: Served) -> OllamaLoaded:
     engine, model = served.engine_if_loaded, hub.describe(served.selection.model_name)
     facts = EngineFacts(0, "", "") if engine is None else engine.facts()
     expires_at = pool.expires_at(served)
-    return {
-        "name": tagged(served.name),
-        "model": tagged(served.name),
-        "size": facts.weight_bytes or model.size_bytes,
-        "size_vram": facts.ledger.get("vram", {}).get("weights", 0),
-        "digest": _digest(model),
-        "details": _details(pool, model),
-        "expires_at": _NEVER if expires_at is None else time_text(expires_at),
-        "context_length": facts.ctx,
-    }
+    return OllamaLoaded(
+        name=tagged(served.name),
+        model=tagged(served.name),
+        size=facts.weight_bytes or model.size_bytes,
+        size_vram=facts.ledger.get("vram", {}).get("weights", 0),
+        digest=_digest(model),
+        details=_details(pool, model),
+        expires_at=_NEVER if expires_at is None else time_text(expires_at),
+        context_length=facts.ctx,
+    )
 
 
-def _shown(pool: Pool, name: str) -> Shown:
+def _shown(pool: Pool, name: str) -> OllamaShown:
     served = pool.known(name)
     engine = None if served is None else served.engine_if_loaded
     if served is not None:
@@ -192,21 +188,16 @@ def _shown(pool: Pool, name: str) -> Shown:
         if row is None or row.directory is None:
             raise _not_found(name)
         origin, model = row.name, hub.describe(row.name)
-    template = _template(_files(model))
-    reply: Shown = {
-        "modelfile": f"FROM {origin}\n",
-        "parameters": _parameters(model, None if engine is None else engine.ctx),
-        "template": ""
-        if template is None
-        else template.sources.get("default") or next(iter(template.sources.values())),
-        "details": _details(pool, model),
-        "model_info": _model_info(model),
-        "capabilities": capabilities(_files(model).directory),
-        "modified_at": _modified_at(model),
-    }
-    if model.entry is not None:
-        reply["license"] = model.entry.licence
-    return reply
+    return OllamaShown(
+        modelfile=f"FROM {origin}\n",
+        parameters=_parameters(model, None if engine is None else engine.ctx),
+        template=_template(_files(model)),
+        details=_details(pool, model),
+        model_info=_model_info(model),
+        capabilities=capabilities(_files(model).directory),
+        modified_at=_modified_at(model),
+        license=None if model.entry is None else model.entry.licence,
+    )
 
 
 def _delete(pool: Pool, name: str) -> None:
@@ -220,14 +211,14 @@ def _delete(pool: Pool, name: str) -> None:
 
 
 def _uses(served: Served, row: InstalledModel) -> bool:
-    """Whether it is that model, or the one that guesses its tokens."""
+    """Return whether the served model is that one, or takes its draft tokens from it."""
     own = served.selection.files
     is_own = row.repo == own.repo if row.repo else row.directory == own.directory
     return is_own or row.is_called(served.selection.settings.speculate)
 
 
 def _installed(name: str) -> InstalledModel | None:
-    """The model on this disk, whole or not, that is listed by this name. A client's word is no path to look at."""
+    """Return the model on this disk, whole or not, of this name. A client's word is no path to look at."""
     rows = [row for row in hub.list_models() if row.is_called(name)]
     return next((row for row in rows if row.name == name), rows[0] if rows else None)
 
@@ -249,27 +240,25 @@ def _modified_at(model: ModelDescription) -> str:
 
 
 def _digest(model: ModelDescription) -> str:
-    """As long as one of contents, which would take minutes: it is another where the model is."""
+    """Return a digest of name and revision: one of the contents would take minutes."""
     return hashlib.sha256(f"{model.name}@{model.revision}".encode()).hexdigest()
 
 
-def _details(pool: Pool, model: ModelDescription) -> Details:
+def _details(pool: Pool, model: ModelDescription) -> OllamaDetails:
     directory = _files(model).directory
     engines = (each.engine_if_loaded for each in pool.models if each.selection.files.directory == directory)
     engine = next(engines, None)
     family, dtype = model.model_type or "", model.dtype or ""
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": family,
-        "families": [family],
-        "parameter_size": _size_text(_parameter_count(model)),
-        "quantization_level": engine.weights if engine is not None else _DTYPES.get(dtype, dtype),
-    }
+    return OllamaDetails(
+        family=family,
+        families=[family],
+        parameter_size=_size_text(_parameter_count(model)),
+        quantization_level=engine.weights if engine is not None else _DTYPES.get(dtype, dtype),
+    )
 
 
 def _parameter_count(model: ModelDescription) -> int:
-    """As the files have them; 0 where these cannot be read."""
+    """Count the parameters in the files; 0 where these cannot be read."""
     count = 0
     with suppress(CheckpointError):
         for path in _files(model).directory.glob("*.safetensors"):
@@ -299,12 +288,13 @@ def _model_info(model: ModelDescription) -> dict[str, str | int]:
     return {name: value for name, value in info.items() if value is not None}
 
 
-def _template(files: ModelFiles) -> ChatTemplate | None:
-    """None where the model has none, or a broken one."""
+def _template(files: ModelFiles) -> str:
+    """Return "" where the model has no template, or a broken one."""
     try:
-        return ChatTemplate.load(files.directory)
+        sources = ChatTemplate.load(files.directory).sources
     except TemplateError:
-        return None
+        return ""
+    return sources.get("default") or next(iter(sources.values()))
 
 
 def _shown_number(value: float) -> str:
@@ -321,9 +311,9 @@ def _parameters(model: ModelDescription, ctx: int | None) -> str:
 
 ENDPOINTS = (
     Endpoint("GET", "/", root, "Whether there is a server"),
-    Endpoint("GET", "/api/version", version, "The server's version", reply=Version),
-    Endpoint("GET", "/api/tags", tags, "The models on this disk", reply=Tags),
-    Endpoint("GET", "/api/ps", running, "The models that are loaded", reply=Running),
-    Endpoint("POST", "/api/show", show, "What is known about a model", ShowBody, Shown),
+    Endpoint("GET", "/api/version", version, "The server's version", reply=OllamaVersion),
+    Endpoint("GET", "/api/tags", tags, "The models on this disk", reply=OllamaTags),
+    Endpoint("GET", "/api/ps", running, "The models that are loaded", reply=OllamaRunning),
+    Endpoint("POST", "/api/show", show, "What is known about a model", ShowBody, OllamaShown),
     Endpoint("DELETE", "/api/delete", delete, "Delete a model from this disk", NamedBody),
 )

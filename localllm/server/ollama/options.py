@@ -1,4 +1,4 @@
-"""What Ollama's requests say beside the prompt: the `options` object, and how long the model is to stay loaded."""
+"""The `options` object of Ollama's requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANY = Field(ge=-(2**31), le=2**31 - 1)
 
 
 class Options(Body):
-    """What says how the model is computed is chosen when the server starts, and changes no answer."""
+    """Options of how the model is computed are chosen when the server starts, and change no answer here."""
 
     num_ctx: Annotated[Count | None, Field(description=NUM_CTX)] = None
     num_predict: Annotated[
@@ -63,7 +63,7 @@ class Options(Body):
 
 
 def sampling_of(options: Options | None, served: Served, **more: Any) -> SamplingParams:
-    """What the options say over what the model does by itself. Raises RequestError."""
+    """Return the options over the model's own settings. Raises RequestError."""
     given = options or Options()
     names = (
         "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repeat_last_n",

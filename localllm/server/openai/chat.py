@@ -3,66 +3,58 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from localllm.engine.events import FinishedEvent
-from localllm.server.answering import Answers, CallPiece, Piece
-from localllm.server.asking import Ask
-from localllm.server.choosing import choosing_of
-from localllm.server.endings import FinishReason, finish_reason, timings_of
-from localllm.server.endpoint import Call, Endpoint
-from localllm.server.failures import RequestError, body_of
-from localllm.server.fields import (
-    MAX_MESSAGES,
-    MAX_TOP_LOGPROBS,
-    Count,
-    Nothing,
-    refuse_top_logprobs,
-)
-from localllm.server.logprobs import content_logprobs
-from localllm.server.openai.messages import Message, chat_messages, joined_text
-from localllm.server.openai.shapes import (
+from localllm.server import fields
+from localllm.server.best_of import requested_best_of
+from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
+from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.errors import RequestError
+from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
+from localllm.server.generation_request import GenerationRequest
+from localllm.server.logprobs import ContentLogprob, content_logprobs
+from localllm.server.openai.common import (
     FINGERPRINT,
-    TIERS,
-    ChoiceLogprobs,
-    GenerationBody,
-    ShownUsage,
-    TimingsField,
-    Usage,
+    ChunkWriter,
+    OpenAIGenerationBody,
+    OpenAIUsage,
+    StreamOptions,
     refuse_stream_options,
     sampling_of,
     usage_of,
 )
+from localllm.server.openai.messages import OpenAIMessage, chat_messages, joined_text
 from localllm.server.openai.tools import ResponseFormat, ToolChoice, Tools, chosen, form_of
-from localllm.server.replying import EVENT_STREAM, PING, News, collected, event, evicted_header, new_id, streamed, whole
-from localllm.server.structured import grammar_of, one_grammar
+from localllm.server.replies import collected, evicted_header, new_id, streamed, whole
+from localllm.server.stream import GenerationStream
+from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.text.chat_template import ChatInput
 from localllm.text.tokenizer import Tokenizer
 
 _ONLY_TOOLS = "it is 'tools' and 'tool_choice' here, as it is there by now"
 
 
-class ChatBody(GenerationBody):
-    elsewhere: ClassVar = {**GenerationBody.elsewhere, "prompt": "send it as 'messages', or to /v1/completions"}
+class OpenAIChatBody(OpenAIGenerationBody):
+    elsewhere: ClassVar = {**OpenAIGenerationBody.elsewhere, "prompt": "send it as 'messages', or to /v1/completions"}
     why: ClassVar = {
         **dict.fromkeys(("functions", "function_call"), _ONLY_TOOLS),
         "modalities": "models here write text",
         "audio": "models here write text",
-        "prediction": "guesses are made here without being told what to guess",
+        "prediction": "draft tokens are made here without being told what to expect",
         "web_search_options": "nothing is fetched from the network",
         "moderation": "nothing is judged here",
         "verbosity": "how much is said cannot be turned up or down; 'medium' is as the model does",
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    messages: Annotated[list[OpenAIMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
+    max_completion_tokens: fields.Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=fields.MAX_TOP_LOGPROBS)] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Field(max_length=32, description="Variables of the model's chat template.")
@@ -77,7 +69,7 @@ class ChatBody(GenerationBody):
         bool | None, Field(description="true: the last message, the assistant's, is gone on with.")
     ] = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
-    functions: Nothing = None
+    functions: fields.Nothing = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     verbosity: Literal["medium"] | None = None
@@ -87,119 +79,120 @@ class ChatBody(GenerationBody):
     moderation: None = None
 
 
-class CalledFunction(TypedDict):
+class ChatFunction(ReplyBody):
     name: str
     arguments: str
 
 
-class ReplyCall(TypedDict):
+class ChatToolCall(ReplyBody):
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function"] = "function"
+    function: ChatFunction
 
 
-class ReplyMessage(TypedDict):
-    """content: null where there are calls and nothing else was said."""
+class ChatFunctionDelta(ReplyBody):
+    name: Absent[str] = None
+    arguments: str
 
-    role: Literal["assistant"]
+
+class ChatToolCallDelta(ReplyBody):
+    """The first one of a call has its id and name."""
+
+    index: int
+    id: Absent[str] = None
+    type: Absent[Literal["function"]] = None
+    function: ChatFunctionDelta
+
+
+class ChatMessage(ReplyBody):
+    """content: null where there are calls and no text."""
+
+    role: Literal["assistant"] = "assistant"
     content: str | None
-    refusal: None
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ReplyCall]]
+    refusal: None = None
+    reasoning_content: Absent[str] = None
+    tool_calls: Absent[list[ChatToolCall]] = None
+
+
+class ChatDelta(ReplyBody):
+    role: Absent[Literal["assistant"]] = None
+    content: Absent[str] = None
+    reasoning_content: Absent[str] = None
+    tool_calls: Absent[list[ChatToolCallDelta]] = None
+
+
+class ChatLogprobs(ReplyBody):
+    content: SkipValidation[list[ContentLogprob]]
+    refusal: None = None
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
-class Choice(TypedDict):
+class ChatChoice(ReplyBody):
     index: int
-    message: ReplyMessage
-    logprobs: ChoiceLogprobs | None
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
 
 
-class ChatCompletion(TimingsField):
+class ChatChunkChoice(ReplyBody):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason | None = None
+
+
+class _ChatHead(ReplyBody):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: str
-    choices: list[Choice]
-    usage: Usage
-    service_tier: NotRequired[str]
+    system_fingerprint: str = FINGERPRINT
 
 
-class FunctionDelta(TypedDict):
-    name: NotRequired[str]
-    arguments: str
+class ChatCompletion(_ChatHead):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: OpenAIUsage
+    service_tier: Absent[str] = None
+    timings: Absent[TimingsReply] = None
 
 
-class CallDelta(TypedDict):
-    """The first one of a call has its id and name."""
-
-    index: int
-    id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionDelta
+class ChatChunk(_ChatHead):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    usage: NullOrAbsent[OpenAIUsage] = None
+    timings: Absent[TimingsReply] = None
 
 
-class Delta(TypedDict, total=False):
-    role: Literal["assistant"]
-    content: str
-    reasoning_content: str
-    tool_calls: list[CallDelta]
-
-
-class ChunkChoice(TypedDict):
-    index: int
-    delta: Delta
-    logprobs: ChoiceLogprobs | None
-    finish_reason: ChatFinishReason | None
-
-
-class ChatChunk(TimingsField):
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChunkChoice]
-    usage: NotRequired[Usage | None]
-
-
-async def chat(call: Call, body: ChatBody) -> Response:
-    """Raises what refuses the request, or ends its answer before anything was said."""
+async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
+    """Raises what refuses the request, or ends its answer before anything was emitted."""
     refuse_stream_options(body)
-    refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
+    fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         what, why = "'max_tokens' and 'max_completion_tokens' differ", "one is the other's older name"
         raise RequestError(400, what, why=why, param="max_tokens", name="invalid_value")
     messages, said = _begun(body)
-    variables = body.chat_template_kwargs or {}
+    most_logprobs = body.top_logprobs or 0 if body.logprobs else None
     served = await call.model(body.model, body.keep_alive)
-    model = body.model or served.name
-    sampling = sampling_of(
-        body,
-        served,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-    choosing, sampling = choosing_of(body, sampling)
-    grammar, grammar_field = one_grammar(
+    limit = body.max_completion_tokens or body.max_tokens
+    best_of, sampling = requested_best_of(body, sampling_of(body, served, max_tokens=limit, logprobs=most_logprobs))
+    grammar, grammar_field = fields.one_grammar(
         response_format=form_of(body.response_format),
-        structured_outputs=grammar_of(body.structured_outputs),
+        structured_outputs=fields.grammar_of(body.structured_outputs),
         grammar=body.text_grammar,
     )
-    told = _Logprobs(served.engine().tokenizer, body.top_logprobs or 0 if body.logprobs else None)
+    tokenizer = served.engine().tokenizer
+    opens_turn = body.add_generation_prompt is not False or bool(said)
     answers = await served.ask(
-        Ask(
-            ChatInput(chat_messages(messages), None, body.add_generation_prompt is not False or bool(said), variables),
+        GenerationRequest(
+            ChatInput(chat_messages(messages), None, opens_turn, body.chat_template_kwargs or {}),
             sampling,
             said=said,
             n=body.n or 1,
-            choosing=choosing,
+            best_of=best_of,
             num_ctx=body.num_ctx,
-            priority=TIERS.get(body.service_tier or "", 0),
+            priority=body.priority,
             effort=body.reasoning_effort,
             evicts=served.evicts,
             grammar=grammar,
@@ -207,18 +200,28 @@ async def chat(call: Call, body: ChatBody) -> Response:
             grammar_field=grammar_field,
         )
     )
-    head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}
+    head: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model or served.name}
     if body.stream:
-        speech = _Speech(answers, head, told, ShownUsage(answers, body.stream_options))
-        return await streamed(answers, speech.chunks, lambda failure: event(body_of(failure, "openai")), EVENT_STREAM)
-    pieces = await collected(answers)
-    usage = usage_of([piece.ending for piece in pieces], len(pieces))
-    (pieces,) = choosing.chosen(pieces, body.n or 1)
-    return await whole(lambda: _completion(pieces, head, told, usage, body.service_tier), evicted_header(answers))
+        return await streamed(answers, ChatWriter(head, answers, body.stream_options, tokenizer, most_logprobs))
+    found = await collected(answers)
+    usage = usage_of([each.end for each in found], len(found))
+    (found,) = best_of.chosen(found, body.n or 1)
+    tier = "default" if body.service_tier == "auto" else body.service_tier
+
+    def build() -> ChatCompletion:
+        return ChatCompletion(
+            **head,
+            choices=[_choice(index, each, tokenizer, most_logprobs) for index, each in enumerate(found)],
+            usage=usage,
+            service_tier=tier,
+            timings=timings_of(found[0].end) if len(found) == 1 else None,
+        )
+
+    return await whole(build, evicted_header(answers))
 
 
-def _begun(body: ChatBody) -> tuple[Sequence[Message], str]:
-    """(what is answered, with what the answer begins). Raises RequestError where there is nothing to go on with."""
+def _begun(body: OpenAIChatBody) -> tuple[Sequence[OpenAIMessage], str]:
+    """Return (messages to answer, beginning of the answer). Raises RequestError where there is none to go on with."""
     if not body.continue_final_message:
         return body.messages, ""
     *before, last = body.messages
@@ -235,58 +238,31 @@ def _begun(body: ChatBody) -> tuple[Sequence[Message], str]:
     return before, joined_text(last.content)
 
 
-class _Logprobs:
-    """most: of the likeliest tokens that are told; None: no log-probabilities at all."""
-
-    def __init__(self, tokenizer: Tokenizer, most: int | None) -> None:
-        self._tokenizer = tokenizer
-        self._most = most
-
-    def of(self, piece: Piece) -> ChoiceLogprobs | None:
-        if self._most is None:
-            return None
-        return {"content": content_logprobs(piece.logprobs, self._tokenizer, self._most), "refusal": None}
+def _logprobs(delta: Delta, tokenizer: Tokenizer, most: int | None) -> ChatLogprobs | None:
+    return None if most is None else ChatLogprobs(content=content_logprobs(delta.logprobs, tokenizer, most))
 
 
-def _completion(
-    pieces: Sequence[Piece], head: Mapping[str, Any], told: _Logprobs, usage: Usage, tier: str | None
-) -> ChatCompletion:
-    choices: list[Choice] = []
-    for index, piece in enumerate(pieces):
-        content = piece.text if piece.text or not piece.calls else None
-        message: ReplyMessage = {"role": "assistant", "content": content, "refusal": None}
-        if piece.thought:
-            message["reasoning_content"] = piece.thought
-        if piece.calls:
-            message["tool_calls"] = [_call(call) for call in piece.calls]
-        reason = _reason(piece.ending, called=bool(piece.calls))
-        choices.append({"index": index, "message": message, "logprobs": told.of(piece), "finish_reason": reason})
-    ends = [piece.ending for piece in pieces]
-    reply: dict[str, Any] = {
-        **head,
-        "object": "chat.completion",
-        "choices": choices,
-        "usage": usage,
-    }
-    if tier is not None:
-        reply["service_tier"] = "default" if tier == "auto" else tier
-    if len(ends) == 1:
-        reply["timings"] = timings_of(ends[0])
-    return reply  # type: ignore[return-value]
+def _choice(index: int, answer: Delta, tokenizer: Tokenizer, most_logprobs: int | None) -> ChatChoice:
+    message = ChatMessage(
+        content=answer.text if answer.text or not answer.calls else None,
+        reasoning_content=answer.thought or None,
+        tool_calls=list(map(_call, answer.calls)) or None,
+    )
+    reason = _reason(answer.end, called=bool(answer.calls))
+    return ChatChoice(
+        index=index, message=message, logprobs=_logprobs(answer, tokenizer, most_logprobs), finish_reason=reason
+    )
 
 
-def _call(call: CallPiece) -> ReplyCall:
-    return {
-        "id": new_id("call_"),
-        "type": "function",
-        "function": {"name": call.name or "", "arguments": call.arguments},
-    }
+def _call(call: ToolCallDelta) -> ChatToolCall:
+    return ChatToolCall(id=new_id("call_"), function=ChatFunction(name=call.name or "", arguments=call.arguments))
 
 
-def _call_delta(more: CallPiece) -> CallDelta:
+def _call_delta(more: ToolCallDelta) -> ChatToolCallDelta:
+    function = ChatFunctionDelta(name=more.name, arguments=more.arguments)
     if more.name is None:
-        return {"index": more.index, "function": {"arguments": more.arguments}}
-    return {"index": more.index, **_call(more)}  # type: ignore[typeddict-item]
+        return ChatToolCallDelta(index=more.index, function=function)
+    return ChatToolCallDelta(index=more.index, id=new_id("call_"), type="function", function=function)
 
 
 def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
@@ -294,62 +270,47 @@ def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-class _Speech:
-    """Says the answers in chunks: the role, text, why it ended with nothing else, and usage if it is wanted."""
+class ChatWriter(ChunkWriter):
+    """Writes the role, the answer, why it ended with nothing else, and usage if it is wanted."""
 
-    def __init__(self, answers: Answers, head: Mapping[str, Any], told: _Logprobs, usage: ShownUsage) -> None:
-        self._answers = answers
-        self._head = {**head, "object": "chat.completion.chunk"}
-        self._told = told
-        self._usage = usage
-
-    async def chunks(self, news: News) -> AsyncIterator[bytes]:
-        for index in range(len(self._answers.asked.requests)):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
-        ends = {}
-        called = set()
-        async for each in news:
-            if each is None:
-                yield PING
-                continue
-            index, piece = each
-            self._usage.take(index, piece.num_tokens)
-            if piece.thought:
-                yield self._chunk(index, {"reasoning_content": piece.thought})
-            if piece.text or piece.logprobs:
-                yield self._chunk(index, {"content": piece.text}, self._told.of(piece))
-            if piece.calls:
-                called.add(index)
-                yield self._chunk(index, {"tool_calls": [_call_delta(more) for more in piece.calls]})
-            if piece.finished is not None:
-                ends[index] = piece.finished
-                timings = {"timings": timings_of(piece.finished)} if len(self._answers.asked.requests) == 1 else {}
-                yield self._chunk(index, {}, None, _reason(piece.finished, called=index in called), **timings)
-        if self._usage.comes_last:
-            usage = usage_of([ends[index] for index in sorted(ends)], len(ends))
-            yield event({**self._head, "choices": [], "usage": usage})
-        yield b"data: [DONE]\n\n"
-
-    def _chunk(
+    def __init__(
         self,
-        index: int,
-        delta: Delta,
-        logprobs: ChoiceLogprobs | None = None,
-        reason: ChatFinishReason | None = None,
-        **more: Any,
-    ) -> bytes:
-        choice: ChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event({**self._head, "choices": [choice], **self._usage.of(index), **more})
+        head: Mapping[str, Any],
+        answers: GenerationStream,
+        options: StreamOptions | None,
+        tokenizer: Tokenizer,
+        most_logprobs: int | None,
+    ) -> None:
+        super().__init__(ChatChunk(**head, choices=[]), answers, options, len(answers.prepared.requests))
+        self._tokenizer = tokenizer
+        self._most_logprobs = most_logprobs
+        self._called = set[int]()
+
+    def begin(self) -> Iterator[bytes]:
+        for index in range(len(self._requests)):
+            yield self._delta(index, role="assistant", content="")
+
+    def write(self, index: int, delta: Delta) -> Iterator[bytes]:
+        self.count(index, delta.num_tokens)
+        if delta.thought:
+            yield self._delta(index, reasoning_content=delta.thought)
+        if delta.text or delta.logprobs:
+            logprobs = _logprobs(delta, self._tokenizer, self._most_logprobs)
+            yield self.chunk(
+                index, ChatChunkChoice(index=index, delta=ChatDelta(content=delta.text), logprobs=logprobs)
+            )
+        if delta.calls:
+            self._called.add(index)
+            yield self._delta(index, tool_calls=list(map(_call_delta, delta.calls)))
+        if delta.finished is not None:
+            reason = _reason(delta.finished, called=index in self._called)
+            choice = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason)
+            yield self.chunk(index, choice, delta.finished)
+
+    def _delta(self, index: int, **fields: Any) -> bytes:
+        return self.chunk(index, ChatChunkChoice(index=index, delta=ChatDelta(**fields)))
 
 
 ENDPOINTS = (
-    Endpoint(
-        "POST",
-        "/v1/chat/completions",
-        chat,
-        "Answer a conversation",
-        ChatBody,
-        ChatCompletion,
-        (EVENT_STREAM, ChatChunk),
-    ),
+    Endpoint("POST", "/v1/chat/completions", chat, "Answer a conversation", OpenAIChatBody, ChatCompletion, ChatChunk),
 )

@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from localllm.engine.events import TokenLogprob
-from localllm.server.answering import Piece
-from localllm.server.asking import Ask
-from localllm.server.choosing import NO_CHOICE, choosing_of
-from localllm.server.endings import FinishReason, finish_reason, timings_of
-from localllm.server.endpoint import Call, Endpoint
-from localllm.server.failures import body_of
-from localllm.server.fields import Ids, NonEmptyText
-from localllm.server.openai.completion_tokens import ChoiceTeller, CompletionLogprobs, joined, logprobs_of
-from localllm.server.openai.shapes import (
+from localllm.server.best_of import NO_BEST_OF, requested_best_of
+from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
+from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.fields import Ids, NonEmptyText, grammar_of, one_grammar
+from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
+from localllm.server.generation_request import GenerationRequest
+from localllm.server.logprobs import CompletionLogprobs, CompletionTokens, all_logprobs, joined_logprobs
+from localllm.server.openai.common import (
     FINGERPRINT,
-    TIERS,
-    GenerationBody,
-    ShownUsage,
-    TimingsField,
-    Usage,
+    ChunkWriter,
+    OpenAIGenerationBody,
+    OpenAIUsage,
+    StreamOptions,
     refuse_stream_options,
     sampling_of,
     usage_of,
 )
-from localllm.server.replying import EVENT_STREAM, PING, News, collected, event, new_id, streamed, whole
+from localllm.server.replies import collected, new_id, streamed, whole
 from localllm.server.served import Served
-from localllm.server.structured import grammar_of, one_grammar
+from localllm.server.stream import GenerationStream
+from localllm.server.tools.deltas import Delta
 
 MAX_PROMPTS = 16
 MAX_LOGPROBS = 20
-DEFAULT_MAX_TOKENS = 16  # as OpenAI has it: whoever wants more says so
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 Prompts = (
     NonEmptyText
@@ -48,11 +45,11 @@ Prompts = (
 )
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(OpenAIGenerationBody):
     why: ClassVar = {
         "suffix": "models here go on with a text; they fill no gaps",
     }
-    elsewhere: ClassVar = {**GenerationBody.elsewhere, "response_format": "it is 'structured_outputs.json' here"}
+    elsewhere: ClassVar = {**OpenAIGenerationBody.elsewhere, "response_format": "it is 'structured_outputs.json' here"}
 
     prompt: Prompts
     echo: bool | None = None
@@ -65,94 +62,98 @@ class CompletionBody(GenerationBody):
     suffix: Literal[""] | None = None
 
 
-class CompletionChoice(TypedDict):
+class CompletionChunkChoice(ReplyBody):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None
+    logprobs: SkipValidation[CompletionLogprobs | None] = None
+    finish_reason: FinishReason | None = None
+
+
+class CompletionChoice(CompletionChunkChoice):
     finish_reason: FinishReason
 
 
-class Completion(TimingsField):
+class _CompletionHead(ReplyBody):
     id: str
-    object: Literal["text_completion"]
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    system_fingerprint: str
+    system_fingerprint: str = FINGERPRINT
+
+
+class Completion(_CompletionHead):
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: OpenAIUsage
+    timings: Absent[TimingsReply] = None
 
 
-class CompletionChunkChoice(TypedDict):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-
-
-class CompletionChunk(TimingsField):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
+class CompletionChunk(_CompletionHead):
     choices: list[CompletionChunkChoice]
-    usage: NotRequired[Usage | None]
+    usage: NullOrAbsent[OpenAIUsage] = None
+    timings: Absent[TimingsReply] = None
 
 
-async def completions(call: Call, body: CompletionBody) -> Response:
-    """Raises what refuses the request, or ends its answers before anything was said."""
+async def completions(call: ApiCall, body: CompletionBody) -> Response:
+    """Raises what refuses the request, or ends its answers before anything was emitted."""
     served = await call.model(body.model, body.keep_alive)
     refuse_stream_options(body)
     n, prompts = body.n or 1, prompt_list(body.prompt)
-    ask = _ask(body, served)
-    answers = await served.ask(*(replace(ask, prompt=each) for each in prompts))
-    own = answers.asked.requests[:: ask.choosing.num_requests(n)]  # the first of each prompt
+    requests = _requests(body, prompts, served)
+    best_of = requests[0].best_of
+    answers = await served.ask(*requests)
+    own = answers.prepared.requests[:: best_of.num_requests(n)]  # the first of each prompt
     try:
-        tokenizer, echoes, tells = served.engine().tokenizer, bool(body.echo), body.logprobs is not None
-        tellers = await served.off_loop(
+        tokenizer, echoes, has_logprobs = served.engine().tokenizer, bool(body.echo), body.logprobs is not None
+        tokens = await served.off_loop(
             lambda: [
-                ChoiceTeller(tokenizer, prompt, request.prompt_ids, echoes=echoes, tells=tells)
-                for prompt, request in zip(prompts, own, strict=True)
+                CompletionTokens(tokenizer, prompt, each.prompt_ids, echoes=echoes, has_logprobs=has_logprobs)
+                for prompt, each in zip(prompts, own, strict=True)
             ]
         )
     except BaseException:  # the client has gone, or the engine
         answers.close()
         raise
-    head: dict[str, Any] = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
-    head |= {"model": body.model or served.name, "system_fingerprint": FINGERPRINT}
+    head: dict[str, Any] = {"id": new_id("cmpl-"), "created": int(time.time()), "model": body.model or served.name}
     if body.stream:
-        speech = _Speech(
-            head, [each.copy() for each in tellers for _ in range(n)], n, ShownUsage(answers, body.stream_options)
-        )
-        return await streamed(answers, speech.chunks, lambda failure: event(body_of(failure, "openai")), EVENT_STREAM)
-    pieces = await collected(answers)
-    usage = usage_of([piece.ending for piece in pieces], ask.choosing.num_requests(n))
-    told = list(zip(tellers, ask.choosing.chosen(pieces, n), strict=True))
-    return await whole(lambda: _completion(told, head, usage))
+        choices = [each.copy() for each in tokens for _ in range(n)]
+        return await streamed(answers, CompletionWriter(head, answers, body.stream_options, choices, n))
+    found = await collected(answers)
+    usage = usage_of([each.end for each in found], best_of.num_requests(n))
+    chosen = list(zip(tokens, best_of.chosen(found, n), strict=True))
+    return await whole(lambda: _completion(chosen, head, usage))
 
 
-def _ask(body: CompletionBody, served: Served) -> Ask:
-    """But for the prompt. Raises RequestError."""
+def _requests(
+    body: CompletionBody, prompts: Sequence[str | tuple[int, ...]], served: Served
+) -> list[GenerationRequest]:
+    """Raises RequestError."""
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    choosing, sampling = choosing_of(body, sampling_of(body, served, max_tokens=limit or 1, logprobs=body.logprobs))
+    best_of, sampling = requested_best_of(
+        body, sampling_of(body, served, max_tokens=limit or 1, logprobs=body.logprobs)
+    )
     grammar, grammar_field = one_grammar(
         structured_outputs=grammar_of(body.structured_outputs), grammar=body.text_grammar
     )
-    ask = Ask(
-        "", sampling, n=body.n or 1, choosing=choosing if limit else NO_CHOICE, num_ctx=body.num_ctx, grammar=grammar
-    )
-    return replace(
-        ask,
-        priority=TIERS.get(body.service_tier or "", 0),
-        prompt_logprobs=body.logprobs if body.echo else None,
-        reads_only=limit == 0,
-        prompt_field="prompt",
-        grammar_field=grammar_field,
-    )
+    return [
+        GenerationRequest(
+            prompt,
+            sampling,
+            n=body.n or 1,
+            best_of=best_of if limit else NO_BEST_OF,
+            num_ctx=body.num_ctx,
+            priority=body.priority,
+            grammar=grammar,
+            prompt_logprobs=body.logprobs if body.echo else None,
+            reads_only=limit == 0,
+            prompt_field="prompt",
+            grammar_field=grammar_field,
+        )
+        for prompt in prompts
+    ]
 
 
 def prompt_list(given: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
-    """Each a text or ids, in whichever of the four ways they came."""
+    """Return texts or ids, in whichever of the four ways they came."""
     if isinstance(given, str):
         return [given]
     ids = tuple(item for item in given if isinstance(item, int))
@@ -160,79 +161,57 @@ def prompt_list(given: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
 
 
 def _completion(
-    told: Sequence[tuple[ChoiceTeller, Sequence[Piece]]], head: Mapping[str, Any], usage: Usage
+    chosen: Sequence[tuple[CompletionTokens, Sequence[Delta]]], head: Mapping[str, Any], usage: OpenAIUsage
 ) -> Completion:
-    """told: of each prompt, what tells its choices, and the answers."""
+    """chosen: of each prompt, its tokens and answers."""
     choices: list[CompletionChoice] = []
-    ends = [piece.ending for _, answers in told for piece in answers]
-    for teller, answers in told:
-        for piece in answers:
-            own = teller.copy()
-            logprobs = joined(own.prompt(answers[0].prompt_logprobs), own.answer(logprobs_of(piece)))
-            text, reason = own.echo + piece.text, finish_reason(piece.ending)
-            choices.append({"index": len(choices), "text": text, "logprobs": logprobs, "finish_reason": reason})
-    timings = {"timings": timings_of(ends[0])} if len(ends) == 1 else {}
-    return {**head, "choices": choices, "usage": usage, **timings}  # type: ignore[typeddict-item]
+    for tokens, answers in chosen:
+        for answer in answers:
+            own = tokens.copy()
+            logprobs = joined_logprobs(own.of_prompt(answers[0].prompt_logprobs), own.of_answer(answer))
+            text, reason = own.echo + answer.text, finish_reason(answer.end)
+            choices.append(CompletionChoice(index=len(choices), text=text, logprobs=logprobs, finish_reason=reason))
+    timings = timings_of(chosen[0][1][0].end) if len(choices) == 1 else None
+    return Completion(**head, choices=choices, usage=usage, timings=timings)
 
 
-class _Speech:
-    """Says the answers in chunks, each with what it echoes before it, and usage at the end if it is wanted."""
+class CompletionWriter(ChunkWriter):
+    """Writes the echo of the prompt, the answer, why it ended, and usage if it is wanted."""
 
-    def __init__(self, head: Mapping[str, Any], tellers: Sequence[ChoiceTeller], n: int, usage: ShownUsage) -> None:
-        """tellers: of each choice."""
-        self._head = head
-        self._tellers = tellers
-        self._n = n
-        self._usage = usage
-
-    async def chunks(self, news: News) -> AsyncIterator[bytes]:
-        ends = {}
-        for index, teller in enumerate(self._tellers):
-            if teller.echo and not teller.tells:
-                yield self._chunk(index, teller.echo)
-        read: dict[int, list[TokenLogprob | None]] = defaultdict(list)
-        async for each in news:
-            if each is None:
-                yield PING
-                continue
-            index, piece = each
-            teller = self._tellers[index]
-            self._usage.take(index, piece.num_tokens)
-            read[index] += piece.prompt_logprobs
-            if piece.prompt_logprobs and len(read[index]) == teller.num_prompt_tokens:
-                yield self._chunk(index, teller.echo, teller.prompt(read[index]))
-            found = logprobs_of(piece)
-            if piece.text or found:
-                yield self._chunk(index, piece.text, teller.answer(found))
-            if piece.finished is not None:
-                ends[index] = piece.finished
-                timings = {"timings": timings_of(piece.finished)} if len(self._tellers) == 1 else {}
-                yield self._chunk(index, "", None, finish_reason(piece.finished), **timings)
-        if self._usage.comes_last:
-            usage = usage_of([ends[index] for index in sorted(ends)], self._n)
-            yield event({**self._head, "choices": [], "usage": usage})
-        yield b"data: [DONE]\n\n"
-
-    def _chunk(
+    def __init__(
         self,
-        index: int,
-        text: str,
-        logprobs: CompletionLogprobs | None = None,
-        reason: FinishReason | None = None,
-        **more: Any,
-    ) -> bytes:
-        choice: CompletionChunkChoice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return event({**self._head, "choices": [choice], **self._usage.of(index), **more})
+        head: Mapping[str, Any],
+        answers: GenerationStream,
+        options: StreamOptions | None,
+        tokens: Sequence[CompletionTokens],
+        n: int,
+    ) -> None:
+        """tokens: of each choice."""
+        super().__init__(CompletionChunk(**head, choices=[]), answers, options, n)
+        self._tokens = tokens
+        self._prompt_logprobs: dict[int, list[TokenLogprob | None]] = defaultdict(list)
+
+    def begin(self) -> Iterator[bytes]:
+        for index, tokens in enumerate(self._tokens):
+            if tokens.echo and not tokens.has_logprobs:
+                yield self._text(index, tokens.echo)
+
+    def write(self, index: int, delta: Delta) -> Iterator[bytes]:
+        self.count(index, delta.num_tokens)
+        tokens, of_prompt = self._tokens[index], self._prompt_logprobs[index]
+        of_prompt += delta.prompt_logprobs
+        if delta.prompt_logprobs and len(of_prompt) == tokens.num_prompt_tokens:
+            yield self._text(index, tokens.echo, tokens.of_prompt(of_prompt))
+        if delta.text or all_logprobs(delta):
+            yield self._text(index, delta.text, tokens.of_answer(delta))
+        if delta.finished is not None:
+            choice = CompletionChunkChoice(index=index, text="", finish_reason=finish_reason(delta.finished))
+            yield self.chunk(index, choice, delta.finished)
+
+    def _text(self, index: int, text: str, logprobs: CompletionLogprobs | None = None) -> bytes:
+        return self.chunk(index, CompletionChunkChoice(index=index, text=text, logprobs=logprobs))
 
 
 ENDPOINTS = (
-    Endpoint(
-        "POST",
-        "/v1/completions",
-        completions,
-        "Go on with texts",
-        CompletionBody,
-        Completion,
-        (EVENT_STREAM, CompletionChunk),
-    ),
+    Endpoint("POST", "/v1/completions", completions, "Go on with texts", CompletionBody, Completion, CompletionChunk),
 )

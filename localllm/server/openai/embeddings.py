@@ -7,16 +7,15 @@ import sys
 from array import array
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
-from localllm.server.bodies import Body
-from localllm.server.embedding import MAX_INPUTS, embedded
-from localllm.server.endpoint import Call, Endpoint
+from localllm.server.bodies import Body, ReplyBody
+from localllm.server.embeddings import MAX_INPUTS, embedded
+from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.fields import NOT_KEPT, Count, Ids, KeepAlive, Label, NonEmptyText
 from localllm.server.openai.completions import prompt_list
-from localllm.server.replying import whole
+from localllm.server.replies import whole
 
 Inputs = (
     NonEmptyText
@@ -26,7 +25,7 @@ Inputs = (
 )
 
 
-class EmbeddingsBody(Body):
+class OpenAIEmbeddingsBody(Body):
     model: str | None = None
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
@@ -35,39 +34,39 @@ class EmbeddingsBody(Body):
     user: Annotated[Label | None, NOT_KEPT] = None
 
 
-class EmbeddingRow(TypedDict):
-    object: Literal["embedding"]
+class EmbeddingRow(ReplyBody):
+    object: Literal["embedding"] = "embedding"
     index: int
-    embedding: list[float] | str
+    embedding: SkipValidation[list[float] | str]
 
 
-class EmbeddingsUsage(TypedDict):
+class EmbeddingsUsage(ReplyBody):
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingList(TypedDict):
-    object: Literal["list"]
+class EmbeddingList(ReplyBody):
+    object: Literal["list"] = "list"
     data: list[EmbeddingRow]
     model: str
     usage: EmbeddingsUsage
 
 
-async def embeddings(call: Call, body: EmbeddingsBody) -> Response:
+async def embeddings(call: ApiCall, body: OpenAIEmbeddingsBody) -> Response:
     """Raises RequestError, ContextOverflowError, UsageError for ids that the model does not have."""
     served = await call.model(body.model, body.keep_alive)
     vectors = await embedded(served, prompt_list(body.input), dimensions=body.dimensions)
     num_tokens = sum(each.num_tokens for each in vectors)
 
-    def reply() -> EmbeddingList:
-        data: list[EmbeddingRow] = [
-            {"object": "embedding", "index": index, "embedding": _encoded(each.vector, body.encoding_format)}
-            for index, each in enumerate(vectors)
-        ]
-        usage: EmbeddingsUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"object": "list", "data": data, "model": body.model or served.name, "usage": usage}
+    def build() -> EmbeddingList:
+        rows = (_encoded(each.vector, body.encoding_format) for each in vectors)
+        return EmbeddingList(
+            data=[EmbeddingRow(index=index, embedding=row) for index, row in enumerate(rows)],
+            model=body.model or served.name,
+            usage=EmbeddingsUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        )
 
-    return await whole(reply)
+    return await whole(build)
 
 
 def _encoded(vector: array[float], encoding: str | None) -> list[float] | str:
@@ -79,4 +78,4 @@ def _encoded(vector: array[float], encoding: str | None) -> list[float] | str:
     return base64.b64encode(vector.tobytes()).decode("ascii")
 
 
-ENDPOINTS = (Endpoint("POST", "/v1/embeddings", embeddings, "Texts as vectors", EmbeddingsBody, EmbeddingList),)
+ENDPOINTS = (Endpoint("POST", "/v1/embeddings", embeddings, "Texts as vectors", OpenAIEmbeddingsBody, EmbeddingList),)

@@ -10,52 +10,52 @@ from pydantic import BeforeValidator, Field, model_validator
 from localllm.server.bodies import Body
 from localllm.server.fields import CACHES_ITSELF, OF_A_REPLY, TEXT_ONLY, CallText, Labels, Nothing, Number
 from localllm.server.openai.tools import FunctionType
-from localllm.server.tools.calling import OpenCalls, call_of
+from localllm.server.tools.toolset import OpenCalls, call_of
 
 _OTHER_PARTS = ("image_url", "input_audio", "file", "input_image", "input_file")
 
 
 def refuse_other_parts(kind: object) -> object:
-    """Raises ValueError for what OpenAI's models read beside text."""
+    """Raises ValueError for images, sound and files."""
     if kind in _OTHER_PARTS:
         raise ValueError(TEXT_ONLY)
     return kind
 
 
-class TextPart(Body):
+class OpenAITextPart(Body):
     type: Annotated[Literal["text"], BeforeValidator(refuse_other_parts)]
     text: str
     cache_control: Annotated[Labels | None, CACHES_ITSELF] = None
 
 
-class CalledFunction(Body):
+class OpenAICalledFunction(Body):
     name: Annotated[str, Field(min_length=1)]
     arguments: CallText = None
-    # Which openai's library adds to what it has parsed.
+    # openai's library adds it to what it has parsed.
     parsed_arguments: Annotated[dict[str, Any] | None, OF_A_REPLY] = None
 
 
-class ToolCall(Body):
+class OpenAIToolCall(Body):
     id: Annotated[str, Field(min_length=1)]
     type: FunctionType
-    function: CalledFunction
-    index: Annotated[Number | None, OF_A_REPLY] = None  # which some clients keep of a stream
+    function: OpenAICalledFunction
+    index: Annotated[Number | None, OF_A_REPLY] = None  # some clients keep it of a stream
 
 
-class Message(Body):
+class OpenAIMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[OpenAITextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str | None, Field(description="Another name of `reasoning_content`.")] = None
     thinking: Annotated[str | None, Field(description="Another name of `reasoning_content`.")] = None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[OpenAIToolCall] | None = None
     tool_call_id: str | None = None
     function_call: None = None
     audio: None = None
     annotations: Nothing = None
-    # Which openai's and LiteLLM's libraries add to an answer.
+    # openai's and LiteLLM's libraries add these to an answer.
     parsed: Annotated[Any, OF_A_REPLY] = None
     provider_specific_fields: Annotated[dict[str, Any] | None, OF_A_REPLY] = None
     cache_control: Annotated[Labels | None, CACHES_ITSELF] = None
@@ -66,7 +66,7 @@ class Message(Body):
         return next((given for given in names if given is not None), None)
 
     @model_validator(mode="after")
-    def _calls_as_assistant(self) -> Message:
+    def _calls_as_assistant(self) -> OpenAIMessage:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are the assistant's")
         if (self.tool_call_id is not None) != (self.role == "tool"):
@@ -74,31 +74,31 @@ class Message(Body):
         return self
 
 
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As templates want them: text in one piece, and no fields that nobody set. Raises RequestError for the result of
-    a call that never was, and for a call that has none."""
+def chat_messages(messages: Sequence[OpenAIMessage]) -> list[dict[str, Any]]:
+    """Return the messages as templates want them: text in one piece, no fields that nobody set. Raises RequestError for
+    the result of a call that never was, and for a call without a result."""
     calls = OpenCalls()
     found = [_chat_message(f"messages[{index}]", message, calls) for index, message in enumerate(messages)]
     calls.settled(f"messages[{len(messages) - 1}]")
     return found
 
 
-def _chat_message(where: str, message: Message, calls: OpenCalls) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": message.role, "content": joined_text(message.content)}
+def _chat_message(where: str, message: OpenAIMessage, calls: OpenCalls) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": joined_text(message.content)}
     more = {"name": message.name, "reasoning_content": message.thought}
-    told |= {name: value for name, value in more.items() if value is not None}
+    found |= {name: value for name, value in more.items() if value is not None}
     if message.tool_call_id is not None:
-        return {**told, "tool_call_id": message.tool_call_id, "name": calls.answered(where, message.tool_call_id)}
+        return {**found, "tool_call_id": message.tool_call_id, "name": calls.answered(where, message.tool_call_id)}
     calls.settled(where)
     for index, call in enumerate(message.tool_calls or ()):
         calls.made(f"{where}.tool_calls[{index}]", call.id, call.function.name)
     if message.tool_calls:
         made = [call_of(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
-        told["tool_calls"] = made
-    return told
+        found["tool_calls"] = made
+    return found
 
 
-def joined_text(content: str | Sequence[TextPart] | None) -> str:
+def joined_text(content: str | Sequence[OpenAITextPart] | None) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in content or ())

@@ -4,77 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Literal
 
-from typing_extensions import TypedDict
-
+from localllm.server.bodies import ReplyBody
 from localllm.server.capabilities import capabilities
-from localllm.server.endpoint import Call, Endpoint
+from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.pool import Pool
-from localllm.server.replying import Json
+from localllm.server.replies import JsonReply
 from localllm.server.served import Served
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
 
 
-class Meta(TypedDict):
+class ModelMeta(ReplyBody):
     """n_ctx: of the loaded model; null where it is not."""
 
-    n_ctx: int | None
-    n_ctx_train: int | None
-    weights: str | None
+    n_ctx: int | None = None
+    n_ctx_train: int | None = None
+    weights: str | None = None
     capabilities: list[str]
 
 
-class Model(TypedDict):
+class ListedModel(ReplyBody):
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
     owned_by: str
     display_name: str
-    type: Literal["model"]
+    type: Literal["model"] = "model"
     created_at: str
-    lifecycle: Literal["active"]
+    lifecycle: Literal["active"] = "active"
     max_input_tokens: int | None
-    meta: NotRequired[Meta]
+    meta: ModelMeta
 
 
-class ModelList(TypedDict):
-    object: Literal["list"]
-    data: list[Model]
-    has_more: bool
+class ModelList(ReplyBody):
+    object: Literal["list"] = "list"
+    data: list[ListedModel]
+    has_more: bool = False
     first_id: str | None
     last_id: str | None
 
 
-async def models(call: Call, _body: None) -> Json:
-    """The names of the served models, and all others on this disk: a request for one loads it. Anthropic's libraries
-    ask here, too, and look for fields of their own."""
+async def models(call: ApiCall, _body: None) -> JsonReply:
+    """List the served models and all others on this disk, which a request loads. Anthropic's libraries ask here, too,
+    and look for fields of their own."""
     pool = call.pool
     data = await pool.on_disk(lambda: list(_listed(pool)))
-    reply: ModelList = {
-        "object": "list",
-        "data": data,
-        "has_more": False,
-        "first_id": data[0]["id"],
-        "last_id": data[-1]["id"],
-    }
-    return Json(reply)
+    return JsonReply(ModelList(data=data, first_id=data[0].id, last_id=data[-1].id))
 
 
-async def model(call: Call, _body: None) -> Json:
+async def model(call: ApiCall, _body: None) -> JsonReply:
     """Raises RequestError for a model that is not on this disk."""
     if call.request.scope["path"] == "/v1/models/":  # the list's own address
         return await models(call, None)
     name = call.request.path_params["model"]
     served = await call.pool.find(name)
-    return Json(
-        _described(call.pool, name, served.selection.files.repo, await call.pool.on_disk(lambda: _meta(served)))
-    )
+    meta = await call.pool.on_disk(lambda: _meta(served))
+    return JsonReply(_described(call.pool, name, served.selection.files.repo, meta))
 
 
-def _listed(pool: Pool) -> Iterator[Model]:
+def _listed(pool: Pool) -> Iterator[ListedModel]:
     for served in pool.models:
         meta = _meta(served)
         yield from (_described(pool, name, served.selection.files.repo, meta) for name in served.names)
@@ -83,34 +74,32 @@ def _listed(pool: Pool) -> Iterator[Model]:
         yield _described(pool, row.name, row.repo, _meta_of(row.directory, None))
 
 
-def _meta(served: Served) -> Meta:
+def _meta(served: Served) -> ModelMeta:
     return _meta_of(served.selection.files.directory, served.engine_if_loaded)
 
 
-def _described(pool: Pool, name: str, repo: str | None, meta: Meta) -> Model:
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(pool.started_at),
-        "owned_by": (repo or "localllm").partition("/")[0],
-        "display_name": name,
-        "type": "model",
-        "created_at": pool.started_text,
-        "lifecycle": "active",
-        "max_input_tokens": meta["n_ctx"],
-        "meta": meta,
-    }
+def _described(pool: Pool, name: str, repo: str | None, meta: ModelMeta) -> ListedModel:
+    return ListedModel(
+        id=name,
+        created=int(pool.started_at),
+        owned_by=(repo or "localllm").partition("/")[0],
+        display_name=name,
+        created_at=pool.started_text,
+        max_input_tokens=meta.n_ctx,
+        meta=meta,
+    )
 
 
-def _meta_of(directory: Path, engine: LoadedEngine | None) -> Meta:
-    """What is known of the model without waiting for it."""
-    meta: dict[str, Any] = {"n_ctx": None, "n_ctx_train": None, "weights": None}
-    if engine is not None:
-        meta |= {"n_ctx": engine.ctx, "n_ctx_train": engine.config.longest_context, "weights": engine.weights}
-    return {**meta, "capabilities": capabilities(directory)}  # type: ignore[typeddict-item]
+def _meta_of(directory: Path, engine: LoadedEngine | None) -> ModelMeta:
+    """Return what is known of the model without waiting for it."""
+    found = capabilities(directory)
+    if engine is None:
+        return ModelMeta(capabilities=found)
+    longest = engine.config.longest_context
+    return ModelMeta(n_ctx=engine.ctx, n_ctx_train=longest, weights=engine.weights, capabilities=found)
 
 
 ENDPOINTS = (
     Endpoint("GET", "/v1/models", models, "The models that can be asked for", reply=ModelList),
-    Endpoint("GET", "/v1/models/{model:path}", model, "One of them", reply=Model),
+    Endpoint("GET", "/v1/models/{model:path}", model, "One of them", reply=ListedModel),
 )

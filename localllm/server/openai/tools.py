@@ -7,16 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
-from localllm.server.bodies import Body, Ignored, told_apart
-from localllm.server.fields import CACHES_ITSELF, ArgumentsSchema, Label, Labels
-from localllm.server.structured import ANY_OBJECT, json_grammar
-from localllm.server.tools.calling import MAX_TOOLS, Tool, Toolset, toolset
+from localllm.server.bodies import Body, Ignored, tagged_by
+from localllm.server.fields import ANY_OBJECT, CACHES_ITSELF, ArgumentsSchema, Label, Labels, json_grammar
 from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
+from localllm.server.tools.toolset import MAX_TOOLS, Tool, Toolset, toolset
 from localllm.text.grammar.grammar import Grammar
 
 NO_SERVER_TOOLS = "this server runs no tools of its own; a function's calls are for the client to make"
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def _is_function(kind: object) -> object:
@@ -28,12 +27,12 @@ def _is_function(kind: object) -> object:
 FunctionType = Annotated[Literal["function"], BeforeValidator(_is_function)]
 
 
-class Function(Body):
-    name: Name
+class OpenAIFunction(Body):
+    name: FunctionName
     description: str | None = None
     parameters: ArgumentsSchema | None = None
     strict: Annotated[
-        bool | None, Field(description="true: a grammar sees to it that calls fit the schema, also where none is due.")
+        bool | None, Field(description="true: a grammar makes calls fit the schema, also where none is due.")
     ] = None
 
     @property
@@ -41,15 +40,18 @@ class Function(Body):
         return Tool(self.name, self.description or "", self.parameters or {}, bool(self.strict))
 
 
-class FunctionTool(Body):
+class OpenAIFunctionTool(Body):
     type: FunctionType
-    function: Function
+    function: OpenAIFunction
     cache_control: Annotated[Labels | None, CACHES_ITSELF] = None
 
 
-BY_TYPE = told_apart("type", {"function": "FunctionTool", **KINDS}, NO_SUCH_TOOL, default="function")
+FUNCTION_OR_FOREIGN = tagged_by("type", {"function": "FunctionTool", **KINDS}, NO_SUCH_TOOL, default="function")
 
-AnyTool = Annotated[Annotated[FunctionTool, Tag("FunctionTool")] | Annotated[ForeignTool, Tag("ForeignTool")], BY_TYPE]
+AnyTool = Annotated[
+    Annotated[OpenAIFunctionTool, Tag("FunctionTool")] | Annotated[ForeignTool, Tag("ForeignTool")],
+    FUNCTION_OR_FOREIGN,
+]
 Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)]
 
 
@@ -57,39 +59,42 @@ class NamedFunction(Body):
     name: str
 
 
-class NamedChoice(Body):
+class OpenAINamedChoice(Body):
     type: FunctionType
     function: NamedFunction
 
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[OpenAINamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedChoice(Body):
+class OpenAIAllowedChoice(Body):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+ToolChoice = Literal["none", "auto", "required"] | OpenAINamedChoice | OpenAIAllowedChoice
 
 
 def chosen(tools: Sequence[AnyTool] | None, choice: ToolChoice | None, parallel: bool | None) -> Toolset | None:
-    """None where the model is to call nothing. Raises RequestError."""
-    known = [each.function.tool for each in tools or () if isinstance(each, FunctionTool)]
-    one_call = parallel is False
+    """Return the tools that may be called; None for none. Raises RequestError."""
+    known = [each.function.tool for each in tools or () if isinstance(each, OpenAIFunctionTool)]
     match choice:
-        case "none":
-            toolset(known)
-            return None
-        case NamedChoice():
-            return toolset(known, must_call=True, only=[choice.function.name], one_call=True)
-        case AllowedChoice():
-            names = [each.function.name for each in choice.allowed_tools.tools]
-            must_call = choice.allowed_tools.mode == "required"
-            return toolset(known, must_call=must_call, only=names, one_call=one_call)
-    return toolset(known, must_call=choice == "required", one_call=one_call)
+        case OpenAINamedChoice():
+            return toolset_for(known, [choice.function.name], parallel=False)
+        case OpenAIAllowedChoice():
+            names, mode = [each.function.name for each in choice.allowed_tools.tools], choice.allowed_tools.mode
+            return toolset_for(known, names, mode, parallel=parallel)
+    return toolset_for(known, None, choice, parallel=parallel)
+
+
+def toolset_for(
+    known: Sequence[Tool], only: Sequence[str] | None, mode: str | None = "required", *, parallel: bool | None
+) -> Toolset | None:
+    """only: the names of those that may be called; None: any. mode: "required", "none", or what means "auto"."""
+    found = toolset(known, must_call=mode == "required", only=only, one_call=parallel is False)
+    return None if mode == "none" else found
 
 
 class TextFormat(Body):
@@ -105,13 +110,13 @@ class ObjectFormat(Body):
 
 
 class NamedSchema(Body):
-    name: Annotated[Name | None, Ignored("the model is not told of the form")] = None
+    name: Annotated[FunctionName | None, Ignored("the model is not told of the form")] = None
     description: Annotated[Label | None, Ignored("the model is not told of the form")] = None
     schema_: Schema = None
     strict: Annotated[bool | None, Field(description="A schema is held to in any case.")] = None
 
 
-class SchemaFormat(Body):
+class OpenAISchemaFormat(Body):
     type: Literal["json_schema"]
     json_schema: Annotated[NamedSchema, Field(description="What it has may stand beside `type` as well.")]
 
@@ -125,19 +130,19 @@ class SchemaFormat(Body):
 
 
 _FORMATS = {"text": "TextFormat", "json_object": "ObjectFormat", "json_schema": "SchemaFormat"}
-BY_FORMAT = told_apart("type", _FORMATS, "its type is 'text', 'json_object' or 'json_schema'")
+BY_FORMAT = tagged_by("type", _FORMATS, "its type is 'text', 'json_object' or 'json_schema'")
 
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("TextFormat")]
     | Annotated[ObjectFormat, Tag("ObjectFormat")]
-    | Annotated[SchemaFormat, Tag("SchemaFormat")],
+    | Annotated[OpenAISchemaFormat, Tag("SchemaFormat")],
     BY_FORMAT,
 ]
 
 
 def form_of(given: ResponseFormat | None) -> Grammar | None:
     match given:
-        case SchemaFormat():
+        case OpenAISchemaFormat():
             return schema_form(given.json_schema.schema_)
         case ObjectFormat():
             return schema_form(given.schema_)

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the one that has computed most of its beginning, unless it is much busier."""
+"""The choice of a replica for a request: the one that has computed most of its beginning, unless it is much busier."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Affinity(Generic[R]):
                 self._num_asked[each] -= 1
 
     def _num_known_chunks(self, beginning: Sequence[bytes]) -> dict[R, int]:
-        """By replica, of those who know any."""
+        """Return the number of known chunks by replica, of those that know any."""
         known: dict[R, int] = {}
         for count, digest in enumerate(beginning, 1):
             knowing = self._knowing.get(digest)

@@ -1,4 +1,5 @@
-"""What a request begins with, as digests of ever longer beginnings: two that share some share what is computed."""
+"""The beginning of a request, as digests of ever longer beginnings: two requests that share some share what is
+computed."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from starlette.types import Scope
 
 
 @dataclass(frozen=True)
-class Call:
+class ReplicaCall:
     """A request that was let in. beginning: as `beginning_of` has it."""
 
     method: str
@@ -20,7 +20,7 @@ class Call:
     beginning: tuple[bytes, ...]
 
     def scope(self) -> Scope:
-        """As ASGI has it."""
+        """Return the call's scope as ASGI has it."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},

@@ -25,8 +25,8 @@ import psutil
 from starlette.types import Message
 
 from localllm.errors import BugError, DoesNotFitError, LocalLLMError, UsageError
-from localllm.server.failures import busy
-from localllm.server.replicas.call import Call
+from localllm.server.errors import busy
+from localllm.server.replicas.call import ReplicaCall
 from localllm.server.replicas.front import ReplicaGoneError
 from localllm.server.replicas.replica import BEGINS, ENDS, Replica, Role
 from localllm.settings import Settings
@@ -76,7 +76,7 @@ Node = Mapping[str, float]  # what it has of `CPU`, `GPU` and `memory`, in bytes
 
 
 def num_gpus_of(nodes: Sequence[Node], settings: Settings) -> int:
-    """That may be used."""
+    """Return how many GPUs may be used."""
     return 0 if settings.device == "cpu" else sum(int(node.get("GPU", 0)) for node in nodes)
 
 
@@ -150,8 +150,8 @@ class Fleet:
             raise self._failure
         return self._handle is not None
 
-    async def ask(self, call: Call) -> AsyncGenerator[Message, None]:
-        """As `Front` wants it."""
+    async def ask(self, call: ReplicaCall) -> AsyncGenerator[Message, None]:
+        """As `ReplicaFront` wants it."""
         if self._handle is None:
             raise busy("the replicas are being started", "each loads the model", "loading")
         from ray.exceptions import RayError, RayTaskError
@@ -290,7 +290,8 @@ def num_cores() -> int:
 
 
 def _short_folder() -> str:
-    """For temporary files: below it Ray makes sockets with names of 83 bytes, and the system takes 107."""
+    """Return a folder for temporary files: below it Ray makes sockets with names of 83 bytes, and the system takes
+    107."""
     return gettempdir() if len(os.fsencode(gettempdir())) <= 20 else "/tmp"
 
 
@@ -321,7 +322,7 @@ def _told_by_replica(text: str) -> LocalLLMError | None:
 
 
 def _known(error: BaseException) -> BaseException:
-    """What a person is told of what Ray, or a replica, has raised."""
+    """Return the error that a person is shown for what Ray, or a replica, has raised."""
     if isinstance(error, LocalLLMError):
         return error
     if isinstance(error, ImportError):

@@ -10,34 +10,34 @@ from contextlib import aclosing
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from localllm.server.access_log import AccessLog, Log, note_failure
 from localllm.server.app import endpoints_of
 from localllm.server.bodies import read_bytes
-from localllm.server.failures import ClientGoneError, Failure, RequestError, body_of, busy, dialect_of, failure_of
+from localllm.server.errors import ClientGoneError, Failure, RequestError, body_of, busy, dialect_of, failure_of
 from localllm.server.guard import Admission, Guard
-from localllm.server.logbook import Log, Logbook, note_failure
 from localllm.server.metrics import Metrics
-from localllm.server.ollama.shapes import line
+from localllm.server.ollama.common import line
 from localllm.server.replicas.beginning import beginning_of
-from localllm.server.replicas.call import Call
-from localllm.server.replying import EVENT_STREAM, NDJSON, Json, event, unless_gone
+from localllm.server.replicas.call import ReplicaCall
+from localllm.server.replies import EVENT_STREAM, NDJSON, JsonReply, event, unless_gone
 
 # A request that ends a replica would end them all, one after the other, if it were passed on for ever.
 _MOST_TRIES = 3
 
-Ask = Callable[[Call], AsyncGenerator[Message, None]]
+Ask = Callable[[ReplicaCall], AsyncGenerator[Message, None]]
 
 
 class ReplicaGoneError(Exception):
     """The replica that was answering has died."""
 
 
-def create_front(front: Front, admission: Admission, *, log: Log = lambda _line: None) -> ASGIApp:
+def create_front(front: ReplicaFront, admission: Admission, *, log: Log = lambda _line: None) -> ASGIApp:
     """The front behind the checks and the log that every server has."""
     paths = [each.path for each in endpoints_of(needs_key=admission.key_digest is not None, with_metrics=False)]
-    return Logbook(Guard(front, admission), paths, Metrics(), log)
+    return AccessLog(Guard(front, admission), paths, Metrics(), log)
 
 
-class Front:
+class ReplicaFront:
     """ask: has a replica answer; its messages are those of ASGI. It raises ReplicaGoneError, and RequestError where
     there is no replica yet."""
 
@@ -67,7 +67,7 @@ class Front:
         except Exception as error:
             await reply.fail(error)
 
-    async def _answer(self, call: Call, reply: _Reply) -> None:
+    async def _answer(self, call: ReplicaCall, reply: _Reply) -> None:
         """Raises RequestError where replicas die under it."""
         task = asyncio.current_task()
         assert task is not None
@@ -87,8 +87,8 @@ class Front:
             self._answering.discard(task)
 
 
-def _call(scope: Scope, body: bytes) -> Call:
-    return Call(
+def _call(scope: Scope, body: bytes) -> ReplicaCall:
+    return ReplicaCall(
         method=scope["method"],
         path=scope["path"],
         raw_path=scope["raw_path"],
@@ -131,7 +131,7 @@ class _Reply:
         if self.has_begun:
             await self._send({"type": "http.response.body", "body": self._last_word(failure), "more_body": False})
             return
-        reply = Json(body_of(failure, dialect_of(self._scope["path"])), failure.status, failure.headers)
+        reply = JsonReply(body_of(failure, dialect_of(self._scope["path"])), failure.status, failure.headers)
         await reply(self._scope, self._receive, self._send)
 
     def _last_word(self, failure: Failure) -> bytes:

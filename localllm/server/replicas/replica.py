@@ -1,4 +1,4 @@
-"""What runs in each of Ray's processes: an engine, and the server's application around it."""
+"""The content of each of Ray's processes: an engine, and the server's application around it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from localllm.runtime.engine_thread import EngineService
 from localllm.runtime.selection import Selection, locate, told_of
 from localllm.server.app import create_router, endpoints_of
 from localllm.server.pool import Pool
-from localllm.server.replicas.call import Call
+from localllm.server.replicas.call import ReplicaCall
 from localllm.server.served import Capacity
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Replica:
             if self._contents == before:
                 require_unchanged(directory, loaded)
 
-    async def answer(self, call: Call) -> AsyncIterator[Message]:
+    async def answer(self, call: ReplicaCall) -> AsyncIterator[Message]:
         """The messages of the reply, as ASGI has them; what was said meanwhile comes as one. Whoever cancels it has
         gone, and is computed for no longer."""
         scope, outbox = call.scope(), asyncio.Queue[Message | None]()

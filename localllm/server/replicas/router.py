@@ -1,4 +1,4 @@
-"""What Ray Serve asks which replica comes first. It is imported by Ray, in the process of the front."""
+"""The router that Ray Serve asks which replica comes first. Ray imports it, in the process of the front."""
 
 from __future__ import annotations
 

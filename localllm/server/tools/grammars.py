@@ -1,4 +1,4 @@
-"""The grammar of an answer that has to be a call, or may be one, in llguidance's Lark.
+"""The grammar of an answer that is, or may be, a call, in llguidance's Lark.
 
 Source of the syntax: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """
@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 
 from localllm.chat import harmony
 from localllm.errors import GrammarError
-from localllm.server.failures import RequestError
-from localllm.server.structured import ANY_OBJECT
-from localllm.server.tools.calling import Tool, Toolset
-from localllm.server.tools.syntaxes import Syntax
+from localllm.server.errors import RequestError
+from localllm.server.fields import ANY_OBJECT
+from localllm.server.tools.tool_formats import ToolFormat
+from localllm.server.tools.toolset import Tool, Toolset
 from localllm.text.grammar.schema import checked
 
 TokenId = Callable[[str], int | None]
 
-# As the templates write arguments, and with nothing that a small model could get lost in; the rest as every schema has.
+# Arguments are written as the templates do, with nothing that a small model could get lost in.
 _OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -32,59 +32,56 @@ _ANY = "/(.|\\n)*/"
 _LEXEMES = re.compile(r'"[^"]*"|, |: |.', re.DOTALL)
 
 
-def tools_lark(syntax: Syntax, tools: Toolset, token_id: TokenId, answer: str | None = None) -> str:
-    """token_id: of a mark that is one token of the vocabulary, None of another. answer: the JSON Schema of an answer
-    that is no call; None: any text is one. Raises RequestError, GrammarError for schemas that nothing can be held
-    to."""
-    marks = _Marks(syntax, token_id)
-    written, choices = syntax.written, tools.choices
-    is_one = tools.one_call or written.one
-    more = "" if is_one else f" ({marks.lark(written.between)} call)*"
-    last = f"{more} {marks.lark(written.last)}".rstrip()
+def tools_lark(form: ToolFormat, tools: Toolset, token_id: TokenId, answer: str | None = None) -> str:
+    """Return the grammar. Raises RequestError, GrammarError for schemas that nothing can be held to.
+
+    token_id: of a mark that is one token of the vocabulary; None of another text
+    answer: the JSON Schema of an answer that is no call; None: any text is one
+    """
+    lark, choices = _Lark(form, token_id), tools.choices
+    more = "" if tools.one_call or form.one_call else f" ({lark(form.between)} call)*"
+    last = f"{more} {lark(form.last)}".rstrip()
     rules = [
-        f"calls: {marks.lark(written.first)} call{last}",
-        *_calls("call", written.begins, marks, choices),
+        f"calls: {lark(form.first)} call{last}",
+        _call_rule("call", form.begins, lark, choices),
         *(f"arguments{i}: %json {_schema_of(tools, tool)}" for i, tool in enumerate(choices)),
     ]
     if answer is not None:
         rules.append(f"answer: %json {_compact(answer)}")
-    if syntax.marks is None:
-        starts = _harmony_starts(marks, tools, answer)
+    if form.is_harmony:
+        starts = _harmony_starts(lark, tools, answer)
     elif tools.must_call or answer is not None:
         starts = [f"start: BLANK {'calls' if tools.must_call else '(answer | calls)'}", "BLANK: /\\n{0,2}/"]
-    elif syntax.marks.is_bare:
+    elif form.is_bare:
         starts = ["start: TEXT | calls", "TEXT: /([^{](.|\\n)*)?/"]
     else:
-        starts = _text_starts(marks, choices, last)
+        starts = _text_starts(lark, choices, last)
     return "\n".join(["%llguidance {}", *starts, *rules, ""])
 
 
-def _calls(rule: str, begins: str, marks: _Marks, choices: Sequence[Tool]) -> list[str]:
-    """One call of any of the tools."""
-    written = marks.syntax.written
+def _call_rule(rule: str, begins: str, lark: _Lark, choices: Sequence[Tool]) -> str:
+    """Return the rule of one call of any of the tools."""
     named = [
-        f"{marks.lark(begins + tool.name + written.middle)} arguments{i} {marks.lark(written.ends)}".rstrip()
+        f"{lark(begins + tool.name + lark.form.middle)} arguments{i} {lark(lark.form.ends)}".rstrip()
         for i, tool in enumerate(choices)
     ]
-    return [f"{rule}: " + " | ".join(named)]
+    return f"{rule}: " + " | ".join(named)
 
 
-def _text_starts(marks: _Marks, choices: Sequence[Tool], last: str) -> list[str]:
+def _text_starts(lark: _Lark, choices: Sequence[Tool], last: str) -> list[str]:
     """Text, or calls with or without text in front of them."""
-    assert marks.syntax.marks is not None
-    [opens] = marks.syntax.marks.opens
+    [opens] = lark.form.opens
     text = f"TEXT: {_ANY} & ~/(.|\\n)*{re.escape(opens)}(.|\\n)*/"
-    if marks.is_token(opens):
+    if lark.is_token(opens):
         return ["start: TEXT | TEXT calls", text]
-    # Of several tokens, the mark is a part of the text, which ends with it.
-    written = marks.syntax.written
-    begun = _calls("begun", (written.first + written.begins).removeprefix(opens), marks, choices)
-    return [f"start: TEXT | before begun{last}", f"before[suffix={_text(opens)}]: {_ANY}", text, *begun]
+    # A mark of several tokens is a part of the text, which ends with it.
+    begun = _call_rule("begun", (lark.form.first + lark.form.begins).removeprefix(opens), lark, choices)
+    return [f"start: TEXT | before begun{last}", f"before[suffix={_text(opens)}]: {_ANY}", text, begun]
 
 
-def _harmony_starts(marks: _Marks, tools: Toolset, answer: str | None) -> list[str]:
-    message, said = marks.lark(harmony.MESSAGE), "answer" if answer is not None else "TEXT"
-    channel, behind = marks.lark(harmony.CHANNEL), marks.lark(harmony.END + harmony.START)
+def _harmony_starts(lark: _Lark, tools: Toolset, answer: str | None) -> list[str]:
+    message, said = lark(harmony.MESSAGE), "answer" if answer is not None else "TEXT"
+    channel, behind = lark(harmony.CHANNEL), lark(harmony.END + harmony.START)
     last = "calls" if tools.must_call else f'(calls | {channel} "final" {message} {said})'
     return [
         f"start: thought* {last}",
@@ -93,21 +90,19 @@ def _harmony_starts(marks: _Marks, tools: Toolset, answer: str | None) -> list[s
     ]
 
 
-class _Marks:
-    """What a family writes, in Lark: marks that are one token are that token."""
+class _Lark:
+    """Writes a format's texts in Lark: marks that are one token as that token."""
 
-    def __init__(self, syntax: Syntax, token_id: TokenId) -> None:
-        self.syntax = syntax
-        self._ids = {mark: index for mark in syntax.special if (index := token_id(mark)) is not None}
+    def __init__(self, form: ToolFormat, token_id: TokenId) -> None:
+        self.form = form
+        self._ids = {mark: index for mark in form.special if (index := token_id(mark)) is not None}
         self._any = re.compile("|".join(map(re.escape, self._ids)) or "(?!)")
-        # The lexer does not go back: where an answer may be JSON too, both have to be made of the same lexemes.
-        self._is_json = syntax.marks is not None and syntax.marks.is_bare
 
     def is_token(self, mark: str) -> bool:
         return mark in self._ids
 
-    def lark(self, text: str) -> str:
-        """ "" for no text."""
+    def __call__(self, text: str) -> str:
+        """Return "" for no text."""
         found, at = [], 0
         for mark in self._any.finditer(text):
             found += [self._texts(text[at : mark.start()]), f"<[{self._ids[mark[0]]}]>"]
@@ -115,7 +110,8 @@ class _Marks:
         return " ".join(filter(None, [*found, self._texts(text[at:])]))
 
     def _texts(self, text: str) -> str:
-        return " ".join(map(_text, _LEXEMES.findall(text))) if self._is_json else _text(text)
+        # The lexer does not go back: where an answer may be JSON, too, both have to be made of the same lexemes.
+        return " ".join(map(_text, _LEXEMES.findall(text))) if self.form.is_bare else _text(text)
 
 
 def _text(text: str) -> str:
@@ -123,8 +119,8 @@ def _text(text: str) -> str:
 
 
 def _schema_of(tools: Toolset, tool: Tool) -> str:
-    """Any object, of a tool to which no call can be held; one that has to be, as there is no other to call or it is
-    strict, is refused. Raises RequestError, naming the tool."""
+    """Return any object for a tool whose schema cannot be enforced. Raises RequestError, naming the tool, where it has
+    to be: the tool is strict, or there is no other to call."""
     try:
         if (known := tools.unheld.get(tool.name)) is not None:
             raise GrammarError(known.what, why=known.why, fix=known.fix)
@@ -137,7 +133,7 @@ def _schema_of(tools: Toolset, tool: Tool) -> str:
 
 
 def schema_source(tool: Tool) -> str:
-    """The JSON Schema of what it takes: any object, where it says nothing of that."""
+    """Return the JSON Schema of a tool's arguments: any object where the tool declares nothing."""
     is_said = not tool.parameters or "properties" in tool.parameters
     return json.dumps(tool.schema if is_said else {"type": "object", **tool.parameters})
 

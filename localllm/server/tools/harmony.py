@@ -12,17 +12,17 @@ from collections.abc import Collection, Iterable
 
 from localllm.chat.harmony import Messages, Step, is_thought
 from localllm.chat.tool_words import arguments_of
+from localllm.server.tools.deltas import Kind, Part
 from localllm.server.tools.json_text import NAME, dumped
-from localllm.server.tools.parts import Kind, Part
 
 _CALLED = re.compile(rf"to=(?:functions\.)?({NAME})")
 
 
-class HarmonyReader:
-    """Of an answer that begins in the header of its first message."""
+class HarmonyParser:
+    """Parses an answer that begins in the header of its first message."""
 
     def __init__(self, names: Collection[str], *, streams: bool, is_final: bool = False) -> None:
-        """names, streams: as `CallReader` has them. is_final: the prompt ends within a message that is said."""
+        """names, streams: as `ToolCallParser` has them. is_final: the prompt ends within the final message."""
         self._names = names
         self._streams = streams
         self._messages = Messages(is_open=is_final)
@@ -76,13 +76,13 @@ class HarmonyReader:
             self._arguments.append(text)
 
     def _close(self, parts: list[Part], *, is_cut: bool) -> None:
-        """Of the open message: what was held back."""
+        """Emit what was held back of the open message."""
         if self._kind == "call" and not self._streams:
             text = "".join(self._arguments)
             arguments = arguments_of(text)
             if arguments is not None or is_cut:
-                told = text if arguments is None else dumped(arguments)
-                parts += [("call", self._name), ("arguments", told)]
+                written = text if arguments is None else dumped(arguments)
+                parts += [("call", self._name), ("arguments", written)]
             else:
                 parts.append(("text", text))
         self._kind = None

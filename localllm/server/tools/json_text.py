@@ -1,4 +1,4 @@
-"""Where a JSON object or list ends in text that arrives in pieces, and what calls it says. Knows no marks around it."""
+"""JSON in text that arrives in pieces: where a value ends, and which calls it makes. Knows no marks around it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _BRACKETS = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
 _ARGUMENTS = ("arguments", "parameters")
 
-Call = tuple[str, str]  # name, arguments as JSON
+ToolCallText = tuple[str, str]  # name, arguments as JSON
 
 
 class ValueEnd:
-    """Follows one object or list to its end; each character is looked at once. What is no JSON ends somewhere too."""
+    """Follows one object or list to its end, looking at each character once. What is no JSON ends somewhere, too."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -29,7 +29,7 @@ class ValueEnd:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """The index in `text` behind the value's last character; None: it goes on."""
+        """Return the index behind the value's last character; None where it goes on."""
         at = 0
         while at < len(text):
             if self._is_escaped:
@@ -53,15 +53,15 @@ class ValueEnd:
         return None
 
 
-def calls_of(text: str, names: Collection[str]) -> list[Call] | None:
-    """Of an object {name, arguments}, or a list of those; None where it is something else."""
+def calls_of(text: str, names: Collection[str]) -> list[ToolCallText] | None:
+    """Return the calls of an object {name, arguments}, or of a list of those; None for anything else."""
     value = loaded(text)
     found = [_call_of(each, names) for each in (value if isinstance(value, list) else [value])]
     return [call for call in found if call is not None] if found and None not in found else None
 
 
 def partial_object(text: str) -> dict[str, Any]:
-    """What there is of an object whose text may have been cut."""
+    """Return as much of an object as its text has, which may have been cut."""
     try:
         value = from_json(text, allow_partial=True, allow_inf_nan=False)
         json.dumps(value, allow_nan=False)
@@ -70,8 +70,8 @@ def partial_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _call_of(value: Any, names: Collection[str]) -> Call | None:
-    """Some models write the function as an object of its own, and some the arguments as a text."""
+def _call_of(value: Any, names: Collection[str]) -> ToolCallText | None:
+    """Return the call. Some models write the function as an object of its own, some the arguments as a text."""
     if not isinstance(value, dict):
         return None
     said: dict[str, Any] = value["function"] if isinstance(value.get("function"), dict) else value
@@ -83,5 +83,5 @@ def _call_of(value: Any, names: Collection[str]) -> Call | None:
 
 
 def dumped(arguments: dict[str, Any]) -> str:
-    """Of what `loaded` has given."""
+    """Return the JSON of what `loaded` returned."""
     return valid_unicode(json.dumps(arguments, ensure_ascii=False))

@@ -1,7 +1,7 @@
-"""A `Grammar` as llguidance has it: its own JSON, tried out in a process of its own (`trial.py`).
+"""Turn a `Grammar` into llguidance's own JSON, compiled once in a process of its own (compile_check.py).
 
-Around what was asked for stands, where it is needed, what a model may think before, and the blank that is dropped of
-what some tokenizers decode. Knows no torch: a front end may ask before it loads a model.
+Around what was asked for stands, where it is needed, what a model may think before, and the blank that some tokenizers
+drop when they decode. Knows no torch: a front end may ask before it loads a model.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from functools import partial
 from typing import Any, NoReturn
 
 from localllm.errors import BusyError, GrammarError, LocalLLMError
-from localllm.text.grammar import trial
+from localllm.text.grammar import compile_check
 from localllm.text.grammar.gbnf import as_lark
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.grammar.pattern import has_surrogate, parse_error
 from localllm.text.grammar.schema import CheckedSchema, checked
 
 MAX_SOURCE = 64 << 10  # characters; of a JSON Schema see schema.py
-# For the whole process, which needs 0.6 s of the CPU: it is done by then with a hundredth of a core. Less than what the
-# server waits for an answer of its engine.
+# For the whole process, which needs 0.6 s of the CPU: it is done by then with a hundredth of a core. Less than the time
+# that the server waits for an answer of its engine.
 _PATIENCE_S = 100.0
-# What ends a process from outside. What it does itself has other signals: of its timer, its memory and its stack.
+# Signals that end a process from outside. Its own timer, memory and stack have others.
 _FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 _NAMES = {"json_schema": "JSON Schema", "regex": "regular expression", "lark": "Lark grammar", "gbnf": "GBNF grammar"}
-# A blank or a line with its indentation: what is written by people and by `json.dumps`, and never a page of blanks. No
+# Whitespace is a blank or a line with its indentation, as people and `json.dumps` write it, never a page of blanks. No
 # \u in strings: with it a key can be spelt in two ways, and one of them would be held to another schema.
 _JSON_OPTIONS = {
     "whitespace_pattern": r"( |\n[ \t]{0,20})",
@@ -46,28 +46,28 @@ _LIMITS = re.compile(r"too (?:big|large|many(?! digits)|complex)|fuel|max is|[Ll
 
 
 def defined(grammar: Grammar, *, leading_spaces: int = 0) -> str:
-    """Takes a few milliseconds in this process, and at most half a second in another.
+    """Return the definition of a grammar for llguidance.
 
-    leading_spaces: that decoding drops of an answer, as `Tokenizer.leading_spaces` has it. Raises GrammarError, naming
-    what cannot be honoured; BusyError where the process gets no CPU or is killed; LocalLLMError where none can be
-    started.
+    Takes a few milliseconds in this process, and at most half a second in another.
+
+    leading_spaces: that decoding drops of an answer, as `Tokenizer.leading_spaces` has it.
+    Raises GrammarError, naming what cannot be honoured; BusyError where the process gets no CPU or is killed;
+    LocalLLMError where none can be started.
     """
-    name = _NAMES[grammar.kind]
     if grammar.kind == "json_schema":
         schema = checked(grammar.source)
-        letter = None if schema.by_the_letter is None else _of_schema(schema.by_the_letter)
-        return _tried(grammar, _of_schema(schema.schema), leading_spaces, partial(_refuse_schema, schema), letter)
-    if len(grammar.source) > MAX_SOURCE:
-        why = f"it has {len(grammar.source)} characters, and at most {MAX_SOURCE} are taken"
-        raise GrammarError(f"the {name} is too large", why=why)
-    if has_surrogate(grammar.source):
-        why = "it has half of a pair of surrogates, which is no character"
-        raise GrammarError(f"the {name} cannot be used", why=why)
-    if grammar.kind == "lark" and (found := _IGNORED_OPTION.search(grammar.source)) is not None:
-        line = grammar.source.count("\n", 0, found.start(1)) + 1
-        why = f"{found[1]!r} in line {line} says how a text is made or reported, not what it may be"
-        raise GrammarError("the Lark grammar has an option that is not honoured", why=why, fix="leave it out")
-    return _tried(grammar, {"lark_grammar": _as_lark(grammar)}, leading_spaces, partial(_refuse, name))
+        answer = _of_schema(schema.schema)
+        refuse: Callable[[str], NoReturn] = partial(_refuse_schema, schema)
+        proof = None if schema.by_the_letter is None else _of_schema(schema.by_the_letter)
+    else:
+        answer, proof = {"lark_grammar": _as_lark(grammar)}, None
+        refuse = partial(_refuse, _NAMES[grammar.kind])
+    around = _around(grammar, leading_spaces)
+    grammars = [] if around is None else [{"lark_grammar": around}]
+    reply = check_apart(grammar, {"grammars": [*grammars, {"name": "answer", **answer}], "proof": proof})
+    if "error" in reply:
+        refuse(reply["error"])
+    return reply["grammar"]
 
 
 def _of_schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -75,18 +75,28 @@ def _of_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_lark(grammar: Grammar) -> str:
+    name = _NAMES[grammar.kind]
+    if len(grammar.source) > MAX_SOURCE:
+        why = f"it has {len(grammar.source)} characters, and at most {MAX_SOURCE} are taken"
+        raise GrammarError(f"the {name} is too large", why=why)
+    if has_surrogate(grammar.source):
+        why = "it has half of a pair of surrogates, which is no character"
+        raise GrammarError(f"the {name} cannot be used", why=why)
     if grammar.kind == "gbnf":
         return as_lark(grammar.source)
-    if grammar.kind == "lark":
-        return grammar.source
-    from llguidance import LLMatcher
+    if grammar.kind == "regex":
+        from llguidance import LLMatcher
 
-    lark: str = json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"]
-    return lark
+        return str(json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"])
+    if (found := _IGNORED_OPTION.search(grammar.source)) is not None:
+        line = grammar.source.count("\n", 0, found.start(1)) + 1
+        why = f"{found[1]!r} in line {line} says how a text is made or reported, not what it may be"
+        raise GrammarError("the Lark grammar has an option that is not honoured", why=why, fix="leave it out")
+    return grammar.source
 
 
 def _around(grammar: Grammar, leading_spaces: int) -> str | None:
-    """What stands around the answer, in Lark; None for nothing."""
+    """Return what stands around the answer, in Lark; None for nothing."""
     blank = f'"{" " * leading_spaces}" ' if leading_spaces else ""
     if grammar.is_thinking and not grammar.thoughts:
         raise GrammarError("a thought without marks has no end", why="is_thinking needs those of `thoughts`")
@@ -105,35 +115,23 @@ def _around(grammar: Grammar, leading_spaces: int) -> str | None:
     return f"{start}\n{marks}\nANY: /(?s:.*)/\nSPACE: /[ \\n\\r\\t]{{0,4}}/\n"
 
 
-def _tried(
-    grammar: Grammar,
-    answer: dict[str, Any],
-    leading_spaces: int,
-    refuse: Callable[[str], NoReturn],
-    proof: dict[str, Any] | None = None,
-) -> str:
-    """proof: what has to be a grammar, too, for the answer to be one."""
-    around = _around(grammar, leading_spaces)
-    grammars = [] if around is None else [{"lark_grammar": around}]
-    told = tried_apart(grammar, {"grammars": [*grammars, {"name": "answer", **answer}], "proof": proof})
-    if "grammar" not in told:
-        refuse(told.get("error") or told["stuck"])
-    return told["grammar"]
+def check_apart(grammar: Grammar, request: dict[str, Any]) -> dict[str, str]:
+    """Return the reply of `compile_check.check`, from a process of its own.
 
-
-def tried_apart(grammar: Grammar, asked: dict[str, Any]) -> dict[str, str]:
-    """What `trial.tried` tells, in a process of its own. Raises GrammarError where that meets its limits, which are of
-    what it did: a busy machine changes nothing about them. Raises as `defined` for the rest."""
+    Raises GrammarError where that meets its limits, which a busy machine does not change; the rest as `defined`.
+    """
     try:
         process = subprocess.run(
-            [sys.executable, "-P", trial.__file__],
-            input=json.dumps(asked).encode(),
+            [sys.executable, "-P", compile_check.__file__],
+            input=json.dumps(request).encode(),
             capture_output=True,
             timeout=_PATIENCE_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        why = f"this machine is busy: in {_PATIENCE_S:.0f} s it gave the process less than {trial.CPU_S} s of the CPU"
+        why = (
+            f"this machine is busy: in {_PATIENCE_S:.0f} s the process got less than {compile_check.CPU_S} s of the CPU"
+        )
         raise BusyError("the grammar could not be tried out", why=why, fix="ask again") from None
     except OSError as error:
         why = error.strerror or str(error)
@@ -142,10 +140,10 @@ def tried_apart(grammar: Grammar, asked: dict[str, Any]) -> dict[str, str]:
         why = f"its process was ended by {signal.Signals(-process.returncode).name}, as a system does without memory"
         raise BusyError("the grammar could not be tried out", why=why, fix="ask again")
     if process.returncode:
-        what = f"compiling it takes more than the {trial.CPU_S} s of the CPU, or the memory, that it may take"
-        raise GrammarError(f"the {_NAMES[grammar.kind]} explodes", why=what, fix="make it simpler")
-    told: dict[str, str] = json.loads(process.stdout)
-    return told
+        why = f"compiling it takes more than the {compile_check.CPU_S} s of the CPU, or the memory, that it may take"
+        raise GrammarError(f"the {_NAMES[grammar.kind]} explodes", why=why, fix="make it simpler")
+    reply: dict[str, str] = json.loads(process.stdout)
+    return reply
 
 
 def _refuse_schema(schema: CheckedSchema, message: str) -> NoReturn:
@@ -155,7 +153,7 @@ def _refuse_schema(schema: CheckedSchema, message: str) -> NoReturn:
 
 
 def _refuse(name: str, message: str) -> NoReturn:
-    """Raises GrammarError with what the library says of it."""
+    """Raise GrammarError with the message of the library."""
     if "NoExtension" in message:
         why = "there is nothing with which it can go on"
         raise GrammarError(f"no answer can meet the {name}", why=why)
@@ -169,7 +167,7 @@ def _refuse(name: str, message: str) -> NoReturn:
 
 
 def _cause(name: str, message: str) -> str:
-    """In one line, with the place in what was written and not in what was made of it."""
+    """Return a message as one line, with its place where that is one of the source."""
     at = _AT.match(message)
     place = f"line {at[1]}, column {at[2]}: " if at and name == _NAMES["lark"] else ""
     return place + (parse_error(message) or " ".join((at[3] if at else message).split()))

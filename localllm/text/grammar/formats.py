@@ -29,8 +29,7 @@ _LONGEST = {"email": 254, "hostname": 253, "uri": 2048}
 
 
 def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema with the pattern in place of the format, where it has one of those, or with the most characters that one
-    of the others has."""
+    """Return a schema with a pattern in place of its format, or with the most characters of that format."""
     name = schema.get("format", "")
     if name in _LONGEST:
         return {**schema, "maxLength": min(schema.get("maxLength", _LONGEST[name]), _LONGEST[name])}

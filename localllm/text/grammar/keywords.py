@@ -1,4 +1,4 @@
-"""Which keywords of JSON Schema there are, and what a schema is made of."""
+"""The keywords of JSON Schema, and the parts of a schema."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Steps = tuple[str, ...]
 
 
 def parts(schema: Mapping[str, Any]) -> Iterator[tuple[Steps, Any]]:
-    """Schemas that it is made of, true and false among them, and the way to each from it."""
+    """Yield the way to each schema that one is made of, and that schema; true and false are schemas."""
     for key, value in schema.items():
         if key in NAMED and isinstance(value, Mapping):
             for name, each in value.items():
@@ -38,7 +38,7 @@ def parts(schema: Mapping[str, Any]) -> Iterator[tuple[Steps, Any]]:
 
 
 def all_parts(schema: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
-    """It and all that it is made of, each behind what holds it, with the way there from the root."""
+    """Yield the way from the root and the schema, for one and all that it is made of, each behind what holds it."""
     rest = [(steps, schema)]
     while rest:
         at, part = rest.pop()
@@ -48,7 +48,7 @@ def all_parts(schema: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
 
 
 def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A schema of changed parts, each of which is changed when all that it is made of has been."""
+    """Return a schema of changed parts. Each is changed after all that it is made of."""
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""Numbers that end: llguidance lets the digits of one go on for ever, and so does a small model that repeats itself.
+"""Make numbers end: llguidance lets the digits of one go on for ever, and so does a small model that repeats itself.
 
-What it has to bound them with are ranges and multiples. Both are met together with any other keyword, and leave no way
-to write an exponent.
+Ranges and multiples bound them in llguidance. Both are met together with any other keyword, and leave no way to write
+an exponent.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Collection, Iterable, Mapping
 from math import lcm
 from typing import Any
 
-from localllm.text.grammar.circles import holding_themselves
 from localllm.text.grammar.keywords import BOUNDS, TYPES, all_parts, mapped
 from localllm.text.grammar.keywords import parts as schemas
+from localllm.text.grammar.recursion import leading_to_themselves
 from localllm.text.grammar.references import pointer
 
-# The largest of 16 digits that is a double, which llguidance has bounds as.
+# The largest of 16 digits that is a double: llguidance computes bounds as doubles.
 _MOST = 9_999_999_999_999_998
-# In units of the last digit behind the point: what llguidance counts multiples of several keywords with.
+# In units of the last digit behind the point: llguidance counts multiples of several keywords so.
 _MOST_MULTIPLE = 2**32 - 1
-_ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const")  # what is met is said there
+_ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const")  # these say what is met
 _OF_NUMBERS = {"type", "multipleOf", *BOUNDS}
 _HOLDS = ("properties", "patternProperties", "additionalProperties", "items", "prefixItems")
 
 
 def with_ends(schema: dict[str, Any], multiples: Iterable[int], others: Iterable[float]) -> dict[str, Any]:
-    """The same, where every number ends, also in what the schema says nothing of, unless parts of it are met together.
+    """Return a schema where every number ends, also in what it says nothing of, unless parts of it are met together.
 
-    multiples: all of its `multipleOf`; others: its other numbers. Where one of those is finer than the last digit that
-    would be left, fractions stay as they are.
+    multiples: all of its `multipleOf`.
+    others: its other numbers. Where one of them is finer than the last digit that would be left, fractions stay.
     """
     num_behind = len(str(_MOST_MULTIPLE // lcm(*multiples))) - 1  # the point
     is_coarse = num_behind > 0 and all(round(number, num_behind) == number for number in others)
@@ -62,13 +62,13 @@ def with_ends(schema: dict[str, Any], multiples: Iterable[int], others: Iterable
 
 
 def _holds_itself(schema: Mapping[str, Any]) -> bool:
-    """Whether it, or a part of it, is led to from itself."""
+    """Tell if a schema, or a part of it, leads back to itself."""
     places = {pointer(steps): (steps, part) for steps, part in all_parts(schema) if isinstance(part, Mapping)}
     held = {
         place: {part.get("$ref", ""), *(pointer((*steps, *way)) for way, _ in schemas(part))} & places.keys()
         for place, (steps, part) in places.items()
     }
-    return bool(holding_themselves(held))
+    return bool(leading_to_themselves(held))
 
 
 def _meets_others(part: Mapping[str, Any]) -> bool:
@@ -77,7 +77,7 @@ def _meets_others(part: Mapping[str, Any]) -> bool:
 
 
 def _ended(part: dict[str, Any], fraction: Mapping[str, float], anything: dict[str, Any]) -> dict[str, Any]:
-    """fraction: of numbers; anything: for what it says nothing of."""
+    """Return a part where numbers end. fraction: of numbers. anything: for what it says nothing of."""
     if not part:
         return anything
     if any(key in part for key in _ELSEWHERE):
@@ -93,7 +93,7 @@ def _ended(part: dict[str, Any], fraction: Mapping[str, float], anything: dict[s
 
 
 def _bounded(part: Mapping[str, Any], types: Collection[str], fraction: Mapping[str, float]) -> dict[str, Any]:
-    """The same with ends for a number that it is itself."""
+    """Return a part with bounds for a number that it is itself."""
     found = dict(part)
     if not {"integer", "number"}.isdisjoint(types):
         if part.keys().isdisjoint(("minimum", "exclusiveMinimum")):

@@ -1,4 +1,4 @@
-"""What the `$ref`s of a JSON Schema point at: one rule for who checks a schema and for the library that compiles it.
+"""Find the targets of the `$ref`s of a JSON Schema, by one rule for our checks and for the library that compiles it.
 
 Source of the rules: https://json-schema.org/draft/2020-12/json-schema-core#section-8.2, and of draft 4 to 7 that `$id`
 is `id`, may be an anchor, and counts for nothing beside `$ref`.
@@ -16,12 +16,12 @@ _LEGACY = ("draft-04", "draft-06", "draft-07")
 
 
 def pointer(steps: Steps) -> str:
-    """The JSON pointer to a place, as a reference is written."""
+    """Return the JSON pointer to a place, as a reference is written."""
     return "#" + "".join("/" + quote(step.replace("~", "~0").replace("/", "~1"), safe="$") for step in steps)
 
 
 class References:
-    """Of one document, however much of it is wrong."""
+    """The references of one document, however much of it is wrong."""
 
     def __init__(self, schema: Any) -> None:
         draft = str(schema.get("$schema", "")) if isinstance(schema, Mapping) else ""
@@ -41,7 +41,7 @@ class References:
             self._parts[steps] = part
 
     def used(self) -> set[Steps]:
-        """The ways to the definitions of the document that it leads to, and to what holds them."""
+        """Return the ways to the definitions that the document leads to, and to what holds them."""
         seen, rest = set[Steps](), list[Steps]([()])
         while rest:
             steps = rest.pop()
@@ -60,7 +60,7 @@ class References:
                 yield target
 
     def target(self, steps: Steps, reference: str) -> Steps | None:
-        """The way to the schema that one at `steps` refers to; None where the document has none there."""
+        """Return the way to the schema that one at `steps` refers to; None where the document has none there."""
         address, fragment = _resolved(self._bases[steps], reference)
         root = self._roots.get(address)
         if root is None:
@@ -73,7 +73,7 @@ class References:
         return found if found in self._bases else None
 
     def _noted(self, steps: Steps, part: Mapping[str, Any], base: str) -> str:
-        """The base of references in a schema, whose own names are noted."""
+        """Note the names of a schema, and return the base of references in it."""
         given = part.get(self._id_key)
         if isinstance(given, str) and not (self._is_legacy and "$ref" in part):
             address, fragment = _resolved(base, given)
@@ -90,7 +90,7 @@ class References:
 
 
 def _resolved(base: str, reference: str) -> tuple[str, str]:
-    """(address, fragment); what is no address stands for itself."""
+    """Return (address, fragment); what is no address stands for itself."""
     try:  # `urljoin` knows no urn:
         address, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
     except ValueError:

@@ -1,8 +1,8 @@
-"""Which JSON Schemas (draft 2020-12) an answer can be held to: every keyword that is taken is enforced, and what cannot
-be is refused by its name and place before anything runs.
+"""Check a JSON Schema (draft 2020-12) and prepare it for llguidance.
 
-Knows no tokenizer and no torch. What a keyword does is up to llguidance; which are let through to it was found out with
-the test suite of the specification, `tests/structured/test_suite.py`.
+Every keyword that is taken is enforced; what cannot be enforced is refused by its name and place before anything runs.
+What a keyword does is up to llguidance; which ones are passed on to it was decided by the test suite of the
+specification, `tests/structured/test_suite.py`. Knows no tokenizer and no torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from localllm.errors import GrammarError
-from localllm.text.grammar.closed import close
-from localllm.text.grammar.ending import endless
+from localllm.text.grammar.closed_objects import close
 from localllm.text.grammar.formats import FORMATS, with_pattern, without_format
 from localllm.text.grammar.keywords import (
     ANNOTATIONS,
@@ -33,6 +32,7 @@ from localllm.text.grammar.keywords import (
 from localllm.text.grammar.numbers import with_ends
 from localllm.text.grammar.pattern import has_control, has_surrogate, parse_error, why_not
 from localllm.text.grammar.references import References, pointer
+from localllm.text.grammar.termination import endless
 
 MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000
 MAX_NESTING = 100  # of JSON in JSON; llguidance reads 128, and wraps it in a few
@@ -40,13 +40,13 @@ MAX_SCHEMAS = 10_000
 MAX_LEAST = 1_000_000  # characters, items or properties
 
 _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|draft/2020-12)/schema#?")
-_TOLD = 8  # of what is refused
-_MOST_EXACT = 2**53  # llguidance has numbers as doubles: beyond it, and with more digits, it writes others
+_NUM_REPORTED = 8  # of what is refused
+_MOST_EXACT = 2**53  # llguidance computes with doubles: beyond it, and with more digits, it writes other numbers
 _MOST_DIGITS = 15
 _ENFORCED = SUPPORTED - {"nullable"} | {"$schema"}  # by which the library knows the draft
 
 _OWN_PLACE = re.compile(r" while processing json-schema:///#/\$defs/_\S*")  # that `numbers.with_ends` has made
-# What llguidance says of a keyword that it cannot enforce as it stands, and whose fault that is.
+# What llguidance says of keywords that it cannot enforce as they stand.
 _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("oneOf constraints", ("oneOf",)),
     ("patternPropert", ("patternProperties",)),
@@ -87,12 +87,13 @@ def checked(source: str) -> CheckedSchema:
 
 
 class CheckedSchema:
-    """A schema, with the places of its keywords.
+    """A schema and the places of its keywords.
 
     schema: without annotations, with whole numbers as such, references as pointers, patterns for some formats, and
-    objects closed that do not say otherwise. opened: the same before that. by_the_letter: open too, and without
-    formats, which not every validator looks at: of `oneOf` no other must be met by that either. Both are None without
-    `oneOf`.
+    objects closed that do not say otherwise.
+    opened: the same before objects are closed.
+    by_the_letter: open too, and without formats, which not every validator looks at: of `oneOf` no other may be met by
+    that either. Both are None without `oneOf`.
     """
 
     def __init__(self, schema: dict[str, Any]) -> None:
@@ -101,28 +102,33 @@ class CheckedSchema:
         self._num_schemas = 0
         self._references = References(schema)
         self._used = self._references.used()
-        self._bounds: list[tuple[str, float, str]] = []  # keyword, value, place
+        self._bounds: list[tuple[str, float, str]] = []  # (keyword, value, place)
         self._multiples: list[int] = []
         self._named: list[float] = []  # other numbers
         walked: dict[str, Any] = self._walked(schema, (), 0)
         self._require_closed_zero()
         if self._refused:
-            more = f", and {len(self._refused) - _TOLD} more" if len(self._refused) > _TOLD else ""
+            more = f", and {len(self._refused) - _NUM_REPORTED} more" if len(self._refused) > _NUM_REPORTED else ""
             raise GrammarError(
                 "the JSON Schema has what an answer cannot be held to",
-                why=f"{'; '.join(self._refused[:_TOLD])}{more}",
+                why=f"{'; '.join(self._refused[:_NUM_REPORTED])}{more}",
                 fix="write it otherwise, or check the answer for it; docs/structured.md has what is supported",
             )
         closed: dict[str, Any] = mapped(walked, with_pattern)
-        self._require_end(closed)
-        close(closed)
-        self.schema = self._with_ends(closed)
+        if (place := endless(closed)) is not None:
+            raise GrammarError(
+                "the JSON Schema never ends",
+                why=f"what meets {place} has to hold itself, without end",
+                fix="let it end: a property that is not required, an array that may be empty, or anyOf with null",
+            )
         has_one_of = "oneOf" in self.places
-        self.opened = self._with_ends(mapped(walked, with_pattern)) if has_one_of else None
+        self.opened = with_ends(closed, self._multiples, self._named) if has_one_of else None
         self.by_the_letter: dict[str, Any] | None = mapped(walked, without_format) if has_one_of else None
+        close(closed)
+        self.schema = with_ends(closed, self._multiples, self._named)
 
     def refuse(self, message: str) -> NoReturn:
-        """What llguidance has against it, with the keyword that it is about. Raises GrammarError."""
+        """Raise GrammarError with llguidance's message and the keyword that it is about."""
         why = parse_error(message) or _OWN_PLACE.sub("", " ".join(message.split()))[:300]
         if "Unsatisfiable" in message or "NoExtension" in message:
             raise GrammarError("no answer can meet the JSON Schema", why=why)
@@ -133,13 +139,13 @@ class CheckedSchema:
             if words in message and places:
                 raise GrammarError(
                     "the JSON Schema has what an answer cannot be held to",
-                    why=f"{', '.join(places[:_TOLD])}: {why}",
+                    why=f"{', '.join(places[:_NUM_REPORTED])}: {why}",
                     fix="write it otherwise, or leave it out and check the answer for it",
                 )
         raise GrammarError("the JSON Schema cannot be used", why=why)
 
     def _walked(self, schema: Any, steps: Steps, nesting: int) -> Any:
-        """The same, normalised; what is wrong with it is noted."""
+        """Return a part of the schema normalised, and note what is wrong with it."""
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
             why = f"it has more than {MAX_SCHEMAS} schemas"
@@ -168,8 +174,6 @@ class CheckedSchema:
             self._refuse(at, f"is not supported{_meant(key, SUPPORTED, ', but {} is')}", key)
             return value
         self.places.setdefault(key, []).append(at)
-        if key == "$ref":
-            return self._reference(value, steps, at)
         if key == "patternProperties" and isinstance(value, dict):
             for pattern in value:
                 if why := why_not(pattern):
@@ -185,12 +189,14 @@ class CheckedSchema:
         if key in NAMED or key in SEVERAL:
             self._refuse(at, f"is {_kind(value)}", key)
             return value
+        if key in _KINDS and not isinstance(value, _KINDS[key]):
+            self._refuse(at, f"is {_kind(value)}, and must be {_KIND_NAMES[_KINDS[key]]}", key)
+            return value
+        if key == "$ref":
+            return self._reference(value, steps, at)
         return _CHECKS[key](self, key, value, at)
 
-    def _reference(self, value: Any, steps: Steps, at: str) -> Any:
-        if not isinstance(value, str):
-            self._refuse(at, f"is {_kind(value)}, and must be a text", "$ref")
-            return value
+    def _reference(self, value: str, steps: Steps, at: str) -> str:
         target = self._references.target(steps, value)
         if target is None:
             self._refuse(at, f"points at {value[:80]!r}, which is no schema of this document", "$ref")
@@ -217,8 +223,11 @@ class CheckedSchema:
         return value
 
     def _require_closed_zero(self) -> None:
-        """llguidance takes 0 for more than 0 where numbers end below 1, -0 for less where they begin above -1. Bounds
-        meet in `allOf` and by `$ref`: all of the schema counts."""
+        """Note an exclusive bound of 0 beside a bound nearer than 1.
+
+        llguidance takes 0 for more than 0 where numbers end below 1, -0 for less where they begin above -1. Bounds
+        meet in `allOf` and by `$ref`: all of the schema counts.
+        """
         near = {(key.lower()[-7:], value > 0) for key, value, _ in self._bounds if 0 < abs(value) < 1}
         for key, value, at in self._bounds:
             if value == 0 and key == "exclusiveMinimum" and ("maximum", True) in near:
@@ -245,16 +254,9 @@ class CheckedSchema:
             self._refuse(at, why or "has no type in it", key)
         return value
 
-    def _text(self, key: str, value: Any, at: str) -> Any:
-        if not isinstance(value, str):
-            self._refuse(at, f"is {_kind(value)}, and must be a text", key)
-        elif key == "pattern" and (why := why_not(value)):
+    def _text(self, key: str, value: str, at: str) -> Any:
+        if key == "pattern" and (why := why_not(value)):
             self._refuse(at, why, key)
-        return value
-
-    def _flag(self, key: str, value: Any, at: str) -> Any:
-        if not isinstance(value, bool):
-            self._refuse(at, f"is {_kind(value)}, and must be true or false", key)
         return value
 
     def _names(self, key: str, value: Any, at: str) -> Any:
@@ -263,8 +265,6 @@ class CheckedSchema:
         return value
 
     def _values(self, key: str, value: Any, at: str) -> Any:
-        if key == "enum" and not isinstance(value, list):
-            self._refuse(at, f"is {_kind(value)}, and must be a list", key)
         parts = list(_all_in(value))
         if any(isinstance(part, str) and has_control(part) for part in parts):
             self._refuse(at, "has a control character, which an answer cannot have", key)
@@ -274,24 +274,18 @@ class CheckedSchema:
         return value
 
     def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
-        """A name that stands in no `properties` may come twice in an answer, and whoever reads it counts one."""
+        """Note a `minProperties` that needs names of the model's own.
+
+        Such a name may come twice in an answer, and whoever reads it counts one.
+        """
         least, required = schema.get("minProperties"), schema.get("required")
         if isinstance(least, int | float) and least - len(required if isinstance(required, list) else ()) > 1:
             why = "is enforced where at most one property more than `required` has is wanted"
             self._refuse(f"{place}/minProperties", why, "minProperties")
 
-    def _with_ends(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return with_ends(schema, self._multiples, self._named)
 
-    def _require_end(self, schema: dict[str, Any]) -> None:
-        if (place := endless(schema)) is not None:
-            raise GrammarError(
-                "the JSON Schema never ends",
-                why=f"what meets {place} has to hold itself, without end",
-                fix="let it end: a property that is not required, an array that may be empty, or anyOf with null",
-            )
-
-
+_KINDS: dict[str, type] = {"$ref": str, "pattern": str, "format": str, "enum": list, "nullable": bool}
+_KIND_NAMES = {str: "a text", list: "a list", bool: "true or false"}
 _CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
     **dict.fromkeys(COUNTS, CheckedSchema._count),
     **dict.fromkeys(BOUNDS, CheckedSchema._bound),
@@ -300,12 +294,12 @@ _CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
     "multipleOf": CheckedSchema._multiple,
     "type": CheckedSchema._type,
     "required": CheckedSchema._names,
-    "nullable": CheckedSchema._flag,
+    "nullable": lambda _schema, _key, value, _at: value,
 }
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same beside null, as OpenAPI's `nullable` means it, whatever else it asks for."""
+    """Let null be an answer, too, as OpenAPI's `nullable` means it, whatever else a schema asks for."""
     outside = {key: value for key, value in schema.items() if key in ("$schema", *DEFINITIONS)}
     rest = {key: value for key, value in schema.items() if key not in outside}
     if not rest:
@@ -320,18 +314,18 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _place(steps: Steps) -> str:
-    """For people: a name stands as it is."""
+    """Return a place for people: a name stands as it is."""
     return "/".join(("#", *steps))
 
 
-def _meant(word: Any, known: Collection[str], told: str) -> str:
-    """The nearest of what is known, as it is to be told; "" where none is near."""
+def _meant(word: Any, known: Collection[str], pattern: str) -> str:
+    """Return the nearest known word in `pattern`; "" where none is near."""
     near = get_close_matches(word, known, 1, 0.8) if isinstance(word, str) else []
-    return told.format(repr(near[0])) if near else ""
+    return pattern.format(repr(near[0])) if near else ""
 
 
 def _all_in(value: Any) -> Iterator[Any]:
-    """It and all that stand in it."""
+    """Yield a JSON value and all that it holds, names of properties too."""
     rest = [value]
     while rest:
         part = rest.pop()
@@ -343,7 +337,7 @@ def _all_in(value: Any) -> Iterator[Any]:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether it is no number that would be written as another."""
+    """Tell if a value is no number that would be written as another."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
     digits = repr(value).partition("e")[0].replace(".", "").strip("-0") if isinstance(value, float) else ""

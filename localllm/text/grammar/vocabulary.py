@@ -1,4 +1,4 @@
-"""A model's tokens as llguidance has them: the bytes of each, which are special, and how a text is split into them."""
+"""Give llguidance the tokens of a model: the bytes of each, the special ones, and how a text is split into them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from llguidance import LLTokenizer
 from localllm.errors import GrammarError
 from localllm.text.tokenizer import Tokenizer
 
-_KEPT_SPLITS = 1024  # of texts that a grammar leaves no choice about: names of properties, and what is between them
+_CACHED_SPLITS = 1024  # of texts that a grammar leaves no choice about: names of properties, and what is between them
 
 
 class Vocabulary:
-    """size: of the model's logits; ids that the tokenizer lacks are never allowed. Takes half a second for 150,000
-    tokens. Raises GrammarError for a tokenizer whose tokens have no bytes of their own."""
+    """The tokens of one model. Takes half a second for 150,000 of them.
+
+    size: of the model's logits; ids that the tokenizer lacks are never allowed.
+    Raises GrammarError for a tokenizer whose tokens have no bytes of their own.
+    """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int], size: int) -> None:
         if tokenizer.leading_spaces is None:
@@ -30,7 +33,7 @@ class Vocabulary:
 
 
 class _Tokens:
-    """What llguidance asks a tokenizer for, by these names."""
+    """The attributes that llguidance reads of a tokenizer, by these names."""
 
     is_tokenizer_wrapper = True
 
@@ -41,13 +44,13 @@ class _Tokens:
         self.bos_token_id = tokenizer.bos_token_id
         self.greedy: LLTokenizer | None = None
         self._tokenizer = tokenizer
-        self._split = lru_cache(_KEPT_SPLITS)(self._found)
+        self._split = lru_cache(_CACHED_SPLITS)(self._found)
 
     def __call__(self, text: str) -> list[int]:
         return list(self._split(text))
 
     def _found(self, text: str) -> Sequence[int]:
-        """Ids whose bytes are the text's, as the tokenizer splits it in the middle of another one."""
+        """Return ids whose bytes are the text's, as the tokenizer splits it in the middle of another one."""
         # Some put a blank in front: it is taken for the text's own, or left out with a token that never merges.
         for prefixed in (text, text.removeprefix(" "), "\x01" + text):
             ids = self._tokenizer.encode(prefixed)

@@ -1,44 +1,55 @@
-"""The conversation: what was said, what is being said, and where the next message is written."""
+"""The conversation: its messages, the answer that streams, and the composer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from textual import on, work
+from textual import getters, work
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static, TextArea
+from textual.widgets import Footer, Static
 
 from localllm.chat import slash
 from localllm.chat.answer import statistics
+from localllm.chat.context import usage_lines
 from localllm.chat.text import one_line, printable, visible
 from localllm.chat.thoughts import kept_apart
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, UsageError
 from localllm.history import content_of
 from localllm.tui import messages
-from localllm.tui.code_blocks import code_blocks
+from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.commands import COMMANDS
-from localllm.tui.editor import edited
-from localllm.tui.screens.slash_commands import SlashCommands
-from localllm.tui.widgets.activity import Activity
+from localllm.tui.drafts import edited
+from localllm.tui.job_queue import Job
+from localllm.tui.markdown_render import code_blocks
 from localllm.tui.widgets.composer import Composer
-from localllm.tui.widgets.message_view import MessageView
-from localllm.tui.widgets.notice import Notice
-from localllm.tui.widgets.status import Run, Status
-from localllm.tui.widgets.thought import Thought
+from localllm.tui.widgets.composer_panel import ComposerPanel
+from localllm.tui.widgets.message_view import MessageView, Thought
+from localllm.tui.widgets.notice import Activity, Notice
+from localllm.tui.widgets.status import AnswerRun, Status
 from localllm.tui.widgets.transcript import Transcript
-from localllm.tui.widgets.writing import Writing
-
-if TYPE_CHECKING:
-    from localllm.tui.app import ChatApp
-    from localllm.tui.desk import Desk
-    from localllm.tui.jobs import Job
 
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
+
+
+class Shell(Protocol):
+    """The parts of the program that the chat uses. unsent: the text in the composer, set by the chat."""
+
+    unsent: str
+    away: Callable[[], AbstractContextManager[None]]
+
+    def leave(self) -> None: ...
+    def choose_theme(self, name: str) -> None: ...
+    def action_help(self) -> None: ...
+    def action_models(self) -> None: ...
+    def action_chats(self) -> None: ...
+    def action_plan(self) -> None: ...
 
 
 class ChatScreen(Screen[None]):
@@ -62,8 +73,8 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+down", "select(1)", "later message", id="chat.later", **_QUIET),
         Binding("pageup", "page(-1)", "scroll up", id="chat.page_up", **_QUIET),
         Binding("pagedown", "page(1)", "scroll down", id="chat.page_down", **_QUIET),
-        Binding("ctrl+home", "home", "to the first message", id="chat.home", **_QUIET),
-        Binding("ctrl+end", "end", "to the last message", id="chat.end", **_QUIET),
+        Binding("ctrl+home", "go('home')", "to the first message", id="chat.home", **_QUIET),
+        Binding("ctrl+end", "go('end')", "to the last message", id="chat.end", **_QUIET),
         Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts", **_QUIET),
         Binding("ctrl+n", "new", "new conversation", id="chat.new", **_QUIET),
         Binding("f5", "regenerate", "answer again", id="chat.regenerate", **_QUIET),
@@ -72,292 +83,315 @@ class ChatScreen(Screen[None]):
     ]
     AUTO_FOCUS = "Composer"
 
-    def __init__(self, desk: Desk, draft: str, *, shows_statistics: bool = False) -> None:
-        """draft: what stands in the composer before the first key can come."""
+    transcript = getters.query_one(Transcript)
+    panel = getters.query_one(ComposerPanel)
+    composer = getters.query_one(Composer)
+    notice = getters.query_one(Notice)
+    activity = getters.query_one(Activity)
+    status = getters.query_one(Status)
+
+    def __init__(self, worker: ChatWorker, shell: Shell, draft: str, *, shows_statistics: bool = False) -> None:
+        """draft: the composer's first text."""
         super().__init__()
-        self.desk = desk
-        self._busy = f"an answer is being written: {desk.key_names['chat.stop']} stops it"
+        self.worker = worker
+        self._shell = shell
+        self._busy = f"an answer is being written: {worker.key_names['chat.stop']} stops it"
         self._draft = draft
         self._shows_statistics = shows_statistics
         self._turns: tuple[messages.Turn, ...] = ()
         self._thinking: frozenset[int] = frozenset()  # which of them are answers that begin in a thought
-        self._is_answering = False
-        self._is_asked = False
-        self._is_loading = False
+        self._is_answering = self._is_asked = self._is_loading = False
         self._interrupted_at = 0.0
-        self._session_id: str | None = None
-        self._commands = SlashCommands(self)
+        self.session_id: str | None = None  # of the saved chat; None while nothing is saved
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
-        yield Transcript(self.desk.key_names, shows_thoughts=self.desk.shows_thoughts)
+        yield Transcript(self.worker.key_names, shows_thoughts=self.worker.resolved.settings.show_thoughts)
         yield Activity()
         yield Notice()
-        yield Writing(self._draft, self.desk.key_names)
+        yield ComposerPanel(self._draft, self.worker.key_names)
         yield Status()
         yield Footer(show_command_palette=True, compact=True)
 
     @property
-    def chat_app(self) -> ChatApp:
-        from localllm.tui.app import ChatApp
-
-        assert isinstance(self.app, ChatApp)
-        return self.app
-
-    @property
-    def transcript(self) -> Transcript:
-        return self.query_one(Transcript)
-
-    @property
-    def writing(self) -> Writing:
-        return self.query_one(Writing)
-
-    @property
-    def composer(self) -> Composer:
-        return self.writing.composer
-
-    @property
-    def notice(self) -> Notice:
-        return self.query_one(Notice)
-
-    @property
-    def status(self) -> Status:
-        return self.query_one(Status)
-
-    @property
     def num_turns(self) -> int:
-        """Messages of the conversation."""
+        """The number of messages of the conversation."""
         return len(self._turns)
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer is written, or asked for."""
+        """Return whether an answer streams or is requested."""
         return self._is_answering or self._is_asked
 
     @property
     def is_busy(self) -> bool:
-        """Whether a model is loaded or computes."""
+        """Return whether a model loads or computes."""
         return self.is_answering or self._is_loading
-
-    @property
-    def session_id(self) -> str | None:
-        """The kept chat's; None where nothing is kept (yet)."""
-        return self._session_id
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return self.is_answering if action == "stop" else True
 
-    # What the conversation's thread tells
+    # Messages of the conversation's worker
 
-    @on(messages.Begun)
-    def _on_begun(self, message: messages.Begun) -> None:
+    def on_chat_started(self, message: messages.ChatStarted) -> None:
         self.composer.remember([*self.composer.asked, *message.asked])
         self.transcript.welcome.machine = message.machine
 
-    @on(messages.Loading)
-    def _on_loading(self, message: messages.Loading) -> None:
+    def on_model_loading(self, message: messages.ModelLoading) -> None:
         self._is_loading = True
         self.status.facts = None
         self.status.model_text = one_line(message.text)
-        self.query_one(Activity).progress(message.text, message.done, message.total)
+        self.activity.progress(message.text, message.done, message.total)
 
-    @on(messages.ModelReady)
-    def _on_ready(self, message: messages.ModelReady) -> None:
+    def on_model_ready(self, message: messages.ModelReady) -> None:
         self._is_loading = False
         if self.status.facts is None:
-            self.query_one(Activity).clear()
+            self.activity.clear()
         self.status.facts = message.facts
-        self.transcript.welcome.model = message.facts.name
+        self.status.model_text = one_line(f"{message.name} {message.facts.weights}")
+        self.transcript.welcome.model = message.name
 
-    @on(messages.ModelFailed)
-    def _on_model_failed(self, message: messages.ModelFailed) -> None:
+    def on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
-        self.query_one(Activity).clear()
-        self.status.model_text = f"no model ({self.desk.key_names['app.models']} chooses one)"
-        self.notice.tell(message.error)
+        self.activity.clear()
+        self.status.model_text = f"no model ({self.worker.key_names['app.models']} chooses one)"
+        self.notice.show_error(message.error)
 
-    @on(messages.Shown)
-    async def _on_shown(self, message: messages.Shown) -> None:
-        self._session_id = message.session_id
+    async def on_conversation_changed(self, message: messages.ConversationChanged) -> None:
+        self.session_id = message.session_id
         if self._turns and not (message.turns and message.turns[0] is self._turns[0]):  # another conversation
             self.notice.clear()
-            self.status.run_now = Run()
+            self.status.run_now = AnswerRun()
         self._turns, self._thinking = message.turns, message.thinking
-        if self.writing.editing is not None and not any(turn is self.writing.editing for turn in message.turns):
-            self.writing.leave_edit()
+        if self.panel.editing is not None and not any(turn is self.panel.editing for turn in message.turns):
+            self.panel.leave_edit()
         await self.transcript.show(message.turns, message.ending, message.thinking)
-        private = "  private: nothing is kept" if message.is_private else ""
-        if message.turns and message.session_id is None and not message.is_private:
-            private = "  not kept"
-        title = message.title or "new conversation"
-        self.query_one("#title", Static).update(Content(f"localllm  {visible(one_line(title))}{private}"))
-        self.writing.attach(message.attached)
+        is_unsaved = bool(message.turns) and message.session_id is None
+        note = "  private: nothing is kept" if message.is_private else "  not kept" if is_unsaved else ""
+        title = visible(one_line(message.title or "new conversation"))
+        self.query_one("#title", Static).update(Content(f"localllm  {title}{note}"))
+        self.panel.attach(message.attached)
 
-    @on(messages.TakenBack)
-    def _on_taken_back(self, message: messages.TakenBack) -> None:
+    def on_question_returned(self, message: messages.QuestionReturned) -> None:
         if not self.composer.text:
             self.composer.write(message.text)
         else:
             self.notice.note("the question was taken back: the arrow up brings it into the composer")
 
-    @on(messages.GoTo)
-    async def _on_go_to(self, message: messages.GoTo) -> None:
+    async def on_go_to(self, message: messages.GoTo) -> None:
         view = await self.transcript.go_to(message.index)
         if message.is_chosen and view is not None:
             self.set_focus(view)
 
-    @on(messages.AnswerBegan)
-    async def _on_began(self, message: messages.AnswerBegan) -> None:
+    async def on_answer_started(self, message: messages.AnswerStarted) -> None:
         self._is_answering = True
-        self.status.run_now = Run()
-        self.desk.answering.pace.begin()
+        self.status.run_now = AnswerRun()
+        self.worker.answers.throttle.begin()
         view = await self.transcript.begin_answer(is_thinking=message.is_thinking)
-        self.query_one(Activity).progress("reading the prompt")
+        self.activity.progress("reading the prompt")
         if message.said:
-            await view.hear(message.said)
+            await view.append(message.said)
         self.refresh_bindings()
 
-    @on(messages.Prefilled)
-    def _on_prefilled(self, message: messages.Prefilled) -> None:
+    def on_prefill_progress(self, message: messages.PrefillProgress) -> None:
         if message.done < message.total:
             text = f"reading the prompt: {message.done:,} of {message.total:,} tokens"
-            self.query_one(Activity).progress(text, message.done, message.total)
+            self.activity.progress(text, message.done, message.total)
 
-    @on(messages.Said)
-    async def _on_said(self, message: messages.Said) -> None:
-        self.desk.answering.pace.heard()
-        self.query_one(Activity).clear()
-        view = self.transcript.live
-        if view is not None:
-            await view.hear(message.text)
-        self.status.run_now = Run(message.num_tokens, message.elapsed_s)
+    async def on_answer_delta(self, message: messages.AnswerDelta) -> None:
+        self.worker.answers.throttle.drawn()
+        self.activity.clear()
+        if self.transcript.live is not None:
+            await self.transcript.live.append(message.text)
+        self.status.run_now = AnswerRun(message.num_tokens, message.elapsed_s)
 
-    @on(messages.AnswerEnded)
-    async def _on_ended(self, message: messages.AnswerEnded) -> None:
+    async def on_answer_ended(self, message: messages.AnswerEnded) -> None:
         self._is_answering = False
-        self.notice.withdraw(self._busy)  # what was asked before there was a model is settled before it is answered
-        self.query_one(Activity).clear()
+        self.notice.withdraw(self._busy)  # a question that waited for a model is done before it is answered
+        self.activity.clear()
         view = self.transcript.live
-        if view is not None and not message.text and message.finished is not None:
-            is_blank = message.finished.finish_reason not in ("stop", "length")
-            view = None if is_blank else view
-        if view is None or (message.finished is None and not message.text):
+        finished = message.finished
+        is_whole = finished is not None and finished.finish_reason in ("stop", "length")
+        if view is None or not (message.text or is_whole):
             await self.transcript.drop_answer()
-            if message.finished is not None:
-                self.notice.note(f"stopped before the first word: {self.desk.key_names['chat.regenerate']} asks again")
+            if finished is not None:
+                key = self.worker.key_names["chat.regenerate"]
+                self.notice.note(f"stopped before the first word: {key} asks again")
         else:
             await view.end()
-            last = self.desk.answering.last
-            if self._shows_statistics and last is not None and last.finished is not None:
-                view.tell(statistics(last))
-        if message.finished is not None:
-            self.status.run_now = Run(message.finished.usage.completion_tokens, 0.0, message.finished)
+            if self._shows_statistics:
+                view.show_figures(self._statistics())
+        if finished is not None:
+            self.status.run_now = AnswerRun(finished.usage.completion_tokens, 0.0, finished)
         self.refresh_bindings()
 
-    @on(messages.Settled)
-    def _on_settled(self) -> None:
+    def on_request_done(self) -> None:
         self._is_asked = False
         self.notice.withdraw(self._busy)
         self.refresh_bindings()
 
-    @on(messages.Counted)
-    def _on_counted(self, message: messages.Counted) -> None:
+    def on_usage_counted(self, message: messages.UsageCounted) -> None:
         self.status.usage = message.usage
 
-    @on(messages.Told)
-    def _on_told(self, message: messages.Told) -> None:
+    def on_noted(self, message: messages.Noted) -> None:
         self.notice.note(message.text, is_warning=message.severity == "warning")
 
-    @on(messages.Failed)
-    def _on_failed(self, message: messages.Failed) -> None:
-        self.notice.tell(message.error)
+    def on_job_failed(self, message: messages.JobFailed) -> None:
+        self.notice.show_error(message.error)
 
     # The composer
 
-    @on(Writing.Finished)
-    async def _on_finished(self, event: Writing.Finished) -> None:
-        if event.text.startswith("/") and self.writing.editing is None:
+    async def on_composer_panel_finished(self, event: ComposerPanel.Finished) -> None:
+        if event.text.startswith("/") and self.panel.editing is None:
             self.take_command(event.text)
         elif self.is_answering:
             self.notice.note(self._busy)
         else:
             self.notice.close_error()
-            question, text = self.writing.take(), event.text.strip()
+            question, text = self.panel.take(), event.text.strip()
             await self.transcript.go_end()
-            self._answer(lambda: self.desk.say(text) if question is None else self.desk.edit(question, text))
+            self._answer(lambda: self.worker.say(text) if question is None else self.worker.edit(question, text))
 
-    @on(TextArea.Changed)
-    def _on_written(self) -> None:
-        self.chat_app.unsent = self.writing.unsent
+    def on_text_area_changed(self) -> None:
+        self._shell.unsent = self.panel.unsent
 
-    @on(Writing.ModeChanged)
-    def _on_mode_changed(self) -> None:
-        self.refresh_bindings()
-
-    @on(Composer.Edit)
-    def _on_edit(self) -> None:
+    def on_composer_wanted(self, event: Composer.Wanted) -> None:
+        if event.what != "edit":
+            return
         try:
-            with self.app.suspend(), self.chat_app.away():
+            with self.app.suspend(), self._shell.away():
                 try:  # inside: the screen comes back by what stands behind the `with`
                     self.composer.write(edited(self.composer.whole))
                 except LocalLLMError as error:
-                    self.notice.tell(error)
+                    self.notice.show_error(error)
         except SuspendNotSupported:
             why = "it cannot be lent to another program"
-            self.notice.tell(LocalLLMError("an editor has no place on this terminal", why=why, fix="localllm chat"))
+            self.notice.show_error(
+                LocalLLMError("an editor has no place on this terminal", why=why, fix="localllm chat")
+            )
         self.refresh(layout=True)
 
     def take_command(self, line: str) -> None:
-        """Does what a line says that begins with a slash. The arrow up brings a typed one back."""
+        """Run a slash command. The arrow up brings a typed one back."""
         self.notice.clear()
         if self.composer.text.startswith("/"):
             self.composer.put_away()
         try:
             name, rest = slash.split_command(line.strip(), COMMANDS)
-            getattr(self._commands, f"do_{name}")(rest)
+            self._actions[name](rest)
         except LocalLLMError as error:
-            self.notice.tell(error)
+            self.notice.show_error(error)
+
+    @property
+    def _actions(self) -> Mapping[str, Callable[[str], object]]:
+        """The action of each of `COMMANDS`, given the text behind it. Actions raise LocalLLMError."""
+        worker, shell, do, usage = self.worker, self._shell, self.worker.do, self.status.usage
+        return {
+            "help": lambda _: shell.action_help(),
+            "system": lambda text: do(lambda: worker.system(text)),
+            "regen": lambda _: self.action_regenerate(),
+            "continue": lambda _: self.action_continue(),
+            "edit": lambda _: self.begin_edit(self.num_turns - 1),
+            "undo": lambda _: self.unless_answering(worker.undo),
+            "clear": lambda _: self.action_new(),
+            "fork": lambda _: self.unless_answering(worker.fork),
+            "title": lambda text: do(lambda: worker.rename(text)),
+            "copy": self._copy_command,
+            "code": self._code_command,
+            "file": lambda path: do(lambda: worker.attach(path)),
+            "detach": lambda _: do(worker.detach),
+            "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else shell.action_models(),
+            "sessions": lambda _: shell.action_chats(),
+            "plan": lambda _: shell.action_plan(),
+            "save": lambda path: do(lambda: worker.save(path or "chat.json")),
+            "export": lambda path: do(lambda: worker.export(path)),
+            "load": lambda path: self.unless_answering(lambda: worker.load(path)),
+            "set": self._set_command,
+            "think": lambda effort: do(lambda: worker.think(effort)),
+            "show": lambda _: do(worker.note_all),
+            "stats": lambda _: self.notice.note(self._statistics() or "there is no answer yet"),
+            "tokens": lambda _: self.notice.lines(
+                usage_lines(usage) if usage is not None else ["there is no model yet"]
+            ),
+            "cache": lambda _: do(lambda: worker.note(worker.answers.why_missed())),
+            "theme": shell.choose_theme,
+            "bye": lambda _: shell.leave(),
+        }
+
+    def _set_command(self, text: str) -> None:
+        key, value = slash.setting(text)
+        self.worker.do(lambda: self.worker.set(key, value) if value else self.worker.note_settings(key))
+
+    def _copy_command(self, number: str) -> None:
+        if number:
+            self.copy(self._code_block(number, "/copy"), f"code block {number}")
+        elif self.answer_text:
+            self.copy(self.answer_text, "the answer")
+        else:
+            self.notice.note("there is no answer yet")
+
+    def _code_command(self, rest: str) -> None:
+        number, _, path = rest.partition(" ")
+        if not number:
+            self.action_code()
+        elif not path.strip():
+            raise UsageError("/code needs a path", why=f"only {number!r} is behind it", fix="/code 1 example.py")
+        else:
+            self._save_code(self._code_block(number, "/code"), path.strip())
+
+    def _code_block(self, number: str, command: str) -> str:
+        """The code of the last answer's block of this number. Raises UsageError."""
+        blocks = code_blocks(self.answer_text)
+        if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
+            fix = f"{command} 1" if blocks else "/copy"
+            why = f"the last answer has {len(blocks)}"
+            raise UsageError(f"there is no code block {number[:20]!r}", why=why, fix=fix)
+        return blocks[int(number) - 1].code
+
+    def _statistics(self) -> str:
+        """The figures of the last answer; "" where there is none."""
+        last = self.worker.answers.last
+        return statistics(last) if last is not None and last.finished is not None else ""
 
     # Keys
 
     def action_stop(self) -> None:
-        self.desk.answering.stop()
+        self.worker.answers.stop()
 
     def action_close(self) -> None:
-        """Closes what is open, and comes back to the composer."""
-        if not self.writing.close() and not self.notice.close():
+        """Close what is open, and go back to the composer."""
+        if not self.panel.close() and not self.notice.close():
             self.set_focus(self.composer)
 
     def action_interrupt(self) -> None:
-        """Copies what is selected; else stops the answer, else empties the composer, else leaves at the second time."""
+        """Copy the selection; else stop the answer, else empty the composer, else leave at the second press."""
         selected = self.get_selected_text()
         composer = self.composer
         if selected or (composer.has_focus and composer.selected_text):
             self.copy(selected or composer.selected_text, "the selection")
             self.clear_selection()
         elif self.is_answering:
-            self.desk.answering.stop()
-        elif self.writing.editing is not None:
-            self.writing.leave_edit()
+            self.worker.answers.stop()
+        elif self.panel.editing is not None:
+            self.panel.leave_edit()
         elif composer.text:
             composer.put_away()
-        elif self.chat_app.time - self._interrupted_at < _LEAVE_S:
-            self.chat_app.leave()
+        elif time.monotonic() - self._interrupted_at < _LEAVE_S:
+            self._shell.leave()
         else:
-            self._interrupted_at = self.chat_app.time
+            self._interrupted_at = time.monotonic()
             self.notice.note("Ctrl-C again leaves; so do /bye and Ctrl-D", for_s=_LEAVE_S)
 
     def action_leave(self) -> None:
         if self.composer.text and self.composer.has_focus:
             self.composer.action_delete_right()
         else:
-            self.chat_app.leave()
+            self._shell.leave()
 
     def action_select(self, step: int) -> None:
-        """Focuses the message before or after; behind the last one is the composer."""
+        """Focus the message before or after; behind the last one is the composer."""
         views = self.transcript.views
-        at = next((number for number, view in enumerate(views) if view.has_focus), len(views))
-        target = at + step
+        target = step + next((number for number, view in enumerate(views) if view.has_focus), len(views))
         if 0 <= target < len(views):
             views[target].focus()
         elif target >= len(views):
@@ -366,14 +400,10 @@ class ChatScreen(Screen[None]):
             self.transcript.scroll_home(animate=False)
 
     def action_page(self, step: int) -> None:
-        transcript = self.transcript
-        transcript.scroll_relative(y=step * max(1, transcript.size.height - 2), animate=False)
+        self.transcript.scroll_relative(y=step * max(1, self.transcript.size.height - 2), animate=False)
 
-    async def action_home(self) -> None:
-        await self.transcript.go_home()
-
-    async def action_end(self) -> None:
-        await self.transcript.go_end()
+    async def action_go(self, where: str) -> None:
+        await (self.transcript.go_home() if where == "home" else self.transcript.go_end())
 
     def action_thoughts(self) -> None:
         thoughts = self.query(Thought)
@@ -382,49 +412,48 @@ class ChatScreen(Screen[None]):
             thought.is_open = is_open
 
     def action_new(self) -> None:
-        self.unless_answering(self.desk.new)
+        self.unless_answering(self.worker.new)
 
     def action_regenerate(self) -> None:
-        self.unless_answering(self.desk.regenerate, self._answer)
+        self.unless_answering(self.worker.regenerate, self._answer)
 
     def action_continue(self) -> None:
-        self.unless_answering(self.desk.go_on, self._answer)
+        self.unless_answering(self.worker.go_on, self._answer)
 
     def action_code(self) -> None:
         self.pick_code(self.answer_text)
 
     def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
-        """do: as `desk.do`, the default."""
+        """Queue a job by `do` (by default `worker.do`), unless an answer is under way."""
         if self.is_answering:
             self.notice.note(self._busy)
         else:
             self.notice.close_error()
-            (do or self.desk.do)(job)
+            (do or self.worker.do)(job)
 
     def _answer(self, job: Job) -> None:
-        """Has it done; until it is, nothing else is asked, and esc stops it."""
+        """Queue a job that asks for an answer; until it is done nothing else is asked, and esc stops it."""
         self._is_asked = True
-        self.desk.answer(job)
+        self.worker.answer(job)
         self.refresh_bindings()
 
     # Messages
 
-    @on(MessageView.Wanted)
-    def _on_wanted(self, event: MessageView.Wanted) -> None:
+    def on_message_view_wanted(self, event: MessageView.Wanted) -> None:
         view = event.view
         match event.what:
             case "copy":
-                self.copy(view.said, "the message")
+                self.copy(view.copy_text, "the message")
             case "code":
-                self.pick_code(view.said)
+                self.pick_code(view.copy_text)
             case "fork":
                 self.set_focus(self.composer)
-                self.unless_answering(lambda: self.desk.fork(view.index + 1))
+                self.unless_answering(lambda: self.worker.fork(view.index + 1))
             case "edit":
                 self.begin_edit(view.index)
             case "other" if view.turn is not None:
                 turn = view.turn
-                self.unless_answering(lambda: self.desk.turn_over(turn))
+                self.unless_answering(lambda: self.worker.turn_over(turn))
             case "regenerate":
                 self.set_focus(self.composer)
                 if view.index >= len(self._turns) - 2:
@@ -438,38 +467,34 @@ class ChatScreen(Screen[None]):
             index -= 1
         if index < 0 or self.is_answering:
             self.notice.note(self._busy if index >= 0 else "there is no question")
-            return
-        self.writing.edit(self._turns[index], content_of(self._turns[index])[0])
+        else:
+            self.panel.edit(self._turns[index], content_of(self._turns[index])[0])
 
     def copy(self, text: str, what: str) -> None:
-        """To the clipboard, by the terminal (OSC 52); without control characters, which a paste could make obeyed."""
+        """Copy by the terminal (OSC 52), without control characters: a shell might obey them in a paste."""
         self.app.copy_to_clipboard(printable(text))
         self.notice.note(f"copied {what}: {len(text):,} characters")
 
     @property
     def answer_text(self) -> str:
-        """Of the last answer, without what was thought."""
-        index = next((i for i, turn in reversed([*enumerate(self._turns)]) if turn["role"] == "assistant"), None)
-        if index is None:
-            return ""
-        return kept_apart(content_of(self._turns[index])[0], is_thinking=index in self._thinking)[1]
+        """The last answer without its thought."""
+        for index, turn in reversed([*enumerate(self._turns)]):
+            if turn["role"] == "assistant":
+                return kept_apart(content_of(turn)[0], is_thinking=index in self._thinking)[1]
+        return ""
 
     @work
     async def pick_code(self, text: str) -> None:
-        from localllm.tui.screens.code import CodePicker
+        from localllm.tui.screens.dialogs import CodeDialog
 
-        blocks = code_blocks(text)
-        if not blocks:
+        if not (blocks := code_blocks(text)):
             self.notice.note("there is no code block")
-            return
-        picked = await self.app.push_screen_wait(CodePicker(blocks))
-        if picked is None:
-            return
-        number, path = picked
-        if path is None:
-            self.copy(blocks[number].code, f"code block {number + 1}")
-        else:
-            self.save_code(blocks[number].code, path)
+        elif (picked := await self.app.push_screen_wait(CodeDialog(blocks))) is not None:
+            number, path = picked
+            if path is None:
+                self.copy(blocks[number].code, f"code block {number + 1}")
+            else:
+                self._save_code(blocks[number].code, path)
 
-    def save_code(self, code: str, path: str) -> None:
-        self.desk.do(lambda: self.desk.save_code(code, path))
+    def _save_code(self, code: str, path: str) -> None:
+        self.worker.do(lambda: self.worker.save_code(code, path))

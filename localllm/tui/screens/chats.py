@@ -1,17 +1,16 @@
-"""All chats that are kept: to search, read, open, rename, pin, delete and export."""
+"""The saved chats: search, read, open, rename, pin, delete and export."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from textual import events, on, work
+from textual import events, getters, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.content import Content
-from textual.message import Message
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input, Static
@@ -20,19 +19,17 @@ from localllm.chat.export import proposed_name
 from localllm.chat.text import one_line
 from localllm.errors import UsageError
 from localllm.history import GoneError, Session
-from localllm.tui import archive, messages
-from localllm.tui.archive import Archive
-from localllm.tui.key_names import KeyNames
-from localllm.tui.screens.prompt import Prompt
+from localllm.runtime.selection import told_of
+from localllm.tui.history_worker import ChatRow, ChatRows, HistoryWorker
+from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.chat_list import ChatList
 from localllm.tui.widgets.chat_preview import ChatPreview
 from localllm.tui.widgets.key_bar import KeyBar
 from localllm.tui.widgets.notice import Notice
 
-if TYPE_CHECKING:
-    from localllm.tui.screens.chat import ChatScreen
-
 _SEARCH_S = 0.15  # after the last letter
+_FIRST = 200  # chats that are listed before all are: a screenful, where thousands take a quarter of a second
 _PREVIEW_S = 0.1  # after the last step through the list
 _WIDE = 110  # columns, from which on list and preview have room beside each other
 _ENDINGS = (".md", ".json")
@@ -70,12 +67,18 @@ class ChatsScreen(Screen[None]):
     ]
     AUTO_FOCUS = "ChatList"
 
-    def __init__(self, chat: ChatScreen, archive: Archive) -> None:
+    chats = getters.query_one(ChatList)
+    notice = getters.query_one(Notice)
+    preview = getters.query_one(ChatPreview)
+    field = getters.query_one(Input)
+
+    def __init__(self, chat: ChatScreen, history: HistoryWorker) -> None:
         super().__init__()
         self._chat = chat
-        self._archive = archive
+        self._worker = chat.worker
+        self._history = history
         self._query = ""
-        self._is_cut = False  # there is more than is listed
+        self._is_cut = False  # there are more than are listed
         self._leaving: set[str] = set()  # uids of sessions that are being removed
         self._delays: dict[str, Timer] = {}
         self._previewed: tuple[str, int | None] | None = None
@@ -101,67 +104,71 @@ class ChatsScreen(Screen[None]):
         self._title("reading …")
         self._list()
 
-    @property
-    def chats(self) -> ChatList:
-        return self.query_one(ChatList)
-
-    @property
-    def notice(self) -> Notice:
-        return self.query_one(Notice)
-
-    @property
-    def preview(self) -> ChatPreview:
-        return self.query_one(ChatPreview)
-
     def _title(self, text: str) -> None:
         self.query_one("#title", Static).update(Content(f"chats  {text}"))
 
-    def _hear(self, message: Message) -> None:
-        """From the archive's thread. What comes after this screen was left is told on the chat."""
-        desk = self._chat.desk
-        if isinstance(message, archive.TakenOut):
-            taken = message.session
-            desk.do(lambda: desk.forget(taken.id))
-        elif isinstance(message, archive.PutBack) and message.session is not None:
-            back = message.session
-            desk.do(lambda: desk.recall(back.uid))
-        if not self.post_message(message):
-            self._chat.post_message(_as_told(message, self._chat.desk.key_names))
+    def _run(self, job: Coroutine[Any, Any, None]) -> None:
+        """Run a job to its end also where this screen is left; its error is shown."""
 
-    def _list(self) -> None:
-        self._archive.find(self._query, self._hear)
+        async def run() -> None:
+            try:
+                await job
+            except Exception as error:
+                known = told_of(error, None, self._worker.resolved)
+                self._notice_now.show_error(known)
+                if self.is_running and (self._leaving or isinstance(known, GoneError)):
+                    self._leaving.clear()
+                    self._list()
+
+        self.app.run_worker(run(), group="history")
+
+    @property
+    def _notice_now(self) -> Notice:
+        """The notice of this screen, or of the chat once this screen was left."""
+        return self.notice if self.is_running else self._chat.notice
 
     def _after(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
-        """Does it once nothing of that name was asked for during `delay_s`."""
+        """Call `action` once no other of its name has come for `delay_s`."""
         if name in self._delays:
             self._delays[name].stop()
         self._delays[name] = self.set_timer(delay_s, action)
 
     # The list
 
-    @on(archive.Listed)
-    def _on_listed(self, message: archive.Listed) -> None:
-        if message.query != self._query or (message.is_first and self.chats.rows):
-            return
-        rows = [row for row in message.rows if row.session.uid not in self._leaving]
+    @work(exclusive=True, group="list")
+    async def _list(self) -> None:
+        try:
+            if not self.chats.rows and not self._query:
+                first = await self._history.find("", _FIRST)
+                if not first.is_cut:
+                    self._show(first)
+                    return
+                self._show_rows(first)
+            self._show(await self._history.find(self._query))
+        except Exception as error:
+            self.notice.show_error(told_of(error, None, self._worker.resolved))
+
+    def _show(self, found: ChatRows) -> None:
+        self._show_rows(found)
+        self._is_cut = found.is_cut
+        self._show_count()
+
+    def _show_rows(self, found: ChatRows) -> None:
         self.chats.open_id = self._chat.session_id
-        self.chats.show(rows, self._query)
+        self.chats.show([row for row in found.rows if row.session.uid not in self._leaving], self._query)
         self._previewed = None
-        if not message.is_first:
-            self._is_cut = message.is_cut
-            self._tell_count()
 
     def on_descendant_focus(self) -> None:
         if self._query:  # the title names what a key does there
-            self._tell_count()
+            self._show_count()
 
-    def _tell_count(self) -> None:
+    def _show_count(self) -> None:
         count = len(self.chats.rows)
         if self._query:
             chats = len({row.session.uid for row in self.chats.rows})
             places = f"the latest {count:,} places" if self._is_cut else f"{count:,} place{'' if count == 1 else 's'}"
             more = "; more words find fewer" if self._is_cut else ""
-            keys = "  (tab: the list and its keys)" if count and self.query_one(Input).has_focus else ""
+            keys = "  (tab: the list and its keys)" if count and self.field.has_focus else ""
             self._title(f"{places} in {chats:,} chat{'' if chats == 1 else 's'}{more}{keys}")
         else:
             self._title(f"{count:,} kept")
@@ -170,16 +177,14 @@ class ChatsScreen(Screen[None]):
         empty.update(Content(none))
         self.set_class(not count, "-empty")
 
-    @on(Input.Changed)
-    def _on_typed(self) -> None:
+    def on_input_changed(self) -> None:
         self._after("search", _SEARCH_S, self._search)
 
     def _search(self) -> None:
-        self._query = self.query_one(Input).value.strip()
+        self._query = self.field.value.strip()
         self._list()
 
-    @on(ChatList.Highlighted)
-    def _on_highlighted(self, event: ChatList.Highlighted) -> None:
+    def on_chat_list_highlighted(self, event: ChatList.Highlighted) -> None:
         if event.row is None:
             self.preview.clear()
         else:
@@ -189,70 +194,29 @@ class ChatsScreen(Screen[None]):
         row = self.chats.row
         if row is not None and self.preview.display and row.key != self._previewed:
             self._previewed = row.key
-            self._archive.preview(row, self._hear)
+            self._preview(row)
 
-    @on(archive.Previewed)
-    def _on_previewed(self, message: archive.Previewed) -> None:
-        row = self.chats.row
-        if row is not None and row.key == message.row.key:
-            self.preview.show(message, self._query)
+    @work(exclusive=True, group="preview")
+    async def _preview(self, row: ChatRow) -> None:
+        try:
+            found = await self._history.excerpt(row)
+        except Exception as error:
+            self.notice.show_error(told_of(error, None, self._worker.resolved))
+            if isinstance(error, GoneError):
+                self._list()
+            return
+        if self.chats.row is not None and self.chats.row.key == row.key:
+            self.preview.show(found, self._query)
 
     def on_resize(self, event: events.Resize) -> None:
         self._after("preview", _PREVIEW_S, self._read)
 
     def on_key(self, event: events.Key) -> None:
-        """The list can be gone through while words are typed."""
-        if self.query_one(Input).has_focus and event.key in ("up", "down", "pageup", "pagedown"):
+        """Move in the list while the field has the focus."""
+        if self.field.has_focus and event.key in ("up", "down", "pageup", "pagedown"):
             event.stop()
             step = -1 if event.key.endswith("up") else 1
             (self.chats.action_page if event.key.startswith("page") else self.chats.action_move)(step)
-
-    # What came of it
-
-    @on(messages.Failed)
-    def _on_failed(self, message: messages.Failed) -> None:
-        self.notice.tell(message.error)
-        if self._leaving or isinstance(message.error, GoneError):
-            self._leaving.clear()
-            self._list()
-
-    @on(messages.Told)
-    def _on_told(self, message: messages.Told) -> None:
-        self.notice.note(message.text, is_warning=message.severity == "warning")
-
-    @on(archive.Checked)
-    def _on_checked(self, message: archive.Checked) -> None:
-        session, found = message.row.session, message.row.message
-        number = found.number if found is not None else None
-        if session.id != self._chat.session_id or number is not None:
-            self._chat.desk.do(lambda: self._chat.desk.open(session.id, number))
-        self.dismiss()
-
-    @on(archive.Changed)
-    def _on_changed(self, message: archive.Changed) -> None:
-        self._list()
-
-    @on(archive.TakenOut)
-    def _on_taken_out(self, message: archive.TakenOut) -> None:
-        self._leaving.discard(message.session.uid)
-        self.notice.note(f"deleted: {message.session.title} ({self._chat.desk.key_names['chats.undo']} brings it back)")
-
-    @on(archive.PutBack)
-    def _on_put_back(self, message: archive.PutBack) -> None:
-        session = message.session
-        if session is None:
-            self.notice.note("nothing was deleted here that could be brought back")
-            return
-        self.notice.note(f"back again: {session.title}")
-        self._list()
-
-    @on(archive.Exported)
-    def _on_exported(self, message: archive.Exported) -> None:
-        self.notice.note(f"wrote {message.path}")
-
-    @on(archive.Refused)
-    def _on_refused(self, message: archive.Refused) -> None:
-        self._ask_to_overwrite(message.row, message.path)
 
     # Keys
 
@@ -265,20 +229,28 @@ class ChatsScreen(Screen[None]):
         if row.message is None and row.session.id == self._chat.session_id:
             self.dismiss()
         elif self._is_free():
-            self._archive.check(row, self._hear)
+            self._run(self._open(row))
+
+    async def _open(self, row: ChatRow) -> None:
+        session = await self._history.refresh(row.session)
+        number = row.message.number if row.message is not None else None
+        if session.id != self._chat.session_id or number is not None:
+            self._worker.do(lambda: self._worker.open(session.id, number))
+        if self.is_running:
+            self.dismiss()
 
     def action_new(self) -> None:
         if self._is_free():
-            self._chat.desk.do(self._chat.desk.new)
+            self._worker.do(self._worker.new)
             self.dismiss()
 
     def _is_free(self) -> bool:
         if self._chat.is_answering:
-            self.notice.note(self._chat.desk.answering.busy_text)
+            self.notice.note(self._worker.answers.busy_text)
         return not self._chat.is_answering
 
     def action_search(self) -> None:
-        self.query_one(Input).focus()
+        self.field.focus()
 
     def action_turn(self) -> None:
         self.toggle_class("-turned")
@@ -290,7 +262,7 @@ class ChatsScreen(Screen[None]):
         self._read()
 
     def action_back(self) -> None:
-        field = self.query_one(Input)
+        field = self.field
         if self.has_class("-turned") and self.has_class("-narrow"):
             self.action_turn()
         elif field.value or field.has_focus:
@@ -303,29 +275,52 @@ class ChatsScreen(Screen[None]):
 
     def action_pin(self) -> None:
         if (session := self._session) is not None:
-            self._archive.pin(session, not session.is_pinned, self._hear)
+            self._run(self._change(self._history.pin(session, not session.is_pinned)))
+
+    async def _change(self, change: Awaitable[Session]) -> None:
+        await change
+        if self.is_running:
+            self._list()
 
     def action_delete(self) -> None:
         if (session := self._session) is not None:
             self._leaving.add(session.uid)
             self.chats.drop(session.uid)
-            self._tell_count()
-            self._archive.take_out(session, self._hear)
+            self._show_count()
+            self._run(self._delete(session))
+
+    async def _delete(self, session: Session) -> None:
+        await self._history.delete(session)
+        self._worker.do(lambda: self._worker.forget(session.id))
+        self._leaving.discard(session.uid)
+        keys = self._worker.key_names
+        way = keys["chats.undo"] if self.is_running else f"{keys['app.chats']}, and {keys['chats.undo']} there,"
+        self._notice_now.note(f"deleted: {session.title} ({way} brings it back)")
 
     def action_undo(self) -> None:
-        self._archive.put_back(self._hear)
+        self._run(self._restore())
+
+    async def _restore(self) -> None:
+        session = await self._history.restore()
+        if session is None:
+            self._notice_now.note("nothing was deleted here that could be brought back")
+            return
+        self._worker.do(lambda: self._worker.recall(session.uid))
+        self._notice_now.note(f"back again: {session.title}")
+        if self.is_running:
+            self._list()
 
     @work
     async def action_rename(self) -> None:
         if (session := self._session) is None:
             return
-        title = await self.app.push_screen_wait(Prompt("another title", session.title))
+        title = await self.app.push_screen_wait(LineDialog("another title", session.title))
         if title is None:
             return
         title = " ".join(title.split())
-        self._archive.rename(session, title, self._hear)
+        self._run(self._change(self._history.rename(session, title)))
         if session.id == self._chat.session_id:  # which would else give it its own again
-            self._chat.desk.do(lambda: self._chat.desk.rename(title))
+            self._worker.do(lambda: self._worker.rename(title))
 
     @work
     async def action_export(self) -> None:
@@ -333,32 +328,28 @@ class ChatsScreen(Screen[None]):
             return
         hint = "in this folder; .md is to be read, .json has every branch and can be imported"
         name = f"{proposed_name(row.session.title)}{_ENDINGS[0]}"
-        path = await self.app.push_screen_wait(Prompt("write the chat into", name, hint, endings=_ENDINGS))
+        path = await self.app.push_screen_wait(LineDialog("write the chat into", name, hint, endings=_ENDINGS))
         if path is not None:
-            self._archive.export(row, Path(path), self._hear)
+            self._run(self._export(row, Path(path)))
+
+    async def _export(self, row: ChatRow, path: Path, *, overwrites: bool = False) -> None:
+        file, is_written = await self._history.export(row, path, overwrites=overwrites)
+        if is_written:
+            self._notice_now.note(f"wrote {file}")
+        elif self.is_running:
+            self._ask_to_overwrite(row, file)
+        else:
+            fix = f"another name: {file.with_stem(f'{file.stem}-2')}"
+            raise UsageError(f"{str(file)!r} is there already", why="it would be lost", fix=fix)
 
     @work
-    async def _ask_to_overwrite(self, row: archive.Row, path: Path) -> None:
+    async def _ask_to_overwrite(self, row: ChatRow, path: Path) -> None:
         title = f"{one_line(str(path))} is there already"
         hint = "accept, and what is in it is lost; or another name"
-        wanted = await self.app.push_screen_wait(Prompt(title, str(path), hint, endings=_ENDINGS))
+        wanted = await self.app.push_screen_wait(LineDialog(title, str(path), hint, endings=_ENDINGS))
         if wanted is not None:
-            self._archive.export(row, Path(wanted), self._hear, overwrites=Path(wanted) == path)
+            self._run(self._export(row, Path(wanted), overwrites=Path(wanted) == path))
 
     @property
     def _session(self) -> Session | None:
         return self.chats.row.session if self.chats.row is not None else None
-
-
-def _as_told(message: Message, key_names: KeyNames) -> Message:
-    """What came of it, for a screen that has no list."""
-    match message:
-        case archive.Exported(path=path):
-            return messages.Told(f"wrote {path}")
-        case archive.Refused(path=path):
-            fix = f"another name: {path.with_stem(f'{path.stem}-2')}"
-            return messages.Failed(UsageError(f"{str(path)!r} is there already", why="it would be lost", fix=fix))
-        case archive.TakenOut(session=session):
-            way = f"{key_names['app.chats']}, and {key_names['chats.undo']} there"
-            return messages.Told(f"deleted: {session.title} ({way}, brings it back)")
-    return message

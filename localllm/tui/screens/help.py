@@ -1,22 +1,21 @@
-"""The keys and commands that work here, read from the bindings themselves."""
+"""The keys and commands, read from the bindings themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.dom import DOMNode
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from localllm.tui.commands import COMMANDS
-from localllm.tui.key_names import KeyNames
+from localllm.tui.keys import KeyNames
 
 _COLUMN = 26
-_UNBOUND = {  # what a text field does by itself, which no config.toml changes
+_UNBOUND = {  # keys of a text field, which no config.toml changes
     "Writing": [
         ("up, down", "what was asked before, from the first and the last line on"),
         ("tab", "complete a command"),
@@ -39,10 +38,10 @@ class HelpScreen(ModalScreen[None]):
         Binding("f1", "close", "close", id="app.help"),  # whichever key opened it
     ]
 
-    def __init__(self, rooms: Mapping[str, type[DOMNode]], keymap: Mapping[str, str]) -> None:
-        """rooms: what has keys, by the title under which they are told. keymap: the user's own, by a binding's id."""
+    def __init__(self, scopes: Mapping[str, Sequence[Binding]], keymap: Mapping[str, str]) -> None:
+        """scopes: the bindings by their title. keymap: the user's keys by a binding's id."""
         super().__init__()
-        self._rooms = rooms
+        self._scopes = scopes
         self._keymap = keymap
 
     def compose(self) -> ComposeResult:
@@ -54,15 +53,14 @@ class HelpScreen(ModalScreen[None]):
 
     def _keys(self) -> Iterator[Content]:
         key_names = KeyNames(self._keymap)
-        for title, room in self._rooms.items():
+        for title, bindings in self._scopes.items():
             opened_by = f" ({key_names[_OPENED_BY[title]]})" if title in _OPENED_BY else ""
             yield Content.styled(f"{title}{opened_by}", "bold")
-            for binding in room.BINDINGS:
-                if isinstance(binding, Binding) and binding.id is not None:
-                    keys = self._keymap.get(binding.id, binding.key).split(",")
-                    shown = ", ".join(self.app.get_key_display(binding.with_key(key.strip())) for key in keys)
-                    name = Content.styled(f"  ({binding.id})", "$foreground-muted")
-                    yield Content.styled(shown.ljust(_COLUMN), "$text-accent") + Content(binding.description) + name
+            for binding in bindings:
+                keys = self._keymap.get(str(binding.id), binding.key).split(",")
+                shown = ", ".join(self.app.get_key_display(binding.with_key(key.strip())) for key in keys)
+                name = Content.styled(f"  ({binding.id})", "$foreground-muted")
+                yield Content.styled(shown.ljust(_COLUMN), "$text-accent") + Content(binding.description) + name
             for pressed, what in _UNBOUND.get(title, ()):
                 yield Content.styled(pressed.ljust(_COLUMN), "$text-accent") + Content(what)
             yield Content()

@@ -1,62 +1,40 @@
-"""The models: chosen, fetched, packed and deleted."""
+"""The models: choose, fetch, pack and delete them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
-from textual import events, on, work
+from textual import events, getters, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
 from textual.content import Content
-from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
 
 from localllm import hub
 from localllm.chat.text import one_line
 from localllm.config import format_bytes
-from localllm.errors import LocalLLMError
 from localllm.registry import REPO_ID, REVISION
 from localllm.runtime.deletion import freed_by
 from localllm.runtime.model_catalog import ModelRow, model_rows
 from localllm.runtime.model_facts import fact_lines
 from localllm.runtime.selection import told_of
-from localllm.tui import messages
+from localllm.tui.download_worker import Download, DownloadWorker
+from localllm.tui.fit_worker import FitWorker
+from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.model_choices import EVERYTHING, NO, PACKED, ask_how_to_pack, ask_to_delete, ask_to_pull
-from localllm.tui.transfers import Transfer, Transfers
-from localllm.tui.verdicts import Verdicts
+from localllm.tui.widgets.download_list import DownloadList, DownloadView
 from localllm.tui.widgets.key_bar import KeyBar
-from localllm.tui.widgets.model_details import ModelDetails
-from localllm.tui.widgets.model_table import Line, ModelTable
+from localllm.tui.widgets.model_table import ModelDetails, ModelLine, ModelTable
 from localllm.tui.widgets.notice import Notice
-from localllm.tui.widgets.transfer_list import TransferList, TransferView
-
-if TYPE_CHECKING:
-    from localllm.tui.screens.chat import ChatScreen
 
 _WIDE = 130  # columns, from which on the details have room beside the table
 
 
-@dataclass
-class _Listed(Message):
-    rows: list[ModelRow]
-
-
-@dataclass
-class _Described(Message):
-    name: str
-    facts: list[tuple[str, str]]
-
-
-@dataclass
-class _Sized(Message):
-    """What a deletion would free."""
-
-    row: ModelRow
-    checkpoint_bytes: int
-    packed_bytes: int
+_Result = TypeVar("_Result")
 
 
 class ModelsScreen(Screen[None]):
@@ -88,12 +66,17 @@ class ModelsScreen(Screen[None]):
     ]
     AUTO_FOCUS = "ModelTable"
 
-    def __init__(self, chat: ChatScreen, transfers: Transfers, verdicts: Verdicts) -> None:
+    table = getters.query_one(ModelTable)
+    details = getters.query_one(ModelDetails)
+    notice = getters.query_one(Notice)
+    filter_input = getters.query_one("#filter", Input)
+
+    def __init__(self, chat: ChatScreen, downloads: DownloadWorker, fits: FitWorker) -> None:
         super().__init__()
         self._chat = chat
-        self._desk = chat.desk
-        self._transfers = transfers
-        self._verdicts = verdicts
+        self._worker = chat.worker
+        self._downloads = downloads
+        self._fits = fits
         self._rows: list[ModelRow] = []
         self._facts: list[tuple[str, str]] = []
         self._wants_details: bool | None = None  # None: where there is room beside the table
@@ -107,114 +90,85 @@ class ModelsScreen(Screen[None]):
                 yield ModelTable()
             yield ModelDetails()
         yield Static("", id="measuring", markup=False)
-        yield TransferList()
+        yield DownloadList()
         yield Notice()
         yield KeyBar()
 
-    @property
-    def table(self) -> ModelTable:
-        return self.query_one(ModelTable)
-
-    @property
-    def notice(self) -> Notice:
-        return self.query_one(Notice)
-
-    @property
-    def filter_input(self) -> Input:
-        return self.query_one("#filter", Input)
-
     def on_mount(self) -> None:
-        self.query_one(TransferList).show(self._transfers.all)
+        self.query_one(DownloadList).show(self._downloads.all)
         self._list()
 
     def on_resize(self, event: events.Resize) -> None:
         self.set_class(event.size.width >= _WIDE, "-wide")
         self._show_details()
 
-    # What the threads tell
-
-    @work(thread=True, exclusive=True, group="list")
-    def _list(self) -> None:
+    async def _in_thread(self, call: Callable[[], _Result]) -> _Result | None:
+        """The result of a blocking call; None where it failed, which is shown."""
         try:
-            self.post_message(_Listed(model_rows(has_available=True)))
+            return await asyncio.to_thread(call)
         except Exception as error:
-            self.post_message(messages.Failed(self._told(error)))
+            self.notice.show_error(told_of(error, None, self._worker.resolved))
+            return None
 
-    @on(_Listed)
-    def _on_listed(self, message: _Listed) -> None:
+    @work(exclusive=True, group="list")
+    async def _list(self) -> None:
+        rows = await self._in_thread(lambda: model_rows(has_available=True))
+        if rows is None:
+            return
         is_first = not self._rows
-        self._rows = message.rows
+        self._rows = rows
         self._show_lines()
-        if is_first and self._desk.model_name is not None:
-            self.table.highlight(self._desk.model_name)
-        self._verdicts.want(self._rows, self._desk.resolved)
+        if is_first and self._worker.model_name is not None:
+            self.table.highlight(self._worker.model_name)
+        self._fits.want(self._rows, self._worker.resolved)
         self._describe_highlighted()
 
-    def judged(self, name: str) -> None:
-        """The verdict on a model is there."""
-        row = next((row for row in self._rows if row.name == name), None)
-        if row is not None:
-            self.table.change(self._line(row))
-        if name == self.query_one(ModelDetails).model:
-            self._tell_details(name)
+    def show_fit(self, name: str) -> None:
+        """Show the verdict on a model."""
+        self._change_line(name)
+        if name == self.details.model:
+            self._show_facts(name)
 
-    def tell_measuring(self, text: str) -> None:
-        """text: what of the machine is measured, "" where nothing is."""
+    def _change_line(self, name: str) -> None:
+        for row in self._rows:
+            if row.name == name:
+                self.table.change(self._line(row))
+
+    def show_measuring(self, text: str) -> None:
+        """text: the measurement that runs; "" for none."""
         line = self.query_one("#measuring", Static)
         line.update(Content(f"{one_line(text)} …"))
         line.display = bool(text)
 
-    def follow(self, transfer: Transfer) -> None:
-        """A pull or a conversion has moved on."""
-        self.query_one(TransferList).show(self._transfers.all)
-        row = next((row for row in self._rows if row.name == transfer.name), None)
-        if row is not None:
-            self.table.change(self._line(row))
-        match transfer.state:
+    def show_download(self, download: Download) -> None:
+        """Show the progress of a download, or its end."""
+        self.query_one(DownloadList).show(self._downloads.all)
+        self._change_line(download.name)
+        match download.state:
             case "ended":
-                self.notice.note(transfer.told)
-                self._list()
+                self.notice.note(download.result)
             case "cancelled":
-                self.notice.note(f"{transfer.name}: what is there is kept; d deletes it")
-                self._list()
-            case "paused":
-                self._list()
-            case "failed" if transfer.error is not None:
-                self.notice.tell(transfer.error)
-                self._list()
-
-    @on(messages.Told)
-    def _on_told(self, message: messages.Told) -> None:
-        self.notice.note(message.text)
-        self._list()
-
-    @on(messages.Failed)
-    def _on_failed(self, message: messages.Failed) -> None:
-        self.notice.tell(message.error)
+                self.notice.note(f"{download.name}: what is there is kept; d deletes it")
+            case "failed" if download.error is not None:
+                self.notice.show_error(download.error)
+        if not download.is_running:
+            self._list()
 
     # The table
 
-    @on(ModelTable.Arranged)
-    def _on_arranged(self, event: ModelTable.Arranged) -> None:
+    def on_model_table_arranged(self, event: ModelTable.Arranged) -> None:
         self.query_one("#header", Static).update(event.header)
 
-    @on(OptionList.OptionHighlighted)
-    def _on_highlighted(self) -> None:
+    def on_option_list_option_highlighted(self) -> None:
         self._describe_highlighted()
 
     @on(OptionList.OptionSelected)
     @on(Input.Submitted)
     def action_choose(self) -> None:
-        row = self._row
-        if row is None:
-            return
-        if row.is_here:
-            self._use(row)
-        else:
-            self._fetch(row)
+        if (row := self._row) is not None:
+            (self._use if row.is_here else self._fetch)(row)
 
-    @on(Input.Changed)
-    def _on_filter_written(self) -> None:
+    def on_input_changed(self) -> None:
         self._show_lines()
 
     def action_filter(self) -> None:
@@ -222,7 +176,7 @@ class ModelsScreen(Screen[None]):
         self.filter_input.focus()
 
     def action_move(self, step: int) -> None:
-        """From the filter, which keeps the focus."""
+        """Move in the table while the filter has the focus."""
         (self.table.action_cursor_down if step > 0 else self.table.action_cursor_up)()
 
     def action_back(self) -> None:
@@ -246,7 +200,7 @@ class ModelsScreen(Screen[None]):
         words = self.filter_input.value.strip()
         lines = [self._line(row) for row in self._rows]
         if not any(line.matches(words) for line in lines) and _is_repository(words):
-            lines.append(Line(ModelRow(words, "available", words.partition("@")[0])))
+            lines.append(ModelLine(ModelRow(words, "available", words.partition("@")[0])))
         self.table.show(lines, words)
         here = sum(row.is_here for row in self._rows)
         found = f"{here} on this disk, {len(self._rows)} in all"
@@ -254,30 +208,30 @@ class ModelsScreen(Screen[None]):
             found = f"no name has {words!r} in it; ORG/REPOSITORY is looked for on the hub"
         self.query_one("#title", Static).update(Content(f"models: {one_line(found)}"))
 
-    def _line(self, row: ModelRow) -> Line:
-        verdict = self._verdicts.of(row, self._desk.resolved)
-        return Line(row, verdict, self._transfers.of(row.name), row.name == self._desk.model_name)
+    def _line(self, row: ModelRow) -> ModelLine:
+        verdict = self._fits.of(row, self._worker.resolved)
+        return ModelLine(row, verdict, self._downloads.of(row.name), row.name == self._worker.model_name)
 
     # Choosing
 
     def _use(self, row: ModelRow) -> None:
         if self._chat.is_answering:
-            self.notice.note(self._desk.answering.busy_text)
-        elif row.name == self._desk.model_name:
+            self.notice.note(self._worker.answers.busy_text)
+        elif row.name == self._worker.model_name:
             self.notice.note(f"{row.name} is the model that the chat has")
         else:
-            self._desk.do(lambda: self._desk.use(row.name))
+            self._worker.do(lambda: self._worker.use(row.name))
             self.dismiss()
 
     # Fetching and packing
 
     def action_pull(self) -> None:
-        """Fetches the model; pauses what is done with it, or goes on with that."""
+        """Fetch the model; pause or resume its download."""
         row = self._row
         if row is None:
             return
-        if (transfer := self._transfers.of(row.name)) is not None:
-            self._toggle(transfer)
+        if (download := self._downloads.of(row.name)) is not None:
+            self._toggle(download)
         elif row.is_here:
             self.notice.note(f"{row.name} is on this disk")
         else:
@@ -285,16 +239,16 @@ class ModelsScreen(Screen[None]):
 
     @work
     async def _fetch(self, row: ModelRow) -> None:
-        transfer = self._transfers.of(row.name)
-        if transfer is not None and transfer.is_running:
+        download = self._downloads.of(row.name)
+        if download is not None and download.is_running:
             self.notice.note(f"{row.name} is on its way")
-        elif transfer is not None:
-            self._toggle(transfer)
+        elif download is not None:
+            self._toggle(download)
         elif row.repo is None:
             self.notice.note(f"{row.name} was a folder of yours, which is gone: d deletes what was packed of it")
-        elif await self.app.push_screen_wait(ask_to_pull(row, self._verdicts.of(row, self._desk.resolved))) == "pull":
+        elif await self.app.push_screen_wait(ask_to_pull(row, self._fits.of(row, self._worker.resolved))) == "pull":
             self.notice.note("p pauses it, c cancels it; it goes on behind the chat, too")
-            self._transfers.pull(row.name, self._desk.resolved)
+            self._downloads.pull(row.name, self._worker.resolved)
 
     @work
     async def action_pack(self) -> None:
@@ -303,37 +257,35 @@ class ModelsScreen(Screen[None]):
             return
         if not row.is_here:
             self.notice.note(f"{row.name} is not on this disk: p fetches it")
-        elif any(transfer.kind == "pack" and transfer.is_running for transfer in self._transfers.all):
+        elif any(download.kind == "pack" and download.is_running for download in self._downloads.all):
             self.notice.note("another model is being packed: two would need the memory of both")
         elif (weights := await self.app.push_screen_wait(ask_how_to_pack(row))) is not None:
             self.notice.close()
-            self._transfers.pack(row.name, weights, self._desk.resolved)
+            self._downloads.pack(row.name, weights, self._worker.resolved)
 
     def action_cancel(self) -> None:
-        """Ends what is done with the model that is highlighted, or the only thing that is done."""
+        """Cancel the download of the highlighted model, or the only one that there is."""
         row = self._row
-        transfer = None if row is None else self._transfers.of(row.name)
-        if transfer is None and len(self._transfers.all) == 1:
-            transfer = self._transfers.all[0]
-        if transfer is not None:
-            self._transfers.cancel(transfer)
+        download = None if row is None else self._downloads.of(row.name)
+        if download is None and len(self._downloads.all) == 1:
+            download = self._downloads.all[0]
+        if download is not None:
+            self._downloads.cancel(download)
         else:
             self.notice.note("nothing is fetched or packed")
 
-    @on(TransferView.Toggled)
-    def _on_toggled(self, event: TransferView.Toggled) -> None:
-        self._toggle(event.transfer)
+    def on_download_view_toggled(self, event: DownloadView.Toggled) -> None:
+        self._toggle(event.download)
 
-    @on(TransferView.Cancelled)
-    def _on_cancelled(self, event: TransferView.Cancelled) -> None:
-        self._transfers.cancel(event.transfer)
+    def on_download_view_cancelled(self, event: DownloadView.Cancelled) -> None:
+        self._downloads.cancel(event.download)
 
-    def _toggle(self, transfer: Transfer) -> None:
-        if transfer.is_running:
-            self._transfers.pause(transfer)
+    def _toggle(self, download: Download) -> None:
+        if download.is_running:
+            self._downloads.pause(download)
         else:
             self.notice.close()
-            self._transfers.resume(transfer)
+            self._downloads.resume(download)
 
     # Deleting
 
@@ -341,49 +293,37 @@ class ModelsScreen(Screen[None]):
         row = self._row
         if row is None:
             return
-        transfer = self._transfers.of(row.name)
-        if transfer is not None and transfer.is_running:
-            self.notice.note(
-                f"{row.name} is being {'fetched' if transfer.kind == 'pull' else 'packed'}: c cancels that"
-            )
+        download = self._downloads.of(row.name)
+        if download is not None and download.is_running:
+            verb = "fetched" if download.kind == "pull" else "packed"
+            self.notice.note(f"{row.name} is being {verb}: c cancels that")
         elif row.state == "available":
             self.notice.note(f"nothing of {row.name} is on this disk")
         else:
-            self._size_up(row)
+            self._ask_to_delete(row)
 
-    @work(thread=True, exclusive=True, group="delete")
-    def _size_up(self, row: ModelRow) -> None:
-        try:
-            self.post_message(_Sized(row, *freed_by(row)))
-        except Exception as error:
-            self.post_message(messages.Failed(self._told(error)))
-
-    @on(_Sized)
-    def _on_sized(self, message: _Sized) -> None:
-        self._ask_to_delete(message)
+    @work(exclusive=True, group="delete")
+    async def _ask_to_delete(self, row: ModelRow) -> None:
+        sizes = await self._in_thread(lambda: freed_by(row))
+        if sizes is None:
+            return
+        choice = ask_to_delete(row, *sizes, is_loaded=row.name == self._worker.model_name)
+        answer = await self.app.push_screen_wait(choice)
+        if answer == NO:
+            self.notice.note("nothing was deleted")
+        if answer not in (EVERYTHING, PACKED):
+            return
+        if (paused := self._downloads.of(row.name)) is not None:
+            self._downloads.cancel(paused)
+        self._delete(row.name, packed_only=answer == PACKED)
 
     @work
-    async def _ask_to_delete(self, sized: _Sized) -> None:
-        row = sized.row
-        is_loaded = row.name == self._desk.model_name
-        choice = ask_to_delete(row, sized.checkpoint_bytes, sized.packed_bytes, is_loaded=is_loaded)
-        answer = await self.app.push_screen_wait(choice)
-        if answer in (EVERYTHING, PACKED):
-            if (paused := self._transfers.of(row.name)) is not None:
-                self._transfers.cancel(paused)
-            self._delete(row.name, packed_only=answer == PACKED)
-        elif answer == NO:
-            self.notice.note("nothing was deleted")
-
-    @work(thread=True, group="delete")
-    def _delete(self, name: str, *, packed_only: bool) -> None:
-        try:
-            freed_bytes = hub.remove(name, packed_only=packed_only)
-        except Exception as error:
-            self.post_message(messages.Failed(self._told(error)))
-            return
-        what = f"what was packed of {name}" if packed_only else name
-        self.post_message(messages.Told(f"deleted {what}: {format_bytes(freed_bytes)} freed"))
+    async def _delete(self, name: str, *, packed_only: bool) -> None:
+        freed_bytes = await self._in_thread(lambda: hub.remove(name, packed_only=packed_only))
+        if freed_bytes is not None:
+            what = f"what was packed of {name}" if packed_only else name
+            self.notice.note(f"deleted {what}: {format_bytes(freed_bytes)} freed")
+            self._list()
 
     # Details
 
@@ -401,32 +341,24 @@ class ModelsScreen(Screen[None]):
         if line is not None and self.has_class("-details"):
             self._describe(line.name)
 
-    @work(thread=True, exclusive=True, group="details")
-    def _describe(self, name: str) -> None:
+    @work(exclusive=True, group="details")
+    async def _describe(self, name: str) -> None:
         try:
-            facts = list(fact_lines(hub.describe(name)))
+            self._facts = list(fact_lines(await asyncio.to_thread(hub.describe, name)))
         except Exception as error:
-            told = self._told(error)
-            facts = [("name", name), ("error", told.what), ("why", told.why)]
-        self.post_message(_Described(name, facts))
-
-    def _told(self, error: Exception) -> LocalLLMError:
-        return told_of(error, None, self._desk.resolved)
-
-    @on(_Described)
-    def _on_described(self, message: _Described) -> None:
+            known = told_of(error, None, self._worker.resolved)
+            self._facts = [("name", name), ("error", known.what), ("why", known.why)]
         line = self.table.line
-        if line is not None and line.name == message.name:
-            self._facts = message.facts
-            self._tell_details(message.name)
+        if line is not None and line.name == name:
+            self._show_facts(name)
 
-    def _tell_details(self, name: str) -> None:
+    def _show_facts(self, name: str) -> None:
         line = self.table.line
         verdict = line.verdict if line is not None and line.name == name else None
-        self.query_one(ModelDetails).tell(name, self._facts, verdict)
+        self.details.show(name, self._facts, verdict)
 
 
 def _is_repository(words: str) -> bool:
-    """Whether it is ORG/REPOSITORY, with a revision or without."""
+    """Return whether it is ORG/REPOSITORY, with a revision or without."""
     repo, at, revision = words.partition("@")
     return REPO_ID.fullmatch(repo) is not None and (not at or REVISION.fullmatch(revision) is not None)

@@ -1,52 +1,38 @@
-"""The plan of the model that is talked with, as a picture, and what it would be under other settings."""
+"""The plan of the chat's model as a picture, and its plan under other settings."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from textual import on
+from textual import getters, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical, VerticalScroll
 from textual.content import Content
+from textual.geometry import Size
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm.config import format_bytes
+from localllm.runtime.selection import Selection
 from localllm.settings import KV_FORMATS, Settings
-from localllm.tui import plan_drawing as drawing
-from localllm.tui.replanning import (
-    NOW,
-    Bounded,
-    Bounds,
-    Busy,
-    DeskPlanning,
-    NotPlanned,
-    Planning,
-    Replanned,
-    Replanner,
-    Wish,
-)
-from localllm.tui.widgets.activity import Activity
-from localllm.tui.widgets.drawn import Drawn
+from localllm.tui import plan_charts as charts
+from localllm.tui.chat_worker import ChatWorker
+from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanDelayed, PlanFound, PlanRefused, PlanWish, PlanWorker
 from localllm.tui.widgets.key_bar import KeyBar
-from localllm.tui.widgets.notice import Notice
-from localllm.tui.widgets.slider import Slider, Stop
+from localllm.tui.widgets.notice import Activity, Notice
+from localllm.tui.widgets.slider import Slider, SliderStop
 
 if TYPE_CHECKING:
-    from localllm.chat.context import ContextUsage
     from localllm.engine.planning import Planned
-    from localllm.offload.planner.plan import Plan
-    from localllm.runtime.selection import Selection
-    from localllm.tui.desk import Desk
 
 _WEIGHTS = ("auto", "bf16", "bf12", "int8", "int4", "nf4")
 _LEAST_CTX = 256
 _LEAST_CAP_BYTES = 256 << 20
-_END = 1 << 20  # stops: more than any slider has
+_END = 1 << 20  # more stops than any slider has
 _KEYS = {
     "plan.up plan.down": "choose",
     "plan.less plan.more": "change",
@@ -58,6 +44,28 @@ _KEYS = {
 }
 
 
+class Chart(Widget):
+    """Content drawn anew for each width; hidden where there is none."""
+
+    DEFAULT_CSS = "Chart { height: auto; width: 1fr; display: none; }"
+    _draw: Callable[[int], Content] | None = None
+
+    def show(self, draw: Callable[[int], Content] | None) -> None:
+        """draw: called with the number of columns."""
+        self._draw = draw
+        self.display = draw is not None
+        self.refresh(layout=True)
+
+    def render(self) -> Content:
+        return self._drawn(self.content_size.width)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return len(self._drawn(width).wrap(width)) if width else 0
+
+    def _drawn(self, columns: int) -> Content:
+        return Content() if self._draw is None or columns < 1 else self._draw(columns)
+
+
 class PlanScreen(Screen[None]):
     CSS = """
     PlanScreen {
@@ -67,7 +75,7 @@ class PlanScreen(Screen[None]):
         & #sliders { height: auto; padding: 0 1; border-bottom: solid $border-blurred; }
         & #predicted, & #changed { padding: 0 1; }
         & #picture { height: 1fr; padding: 0 1; border-top: solid $border-blurred; }
-        & #picture Drawn { margin: 0 0 1 0; }
+        & #picture Chart { margin: 0 0 1 0; }
         &.-stale #predicted, &.-stale #changed, &.-stale #picture { text-opacity: 50%; }
         &.-wide #body { layout: horizontal; }
         &.-wide #wishes { width: 2fr; max-width: 90; height: 1fr; max-height: 100%; }
@@ -89,123 +97,124 @@ class PlanScreen(Screen[None]):
     ]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]
 
-    def __init__(self, desk: Desk, selection: Selection, planning: Planning | None = None) -> None:
-        """planning: in the place of the desk's own."""
+    notice = getters.query_one(Notice)
+    activity = getters.query_one(Activity)
+
+    def __init__(self, chat: ChatWorker, selection: Selection, planner: PlanWorker | None = None) -> None:
         super().__init__()
-        self._desk = desk
+        self._chat = chat
         self._selection = selection
-        self._planning = planning or DeskPlanning(desk, selection)
-        self._replanner: Replanner | None = None
+        self._planner = planner or PlanWorker(chat, selection)
         self._before: Planned | None = None  # as the model runs
-        self._shown: Replanned | None = None
+        self._shown: PlanFound | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static("", id="title")
+        yield Static("plan", id="title")
         with Container(id="body"):
             with VerticalScroll(id="wishes", can_focus=False):
                 yield Vertical(id="sliders")
-                yield Drawn(id="predicted")
-                yield Drawn(id="changed")
+                yield Chart(id="predicted")
+                yield Chart(id="changed")
             with VerticalScroll(id="picture", can_focus=False):
-                yield Drawn(id="map")
-                yield Drawn(id="ledger")
-                yield Drawn(id="said")
+                yield Chart(id="map")
+                yield Chart(id="ledger")
+                yield Chart(id="advice")
         yield Activity()
         yield Notice()
         yield KeyBar(_KEYS)
 
     @property
     def sliders(self) -> dict[str, Slider]:
-        """By the setting that each of them is."""
+        """The sliders by their setting."""
         return {slider.key: slider for slider in self.query(Slider)}
 
     @property
-    def wish(self) -> Wish:
-        """What the sliders say, beside what runs now."""
+    def wish(self) -> PlanWish:
+        """The settings of the sliders that differ from what runs."""
         moved = {key: slider.value for key, slider in self.sliders.items() if slider.is_moved}
-        goal = moved.pop("goal", NOW.goal)
-        return Wish({key: _as_in_a_file(key, value) for key, value in moved.items()}, goal)
+        goal = moved.pop("goal", AS_IT_RUNS.goal)
+        return PlanWish({key: _as_in_a_file(key, value) for key, value in moved.items()}, goal)
 
     @property
     def planned(self) -> Planned | None:
-        """What is shown."""
+        """The plan that is shown."""
         return None if self._shown is None else self._shown.planned
 
     @property
-    def shown_wish(self) -> Wish | None:
-        """Whose plan that is; None where there is none yet, or the last wish could not be honoured."""
+    def shown_wish(self) -> PlanWish | None:
+        """The wish of the shown plan; None before the first, or where the last wish was refused."""
         return None if self._shown is None else self._shown.wish
 
-    @property
-    def notice(self) -> Notice:
-        return self.query_one(Notice)
-
     def on_mount(self) -> None:
-        self.query_one("#title", Static).update(Content("plan"))
-        self.query_one(Activity).progress("planning")
-        self._replanner = Replanner(self._planning, self.post_message)
+        self.activity.progress("planning")
+        self._plan(AS_IT_RUNS)
 
-    def on_unmount(self) -> None:
-        if self._replanner is not None:
-            self._replanner.close()
+    @work(thread=True, exclusive=True, group="plan")
+    def _plan(self, wish: PlanWish) -> None:
+        self._planner.plan(wish, self.post_message)
 
-    # What the plans' thread tells
-
-    @on(Bounded)
-    async def _on_bounded(self, message: Bounded) -> None:
-        plan = self._desk.plan
-        sliders = list(_sliders(self._selection.settings, message.bounds, None if plan is None else plan.ctx))
+    async def on_bounds_found(self, message: BoundsFound) -> None:
+        plan = self._chat.plan
+        sliders = list(_sliders(self._selection.settings, message, None if plan is None else plan.ctx))
         await self.query_one("#sliders").mount(*sliders)
         sliders[0].focus()
 
-    @on(Replanned)
-    def _on_replanned(self, message: Replanned) -> None:
-        if message.wish == NOW:
+    def on_plan_found(self, message: PlanFound) -> None:
+        if message.wish == AS_IT_RUNS:
             self._before = message.planned
         if message.wish == self.wish:
-            self.query_one(Activity).clear()
+            self.activity.clear()
             if self.notice.error is not None:  # of another wish
                 self.notice.clear()
             self._shown = message
             self.remove_class("-stale")
             self._show(message)
 
-    @on(NotPlanned)
-    def _on_not_planned(self, message: NotPlanned) -> None:
+    def on_plan_refused(self, message: PlanRefused) -> None:
         if message.wish == self.wish:
-            self.query_one(Activity).clear()
+            self.activity.clear()
             self._shown = None
-            self.notice.tell(message.error)
+            self.notice.show_error(message.error)
 
-    @on(Busy)
-    def _on_busy(self, message: Busy) -> None:
-        self.query_one(Activity).progress(message.text)
+    def on_plan_delayed(self, message: PlanDelayed) -> None:
+        self.activity.progress(message.text)
 
-    @on(Slider.Moved)
-    def _on_moved(self) -> None:
-        assert self._replanner is not None
+    def on_slider_moved(self) -> None:
         self.set_class(self.shown_wish != self.wish, "-stale")
-        self._replanner.want(self.wish)
+        self._plan(self.wish)
 
-    def _show(self, message: Replanned) -> None:
-        planned, before, measured = message.planned, self._before, self._desk.answering.tok_s
-        is_advised = message.is_advised
-        self.query_one("#title", Static).update(drawing.title(planned))
-        self._drawn("predicted").show(lambda columns: drawing.predicted(planned, before, measured, columns))
-        self._drawn("said").show(lambda columns: drawing.said(planned, columns, is_advised=is_advised))
-        plan = planned.plan
-        if plan is None:
-            for name in ("changed", "map", "ledger"):
-                self._drawn(name).show(None)
-            return
-        now = before.plan if before is not None else None
-        running, told = self._desk.plan or now, _beside(message.wish, plan, self._desk.usage)
-        self._drawn("changed").show(lambda columns: _changes(plan, running, now or running, told, columns))
-        self._drawn("map").show(lambda columns: drawing.block_map(plan, columns))
-        self._drawn("ledger").show(lambda columns: drawing.ledger(plan, columns))
+    def _show(self, found: PlanFound) -> None:
+        planned, before, measured = found.planned, self._before, self._chat.answers.tok_s
+        self.query_one("#title", Static).update(charts.title(planned))
+        drawn: dict[str, Callable[[int], Content] | None] = {
+            "predicted": lambda columns: charts.predicted(planned, before, measured, columns),
+            "advice": lambda columns: charts.advice(planned, columns, is_advised=found.is_advised),
+            "changed": None,
+            "map": None,
+            "ledger": None,
+        }
+        if (plan := planned.plan) is not None:
+            now = before.plan if before is not None else None
+            running, notes = self._chat.plan or now, list(self._notes(found))
+            drawn["changed"] = lambda columns: charts.changed(plan, running, now or running, notes, columns)
+            drawn["map"] = lambda columns: charts.block_map(plan, columns)
+            drawn["ledger"] = lambda columns: charts.ledger(plan, columns)
+        for name, draw in drawn.items():
+            self.query_one(f"#{name}", Chart).show(draw)
 
-    def _drawn(self, name: str) -> Drawn:
-        return self.query_one(f"#{name}", Drawn)
+    def _notes(self, found: PlanFound) -> Iterator[Content]:
+        """Notes on a plan before it is applied."""
+        plan, usage = found.planned.plan, self._chat.usage
+        assert plan is not None
+        if usage is not None and usage.used >= plan.ctx:
+            text = f"the chat has {usage.used:,} tokens, more than this context takes"
+            yield Content.styled(text, "$text-warning")
+        packing = plan.shape.packing
+        if packing is not None and not (packing.is_for_streaming and plan.is_whole):
+            yield Content.styled("the model is packed for it first, once", "$text-warning")
+        if found.wish.goal != AS_IT_RUNS.goal:
+            text = "as `localllm run --batch` would have it; a chat goes on with one answer at a time"
+            yield Content.styled(text, "$foreground-muted")
 
     # Keys
 
@@ -230,21 +239,21 @@ class PlanScreen(Screen[None]):
     def action_apply(self) -> None:
         wish = self.wish
         if not wish.changes:
-            batch = "; the goal is that of `localllm run --batch`" if wish.goal != NOW.goal else ""
+            batch = "; the goal is that of `localllm run --batch`" if wish.goal != AS_IT_RUNS.goal else ""
             self.notice.note(f"nothing is changed{batch}")
         elif self.shown_wish == wish and self.planned is not None and self.planned.plan is None:
             self.notice.note("nothing is applied: the model does not fit with these settings")
         elif self.notice.error is not None:
             self.notice.note("nothing is applied: these settings cannot be honoured")
-        elif self._desk.selection is not self._selection:
-            key = self._desk.key_names["app.plan"]
+        elif self._chat.selection is not self._selection:
+            key = self._chat.key_names["app.plan"]
             why = "the model was loaded anew meanwhile"
             self.notice.note(f"nothing is applied: {why}; leave, and {key} shows its plan")
-        elif self._desk.answering.is_under_way:
-            self.notice.note(self._desk.answering.busy_text)
+        elif self._chat.answers.is_under_way:
+            self.notice.note(self._chat.answers.busy_text)
         else:
             changes = dict(wish.changes)
-            self._desk.do(lambda: self._desk.use(None, changes))
+            self._chat.do(lambda: self._chat.use(None, changes))
             self.dismiss()
 
     def action_close(self) -> None:
@@ -252,85 +261,41 @@ class PlanScreen(Screen[None]):
             self.dismiss()
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """Of a setting that is an amount. unset: what it is called where the setting leaves it open; that stands behind
-    `open_amount`."""
+def _sliders(settings: Settings, bounds: BoundsFound, ctx: int | None) -> Iterator[Slider]:
+    """The sliders, at the values of the settings. ctx: of the model that runs."""
 
-    key: str
-    label: str
-    amounts: Sequence[int]
-    unset: str
-    open_amount: int
-    shown: Callable[[int], str]
+    def scale(key: str, label: str, amounts: Iterable[int], shown: Callable[[int], str], unset: SliderStop) -> Slider:
+        """unset: stands behind the amounts up to its own; its value becomes None."""
+        value = getattr(settings, key)
+        every = sorted({*amounts, *([] if value is None else [value])})
+        stops = [SliderStop(each, shown(each)) for each in every]
+        stops.insert(sum(each <= unset.value for each in every), SliderStop(None, unset.text))
+        return Slider(key, label, stops, [stop.value for stop in stops].index(value), is_scale=True)
 
+    def words(key: str, label: str, values: Sequence[str]) -> Slider:
+        value = getattr(settings, key)
+        known = list(dict.fromkeys((*values, value)))
+        return Slider(key, label, [SliderStop(each, each) for each in known], known.index(value), is_scale=False)
 
-def _sliders(settings: Settings, bounds: Bounds, ctx: int | None) -> Iterator[Slider]:
-    """ctx: of the model that runs."""
-    longest = bounds.longest_ctx
+    longest, no_cap = bounds.longest_ctx, SliderStop(sys.maxsize, "none")
     contexts = [*(1 << power for power in range(longest.bit_length()) if 1 << power >= _LEAST_CTX), longest]
-    yield _scale(settings, _Scale("ctx", "context", contexts, "auto", ctx or 0, lambda count: f"{count:,}"))
-    yield _choice(settings, "kv", "KV", KV_FORMATS)
-    yield _choice(settings, "weights", "weights", _WEIGHTS)
-    yield _scale(settings, _cap("ram", "RAM cap", bounds.ram_bytes))
+    yield scale("ctx", "context", contexts, lambda count: f"{count:,}", SliderStop(ctx or 0, "auto"))
+    yield words("kv", "KV", KV_FORMATS)
+    yield words("weights", "weights", _WEIGHTS)
+    yield scale("ram", "RAM cap", _caps(bounds.ram_bytes), format_bytes, no_cap)
     if bounds.vram_bytes is not None:
-        yield _scale(settings, _cap("vram", "VRAM cap", bounds.vram_bytes))
-    goals = [Stop("latency", "latency"), Stop("throughput", "throughput")]
+        yield scale("vram", "VRAM cap", _caps(bounds.vram_bytes), format_bytes, no_cap)
+    goals = [SliderStop(goal, goal) for goal in ("latency", "throughput")]
     yield Slider("goal", "goal", goals, 0, is_scale=False)
-
-
-def _cap(key: str, label: str, most_bytes: int) -> _Scale:
-    return _Scale(key, label, tuple(_caps(most_bytes)), "none", sys.maxsize, format_bytes)
-
-
-def _scale(settings: Settings, scale: _Scale) -> Slider:
-    """The amounts, what is set among them, and that nothing is set."""
-    value = getattr(settings, scale.key)
-    amounts = sorted({*scale.amounts, *([] if value is None else [value])})
-    stops = [Stop(each, scale.shown(each)) for each in amounts]
-    stops.insert(sum(each <= scale.open_amount for each in amounts), Stop(None, scale.unset))
-    index = next(number for number, stop in enumerate(stops) if stop.value == value)
-    return Slider(scale.key, scale.label, stops, index, is_scale=True)
-
-
-def _choice(settings: Settings, key: str, label: str, values: tuple[str, ...]) -> Slider:
-    value = getattr(settings, key)
-    known = dict.fromkeys((*values, value))
-    stops = [Stop(each, each) for each in known]
-    return Slider(key, label, stops, list(known).index(value), is_scale=False)
 
 
 def _caps(most_bytes: int) -> Iterator[int]:
     """Round amounts, each a third or a half more than the one before."""
     power = _LEAST_CAP_BYTES
     while power <= most_bytes:
-        yield power
-        if power * 3 // 2 <= most_bytes:
-            yield power * 3 // 2
+        yield from (cap for cap in (power, power * 3 // 2) if cap <= most_bytes)
         power *= 2
 
 
 def _as_in_a_file(key: str, value: Any) -> Any:
     return f"{value >> 20}MiB" if key in ("ram", "vram") and value is not None else value
-
-
-def _beside(wish: Wish, plan: Plan, usage: ContextUsage | None) -> list[tuple[str, str]]:
-    """What is to be known before it is applied, each with its style. usage: of the conversation."""
-    told = []
-    if usage is not None and usage.used >= plan.ctx:
-        told.append((f"the chat has {usage.used:,} tokens, more than this context takes", "$text-warning"))
-    packing = plan.shape.packing
-    if packing is not None and not (packing.is_for_streaming and plan.is_whole):
-        told.append(("the model is packed for it first, once", "$text-warning"))
-    if wish.goal != NOW.goal:
-        batch = "as `localllm run --batch` would have it; a chat goes on with one answer at a time"
-        told.append((batch, "$foreground-muted"))
-    return told
-
-
-def _changes(
-    plan: Plan, running: Plan | None, now: Plan | None, told: Sequence[tuple[str, str]], columns: int
-) -> Content:
-    rows = [] if running is None or now is None else [drawing.changed(plan, running, now, columns)]
-    rows += [Content.styled(text, style) for text, style in told]
-    return Content("\n").join(rows)

@@ -1,1 +1,1 @@
-"""What screens are made of, one widget a file."""
+"""The widgets of the screens."""

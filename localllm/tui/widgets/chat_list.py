@@ -1,9 +1,10 @@
-"""The kept chats, a row each: only those that are seen are drawn, so that thousands cost what a screenful does."""
+"""The saved chats, one a row: only the visible rows are drawn, so that thousands cost what a screenful does."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from textual import events
@@ -18,7 +19,7 @@ from textual.visual import Visual
 
 from localllm.chat.text import format_ago, one_line, visible
 from localllm.history import search
-from localllm.tui.archive import Row
+from localllm.tui.history_worker import ChatRow
 
 _WHEN = 10  # columns of "59 min ago" and "2026-11-21"
 _COUNT = 5
@@ -31,11 +32,7 @@ _ROLES = {"user": "you", "assistant": "model"}
 class ChatList(ScrollView, can_focus=True):
     DEFAULT_CSS = """
     ChatList {
-        height: 1fr;
-        width: 1fr;
-        background: $background;
-        scrollbar-size-vertical: 1;
-        overflow-x: hidden;
+        height: 1fr; width: 1fr; background: $background; scrollbar-size-vertical: 1; overflow-x: hidden;
         & > .chat-list--cursor { background: $block-cursor-blurred-background; }
         &:focus > .chat-list--cursor {
             background: $block-cursor-background; color: $block-cursor-foreground; text-style: $block-cursor-text-style;
@@ -55,41 +52,36 @@ class ChatList(ScrollView, can_focus=True):
     cursor: reactive[int] = reactive(0)
     hovered: reactive[int | None] = reactive(None)
 
+    @dataclass
     class Highlighted(Message):
         """Another chat is chosen; row: None where there is none."""
 
-        def __init__(self, row: Row | None) -> None:
-            super().__init__()
-            self.row = row
+        row: ChatRow | None
 
     class Opened(Message):
         """The chosen chat was clicked once more."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._rows: list[Row] = []
+        self.rows: list[ChatRow] = []
         self._query = ""
         self._model_columns = 0
-        self.open_id: str | None = None  # of the session that is gone on with now
+        self.open_id: str | None = None  # of the session in the chat screen
 
     @property
-    def rows(self) -> Sequence[Row]:
-        return self._rows
-
-    @property
-    def row(self) -> Row | None:
-        """The chosen one."""
-        return self._rows[self.cursor] if self.cursor < len(self._rows) else None
+    def row(self) -> ChatRow | None:
+        """The chosen row."""
+        return self.rows[self.cursor] if self.cursor < len(self.rows) else None
 
     @property
     def row_height(self) -> int:
-        """Lines of a row: what was found has its excerpt below it."""
+        """Lines of a row: a hit has its excerpt below it."""
         return 2 if self._query else 1
 
-    def show(self, rows: Sequence[Row], query: str) -> None:
-        """Shows these; the chosen one stays so where it is still there. query: what was found, "" for all chats."""
+    def show(self, rows: Sequence[ChatRow], query: str) -> None:
+        """Show the rows; the chosen one stays chosen. query: the words of a search, "" for all chats."""
         chosen, before = self.row, self._query
-        self._rows, self._query = list(rows), query
+        self.rows, self._query = list(rows), query
         models = {row.session.model for row in rows}
         self._model_columns = min(_MODEL, max((Content(_short(model)).cell_length for model in models), default=0))
         keys = {row.key: number for number, row in enumerate(rows)}
@@ -103,25 +95,25 @@ class ChatList(ScrollView, can_focus=True):
             self._choose(keys.get(chosen.key, keys.get((chosen.session.uid, None), stays)))
 
     def drop(self, uid: str) -> None:
-        """Takes a chat away, with all that was found of it; the one that follows it is chosen."""
-        above = sum(row.session.uid == uid for row in self._rows[: self.cursor])
-        self._rows = [row for row in self._rows if row.session.uid != uid]
+        """Remove a chat with all its hits; the next one is chosen."""
+        above = sum(row.session.uid == uid for row in self.rows[: self.cursor])
+        self.rows = [row for row in self.rows if row.session.uid != uid]
         self._resize()
         self._choose(self.cursor - above)
 
     def _choose(self, at: int) -> None:
-        self.set_reactive(ChatList.cursor, max(0, min(at, len(self._rows) - 1)))
+        self.set_reactive(ChatList.cursor, max(0, min(at, len(self.rows) - 1)))
         self._to_cursor()
         self.post_message(self.Highlighted(self.row))
         self.refresh()
 
     def _resize(self) -> None:
-        self.virtual_size = Size(0, len(self._rows) * self.row_height)
+        self.virtual_size = Size(0, len(self.rows) * self.row_height)
 
     # Choosing
 
     def validate_cursor(self, cursor: int) -> int:
-        return max(0, min(cursor, len(self._rows) - 1))
+        return max(0, min(cursor, len(self.rows) - 1))
 
     def watch_cursor(self) -> None:
         self._to_cursor()
@@ -138,11 +130,11 @@ class ChatList(ScrollView, can_focus=True):
         self.cursor += step * max(1, self.size.height // self.row_height - 1)
 
     def action_move_to(self, at: int) -> None:
-        self.cursor = at if at >= 0 else len(self._rows) + at
+        self.cursor = at if at >= 0 else len(self.rows) + at
 
     def _row_at(self, y: int) -> int | None:
         at = (y + self.scroll_offset.y) // self.row_height
-        return at if 0 <= at < len(self._rows) else None
+        return at if 0 <= at < len(self.rows) else None
 
     def on_click(self, event: events.Click) -> None:
         at = self._row_at(event.y)
@@ -163,17 +155,17 @@ class ChatList(ScrollView, can_focus=True):
     def render_line(self, y: int) -> Strip:
         columns = self.scrollable_content_region.width
         at, line = divmod(y + self.scroll_offset.y, self.row_height)
-        if at >= len(self._rows):
+        if at >= len(self.rows):
             return Strip.blank(columns, self.rich_style)
         style = self.visual_style
         if at == self.cursor:
             style = self.get_visual_style("chat-list--cursor")
         elif at == self.hovered:
             style = self.get_visual_style("chat-list--hover")
-        content = self._line(self._rows[at], line, columns)
+        content = self._line(self.rows[at], line, columns)
         return Visual.to_strips(self, content, columns, 1, style, pad=True)[0]
 
-    def _line(self, row: Row, line: int, columns: int) -> Content:
+    def _line(self, row: ChatRow, line: int, columns: int) -> Content:
         if line == 0:
             return self._title_line(row, columns)
         if row.message is None:
@@ -182,8 +174,8 @@ class ChatList(ScrollView, can_focus=True):
         role = _ROLES.get(row.message.role, row.message.role)
         return (Content.styled(f"   {visible(one_line(role))}: ", "dim") + found).truncate(columns, ellipsis=True)
 
-    def _title_line(self, row: Row, columns: int) -> Content:
-        """Pin, title, messages, model and when it was gone on with, or said, as far as there is room."""
+    def _title_line(self, row: ChatRow, columns: int) -> Content:
+        """Pin, title, number of messages, model and time, as far as there is room."""
         session = row.session
         then = row.message.created if row.message is not None else session.updated
         right = Content(format_ago(then, time.time()).rjust(_WHEN))
@@ -209,5 +201,5 @@ def highlighted(text: str, query: str) -> Content:
 
 
 def _short(model: str | None) -> str:
-    """Of a folder its name alone."""
+    """The model's name; only the last part of a folder."""
     return visible(one_line(PurePath(model).name if model is not None and model.startswith("/") else model or ""))

@@ -1,4 +1,4 @@
-"""What was said in a kept chat, to be read before it is opened."""
+"""The messages of a saved chat, to read before it is opened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localllm.chat.text import one_line, visible
 from localllm.chat.thoughts import split
 from localllm.history import Message, search
 from localllm.history.exchange import format_time
-from localllm.tui.archive import Previewed
+from localllm.tui.history_worker import ChatExcerpt
 from localllm.tui.widgets.chat_list import highlighted
 
 _MOST = 3000  # characters of a message
@@ -21,9 +21,7 @@ _BEFORE = 400  # of those in front of a word that was found
 class ChatPreview(VerticalScroll):
     DEFAULT_CSS = """
     ChatPreview {
-        padding: 0 1;
-        border-left: solid $border-blurred;
-        scrollbar-size-vertical: 1;
+        padding: 0 1; border-left: solid $border-blurred; scrollbar-size-vertical: 1;
         &:focus { border-left: solid $border; }
         & > Static { height: auto; width: 1fr; }
     }
@@ -34,8 +32,8 @@ class ChatPreview(VerticalScroll):
         yield Static("", id="before")
         yield Static("", id="rest")
 
-    def show(self, found: Previewed, query: str) -> None:
-        """From the message that was found on, or the end of the chat."""
+    def show(self, found: ChatExcerpt, query: str) -> None:
+        """Show the messages from the hit on, or the end of the chat."""
         at = found.at or 0
         parts = [_said(message, query) for message in found.messages]
         self._part("#about").update(Content("\n").join(_about(found)) + "\n")
@@ -58,7 +56,7 @@ class ChatPreview(VerticalScroll):
         self.scroll_to_widget(self._part("#rest"), animate=False, top=True, immediate=True)
 
 
-def _about(found: Previewed) -> list[Content]:
+def _about(found: ChatExcerpt) -> list[Content]:
     session = found.row.session
     facts = (format_time(session.updated), session.model or "", session.id)
     lines = [
@@ -73,7 +71,7 @@ def _about(found: Previewed) -> list[Content]:
 
 
 def _said(message: Message, query: str) -> Content:
-    """Of a long message the part around the first word that was found, of an answer not what was thought."""
+    """A message: only the part around the first hit of a long one, and an answer without its thought."""
     text = message.content
     if message.role == "assistant" and not query:
         text = split(text, is_thinking=message.begins_in_thought)[1].strip() or text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from textual import events
 from textual.binding import Binding
@@ -11,7 +12,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 from localllm.chat.text import printable
-from localllm.tui.key_names import KeyNames
+from localllm.tui.keys import KeyNames
 
 _FOLDED_LINES = 12  # of a paste, from which on it is folded
 _FOLDED_CHARACTERS = 1500
@@ -22,46 +23,31 @@ _FOLD = re.compile(r"\[pasted text (\d+): [^\]\n]*\]")
 class Composer(TextArea):
     DEFAULT_CSS = """
     Composer {
-        height: auto;
-        max-height: 10;
-        min-height: 3;
-        border: round $border-blurred;
-        padding: 0 1;
-        background: transparent;
+        height: auto; max-height: 10; min-height: 3;
+        border: round $border-blurred; padding: 0 1; background: transparent;
         &:focus { border: round $border; background: transparent; }
         & .text-area--cursor-line { background: transparent; }
     }
     """
     BINDINGS = [
-        Binding("enter", "send", "send", id="composer.send"),
+        Binding("enter", "want('send')", "send", id="composer.send"),
         Binding("shift+enter,alt+enter,ctrl+j", "newline", "new line", id="composer.newline", show=False),
-        Binding("ctrl+r", "find", "search what was asked", id="composer.find", show=False),
-        Binding("ctrl+g", "edit", "write it in $EDITOR", id="composer.editor", show=False),
-        Binding("tab", "complete", "complete", show=False),
+        Binding("ctrl+r", "want('find')", "search what was asked", id="composer.find", show=False),
+        Binding("ctrl+g", "want('edit')", "write it in $EDITOR", id="composer.editor", show=False),
+        Binding("tab", "want('complete')", "complete", show=False),
     ]
 
-    class Sent(Message):
-        """The message is finished."""
+    @dataclass
+    class Wanted(Message):
+        """what: "send", "find" an earlier question, "edit" in an editor, "complete" the text."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
+        what: str
 
-    class Find(Message):
-        """What was asked before is to be searched."""
-
-    class Edit(Message):
-        """The text is to be written in an editor."""
-
-    class Complete(Message):
-        """The chosen completion is to be taken."""
-
+    @dataclass
     class Step(Message):
-        """Another suggestion is to be chosen: the one `step` further down."""
+        """Choose the suggestion `step` further down."""
 
-        def __init__(self, step: int) -> None:
-            super().__init__()
-            self.step = step
+        step: int
 
     def __init__(self, draft: str, key_names: KeyNames) -> None:
         super().__init__(
@@ -71,7 +57,7 @@ class Composer(TextArea):
         self.write(draft)
         self.is_suggesting = False  # the arrows move in what is suggested
         self.cursor_blink = False  # each blink is a picture more over ssh
-        self._asked: Sequence[str] = ()  # before, the latest first
+        self.asked: Sequence[str] = ()  # before, the latest first
         self._at = -1  # of those that is shown; -1: what is being written
         self._draft = ""
         self._pasted: list[str] = []
@@ -82,7 +68,7 @@ class Composer(TextArea):
         return self.unfolded(self.text)
 
     def unfolded(self, text: str) -> str:
-        """A text that was taken from here, before it is emptied, with what was pasted in the place of its signs."""
+        """A text of this composer with its pastes in place of their signs; valid until the composer is emptied."""
 
         def paste(match: re.Match[str]) -> str:
             number = int(match[1])
@@ -91,60 +77,46 @@ class Composer(TextArea):
         return _FOLD.sub(paste, text)
 
     def write(self, text: str) -> None:
-        """Replaces what is there; the cursor is at its end. Control characters, which a terminal would obey, go."""
+        """Replace the text; the cursor is at its end. Control characters, which a terminal would obey, are dropped."""
         self.text = printable(text)
         self.move_cursor(self.document.end)
 
     def rewrite(self, text: str) -> None:
-        """`write` for what was said before: folded where it is too long to be edited here."""
+        """`write` for an earlier question: folded where it is too long to be edited here."""
         text = printable(text)
         self.write(self._folded(text) if len(text) > _MOST_EDITED else text)
 
     def clear_all(self) -> None:
-        """Empties it, the pastes too."""
+        """Remove the text and the pastes."""
         self.write("")
         self._pasted.clear()
         self._at, self._draft = -1, ""
 
     @property
     def unsent(self) -> str:
-        """What is being written, also while what was asked before is looked through."""
-        is_recalled = self._at >= 0 and self.text == self._asked[self._at]
+        """The text being written, also while earlier questions are looked through."""
+        is_recalled = self._at >= 0 and self.text == self.asked[self._at]
         return self.unfolded(self._draft) if is_recalled else self.whole
 
     def put_away(self) -> None:
-        """Empties it; the arrow up brings it back."""
+        """Remove the text; the arrow up brings it back."""
         drafts = [self.whole, self.unfolded(self._draft)] if self._at >= 0 else [self.whole]
-        self.remember([*(text for text in drafts if text.strip()), *self._asked])
+        self.remember([*(text for text in drafts if text.strip()), *self.asked])
         self.clear_all()
 
     def remember(self, asked: Sequence[str]) -> None:
-        """What was asked before, the latest first."""
-        self._asked = list(dict.fromkeys(asked))
+        """Set the earlier questions, the latest first."""
+        self.asked = list(dict.fromkeys(asked))
         self._at = -1
 
-    @property
-    def asked(self) -> Sequence[str]:
-        return self._asked
-
-    def action_send(self) -> None:
-        if self.whole.strip():
-            self.post_message(self.Sent(self.whole))
+    def action_want(self, what: str) -> None:
+        self.post_message(self.Wanted(what))
 
     def action_newline(self) -> None:
         self.insert("\n")
 
-    def action_find(self) -> None:
-        self.post_message(self.Find())
-
-    def action_edit(self) -> None:
-        self.post_message(self.Edit())
-
-    def action_complete(self) -> None:
-        self.post_message(self.Complete())
-
     def action_delete_left(self) -> None:
-        """A folded paste goes as a whole: what is left of its sign would be sent in its place."""
+        """Delete a folded paste as a whole: the rest of its sign would be sent in its place."""
         row, column = self.cursor_location
         before = self.document.get_line(row)[:column]
         fold = next((found for found in _FOLD.finditer(before) if found.end() == column), None)
@@ -170,12 +142,12 @@ class Composer(TextArea):
             super().action_cursor_down(select)
 
     def _recall(self, at: int) -> None:
-        if at >= len(self._asked):
+        if at >= len(self.asked):
             return
         if self._at < 0:
             self._draft = self.text
         self._at = at
-        self.write(self._asked[at] if at >= 0 else self._draft)
+        self.write(self.asked[at] if at >= 0 else self._draft)
 
     async def _on_key(self, event: events.Key) -> None:
         # Enter sends and tab completes: the area's own handler would insert them before a binding is asked.

@@ -18,20 +18,17 @@ from textual.widgets import Markdown
 from textual.widgets._markdown import MarkdownBlock
 from textual.widgets.markdown import MarkdownStream
 
-from localllm.tui import rendering
-from localllm.tui.highlighting import Highlighter
-from localllm.tui.pieces import Block
-from localllm.tui.widgets.clear import Clear
-from localllm.tui.widgets.laid_out_once import LaidOutOnce
+from localllm.tui import markdown_render
+from localllm.tui.highlighter import Highlighter
+from localllm.tui.markdown_blocks import MarkdownLayout
+from localllm.tui.widgets.clear import Clear, LaidOutOnce
 
 
 class DocumentBlock(LaidOutOnce, MarkdownBlock):
-    """A paragraph, a heading, a list, a table or code: one block of the top level."""
+    """One block of the top level: a paragraph, a heading, a list, a table or code."""
 
     COMPONENT_CLASSES = set()
-    DEFAULT_CSS = """
-    DocumentBlock { width: 1fr; height: auto; margin: 0 0 1 0; }
-    """
+    DEFAULT_CSS = "DocumentBlock { width: 1fr; height: auto; margin: 0 0 1 0; }"
 
     auto_links = reactive(False)  # nothing can be clicked, and looking for it took a fifth of the drawing
 
@@ -39,15 +36,15 @@ class DocumentBlock(LaidOutOnce, MarkdownBlock):
         super().__init__(document, tokens[0])
         self._highlighters: list[Highlighter] = []
         self._shown: tuple[Sequence[str], bool] = (), False
-        self.block = Block([])
+        self.block = MarkdownLayout([])
 
     def show(self, tokens: Sequence[Token], lines: Sequence[str], *, grows: bool = False) -> None:
-        """lines: their source; if it is as before nothing is done. grows: it may have more of them soon, and until then
-        colours of code that are nearly right will do."""
+        """Draw the tokens, unless their source is unchanged. lines: the source. grows: more may follow: nearly right
+        colours of code will do."""
         if (lines, grows) == self._shown:
             return
         self._shown = lines, grows
-        block = Block(rendering.pieces(tokens, self._highlighters if grows else None))
+        block = MarkdownLayout(markdown_render.pieces(tokens, self._highlighters if grows else None))
         block.grow_from(self.block)
         self.block = block
         self.update(block)
@@ -61,7 +58,7 @@ class DocumentBlock(LaidOutOnce, MarkdownBlock):
 
 
 class Document(Clear, Markdown):
-    """A model's Markdown: whole, or without a text at first and then written by its stream."""
+    """A model's Markdown: complete, or written piece by piece."""
 
     COMPONENT_CLASSES = {
         "em", "strong", "s", "code_inline", "code_block", "link", "dim", "quote", "bullet", "h1", "h2", "h3", "h4",
@@ -86,28 +83,28 @@ class Document(Clear, Markdown):
     """
 
     def __init__(self, text: str = "", *, classes: str | None = None) -> None:
-        super().__init__(classes=classes, parser_factory=rendering.parser, open_links=False)
+        super().__init__(classes=classes, parser_factory=markdown_render.parser, open_links=False)
         self._tail = self._markdown = text  # the tail: of the blocks that more text may change
         self._open: list[DocumentBlock] = []  # these blocks
         self._num_read = 0  # characters of the tail, up to the end of a line
         self._stream: MarkdownStream | None = None
 
     async def write(self, text: str) -> None:
-        """What comes next."""
+        """Append text."""
         if self._stream is None:
             self._stream = Markdown.get_stream(self)
         await self._stream.write(text)
 
     async def end(self) -> None:
-        """Nothing more is written; all is shown when this returns."""
+        """End the document; all of it is shown when this returns."""
         if self._stream is not None:
             stream, self._stream = self._stream, None
             await stream.stop()
             await self._grow(is_whole=True)
 
     def append(self, markdown: str) -> AwaitComplete:
-        """What comes next. Textual's takes a line for a block of its own as soon as it looks like one; with the rest
-        of the line it may turn out to be none (`**` and `**bold**`, `2` and `2. an item`)."""
+        """Append Markdown. Textual's own method starts a block as soon as a line looks like one; with the rest of it
+        it may turn out to be none (`**` and `**bold**`, `2` and `2. an item`)."""
         self._markdown += markdown
         self._tail += markdown
         return AwaitComplete(self._grow())
@@ -115,9 +112,9 @@ class Document(Clear, Markdown):
     async def _grow(self, *, is_whole: bool = False) -> None:
         async with self.lock:
             text = self._tail
-            groups = list(rendering.groups(rendering.parser().parse(text)))
+            groups = list(markdown_render.groups(markdown_render.parser().parse(text)))
             lines = text.split("\n")
-            begins = [*map(rendering.first_line, groups), len(lines)]
+            begins = [*map(markdown_render.first_line, groups), len(lines)]
             more = [DocumentBlock(self, group) for group in groups[len(self._open) :]]
             surplus = self._open[len(groups) :]
             self._open = [*self._open[: len(groups)], *more]
@@ -131,11 +128,11 @@ class Document(Clear, Markdown):
             self._close_blocks(text)
 
     def _close_blocks(self, text: str) -> None:
-        """Leaves alone what no text can change any more: blocks before another that whole lines have begun."""
+        """Close the blocks that no text can change any more: those before another that whole lines have begun."""
         whole = text[: text.rfind("\n") + 1]
         if len(whole) == self._num_read:
             return
-        begins = rendering.first_lines(whole)
+        begins = markdown_render.first_lines(whole)
         if len(begins) > 1:
             num_closed = sum(len(line) + 1 for line in whole.split("\n")[: begins[-1]])
             self._tail = self._tail[num_closed:]
@@ -145,7 +142,7 @@ class Document(Clear, Markdown):
 
     def compose(self) -> ComposeResult:
         # What is whole is one block: a conversation that is scrolled through mounts a third of the widgets.
-        if tokens := rendering.parser().parse(self._tail):  # of blanks there are none
+        if tokens := markdown_render.parser().parse(self._tail):  # of blanks there are none
             self._open = [DocumentBlock(self, tokens)]
             self._open[0].show(tokens, [self._tail])
         yield from self._open

@@ -1,4 +1,4 @@
-"""The keys that work on a screen, as a line: each can be clicked."""
+"""The keys of a screen as a line; each can be clicked."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from localllm.tui.bars import fitting
 
 
 class KeyBar(Widget):
-    """words: what each key does, in a word, by its binding's id on the screen or the app; of keys that belong together
-    by their ids with a blank between, which a click does not press. Without words those of the screen that are to be
-    shown. The last go first where room is short. Keys that the focused field would take for letters are muted; a click
-    does what they do all the same."""
+    """Keys that the focused field would take as letters are muted, but a click still presses them. Where room is short
+    the last are dropped."""
 
-    DEFAULT_CSS = """
-    KeyBar { height: 1; padding: 0 1; color: $text-muted; }
-    """
+    DEFAULT_CSS = "KeyBar { height: 1; padding: 0 1; color: $text-muted; }"
 
     def __init__(self, words: Mapping[str, str] | None = None) -> None:
+        """words: a word for each key, by its binding's id on the screen or the app; several ids separated by a blank
+        share a word, and cannot be clicked. By default the bindings of the screen that are shown."""
         super().__init__()
         self.auto_links = False
         self._words = words
@@ -41,7 +39,7 @@ class KeyBar(Widget):
 
     @property
     def _bound(self) -> Mapping[str, tuple[str, Binding]]:
-        """By its id, each behind what its action is done by."""
+        """The bindings by id, each with the namespace of its action."""
         return {
             binding.id: (place, binding)
             for place, node in (("app", self.app), ("screen", self.screen))
@@ -53,7 +51,7 @@ class KeyBar(Widget):
         shown, actions = Content(), []
         for name in names:
             place, binding = self._bound[name]
-            key = self._keys.get(name, binding.key).split(",")[0].strip()
+            key = self.app._keymap.get(name, binding.key).split(",")[0].strip()
             shown += Content.styled(self.app.get_key_display(binding.with_key(key)), self._style(key))
             actions.append(f"{place}.{binding.action}")
         shown += Content(f" {word}")
@@ -64,10 +62,3 @@ class KeyBar(Widget):
         is_letter = len(key) == 1 or key in ("slash", "space")
         taken = focused is not None and is_letter and focused.check_consume_key(key, key[0])
         return "bold" if taken else "bold $text-accent"
-
-    @property
-    def _keys(self) -> Mapping[str, str]:
-        from localllm.tui.app import ChatApp
-
-        assert isinstance(self.app, ChatApp)
-        return self.app.keys

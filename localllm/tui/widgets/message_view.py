@@ -1,11 +1,16 @@
-"""One message of the conversation: a question as it was typed, or an answer as Markdown."""
+"""One message of the conversation: a question as it was typed, or an answer as Markdown behind its thought."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
+from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
+from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -15,34 +20,96 @@ from localllm.history import content_of
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.document import Document
-from localllm.tui.widgets.thought import Thought
+
+
+class Thought(Clear, Vertical):
+    """A model's thought before its answer: open while it streams and where `stays_open`, else a line that unfolds."""
+
+    DEFAULT_CSS = """
+    Thought {
+        height: auto; margin: 0 0 1 0; color: $text-muted;
+        & > .fold { width: auto; color: $text-muted; }
+        & > .fold:hover { text-style: underline; }
+        & > .fold:focus { text-style: reverse; }
+        & > Document { padding: 0 0 0 2; display: none; color: $text-muted; }
+        &.-open > Document { display: block; }
+    }
+    """
+    is_open = reactive(False)
+
+    def __init__(self, text: str = "", *, is_live: bool = False, stays_open: bool = False) -> None:
+        super().__init__()
+        self._fold = _Fold()
+        self._document = Document(visible(text))
+        self._num_words = len(text.split())
+        self._is_thinking, self._stays_open = is_live, stays_open
+        self.set_reactive(Thought.is_open, is_live or stays_open)
+
+    def compose(self) -> ComposeResult:
+        yield self._fold
+        yield self._document
+
+    def on_mount(self) -> None:
+        self._refold()
+
+    async def append(self, text: str) -> None:
+        """Append text."""
+        self._is_thinking = True
+        self._num_words += len(text.split())
+        self._refold()
+        await self._document.write(visible(text))
+
+    async def end(self) -> None:
+        """End the thought: the answer begins, or goes on."""
+        if self._is_thinking:
+            self._is_thinking, self.is_open = False, self._stays_open
+            self._refold()
+            await self._document.end()
+
+    def watch_is_open(self) -> None:
+        if self.is_mounted:
+            self._refold()
+
+    def _refold(self) -> None:
+        self.set_class(self.is_open, "-open")
+        sign = "▾" if self.is_open else "▸"
+        self._fold.update(Content(f"{sign} {'thinking' if self._is_thinking else 'thought'}: {self._num_words} words"))
+
+
+class _Fold(Static, can_focus=True):
+    BINDINGS = [Binding("enter,space", "refold", "unfold or fold", show=False)]
+
+    def on_click(self, event: events.Click) -> None:
+        event.stop()
+        self.action_refold()
+
+    def action_refold(self) -> None:
+        thought = self.query_ancestor(Thought)
+        thought.is_open = not thought.is_open
+
 
 _MOST_LINES = 16  # of a question, before it is folded
 _MOST_CHARACTERS = 4000
 
 
 class MessageView(Widget, can_focus=True):
-    """turn: what it shows; None while it is being written. index: its place among the turns."""
+    """turn: the message; None while it streams. index: its place among the turns."""
 
     DEFAULT_CSS = """
     MessageView {
-        height: auto;
-        padding: 0 1;
-        margin: 0 0 1 0;
-        border-left: blank;
+        height: auto; padding: 0 1; margin: 0 0 1 0; border-left: blank;
         & > .meta { color: $text-muted; height: auto; }
         &:focus { border-left: outer $accent; background: $boost; }
         &.-found { border-left: outer $accent; }
     }
     """
 
+    @dataclass
     class Wanted(Message):
-        """Something is to be done with the message: "edit", "copy", "fork", "regenerate", "code", "other"."""
+        """what: "edit", "copy", "fork", "regenerate", "code" or "other"."""
 
-        def __init__(self, view: MessageView, what: str) -> None:
-            super().__init__()
-            self.view = view
-            self.what = what
+        view: MessageView
+        what: str
 
     BINDINGS = [
         Binding("c", "want('copy')", "copy", id="message.copy"),
@@ -64,12 +131,12 @@ class MessageView(Widget, can_focus=True):
 
     @property
     def text(self) -> str:
-        """All of it, as it is kept."""
+        """The whole message, as it is saved."""
         return "" if self.turn is None else content_of(self.turn)[0]
 
     @property
-    def said(self) -> str:
-        """What of it is copied: of an answer not what was thought."""
+    def copy_text(self) -> str:
+        """The text to copy: an answer without its thought."""
         return self.text
 
     def action_want(self, what: str) -> None:
@@ -77,11 +144,9 @@ class MessageView(Widget, can_focus=True):
 
 
 class QuestionView(MessageView):
-    """A question, or whatever else is no answer."""
+    """A question, or any other message that is no answer."""
 
-    DEFAULT_CSS = """
-    QuestionView { border-left: outer $primary; background: $primary-muted; }
-    """
+    DEFAULT_CSS = "QuestionView { border-left: outer $primary; background: $primary-muted; }"
 
     def render(self) -> Content:
         text = self.text
@@ -98,11 +163,9 @@ class QuestionView(MessageView):
 
 
 class AnswerView(Clear, MessageView):
-    """An answer. While it is being written `hear` takes its words."""
+    """An answer; `append` takes its words while it streams."""
 
-    DEFAULT_CSS = """
-    AnswerView { layout: vertical; }
-    """
+    DEFAULT_CSS = "AnswerView { layout: vertical; }"
 
     def __init__(
         self,
@@ -113,29 +176,27 @@ class AnswerView(Clear, MessageView):
         shows_thoughts: bool = False,
         ending: str = "",
     ) -> None:
-        """is_thinking: it begins in a thought, which the prompt has opened. shows_thoughts: they are not folded.
-        ending: as `end_with` would have it."""
+        """
+        is_thinking: the prompt has opened a thought.
+        shows_thoughts: thoughts are not folded.
+        ending: why it ends where it does, shown below it.
+        """
         super().__init__(index, turn)
         self._is_thinking, self._shows_thoughts = is_thinking, shows_thoughts
         self._splitter = Splitter(is_thinking=is_thinking)
         self._said: list[str] = []
         self._thought: Thought | None = None
-        self._document = Document()
+        self.document = Document()  # the answer without its thought
         self._meta: Static | None = None
-        self._ending, self._known = ending, ""
+        self._ending, self._figures = ending, ""
 
     @property
     def text(self) -> str:
         return "".join(self._said) if self.turn is None else super().text
 
     @property
-    def said(self) -> str:
+    def copy_text(self) -> str:
         return kept_apart(self.text, is_thinking=self._is_thinking)[1]
-
-    @property
-    def document(self) -> Document:
-        """Where the answer is shown, without what was thought."""
-        return self._document
 
     def compose(self) -> ComposeResult:
         if self.turn is not None:
@@ -143,37 +204,37 @@ class AnswerView(Clear, MessageView):
             if thought.strip():
                 self._thought = Thought(thought, stays_open=self._shows_thoughts)
                 yield self._thought
-            self._document = Document(visible(answer))
-        yield self._document
+            self.document = Document(visible(answer))
+        yield self.document
         if self._ending:
             self._meta = Static(Content(self._ending), classes="meta")
             yield self._meta
 
-    async def hear(self, text: str) -> None:
-        """The next words."""
+    async def append(self, text: str) -> None:
+        """Append the next words."""
         self._said.append(text)
         await self._take(self._splitter.feed(text))
 
     async def end(self) -> None:
-        """It has ended; all that was said is shown when this returns."""
+        """End the answer; all of it is shown when this returns."""
         await self._take(self._splitter.end())
-        await self._document.end()
+        await self.document.end()
         if self._thought is not None:
             await self._thought.end()
 
     def end_with(self, text: str) -> None:
-        """Why it ends where it does, below it; "" for nothing."""
+        """Show below the answer why it ends where it does; "" for nothing."""
         if text != self._ending:
             self._ending = text
-            self._tell()
+            self._show_meta()
 
-    def tell(self, text: str) -> None:
-        """What is known about it, below it."""
-        self._known = text
-        self._tell()
+    def show_figures(self, text: str) -> None:
+        """Show figures below the answer."""
+        self._figures = text
+        self._show_meta()
 
-    def _tell(self) -> None:
-        text = Content("\n".join(filter(None, (self._ending, self._known))))
+    def _show_meta(self) -> None:
+        text = Content("\n".join(filter(None, (self._ending, self._figures))))
         if self._meta is not None:
             self._meta.update(text)
             self._meta.display = bool(text)
@@ -186,9 +247,9 @@ class AnswerView(Clear, MessageView):
             if is_thought:
                 if self._thought is None:
                     self._thought = Thought(is_live=True, stays_open=self._shows_thoughts)
-                    await self.mount(self._thought, before=self._document)
-                await self._thought.hear(text)
+                    await self.mount(self._thought, before=self.document)
+                await self._thought.append(text)
             else:
                 if self._thought is not None:
                     await self._thought.end()
-                await self._document.write(visible(text))
+                await self.document.write(visible(text))

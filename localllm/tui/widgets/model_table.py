@@ -1,21 +1,25 @@
-"""All models, a line each: name, state, size, what is packed, and whether it fits into this machine."""
+"""All models, one a line, and the details of the one that is highlighted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from textual import events
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
-from textual.widgets import OptionList
+from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.chat.text import one_line, visible
 from localllm.config import format_bytes
 from localllm.runtime.fit_check import Verdict
 from localllm.runtime.model_catalog import ModelRow, packed_text
-from localllm.tui.transfers import Transfer
+from localllm.tui.download_worker import Download
 
 _GAP = "  "
 _SHORTEST_NAME, _LONGEST_NAME = 12, 44  # columns; a folder's path is cut
@@ -26,12 +30,12 @@ _VERDICT_STYLES = {"fits": "$text-success", "offloads": "$text-warning", "too la
 
 
 @dataclass(frozen=True)
-class Line:
-    """A model as the table has it."""
+class ModelLine:
+    """A model in the table."""
 
     row: ModelRow
     verdict: Verdict | None = None
-    transfer: Transfer | None = None
+    download: Download | None = None
     is_loaded: bool = False
 
     @property
@@ -39,68 +43,60 @@ class Line:
         return self.row.name
 
     def matches(self, words: str) -> bool:
-        """Whether each word is in one of its names."""
+        """Return whether each word occurs in one of its names."""
         names = " ".join((self.name, *self.row.aliases, self.row.repo or "")).casefold()
         return all(word in names for word in words.casefold().split())
 
 
 @dataclass(frozen=True)
 class _Column:
-    """rank: the higher it is, the sooner the column is left out. least: columns of the terminal, for what comes
-    later."""
+    """rank: columns of the highest are dropped first. least: width in columns of the terminal, for later content."""
 
     title: str
     rank: int
-    cell: Callable[[Line], Content]
+    cell: Callable[[ModelLine], Content]
     least: int = 0
 
-    def width(self, lines: Sequence[Line]) -> int:
+    def width(self, lines: Sequence[ModelLine]) -> int:
         return max(len(self.title), self.least, *(self.cell(line).cell_length for line in lines), 0)
 
 
-def _name(line: Line) -> Content:
+def _name(line: ModelLine) -> Content:
     mark = Content.styled("● ", "$text-success") if line.is_loaded else Content("  ")
     name = Content(visible(one_line(line.name)))
     return mark + (name.stylize("bold") if line.row.is_here else name)
 
 
-def _state(line: Line) -> Content:
-    transfer = line.transfer
-    if transfer is None:
+def _state(line: ModelLine) -> Content:
+    download = line.download
+    if download is None:
         return Content.styled(line.row.state, _STATE_STYLES.get(line.row.state, "$foreground-muted"))
-    share = "" if transfer.share is None else f" {transfer.share:.0%}"
-    if transfer.state == "running":
-        return Content.styled(f"{'pulling' if transfer.kind == 'pull' else 'packing'}{share}", "$text-accent")
-    return Content.styled(f"{transfer.state}{share}", "$text-error" if transfer.state == "failed" else "$text-warning")
+    share = "" if download.share is None else f" {download.share:.0%}"
+    if download.state == "running":
+        return Content.styled(f"{'pulling' if download.kind == 'pull' else 'packing'}{share}", "$text-accent")
+    return Content.styled(f"{download.state}{share}", "$text-error" if download.state == "failed" else "$text-warning")
 
 
 def about_bytes(row: ModelRow) -> int | None:
-    """What a model would take that is not here; None where nobody knows."""
+    """The estimated size of a model that is not here, or None."""
     return None if row.parameters is None else int(row.parameters * 1e9 * _CHECKPOINT_BYTES)
 
 
-def _size(line: Line) -> Content:
+def _size(line: ModelLine) -> Content:
     here = line.row.size_bytes or line.row.partial_bytes
     if here or (about := about_bytes(line.row)) is None:
         return Content(format_bytes(here) if here else "")
     return Content.styled(f"~{format_bytes(about)}", "$foreground-muted")
 
 
-def _packed(line: Line) -> Content:
+def _packed(line: ModelLine) -> Content:
     return Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
 
 
-def _verdict(line: Line) -> Content:
-    return _judged(line.verdict, "" if line.verdict is None else line.verdict.text)
-
-
-def _short_verdict(line: Line) -> Content:
-    return _judged(line.verdict, "" if line.verdict is None else line.verdict.short_text)
-
-
-def _judged(verdict: Verdict | None, text: str) -> Content:
-    if verdict is None:
+def _verdict(line: ModelLine, *, is_short: bool = False) -> Content:
+    if (verdict := line.verdict) is None:
         return Content.styled("…", "$foreground-muted")
+    text = verdict.short_text if is_short else verdict.text
     return Content.styled(text, _VERDICT_STYLES.get(verdict.kind, "$foreground-muted"))
 
 
@@ -108,14 +104,14 @@ _NAME = _Column("  name", 0, _name, 22)
 _STATE = _Column("state", 2, _state, len("pulling 99%"))
 _SIZE = _Column("size", 3, _size)
 _VERDICT = _Column("on this machine", 1, _verdict, len("fits with offload, about 0.12 tok/s"))
-_SHORT_VERDICT = _Column("on this machine", 1, _short_verdict, len("fits, offload ~0.12 tok/s"))
+_SHORT_VERDICT = _Column("on this machine", 1, partial(_verdict, is_short=True), len("fits, offload ~0.12 tok/s"))
 _PACKED = _Column("packed", 4, _packed)
 _ROOMY = (_NAME, _STATE, _SIZE, _VERDICT, _PACKED)
 _NARROW = (_NAME, _STATE, _SIZE, _SHORT_VERDICT, _PACKED)
 
 
 class ModelTable(OptionList):
-    """A click highlights a line; another one, or enter, chooses it."""
+    """A click highlights a line; a second one, or enter, chooses it."""
 
     DEFAULT_CSS = """
     ModelTable {
@@ -125,24 +121,23 @@ class ModelTable(OptionList):
     }
     """
 
+    @dataclass
     class Arranged(Message):
-        """header: the titles over the columns that have room."""
+        """header: the titles of the visible columns."""
 
-        def __init__(self, header: Content) -> None:
-            super().__init__()
-            self.header = header
+        header: Content
 
     def __init__(self) -> None:
         super().__init__(markup=False, compact=True)
-        self._every: list[Line] = []
-        self._shown: list[Line] = []
+        self._every: list[ModelLine] = []
+        self._shown: list[ModelLine] = []
         self._words = ""
         self._columns: list[tuple[_Column, int]] = []
         self._marked: int | None = None  # the line that is drawn as the highlighted one
 
     @property
-    def line(self) -> Line | None:
-        """The one that is highlighted."""
+    def line(self) -> ModelLine | None:
+        """The highlighted line."""
         at = self.highlighted
         return self._shown[at] if at is not None and at < len(self._shown) else None
 
@@ -150,14 +145,14 @@ class ModelTable(OptionList):
     def num_shown(self) -> int:
         return len(self._shown)
 
-    def show(self, lines: Sequence[Line], words: str = "") -> None:
-        """Those of them in whose names all the words are; the highlight stays with its model."""
+    def show(self, lines: Sequence[ModelLine], words: str = "") -> None:
+        """Show the lines whose names match the words; the highlight stays with its model."""
         self._every = list(lines)
         self._words = words
         self._redraw()
 
-    def change(self, line: Line) -> None:
-        """The line of one model."""
+    def change(self, line: ModelLine) -> None:
+        """Replace the line of one model."""
         self._every = [line if other.name == line.name else other for other in self._every]
         for index, other in enumerate(self._shown):
             if other.name == line.name and other != line:
@@ -202,16 +197,16 @@ class ModelTable(OptionList):
         super().watch_highlighted(highlighted)
 
     def _drawn(self, index: int) -> Content:
-        """In the colours of the highlight alone where it is that line: no others can be read there in every theme."""
+        """The line; without colours where it is highlighted: not all can be read there in every theme."""
         line = self._shown[index]
         cells = [column.cell(line).truncate(width, ellipsis=True, pad=True) for column, width in self._columns]
         drawn = Content(_GAP).join(cells)
         return Content(drawn.plain) if index == self._marked else drawn
 
 
-def _fitting_columns(lines: Sequence[Line], columns: int) -> list[tuple[_Column, int]]:
-    """Those that have room, with their widths: shorter verdicts come before that a column goes, and the least important
-    one goes first; a long name has what is left, and then what is packed."""
+def _fitting_columns(lines: Sequence[ModelLine], columns: int) -> list[tuple[_Column, int]]:
+    """The columns that fit, with their widths. First the verdicts are shortened, then the least important columns are
+    dropped; the rest of the room goes to a long name, then to the packed formats."""
     for wanted in (_ROOMY, _NARROW):
         widths = {column: column.least if column is _NAME else column.width(lines) for column in wanted}
         widths[_PACKED] = min(widths[_PACKED], _SHORTEST_PACKED)
@@ -230,3 +225,44 @@ def _fitting_columns(lines: Sequence[Line], columns: int) -> list[tuple[_Column,
 
 def _total(columns: Sequence[_Column], widths: Mapping[_Column, int]) -> int:
     return sum(widths[column] + len(_GAP) for column in columns) - len(_GAP)
+
+
+_LABEL = 16  # columns; "attention heads" has room
+
+
+class ModelDetails(VerticalScroll, can_focus=False):
+    """Facts about the model named `model`."""
+
+    DEFAULT_CSS = "ModelDetails { padding: 0 1; border-left: solid $border-blurred; display: none; }"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ""
+        self._facts: list[tuple[str, str]] = []
+
+    def compose(self) -> ComposeResult:
+        yield Static("", markup=False)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._redraw()
+
+    def show(self, name: str, facts: Sequence[tuple[str, str]], verdict: Verdict | None) -> None:
+        """Show facts, each (label, text), and the verdict."""
+        if name != self.model:
+            self.model = name
+            self.scroll_home(animate=False)
+        here = [] if verdict is None else [("on this machine", verdict.text), ("", verdict.details)]
+        self._facts = [*facts, *(line for line in here if line[1])]
+        self._redraw()
+
+    def _redraw(self) -> None:
+        columns = self.scrollable_content_region.width
+        lines = (line for label, text in self._facts for line in _lines(label, text, columns))
+        self.query_one(Static).update(Content("\n").join(lines))
+
+
+def _lines(label: str, text: str, columns: int) -> Iterator[Content]:
+    """The text wrapped beside its label."""
+    for piece in textwrap.wrap(visible(one_line(text)), max(10, columns - _LABEL)) or [""]:
+        yield Content.styled(f"{label:<{_LABEL}}", "$foreground-muted") + Content(piece)
+        label = ""

@@ -1,4 +1,4 @@
-"""One of several values, chosen along a line: by a key, by a click, by drawing the knob."""
+"""A choice of one of several values along a line: by a key, a click, or the mouse on the knob."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ _GAP = 2  # between two words
 
 
 @dataclass(frozen=True)
-class Stop:
-    """value: None where the model or the machine decides."""
+class SliderStop:
+    """A value of a slider; None where the model or the machine decides."""
 
     value: Any
     text: str
 
 
 class Slider(Widget, can_focus=True):
-    """Words beside each other, or a track with a knob where the stops are amounts."""
+    """Words side by side, or a track with a knob."""
 
     DEFAULT_CSS = """
     Slider {
-        height: 1;
-        color: $text-muted;
+        height: 1; color: $text-muted;
         &:focus { background: $boost; color: $foreground; }
         &.-moved { color: $foreground; }
     }
@@ -43,8 +42,8 @@ class Slider(Widget, can_focus=True):
     class Moved(Message):
         slider: Slider
 
-    def __init__(self, key: str, label: str, stops: Sequence[Stop], index: int, *, is_scale: bool) -> None:
-        """key: of the setting. index: the stop that is so at present."""
+    def __init__(self, key: str, label: str, stops: Sequence[SliderStop], index: int, *, is_scale: bool) -> None:
+        """key: of the setting. index: the present stop. is_scale: the stops are amounts, shown as a track."""
         super().__init__(id=key)
         self.key = key
         self.stops = stops
@@ -62,7 +61,7 @@ class Slider(Widget, can_focus=True):
         return self.index != self._at_first
 
     def move(self, step: int) -> None:
-        """So many stops on; at the end it stays."""
+        """Move by `step` stops, as far as there are any."""
         self._go(self.index + step)
 
     def reset(self) -> None:
@@ -90,17 +89,13 @@ class Slider(Widget, can_focus=True):
         return drawn + Content.styled(f"  {self.stops[self.index].text}", "bold")
 
     def _words(self) -> Content:
-        parts = []
-        for index, stop in enumerate(self.stops):
-            style = "underline" if index == self._at_first else ""
-            parts.append(
-                Content.styled(stop.text, "bold $text-primary on $primary-muted" if index == self.index else style)
-            )
-        return Content(" " * _GAP).join(parts)
+        styles = {self._at_first: "underline", self.index: "bold $text-primary on $primary-muted"}
+        words = [Content.styled(stop.text, styles.get(index, "")) for index, stop in enumerate(self.stops)]
+        return Content(" " * _GAP).join(words)
 
     @property
     def _columns(self) -> int:
-        """Of the track."""
+        """The width of the track."""
         return max(2, min(_MOST_TRACK, self.content_size.width - _LABEL - _VALUE))
 
     def _column_of(self, index: int) -> int:

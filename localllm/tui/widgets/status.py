@@ -1,4 +1,4 @@
-"""What is always to be seen: model, context, speed, memory, and why it is slow."""
+"""The status lines: model, context, speed, memory, and why it is slow."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from localllm.chat.context import ContextUsage
-from localllm.chat.text import one_line
 from localllm.config import format_bytes, format_figure
+from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import FinishedEvent
 from localllm.tui.bars import bar, fitting, split_bar
-from localllm.tui.messages import Facts
 
 _BAR = 10  # columns
 _SLOW = 0.1  # of the time of the steps, from which on waiting is told of
@@ -30,8 +29,8 @@ _BOUND = {"disk": ("disk", "reading blocks from the disk"), "link": ("link", "co
 
 
 @dataclass(frozen=True)
-class Run:
-    """An answer: as it goes, or how it went. num_tokens in elapsed_s: since its first."""
+class AnswerRun:
+    """An answer that streams or has ended. num_tokens in elapsed_s: since its first."""
 
     num_tokens: int = 0
     elapsed_s: float = 0.0
@@ -44,10 +43,9 @@ class Run:
         return (self.num_tokens - 1) / self.elapsed_s if self.num_tokens > 1 and self.elapsed_s > 0 else None
 
 
-def model_line(facts: Facts | None, loading: str, usage: ContextUsage | None) -> list[tuple[int, Content]]:
-    """Model and context, each part with its rank: the last go where there is no room."""
-    model = Content(loading) if facts is None else Content(one_line(f"{facts.name} {facts.weights}"))
-    parts = [(0, model.stylize("bold"))]
+def model_line(model: str, usage: ContextUsage | None) -> list[tuple[int, Content]]:
+    """Model and context, each part with its rank: those of the highest rank are dropped first."""
+    parts = [(0, Content.styled(model, "bold"))]
     if usage is not None:
         parts.append((1, _context(usage)))
         share = usage.used / usage.limit
@@ -58,8 +56,8 @@ def model_line(facts: Facts | None, loading: str, usage: ContextUsage | None) ->
     return parts
 
 
-def speed_line(run: Run) -> list[tuple[int, Content]]:
-    """How fast it is, or was; as `model_line`."""
+def speed_line(run: AnswerRun) -> list[tuple[int, Content]]:
+    """Speed and times of the answer, ranked as in `model_line`."""
     parts = []
     if (rate := run.tok_s) is not None:
         parts.append((1, Content(f"{format_figure(rate)} tok/s")))
@@ -68,8 +66,8 @@ def speed_line(run: Run) -> list[tuple[int, Content]]:
     return parts
 
 
-def growing(usage: ContextUsage, run: Run) -> ContextUsage:
-    """While an answer is being written: with its tokens so far. What was the last turn is history."""
+def growing(usage: ContextUsage, run: AnswerRun) -> ContextUsage:
+    """The use of the context with the tokens of the answer that streams."""
     if run.finished is not None or not run.num_tokens:
         return usage
     answer = usage.parts.get("answer", 0) + run.num_tokens
@@ -91,8 +89,8 @@ def _finished(finished: FinishedEvent) -> list[tuple[int, Content]]:
     return parts
 
 
-def memory_line(facts: Facts | None, run: Run, columns: int) -> Content:
-    """Memory by tier, and why it is slow; in short where there is no room for more."""
+def memory_line(facts: EngineFacts | None, run: AnswerRun, columns: int) -> Content:
+    """Memory by tier, and why it is slow; shortened to the columns."""
     if facts is None:
         return Content()
     gap = Content("  ")
@@ -105,7 +103,7 @@ def memory_line(facts: Facts | None, run: Run, columns: int) -> Content:
     return shown
 
 
-def _memory(facts: Facts, *, is_short: bool) -> Iterator[Content]:
+def _memory(facts: EngineFacts, *, is_short: bool) -> Iterator[Content]:
     for tier, name in _TIERS.items():
         if limit := facts.limits.get(tier):
             used = sum(facts.ledger.get(tier, {}).values())
@@ -120,8 +118,8 @@ def _memory(facts: Facts, *, is_short: bool) -> Iterator[Content]:
         yield disk + Content.styled("–", "$foreground-muted")
 
 
-def why_slow(facts: Facts, finished: FinishedEvent | None, *, is_short: bool = False) -> str:
-    """What a step waits for, measured if an answer was written; "" where it is neither the disk nor the link."""
+def why_slow(facts: EngineFacts, finished: FinishedEvent | None, *, is_short: bool = False) -> str:
+    """The wait of a step, measured if there was an answer; "" where it is neither for the disk nor for the link."""
     name, what = _BOUND.get(facts.bound_by, ("blocks", "blocks on their way"))
     if finished is None:
         if facts.bound_by not in _BOUND:
@@ -139,23 +137,16 @@ def why_slow(facts: Facts, finished: FinishedEvent | None, *, is_short: bool = F
 
 
 class Status(Widget):
-    DEFAULT_CSS = """
-    Status {
-        height: 2;
-        padding: 0 1;
-        background: $panel;
-        color: $foreground;
-    }
-    """
-    facts: reactive[Facts | None] = reactive(None)
+    DEFAULT_CSS = "Status { height: 2; padding: 0 1; background: $panel; color: $foreground; }"
+    facts: reactive[EngineFacts | None] = reactive(None)
     usage: reactive[ContextUsage | None] = reactive(None)
-    run_now: reactive[Run] = reactive(Run())
+    run_now: reactive[AnswerRun] = reactive(AnswerRun())
     model_text: reactive[str] = reactive("no model")
 
     def render(self) -> Content:
         columns = self.content_size.width
         usage = None if self.usage is None else growing(self.usage, self.run_now)
-        lines = [model_line(self.facts, self.model_text, usage), speed_line(self.run_now)]
+        lines = [model_line(self.model_text, usage), speed_line(self.run_now)]
         if self.size.height < len(lines) + 1:
             lines = [[*lines[0], *lines[1]]]
         rows = [fitting(line, columns) for line in lines]

@@ -1,4 +1,4 @@
-"""The messages of a conversation. A window of them has widgets: the rest is mounted when it is scrolled to."""
+"""The messages of a conversation. Only a window of them has widgets; the rest is mounted when it is scrolled to."""
 
 from __future__ import annotations
 
@@ -7,14 +7,41 @@ from collections.abc import Sequence, Set
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from localllm.tui.key_names import KeyNames
+from localllm.chat.text import one_line
+from localllm.registry import BUILT_IN
+from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.clear import Clear
 from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
-from localllm.tui.widgets.welcome import Welcome
+
+
+class Welcome(Widget):
+    DEFAULT_CSS = "Welcome { height: auto; padding: 1 2; }"
+    machine = reactive("", layout=True)
+    model = reactive("", layout=True)
+
+    def __init__(self, key_names: KeyNames) -> None:
+        super().__init__()
+        self._key_names = key_names
+
+    def render(self) -> Content:
+        keys = self._key_names
+        lines = [Content.styled("localllm", "bold $text-primary")]
+        if self.machine:
+            lines.append(Content.styled(one_line(self.machine), "$foreground-muted"))
+        if self.model == BUILT_IN:
+            lines.append(Content(f"{BUILT_IN}, the model in the package, answers at once, and tells tales."))
+            lines.append(Content(f"{keys['app.models']} shows the models that fit this machine."))
+        elif self.model:
+            lines.append(Content(f"{one_line(self.model)} answers. {keys['app.models']} chooses another model."))
+        hint = f"{keys['app.chats']} has the chats that are kept, {keys['app.help']} the keys; / begins a command."
+        lines.append(Content.styled(hint, "$foreground-muted"))
+        return Content("\n").join(lines)
+
 
 _FIRST = 16  # messages that are mounted at once
 _MORE = 4  # when an end of the window is near: 80 ms
@@ -24,9 +51,7 @@ _MOST = 64  # mounted; those at the other end go
 class Transcript(Clear, VerticalScroll, can_focus=False):
     DEFAULT_CSS = """
     Transcript {
-        height: 1fr;
-        padding: 0 1;
-        scrollbar-size-vertical: 1;
+        height: 1fr; padding: 0 1; scrollbar-size-vertical: 1;
         & > .edge { color: $text-muted; text-align: center; width: 1fr; }
     }
     """
@@ -37,7 +62,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         self._turns: list[Turn] = []
         self._first = 0  # of the turns that are mounted
         self._last = 0  # behind them
-        self._live: AnswerView | None = None
+        self.live: AnswerView | None = None  # the answer that streams
         self._ending = ""
         self._thinking: Set[int] = frozenset()
         self._earlier = Static("", classes="edge")
@@ -54,17 +79,12 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
 
     @property
     def views(self) -> list[MessageView]:
-        """What is mounted, in order."""
+        """The mounted messages, in order."""
         return [child for child in self.children if isinstance(child, MessageView)]
 
-    @property
-    def live(self) -> AnswerView | None:
-        """The answer that is being written."""
-        return self._live
-
     async def show(self, turns: Sequence[Turn], ending: str = "", thinking: Set[int] = frozenset()) -> None:
-        """Shows these; turns that are shown already stay as they are. ending: what is below the last answer. thinking:
-        the answers that begin in a thought."""
+        """Show the turns; those shown already stay as they are. ending: shown below the last answer. thinking: the
+        answers that begin in a thought."""
         self._ending, self._thinking = ending, thinking
         await self._show(turns)
         for view in self.views:
@@ -77,38 +97,38 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
             same += 1
         self.welcome.display = not turns
         with self.app.batch_update():
-            if self._live is not None and len(turns) > same and turns[same]["role"] == "assistant":
-                if self._last < same:  # it is looked at something earlier: the answer is mounted when it is scrolled to
+            if self.live is not None and len(turns) > same and turns[same]["role"] == "assistant":
+                if self._last < same:  # an earlier part is shown: the answer is mounted when it is scrolled to
                     await self.drop_answer()
                     self._turns = list(turns)
                     return
-                self._live.turn, self._live.index = turns[same], same
-                self._live, same, self._last = None, same + 1, same + 1
+                self.live.turn, self.live.index = turns[same], same
+                self.live, same, self._last = None, same + 1, same + 1
             self._turns = list(turns)
             if same == 0:  # another conversation
                 self.anchor()
             if not self._first <= same <= self._last or same == 0 or len(turns) - self._first > _MOST:
                 await self._window(max(0, len(turns) - _FIRST))
                 return
-            await self._remove([view for view in self.views if view.index >= same and view is not self._live])
+            await self.remove_children([view for view in self.views if view.index >= same and view is not self.live])
             await self.mount_all(map(self._view, range(same, len(turns))))
             self._last = len(turns)
-            self._tell_of_earlier()
+            self._show_earlier()
 
     async def begin_answer(self, *, is_thinking: bool) -> AnswerView:
-        """A new answer behind the last message; `hear` it."""
+        """Mount a new answer behind the last message."""
         await self.drop_answer()
         await self._to_end()
-        self._live = AnswerView(len(self._turns), None, is_thinking=is_thinking, shows_thoughts=self._shows_thoughts)
-        await self.mount(self._live)
+        self.live = AnswerView(len(self._turns), None, is_thinking=is_thinking, shows_thoughts=self._shows_thoughts)
+        await self.mount(self.live)
         self.anchor()
-        return self._live
+        return self.live
 
     async def drop_answer(self) -> None:
-        """Takes an answer away of which nothing came."""
-        if self._live is not None:
-            await self._live.remove()
-            self._live = None
+        """Remove an answer that stayed empty."""
+        if self.live is not None:
+            await self.live.remove()
+            self.live = None
 
     def _view(self, index: int) -> MessageView:
         turn = self._turns[index]
@@ -125,7 +145,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
     def _ending_of(self, index: int) -> str:
         return self._ending if index == len(self._turns) - 1 else ""
 
-    def _tell_of_earlier(self) -> None:
+    def _show_earlier(self) -> None:
         self._earlier.update(Content(f"↑ {self._first} earlier messages"))
         self._earlier.display = self._first > 0
 
@@ -150,10 +170,10 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         with self.app.batch_update():
             await self.mount_all(map(self._view, range(first, self._first)), after=self._earlier)
             self._first = first
-            if self._last - self._first > _MOST and self._live is None:
+            if self._last - self._first > _MOST and self.live is None:
                 self._last = self._first + _MOST
-                await self._remove([view for view in self.views if view.index >= self._last])
-            self._tell_of_earlier()
+                await self.remove_children([view for view in self.views if view.index >= self._last])
+            self._show_earlier()
         self.call_after_refresh(self._keep, anchor, offset)
 
     async def _mount_later(self) -> None:
@@ -161,26 +181,23 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         anchor = next(reversed(self.views), None)
         offset = anchor.virtual_region.y - self.scroll_y if anchor is not None else 0
         with self.app.batch_update():
-            await self.mount_all(map(self._view, range(self._last, last)), before=self._live)
+            await self.mount_all(map(self._view, range(self._last, last)), before=self.live)
             self._last = last
             self._show_live()
             if self._last - self._first > _MOST:
                 self._first = self._last - _MOST
-                await self._remove([view for view in self.views if view.index < self._first])
-            self._tell_of_earlier()
+                await self.remove_children([view for view in self.views if view.index < self._first])
+            self._show_earlier()
         self.call_after_refresh(self._keep, anchor, offset)
 
     def _keep(self, anchor: Widget | None, offset: float) -> None:
-        """What was seen stays where it was."""
+        """Keep what was seen where it was."""
         if anchor is not None and anchor.is_mounted:
             self.scroll_to(y=anchor.virtual_region.y - offset, animate=False, immediate=True)
         self._is_moving = False
 
-    async def _remove(self, views: Sequence[MessageView]) -> None:
-        await self.remove_children(views)
-
     async def go_to(self, index: int) -> MessageView | None:
-        """Mounts the message and scrolls to it."""
+        """Mount the message and scroll to it."""
         if not 0 <= index < len(self._turns):
             return None
         if not self._first <= index < self._last:
@@ -194,13 +211,13 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         return view
 
     async def go_home(self) -> None:
-        """To the first message."""
+        """Scroll to the first message."""
         if self._first > 0:
             await self._window(0)
         self.scroll_home(animate=False)
 
     async def go_end(self) -> None:
-        """To the last message, and on with what comes."""
+        """Scroll to the last message, and follow what comes."""
         await self._to_end()
         self.anchor()
         self.scroll_end(animate=False)
@@ -212,14 +229,14 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
     async def _window(self, first: int) -> None:
         self._is_moving = True
         with self.app.batch_update():
-            await self._remove([view for view in self.views if view is not self._live])
+            await self.remove_children([view for view in self.views if view is not self.live])
             self._first, self._last = first, min(len(self._turns), first + _FIRST)
             await self.mount_all(map(self._view, range(self._first, self._last)), after=self._earlier)
             self._show_live()
-            self._tell_of_earlier()
+            self._show_earlier()
         self._is_moving = False
 
     def _show_live(self) -> None:
-        """The answer that is being written stands behind the last message, and nowhere else."""
-        if self._live is not None:
-            self._live.display = self._last >= len(self._turns)
+        """Show the answer that streams behind the last message, and nowhere else."""
+        if self.live is not None:
+            self.live.display = self._last >= len(self._turns)

@@ -1,0 +1,86 @@
+"""Texts to vectors, for every dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from localllm.engine.request import SamplingParams
+from localllm.server.errors import RequestError
+from localllm.server.generation_request import GenerationRequest
+from localllm.server.replies import collected
+from localllm.server.served import Served
+
+if TYPE_CHECKING:
+    from localllm.engine.engine_info import LoadedEngine
+
+Prompt = str | tuple[int, ...]
+
+MAX_INPUTS = 2048  # of one request, as OpenAI has it
+_AT_ONCE = 2  # one is computed while the next is prepared
+
+
+@dataclass(frozen=True)
+class TextEmbedding:
+    """vector: fp32, of length 1."""
+
+    vector: array[float]
+    num_tokens: int
+
+
+async def embedded(
+    served: Served,
+    prompts: Sequence[Prompt],
+    *,
+    num_ctx: int | None = None,
+    dimensions: int | None = None,
+    most_tokens: int | None = None,
+) -> list[TextEmbedding]:
+    """Return the embedding of each prompt, in order. Raises RequestError, and what `Served.ask` does.
+
+    dimensions: as many of each vector are returned, normalised again
+    most_tokens: the rest of a prompt is left out
+    """
+    engine = served.engine()
+    size = engine.config.hidden_size
+    if dimensions is not None and dimensions > size:
+        why = f"the vectors of this model have {size}"
+        raise RequestError(400, f"dimensions is {dimensions}", why=why, param="dimensions", name="invalid_value")
+    capacity = served.capacity
+    places = min(_AT_ONCE, len(prompts), capacity.parallel + capacity.queue)
+    give_back, gate = served.take_places(places), asyncio.Semaphore(places)
+
+    async def one(prompt: Prompt) -> TextEmbedding:
+        async with gate:
+            sampling, pooling = SamplingParams(max_tokens=1), served.pooling
+            ask = GenerationRequest(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
+            (piece,) = await collected(await served.answer([ask], lambda: None))
+        assert piece.finished is not None and piece.finished.embedding is not None
+        return TextEmbedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
+
+    try:
+        if most_tokens is not None:
+            prompts = await served.off_loop(lambda: [_ids(each, engine)[:most_tokens] for each in prompts])
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(prompt)) for prompt in prompts]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        give_back()
+    return [task.result() for task in tasks]
+
+
+def _ids(prompt: Prompt, engine: LoadedEngine) -> tuple[int, ...]:
+    return tuple(engine.tokenizer.encode(prompt, special=True, bos=True)) if isinstance(prompt, str) else prompt
+
+
+def _cut(vector: array[float], dimensions: int | None) -> array[float]:
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    kept = vector[:dimensions]
+    length = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
+    return array("f", (value / length for value in kept))

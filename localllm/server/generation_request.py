@@ -1,0 +1,339 @@
+"""The one internal request: every dialect's body becomes one, and this turns it into the engine's requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from localllm.chat.best_of import seeded
+from localllm.chat.harmony import is_harmony
+from localllm.chat.thoughts import (
+    LEVEL,
+    SWITCHES,
+    THOUGHT_MARKS,
+    Splitter,
+    begins_in_thought,
+    closing_mark,
+    effort_variables,
+    has_thought,
+)
+from localllm.engine.request import Pooling, Request, SamplingParams, require_ids
+from localllm.errors import ContextOverflowError, GrammarError, UsageError
+from localllm.server.best_of import NO_BEST_OF, BestOf
+from localllm.server.errors import RequestError, too_long
+from localllm.server.tools.deltas import AnswerParser
+from localllm.server.tools.output_format import OutputFormat, output_format_of
+from localllm.server.tools.toolset import Toolset
+from localllm.text.chat_template import ChatInput, encode_chat
+from localllm.text.eviction import Fitted, fit_turns, overflow_error
+from localllm.text.grammar.grammar import Grammar
+from localllm.text.tokenizer_files import SPECIAL_ROLES
+
+if TYPE_CHECKING:
+    from localllm.engine.engine_info import LoadedEngine
+    from localllm.text.eviction import Message
+
+_NOT_FOR_CLIENTS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", *SPECIAL_ROLES}
+_MOST_VARIABLES = 256 << 10  # characters of all of them as JSON: of megabytes a template makes seconds of work
+_MOST_LOGPROBS = 1 << 20  # that one reply may have: each is 200 bytes while it is made
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request as every dialect comes to have it.
+
+    prompt: chat messages, a text to go on with, or ids
+    n: answers to it, each with a seed of its own
+    best_of: how they are chosen of others
+    num_ctx: the context that the client wants to have
+    effort: how much is to be thought: "none", "on", a level that the template knows; None: as the model does
+    usual_effort: a level that asks for no more than None does
+    evicts: the oldest turns leave where there are too many
+    said: the beginning of the answer
+    grammar: of the answer
+    tools: that the answer may call
+    prompt_logprobs, reads_only: as `Request` has them
+    prompt_field, effort_field, grammar_field: their names in the dialect, for errors
+    """
+
+    prompt: ChatInput | str | tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    best_of: BestOf = NO_BEST_OF
+    num_ctx: int | None = None
+    priority: int = 0
+    pooling: Pooling | None = None
+    effort: str | None = None
+    usual_effort: str | None = None
+    evicts: bool = False
+    said: str = ""
+    grammar: Grammar | None = None
+    tools: Toolset | None = None
+    prompt_logprobs: int | None = None
+    reads_only: bool = False
+    prompt_field: str = "messages"
+    effort_field: str = "reasoning_effort"
+    grammar_field: str = "response_format"
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """The engine's requests.
+
+    new_parser: makes the parser of one answer; None where all of it is text
+    num_evicted: turns that have left the context
+    """
+
+    requests: tuple[Request, ...]
+    new_parser: Callable[[], AnswerParser | None] = lambda: None
+    num_evicted: int = 0
+
+
+def prepare(request: GenerationRequest, engine: LoadedEngine) -> PreparedRequest:
+    """Return the engine's requests; the engine is still to check one with a grammar. It takes milliseconds, more for a
+    long prompt. Raises RequestError, TemplateError, UsageError."""
+    _refuse_begun_form(request)
+    ctx = min(request.num_ctx or engine.ctx, engine.ctx)
+    output = _output_format(request, engine)
+    try:
+        fitted = _fitted(request, engine, ctx, output)
+        ids = fitted.prompt_ids
+        if len(ids) >= ctx + (request.pooling is not None):
+            raise _too_long(len(ids), ctx, engine)
+    except ContextOverflowError as error:
+        raise too_long(error, request.prompt_field) from None
+    _require_room(request, len(ids), engine)
+    for given, param in ((ids, request.prompt_field), (request.sampling.logit_bias, "logit_bias")):
+        try:
+            require_ids(given, engine.config.vocab_size)
+        except UsageError as error:
+            raise RequestError(400, error.what, why=error.why, param=param, name="invalid_value") from None
+    sampling = request.sampling
+    if request.pooling is None:
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens or ctx, ctx - len(ids)))
+    is_thinking = output is not None and _begins_in_thought(request, engine, ids)
+    first = Request(
+        ids,
+        sampling,
+        opens_turn=isinstance(request.prompt, ChatInput) and request.prompt.opens_turn and not request.said,
+        grammar=request.grammar,
+        priority=request.priority,
+        pooling=request.pooling,
+        is_scored=request.best_of.best_of > request.n,
+        prompt_logprobs=request.prompt_logprobs,
+        reads_only=request.reads_only,
+        beams=request.best_of.beams,
+        num_answers=request.n if request.best_of.beams > 1 else 1,
+        length_penalty=request.best_of.length_penalty,
+        early_stopping=request.best_of.early_stopping,
+    )
+    try:
+        if output is not None:
+            if request.said and not is_thinking:
+                output = replace(output, splits=False)  # no thought comes: all of it is the rest of what was said
+            may_still_think = is_thinking or not (request.effort == "none" or has_thought(engine.tokenizer, ids))
+            grammar = output.grammar(
+                request.grammar, request.grammar_field, is_thinking=is_thinking, may_think=may_still_think
+            )
+            first = replace(first, grammar=grammar, shown_ids=output.shown_ids)
+        if first.grammar is None:
+            engine.check(first)
+    except GrammarError as error:
+        raise no_form(request, error) from None
+    count = request.best_of.num_requests(request.n)
+    requests = tuple(replace(first, sampling=seeded(sampling, index)) for index in range(count))
+    if output is None:
+        return PreparedRequest(requests)
+    has_form = request.grammar is not None
+    return PreparedRequest(
+        requests, lambda: output.parser(is_thinking=is_thinking, has_form=has_form), fitted.evicted.turns
+    )
+
+
+def no_form(request: GenerationRequest, error: GrammarError) -> RequestError:
+    """Return the error of a grammar that cannot be honoured."""
+    param = request.grammar_field if request.grammar is not None else "tools"
+    what = f"{param!r}: {error.what}"
+    return RequestError(400, what, why=error.why, fix=error.fix, param=param, name="invalid_grammar")
+
+
+def prompt_ids(request: GenerationRequest, engine: LoadedEngine) -> tuple[int, ...]:
+    """Return the ids of the whole prompt, however long it is. Raises RequestError, TemplateError."""
+    return _fitted(replace(request, evicts=False), engine, engine.ctx, _output_format(request, engine)).prompt_ids
+
+
+def template_input(chat: ChatInput, tools: Toolset | None, engine: LoadedEngine) -> ChatInput:
+    """Return the chat as the model's template is given it. Raises RequestError."""
+    output = output_format_of(engine.template, engine.tokenizer, chat.messages, tools, is_begun=False)
+    return output.template_input(chat_of(chat, engine))
+
+
+def _output_format(request: GenerationRequest, engine: LoadedEngine) -> OutputFormat | None:
+    """Return None for a prompt that is no conversation."""
+    if not isinstance(request.prompt, ChatInput):
+        return None
+    is_said_alone = request.tools is None and (request.grammar is not None or request.effort == "none")
+    is_begun = bool(request.said) or is_said_alone
+    if request.effort == "none" and request.tools is not None and is_harmony(engine.template):
+        raise _no_effort("none", request.effort_field, "with tools, this model always thinks")
+    return output_format_of(
+        engine.template, engine.tokenizer, request.prompt.messages, request.tools, is_begun=is_begun
+    )
+
+
+def joined(asked: Sequence[PreparedRequest]) -> PreparedRequest:
+    """Return several as one, whose answers come in order. Raises RequestError for too many log-probabilities."""
+    requests = tuple(request for each in asked for request in each.requests)
+    count = sum(map(_num_logprobs, requests))
+    if count > _MOST_LOGPROBS:
+        why = f"{count} of them may come, and at most {_MOST_LOGPROBS} are told in one reply"
+        what, fix = "these are too many log-probabilities", "request for fewer answers, tokens or alternatives"
+        raise RequestError(400, what, why=why, fix=fix, param="logprobs", name="invalid_value")
+    return replace(asked[0], requests=requests)
+
+
+def _num_logprobs(request: Request) -> int:
+    """Return the most log-probabilities that a request may have."""
+    of_prompt = 0 if request.prompt_logprobs is None else len(request.prompt_ids) * (1 + request.prompt_logprobs)
+    sampling = request.sampling
+    if sampling.logprobs is None or request.reads_only:
+        return of_prompt
+    return of_prompt + request.num_answers * (sampling.max_tokens or 0) * (1 + sampling.logprobs)
+
+
+def _refuse_begun_form(request: GenerationRequest) -> None:
+    """Raises RequestError where an answer that the client has begun has to have a form: the model writes the rest, and
+    the rest alone would have it."""
+    must_call = request.tools is not None and request.tools.must_call
+    if not request.said or (request.grammar is None and not must_call):
+        return
+    param = "tool_choice" if must_call else request.grammar_field
+    what, why = f"{param!r} cannot be honoured", "an answer that is begun cannot be held to a form"
+    fix = "leave out the begun answer, the last message"
+    raise RequestError(400, what, why=why, fix=fix, param=param, name="unsupported_value")
+
+
+def _require_room(request: GenerationRequest, num_tokens: int, engine: LoadedEngine) -> None:
+    """Raises RequestError for a longer context than the server's, where the request needs it: clients send one with
+    everything."""
+    if request.num_ctx is None or num_tokens + (request.sampling.max_tokens or 1) <= engine.ctx:
+        return
+    if request.num_ctx <= engine.ctx or request.pooling is not None:
+        return
+    flags = engine.flags_for(request.num_ctx) if request.num_ctx <= engine.config.longest_context else ""
+    fix = f"restart the server with {flags}" if flags.startswith("--") else "request for less"
+    why = f"the prompt has {num_tokens} tokens, and the context of this server {engine.ctx}"
+    raise RequestError(400, f"num_ctx is {request.num_ctx}", why=why, fix=fix, param="num_ctx", name="invalid_value")
+
+
+def _too_long(num_tokens: int, ctx: int, engine: LoadedEngine) -> ContextOverflowError:
+    longest = engine.config.longest_context
+    helps = ctx == engine.ctx and num_tokens < longest
+    return overflow_error(num_tokens, ctx, longest, engine.flags_for(min(longest, num_tokens + 512)) if helps else "")
+
+
+def _fitted(request: GenerationRequest, engine: LoadedEngine, ctx: int, output: OutputFormat | None) -> Fitted:
+    prompt = request.prompt
+    if isinstance(prompt, tuple):
+        return Fitted(prompt)
+    if isinstance(prompt, str):
+        return Fitted(tuple(engine.tokenizer.encode(prompt, special=True, bos=True)))
+    assert output is not None
+    chat = chat_of(prompt, engine, request.effort, request.effort_field, usual_effort=request.usual_effort)
+
+    def encode(messages: Sequence[Message]) -> list[int]:
+        shown = output.template_input(replace(chat, messages=messages))
+        ids = [*encode_chat(engine.template, engine.tokenizer, shown), *output.tail_ids]
+        return [
+            *ids,
+            *engine.tokenizer.encode(_closing(request, engine, ids), special=True),
+            *_said_ids(request, engine),
+        ]
+
+    if request.evicts:
+        return fit_turns(chat.messages, encode, ctx, request.sampling.max_tokens)
+    return Fitted(tuple(encode(chat.messages)))
+
+
+def _closing(request: GenerationRequest, engine: LoadedEngine, ids: Sequence[int]) -> str:
+    """Return what closes the thought that the template has opened, where the begun answer goes on outside of it."""
+    marks = (*THOUGHT_MARKS, *THOUGHT_MARKS.values())
+    if not request.said or any(mark in request.said for mark in marks):
+        return ""
+    close = closing_mark(engine.tokenizer, ids)
+    return close and f"{close}\n\n"
+
+
+def _said_ids(request: GenerationRequest, engine: LoadedEngine) -> list[int]:
+    return engine.tokenizer.encode(request.said) if request.said else []
+
+
+def _begins_in_thought(request: GenerationRequest, engine: LoadedEngine, ids: Sequence[int]) -> bool:
+    """Return whether the template has opened a thought that the begun answer has not closed."""
+    in_front = ids[: len(ids) - len(_said_ids(request, engine))]
+    splitter = Splitter(is_thinking=begins_in_thought(engine.tokenizer, in_front))
+    splitter.feed(request.said)
+    return splitter.is_thinking
+
+
+def chat_of(
+    chat: ChatInput,
+    engine: LoadedEngine,
+    effort: str | None = None,
+    effort_field: str = "reasoning_effort",
+    *,
+    usual_effort: str | None = None,
+) -> ChatInput:
+    """Return the chat as the model's template knows it: few have a role for developers. Raises RequestError for
+    variables that the template does not read."""
+    if effort == usual_effort and not any(map(engine.template.asks_for, (LEVEL, *SWITCHES))):
+        effort = None
+    variables = _variables(engine, chat.variables, effort, effort_field)
+    if _mentions(engine, "developer"):
+        return replace(chat, variables=variables)
+    messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in chat.messages]
+    return replace(chat, messages=messages, variables=variables)
+
+
+def _variables(engine: LoadedEngine, given: Mapping[str, Any], effort: str | None, effort_field: str) -> dict[str, Any]:
+    """Return the template's variables beside the messages."""
+    for name in given:
+        if name in _NOT_FOR_CLIENTS:
+            raise _no_variable(name, "it is not for a request to say")
+        if not (name.isidentifier() and _mentions(engine, name)):
+            raise _no_variable(name, "the chat template of this model does not know it")
+    if given and (size := len(json.dumps(given))) > _MOST_VARIABLES:
+        why = f"as JSON it has {size} characters, and at most {_MOST_VARIABLES} are taken"
+        raise RequestError(400, "chat_template_kwargs is too large", why=why, param="chat_template_kwargs")
+    if effort is None:
+        return dict(given)
+    wanted = "off" if effort == "none" else effort
+    if wanted not in ("on", "off") and not engine.template.asks_for(LEVEL):
+        wanted = "on" if any(map(engine.template.asks_for, SWITCHES)) else wanted
+    try:
+        return {**effort_variables(engine.template, wanted), **given}
+    except UsageError as error:
+        raise _no_effort(effort, effort_field, error.why) from None
+
+
+def _no_effort(effort: str, effort_field: str, why: str) -> RequestError:
+    what = f"{effort_field!r}: thinking cannot be had so ({effort!r})"
+    return RequestError(400, what, why=why, param=effort_field, name="unsupported_value")
+
+
+def _no_variable(name: str, why: str) -> RequestError:
+    param = f"chat_template_kwargs.{name}"[:200]
+    return RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="unsupported_value")
+
+
+def _mentions(engine: LoadedEngine, *words: str) -> bool:
+    """Return whether the model's template has one of the words."""
+    sources = engine.template.sources.values()
+    return any(
+        word in source and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", source) is not None  # a word may be megabytes
+        for word in words
+        for source in sources
+    )

@@ -1,0 +1,89 @@
+"""The shared parts of Ollama's requests and replies: the model's name, times, and how long an answer took."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SkipValidation
+
+from localllm.engine.events import FinishedEvent
+from localllm.server.bodies import Absent, Body, ReplyBody
+from localllm.server.errors import RequestError
+from localllm.server.finish_reason import FinishReason, finish_reason, timings_of
+from localllm.server.logprobs import ContentLogprob
+from localllm.server.replies import encoded
+
+_TAG = ":latest"
+
+
+OllamaModelName = Annotated[str | None, Field(description="Without one, the model that is served.")]
+
+
+class NamedBody(Body):
+    """name: the older name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
+
+    @property
+    def bare_name(self) -> str:
+        """The name without Ollama's tag. Raises RequestError where there is no name."""
+        name = (self.model or self.name or "").removesuffix(_TAG)
+        if not name:
+            raise RequestError(400, "model: field required", param="model", name="missing_required_parameter")
+        return name
+
+
+class OllamaHead(ReplyBody):
+    model: str
+    created_at: str
+
+
+class OllamaEnd(ReplyBody):
+    """The fields behind an answer's text. Durations are nanoseconds; only the last line of a stream has them."""
+
+    done: bool
+    logprobs: SkipValidation[Absent[list[ContentLogprob]]] = None
+    done_reason: Absent[FinishReason | Literal["load", "unload"]] = None
+    total_duration: Absent[int] = None
+    load_duration: Absent[int] = None
+    prompt_eval_count: Absent[int] = None
+    prompt_eval_duration: Absent[int] = None
+    eval_count: Absent[int] = None
+    eval_duration: Absent[int] = None
+
+
+def timings_until(finished: FinishedEvent, started_ns: int, load_ns: int) -> dict[str, Any]:
+    """Return the last fields of `OllamaEnd`.
+
+    started_ns: `time.perf_counter_ns` when the request came
+    load_ns: how long it waited for its model
+    """
+    timings = timings_of(finished)
+    return {
+        "done_reason": finish_reason(finished),
+        "total_duration": time.perf_counter_ns() - started_ns,
+        "load_duration": load_ns,
+        "prompt_eval_count": finished.usage.prompt_tokens,
+        "prompt_eval_duration": round(timings.prompt_ms * 1e6),
+        "eval_count": finished.usage.completion_tokens,
+        "eval_duration": round(timings.predicted_ms * 1e6),
+    }
+
+
+def tagged(name: str) -> str:
+    """Return a name with Ollama's tag."""
+    return name if ":" in name else name + _TAG
+
+
+def time_text(seconds: float | None = None) -> str:
+    """Return a time as RFC 3339 has it; now where none is given."""
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def line(value: object) -> bytes:
+    """Return a line of a stream. None is ever blank: libraries parse each."""
+    return encoded(value) + b"\n"

@@ -1,0 +1,107 @@
+"""POST /api/embed, and POST /api/embeddings, which came before it."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from pydantic import Field, SkipValidation
+from starlette.responses import Response
+
+from localllm.server.bodies import Body, ReplyBody
+from localllm.server.embeddings import MAX_INPUTS, embedded
+from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.fields import Count, KeepAlive
+from localllm.server.ollama.common import OllamaModelName
+from localllm.server.ollama.options import Options
+from localllm.server.replies import JsonReply, whole
+
+_OPTIONS = "Of these, num_ctx has an effect: no token is drawn."
+
+
+class EmbedBody(Body):
+    model: OllamaModelName = None
+    input: Annotated[
+        str | Annotated[list[str], Field(max_length=MAX_INPUTS)],
+        Field(description="Without any text, the model is loaded."),
+    ]
+    truncate: Annotated[bool | None, Field(description="true: of a text that is too long, the beginning is taken.")] = (
+        None
+    )
+    dimensions: Annotated[
+        Count | None, Field(description="As many of each vector's, which then has length 1 again.")
+    ] = None
+    options: Annotated[Options | None, Field(description=_OPTIONS)] = None
+    keep_alive: KeepAlive = None
+
+
+class OllamaEmbeddingsBody(Body):
+    model: OllamaModelName = None
+    prompt: Annotated[str | None, Field(description="Without one, the model is loaded.")] = None
+    options: Annotated[Options | None, Field(description=_OPTIONS)] = None
+    keep_alive: KeepAlive = None
+
+
+class EmbedReply(ReplyBody):
+    """Durations are nanoseconds."""
+
+    model: str
+    embeddings: SkipValidation[list[list[float]]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingsReply(ReplyBody):
+    embedding: SkipValidation[list[float]]
+
+
+async def embed(call: ApiCall, body: EmbedBody) -> Response:
+    """Raises RequestError, ContextOverflowError for a text that is too long."""
+    started_ns = time.perf_counter_ns()
+    served = await call.model(body.model, body.keep_alive)
+    engine = served.engine()
+    given = [body.input] if isinstance(body.input, str) else body.input
+    texts = [] if given == [""] else given
+    num_ctx = _num_ctx(body.options)
+    most_tokens = None
+    if body.truncate:
+        most_tokens, num_ctx = min(num_ctx or engine.ctx, engine.ctx), None  # into which they fit
+    vectors = await embedded(served, texts, num_ctx=num_ctx, dimensions=body.dimensions, most_tokens=most_tokens)
+
+    def build() -> EmbedReply:
+        return EmbedReply(
+            model=body.model or served.name,
+            embeddings=[list(each.vector) for each in vectors],
+            total_duration=time.perf_counter_ns() - started_ns,
+            load_duration=0,
+            prompt_eval_count=sum(each.num_tokens for each in vectors),
+        )
+
+    return await whole(build)
+
+
+async def embeddings(call: ApiCall, body: OllamaEmbeddingsBody) -> JsonReply:
+    """Raises as `embed`."""
+    served = await call.model(body.model, body.keep_alive)
+    prompts = [body.prompt] if body.prompt else []
+    vectors = await embedded(served, prompts, num_ctx=_num_ctx(body.options))
+    return JsonReply(OllamaEmbeddingsReply(embedding=list(vectors[0].vector) if vectors else []))
+
+
+def _num_ctx(options: Options | None) -> int | None:
+    return None if options is None else options.num_ctx
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/embed", embed, "Texts as vectors", EmbedBody, EmbedReply),
+    Endpoint(
+        "POST",
+        "/api/embeddings",
+        embeddings,
+        "A text as a vector",
+        OllamaEmbeddingsBody,
+        OllamaEmbeddingsReply,
+        deprecated=True,
+    ),
+)

@@ -1,0 +1,197 @@
+"""The shared parts of OpenAI's endpoints: fields of requests; usage, identity and chunks of replies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from localllm.engine.events import FinishedEvent
+from localllm.engine.request import SamplingParams
+from localllm.server import fields
+from localllm.server.best_of import BestOfBody
+from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
+from localllm.server.errors import Failure, RequestError, body_of
+from localllm.server.finish_reason import timings_of
+from localllm.server.replies import EVENT_STREAM, PING, event
+from localllm.server.served import Served
+from localllm.server.stream import GenerationStream
+from localllm.text.grammar.grammar import Grammar
+from localllm.version import __version__
+
+FINGERPRINT = f"localllm-{__version__}"
+
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+_PRIORITIES = {"flex": -1, "priority": 1, "fast": 1}
+
+
+class PromptDetails(ReplyBody):
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class OpenAIUsage(ReplyBody):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: Absent[PromptDetails] = None
+
+
+NOT_OBFUSCATED = Ignored("events are as long as what they say")
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: Annotated[
+        bool | None, Field(description="Every chunk has the usage so far, as vLLM has it.")
+    ] = None
+    include_obfuscation: Annotated[bool | None, NOT_OBFUSCATED] = None
+
+
+class PromptCacheOptions(Body):
+    mode: fields.Label | None = None
+    ttl: fields.Label | None = None
+
+
+class OpenAISamplingBody(Body):
+    """Fields that completions, chats and responses have."""
+
+    temperature: fields.Temperature | None = None
+    top_p: fields.Share | None = None
+    top_k: fields.TopK | None = None
+    min_p: fields.Share | None = None
+    seed: fields.Seed | None = None
+    frequency_penalty: fields.Penalty | None = None
+    presence_penalty: fields.Penalty | None = None
+    service_tier: Annotated[
+        ServiceTier | None,
+        Field(description="Of requests that wait, `priority` and `fast` are answered sooner, `flex` later."),
+    ] = None
+    keep_alive: fields.KeepAlive = None
+    structured_outputs: fields.StructuredField = None
+    user: Annotated[fields.Label | None, fields.NOT_KEPT] = None
+    store: Annotated[bool | None, fields.NOT_KEPT] = None
+    safety_identifier: Annotated[fields.Label | None, fields.NOT_KEPT] = None
+    prompt_cache_key: Annotated[fields.Label | None, fields.CACHES_ITSELF] = None
+    prompt_cache_retention: Annotated[fields.Label | None, fields.CACHES_ITSELF] = None
+    prompt_cache_options: Annotated[PromptCacheOptions | None, fields.CACHES_ITSELF] = None
+
+    @property
+    def priority(self) -> int:
+        return _PRIORITIES.get(self.service_tier or "", 0)
+
+
+class OpenAIGenerationBody(OpenAISamplingBody, BestOfBody):
+    """Fields that both completions endpoints have."""
+
+    elsewhere: ClassVar = {
+        **dict.fromkeys(("n_predict", "num_predict"), "it is 'max_tokens' here"),
+        "use_beam_search": "it is 'beam_width' here, the number of beams",
+        "num_beams": "it is 'beam_width' here",
+        **{
+            f"guided_{name}": f"it is 'structured_outputs.{name}' here"
+            for name in ("json", "regex", "choice", "grammar")
+        },
+        "json_schema": "send it as 'response_format', or as 'structured_outputs.json'",
+    }
+
+    model: fields.ModelName = None
+    stream_options: StreamOptions | None = None
+    stop: fields.Stop | None = None
+    logit_bias: fields.LogitBias | None = None
+    max_tokens: fields.Count | None = None
+    metadata: Annotated[fields.Labels | None, fields.NOT_KEPT] = None
+    typical_p: fields.Share | None = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
+    repeat_last_n: fields.LastN | None = None
+    num_ctx: Annotated[fields.Count | None, Field(description=fields.NUM_CTX)] = None
+    grammar: Annotated[
+        fields.Pattern | None,
+        Field(description="What the answer has to look like, as llama.cpp has it: GBNF, or Lark."),
+    ] = None
+    cache_prompt: Annotated[OnlyTrue | None, Field(description="What is known of a prompt is always used.")] = None
+
+    @property
+    def text_grammar(self) -> Grammar | None:
+        return None if self.grammar is None else fields.text_grammar(self.grammar)
+
+
+def refuse_stream_options(body: OpenAIGenerationBody) -> None:
+    """Raises RequestError where there are options of a stream and no stream is wanted."""
+    if body.stream_options is not None and not body.stream:
+        what, why = "'stream_options' cannot be honoured", "it says how a stream is, and no stream is asked for"
+        raise RequestError(400, what, why=why, param="stream_options", name="unsupported_value")
+
+
+_SAMPLING = (
+    "temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty", "logit_bias", "max_tokens",
+    "top_k", "min_p", "typical_p", "repetition_penalty", "repeat_last_n",
+)  # fmt: skip
+
+
+def sampling_of(body: OpenAISamplingBody, served: Served, **more: Any) -> SamplingParams:
+    """Return the request's settings over the model's own. Raises RequestError."""
+    return fields.overlaid(served.sampling(), {**{name: getattr(body, name, None) for name in _SAMPLING}, **more})
+
+
+def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:
+    """Return the usage of all that was computed for a request, n answers to each prompt, which is counted once."""
+    firsts = [each.usage for each in finished[::n]]
+    prompt, cached = sum(each.prompt_tokens for each in firsts), sum(each.cached_tokens for each in firsts)
+    completion = sum(each.usage.completion_tokens for one in finished for each in (one, *_others(one)))
+    return OpenAIUsage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+    )
+
+
+def _others(finished: FinishedEvent) -> list[FinishedEvent]:
+    """Return the ends of the other answers of a beam search."""
+    return [event for events in finished.others for event in events if isinstance(event, FinishedEvent)]
+
+
+class ChunkWriter:
+    """Writes the chunks of several answers, with the usage that is wanted."""
+
+    media_type = EVENT_STREAM
+    ping = PING
+
+    def __init__(self, head: ReplyBody, answers: GenerationStream, options: StreamOptions | None, n: int) -> None:
+        """head: a chunk without choices. n: answers to each prompt."""
+        self._head = head.written  # a dict, to which each token adds: to make a chunk's model would take 1.5 us more
+        self._requests = answers.prepared.requests
+        self._n = n
+        self._has_last_usage = options is not None and bool(options.include_usage)
+        self._has_each_usage = options is not None and bool(options.continuous_usage_stats)
+        self._counts: Counter[int] = Counter()
+        self._ends: dict[int, FinishedEvent] = {}
+
+    def chunk(self, index: int, choice: ReplyBody, finished: FinishedEvent | None = None) -> bytes:
+        """Write a chunk of the answer `index`; of its end, with timings where it is the only answer."""
+        chunk = {**self._head, "choices": (choice,)}
+        if self._has_each_usage:
+            prompt, said = len(self._requests[index].prompt_ids), self._counts[index]
+            chunk["usage"] = OpenAIUsage(prompt_tokens=prompt, completion_tokens=said, total_tokens=prompt + said)
+        elif self._has_last_usage:
+            chunk["usage"] = None
+        if finished is not None:
+            self._ends[index] = finished
+            if len(self._requests) == 1:
+                chunk["timings"] = timings_of(finished)
+        return event(chunk)
+
+    def count(self, index: int, num_tokens: int) -> None:
+        self._counts[index] += num_tokens
+
+    def end(self) -> Iterator[bytes]:
+        if self._has_last_usage:
+            usage = usage_of([self._ends[index] for index in sorted(self._ends)], self._n)
+            yield event({**self._head, "usage": usage})
+        yield b"data: [DONE]\n\n"
+
+    def fail(self, failure: Failure) -> bytes:
+        return event(body_of(failure, "openai"))

@@ -1,0 +1,205 @@
+"""Replies: JSON, and streams that end where their reader has gone, in every phase of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from localllm.server.access_log import note_failure
+from localllm.server.bodies import ReplyBody
+from localllm.server.errors import ClientGoneError, Failure, failure_of
+from localllm.server.stream import GenerationStream
+from localllm.server.tools.deltas import Delta
+
+T = TypeVar("T")
+
+SILENCE_S = 15.0  # after which a stream gives a sign of life: proxies and clients give up after 30 to 60 s
+
+EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"
+
+
+def encoded(value: object) -> bytes:
+    """Return JSON in ASCII: some clients take U+2028 and its like for the end of a line."""
+    return _ENCODER.encode(value).encode("ascii")
+
+
+def _written(value: Any) -> dict[str, Any]:
+    written: dict[str, Any] = value.written  # AttributeError for what is no reply
+    return written
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_written)  # to make one takes 1 us
+
+
+def encoded_in_parts(value: object) -> Iterator[bytes]:
+    """Encode in parts, between which other threads have their turn: encoding a hundred megabytes at once holds the
+    interpreter for three seconds."""
+    value = value.written if isinstance(value, ReplyBody) else value
+    if isinstance(value, Mapping) and any(isinstance(each, Mapping | ReplyBody | list) for each in value.values()):
+        for count, (name, each) in enumerate(value.items()):
+            yield (b"," if count else b"{") + encoded(name) + b":"
+            yield from encoded_in_parts(each)
+        yield b"}"
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping | ReplyBody | list):
+        for count, each in enumerate(value):
+            yield b"," if count else b"["
+            yield from encoded_in_parts(each)
+        yield b"]"
+    else:
+        yield encoded(value)
+
+
+class JsonReply(Response):
+    """A whole reply."""
+
+    media_type = "application/json"
+
+    def __init__(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(encoded(value), status, dict(headers or {}))
+
+
+async def whole(build: Callable[[], object], headers: Mapping[str, str] | None = None) -> Response:
+    """Return a reply that may be large, built off the loop."""
+    data = await asyncio.to_thread(lambda: b"".join(encoded_in_parts(build())))
+    return Response(data, headers=dict(headers or {}), media_type=JsonReply.media_type)
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of the work, which is cancelled where the client goes first. Raises ClientGoneError then."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        if not task.done():
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class StreamWriter(Protocol):
+    """Writes answers in one dialect, piece by piece."""
+
+    media_type: str
+    ping: bytes  # a sign of life; b"" where the dialect has none
+
+    def begin(self) -> Iterable[bytes]: ...
+
+    def write(self, index: int, delta: Delta) -> Iterable[bytes]:
+        """Write what is new of the answer `index`."""
+        ...
+
+    def end(self) -> Iterable[bytes]:
+        """Write what follows the ends of all answers."""
+        ...
+
+    def fail(self, failure: Failure) -> bytes:
+        """Write the error that ends them."""
+        ...
+
+
+class StreamReply(Response):
+    """Sends pieces as they come, and what `failed` makes of the error that ends them. Calls `close` in any case."""
+
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        failed: Callable[[Failure], bytes],
+        close: Callable[[], None],
+        media_type: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._pieces = pieces
+        self._failed = failed
+        self._close = close
+        self.status_code = 200
+        self.background = None
+        self.media_type = media_type
+        self.init_headers({**headers, "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send(scope, send))
+        finally:
+            self._close()
+
+    async def _send(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except Exception as error:
+            failure = failure_of(error)
+            note_failure(scope, failure)
+            await send({"type": "http.response.body", "body": self._failed(failure), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def streamed(answers: GenerationStream, writer: StreamWriter) -> StreamReply:
+    """Return the answers as a stream. Raises what ends them before anything was emitted, so that it has a status."""
+    deltas = answers.deltas(SILENCE_S)
+    try:
+        first = await anext(deltas)
+    except BaseException:
+        answers.close()
+        raise
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in writer.begin():
+            yield piece
+        arrived: tuple[int, Delta] | None = first
+        while True:
+            for piece in (writer.ping,) if arrived is None else writer.write(*arrived):
+                if piece:
+                    yield piece
+            try:
+                arrived = await anext(deltas)
+            except StopAsyncIteration:
+                break
+        for piece in writer.end():
+            yield piece
+
+    return StreamReply(pieces(), writer.fail, answers.close, writer.media_type, evicted_header(answers))
+
+
+async def collected(answers: GenerationStream) -> list[Delta]:
+    """Return all of each answer. Raises what ends them."""
+    try:
+        return await answers.whole()
+    finally:
+        answers.close()
+
+
+def evicted_header(answers: GenerationStream) -> dict[str, str]:
+    """Return the header that counts the turns which have left the context."""
+    turns = answers.prepared.num_evicted
+    return {"x-localllm-evicted-turns": str(turns)} if turns else {}
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """Return a server-sent event. It is without `id:` and `retry:`, at which some decoders trip."""
+    head = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
+    return head + b"data: " + encoded(data) + b"\n\n"
+
+
+PING = b": ping\n\n"

@@ -1,0 +1,59 @@
+"""An unsent message: saved for the next start, and edited in the user's own editor."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from localllm.config import user_directories
+from localllm.errors import LocalLLMError
+
+
+def _path() -> Path:
+    return user_directories().data / "draft"
+
+
+def save(text: str) -> None:
+    """Save the draft, readable by its owner alone; remove it where it is empty. Errors of the disk are ignored."""
+    path = _path()
+    unfinished = path.with_name(f".draft.{os.getpid()}.tmp")
+    with suppress(OSError):
+        if not text.strip():
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as stream:
+            stream.write(text)
+        unfinished.replace(path)
+
+
+def take() -> str:
+    """Return the saved draft and remove it; "" where there is none."""
+    path = _path()
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        path.unlink()
+    except OSError:
+        return ""
+    return text
+
+
+def edited(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The text after $VISUAL, $EDITOR, nano or vi has ended. Raises LocalLLMError where the editor fails."""
+    command = environ.get("VISUAL") or environ.get("EDITOR") or shutil.which("nano") or "vi"
+    try:
+        with tempfile.TemporaryDirectory(prefix="localllm-") as folder:  # readable by its owner only
+            path = Path(folder, "message.md")
+            path.write_text(text, encoding="utf-8", errors="replace")
+            subprocess.run([*shlex.split(command), str(path)], check=True)
+            return path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        what = f"the editor {command!r} did not work"
+        raise LocalLLMError(what, why=str(error), fix="export EDITOR=nano") from None

@@ -1,0 +1,227 @@
+"""The text of a Markdown source as pieces to draw; all of the source is shown.
+
+A link shows its target, raw HTML is text, and nothing can be clicked: the text of a model is a stranger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock, paragraph
+from markdown_it.token import Token
+from textual.content import Content, Span
+
+from localllm.chat.text import visible
+from localllm.tui.highlighter import Highlighter
+from localllm.tui.markdown_blocks import TablePiece, TextPiece
+
+_BULLETS = ("• ", "◦ ", "▪ ")
+_MOST_NESTED = 40  # levels, two for a list and one for a quote; signs of what is deeper are text
+_STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
+
+
+def _commonmark() -> MarkdownIt:
+    """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
+    would hide."""
+    options = {"html": False, "maxNesting": _MOST_NESTED + 2}  # which it would leave out
+    found = MarkdownIt("commonmark", options).enable(["table", "strikethrough"]).disable(["reference"])
+    found.block.ruler.before("table", "too_deep", _too_deep)
+    return found
+
+
+@cache
+def parser() -> MarkdownIt:
+    """The parser of a model's Markdown."""
+    return _commonmark()
+
+
+@cache
+def _outliner() -> MarkdownIt:
+    """A parser of blocks alone: their inline text takes most of the time."""
+    return _commonmark().disable(["inline"])
+
+
+def _too_deep(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:
+    return not silent and state.level >= _MOST_NESTED and paragraph(state, start_line, end_line, silent)
+
+
+def groups(tokens: Sequence[Token]) -> Iterator[list[Token]]:
+    """The tokens of each block of the top level."""
+    group: list[Token] = []
+    depth = 0
+    for token in tokens:
+        group.append(token)
+        depth += token.nesting
+        if depth == 0:
+            yield group
+            group = []
+
+
+def first_line(group: Sequence[Token]) -> int:
+    """The number of the line at which a block of the top level begins."""
+    lines = group[0].map
+    assert lines is not None
+    return lines[0]
+
+
+def first_lines(text: str) -> list[int]:
+    """`first_line` of each block of the text."""
+    return [first_line(group) for group in groups(_outliner().parse(text))]
+
+
+def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[TextPiece | TablePiece]:
+    """The pieces of a block's tokens. highlighters: of the block's earlier code, in order; new ones are appended."""
+    return list(_Walk(tokens, [] if highlighters is None else highlighters).blocks(0))
+
+
+def inline(token: Token) -> Content:
+    """The text of a paragraph, a heading or a cell, styled."""
+    texts: list[str] = []
+    spans: list[Span] = []
+    opened: list[tuple[str, int, str]] = []
+    length = 0
+
+    def add(text: str, style: str = "") -> None:
+        nonlocal length
+        text = visible(text)  # again: an entity may have become what the source's own characters may not be
+        texts.append(text)
+        if style:
+            spans.append(Span(length, length + len(text), style))
+        length += len(text)
+
+    for child in token.children or ():
+        kind = child.type
+        if kind == "text":
+            add(child.content)
+        elif kind == "softbreak":
+            add(" ")
+        elif kind == "hardbreak":
+            add("\n")
+        elif kind == "code_inline":
+            add(child.content, ".code_inline")
+        elif kind == "image":
+            add(child.content or "image", ".link")
+            add(f" ({child.attrGet('src')})", ".dim")
+        elif kind == "link_open":
+            opened.append((".link", length, str(child.attrGet("href") or "")))
+        elif kind == "link_close":
+            style, begin, href = opened.pop()
+            spans.append(Span(begin, length, style))
+            if "".join(texts)[begin:] != href:
+                add(f" ({href})", ".dim")
+        elif kind.endswith("_open"):
+            opened.append((_STYLES.get(kind.removesuffix("_open"), ""), length, ""))
+        elif kind.endswith("_close"):
+            style, begin, _ = opened.pop()
+            if style:
+                spans.append(Span(begin, length, style))
+        else:
+            add(child.content)
+    return Content("".join(texts), spans=spans)
+
+
+class _Walk:
+    """Turns tokens into pieces, from the front."""
+
+    def __init__(self, tokens: Sequence[Token], highlighters: list[Highlighter]) -> None:
+        self._tokens = tokens
+        self._highlighters = highlighters
+        self._num_codes = 0
+        self._at = 0
+
+    def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[TextPiece | TablePiece]:
+        """The pieces up to the closing token. depth: of the surrounding lists."""
+        is_first = True
+        while self._at < len(self._tokens):
+            token = self._tokens[self._at]
+            self._at += 1
+            if token.nesting < 0:
+                return
+            if not is_first and not is_tight and token.type != "list_item_open":
+                yield TextPiece(Content())
+            is_first = False
+            yield from self._block(token, depth)
+
+    def _block(self, token: Token, depth: int) -> Iterator[TextPiece | TablePiece]:
+        match token.type:
+            case "inline":
+                yield TextPiece(inline(token))
+            case "paragraph_open":
+                yield from self.blocks(depth)
+            case "heading_open":
+                style = f".{token.tag}"
+                for piece in self.blocks(depth):
+                    yield TextPiece(piece.content.stylize_before(style)) if isinstance(piece, TextPiece) else piece
+            case "fence" | "code_block":
+                yield from self._code(token)
+            case "hr":
+                yield TextPiece(Content("─" * 12).stylize(".dim"))
+            case "blockquote_open":
+                bar = Content("▎ ").stylize(".quote")
+                for piece in self.blocks(depth):
+                    yield piece.indented(bar, bar)
+            case "bullet_list_open" | "ordered_list_open":
+                yield from self._list(token, depth)
+            case "table_open":
+                yield self._table()
+            case _:
+                if token.content:
+                    yield TextPiece(Content(visible(token.content)))
+
+    def _list(self, token: Token, depth: int) -> Iterator[TextPiece | TablePiece]:
+        is_ordered = token.type == "ordered_list_open"
+        is_tight, is_first = _is_tight(self._tokens, self._at), True
+        while self._at < len(self._tokens):
+            item = self._tokens[self._at]
+            self._at += 1
+            if item.type != "list_item_open":
+                return
+            bullet = f"{item.info}. " if is_ordered else _BULLETS[depth % len(_BULLETS)]
+            first, rest = Content(bullet).stylize(".bullet"), Content(" " * len(bullet))
+            if not is_first and not is_tight:
+                yield TextPiece(Content())
+            is_first = False
+            for number, piece in enumerate(self.blocks(depth + 1, is_tight=is_tight)):
+                yield piece.indented(first if number == 0 else rest, rest)
+
+    def _code(self, token: Token) -> Iterator[TextPiece]:
+        if self._num_codes == len(self._highlighters):
+            self._highlighters.append(Highlighter())
+        highlighter = self._highlighters[self._num_codes]
+        self._num_codes += 1
+        language = token.info.split()[0] if token.info.split() else ""
+        margin = Content("  ")
+        for line in highlighter.lines(visible(token.content.removesuffix("\n")), language):
+            yield TextPiece(line, margin, margin, is_code=True)
+
+    def _table(self) -> TablePiece:
+        rows: list[list[Content]] = []
+        while (token := self._tokens[self._at]).type != "table_close":
+            self._at += 1
+            if token.type == "tr_open":
+                rows.append([])
+            elif token.type == "inline":
+                rows[-1].append(inline(token))
+        self._at += 1
+        return TablePiece(rows)
+
+
+def _is_tight(tokens: Sequence[Token], at: int) -> bool:
+    """Return whether there are no blank lines between a list's items: CommonMark then hides their paragraphs."""
+    paragraph = next((token for token in tokens[at:] if token.type == "paragraph_open"), None)
+    return paragraph is None or paragraph.hidden
+
+
+@dataclass(frozen=True)
+class CodeBlock:
+    language: str
+    code: str
+
+
+def code_blocks(text: str) -> list[CodeBlock]:
+    """The fenced code blocks in order; the last may have no end yet."""
+    fences = [token for token in parser().parse(text) if token.type in ("fence", "code_block")]
+    return [CodeBlock((token.info.split() or [""])[0], token.content) for token in fences]

@@ -1,0 +1,148 @@
+"""A model that loads: the service that will answer, and its progress as messages."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from textual.message import Message
+
+from localllm.config import format_bytes
+from localllm.engine.engine_info import LoadedEngine, Service
+from localllm.errors import LocalLLMError
+from localllm.runtime.engine_loader import Opening, check, open_engine
+from localllm.runtime.selection import Selection
+from localllm.runtime.server_client import attached
+from localllm.tui.job_queue import Job
+from localllm.tui.messages import ModelLoading, Noted, Post
+
+if TYPE_CHECKING:
+    from localllm.engine.engine import Engine
+    from localllm.engine.loader import Watcher
+
+_PAUSE_S = 0.1  # between two messages of progress
+
+
+class Serve(Protocol):
+    """Begins to load a model; `before` releases the previous one."""
+
+    def __call__(self, selection: Selection, post: Post, before: Callable[[], None]) -> Service: ...
+
+
+def serve_attached(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
+    """Use the engine of this user's running server; without a server as `serve`."""
+
+    def note(text: str) -> None:
+        post(Noted(text))
+
+    def tell(kind: str, arguments: tuple[Any, ...]) -> None:
+        if kind in ("noting", "warning"):
+            post(Noted(str(arguments[0]), "warning" if kind == "warning" else "information"))
+
+    service = attached(selection, note, tell)
+    if service is None:
+        return serve(selection, post, before)
+    before()
+    note("the running server answers")
+    return service
+
+
+def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
+    """The service of a model in this process. Raises at once where it is known that the model cannot run."""
+    from localllm.runtime.engine_thread import EngineService
+
+    check(selection)
+
+    def load() -> Engine:
+        before()
+        return open_engine(selection, Opening(keeps_pages=True), _watcher(selection.files.name, post), warn)
+
+    def warn(text: str) -> None:
+        post(Noted(text, "warning"))
+
+    return EngineService(load)
+
+
+class ModelLoader:
+    """Loads one model at a time, and posts the progress of that one alone. service: its own, or None."""
+
+    def __init__(self, serve: Serve, post: Post, start: Callable[[Job], object]) -> None:
+        """start: starts a thread worker."""
+        self._serve = serve
+        self._post = post
+        self._start = start
+        self._current = object()  # identifies the load whose progress is posted
+        self.service: Service | None = None
+
+    def begin(self, selection: Selection, ended: Callable[[Service, LoadedEngine | Exception], None]) -> None:
+        """Begin to load, after the previous model has been released. ended: called on another thread.
+
+        Raises what can be known at once; the previous model then stays.
+        """
+        before, last = self.service, self._current
+        current = self._current = object()
+
+        def post(message: Message) -> None:
+            if self._current is current:
+                self._post(message)
+            elif isinstance(message, ModelLoading):  # abandoned: its memory belongs to the next model
+                raise LocalLLMError("the model is not wanted any more", why="another was chosen", fix="/model NAME")
+
+        def release() -> None:
+            if before is not None:
+                before.close()
+                gc.collect()  # an engine's parts know each other: 14 MiB of `tiny` would stay for a while
+
+        try:
+            service = self._serve(selection, post, release)
+        except Exception:
+            self._current = last
+            raise
+        self.service = service
+        self._post(ModelLoading(f"loading {selection.files.name}"))
+
+        def wait() -> None:
+            try:
+                found: LoadedEngine | Exception | None = service.wait_loaded()
+            except Exception as error:
+                found = error
+            if found is not None:  # else it was closed as soon as it was loaded
+                ended(service, found)
+
+        self._start(wait)
+
+
+def _watcher(name: str, post: Post) -> Watcher:
+    """An observer of `Engine.load` that posts messages, ten a second. Imports torch."""
+    from localllm.engine.loader import Watcher
+
+    posted_at, waits_for = 0.0, ""
+
+    def progress(text: str, done: int, total: int) -> None:
+        nonlocal posted_at
+        now = time.monotonic()
+        if now - posted_at >= _PAUSE_S or done >= total:
+            posted_at = now
+            post(ModelLoading(text, done, total))
+
+    def waiting(process: str) -> None:
+        nonlocal waits_for
+        if process != waits_for:
+            waits_for = process
+            post(Noted(f"process {process} is packing {name}; waiting for that"))
+
+    def measuring(text: str) -> None:
+        post(ModelLoading(text))
+
+    def noting(text: str) -> None:
+        post(Noted(text))
+
+    return Watcher(
+        lambda done, total: progress(f"loading {name}", done, total),
+        lambda done, total: progress(f"packing {name}, once: {format_bytes(total)}", done, total),
+        waiting,
+        measuring,
+        noting,
+    )

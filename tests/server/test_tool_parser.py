@@ -1,0 +1,347 @@
+"""Calls told apart from text and thoughts, in whatever pieces an answer comes, as each family of models writes them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.server.tools.deltas import AnswerParser, Part, Says
+from localllm.server.tools.json_text import ValueEnd, partial_object
+from localllm.server.tools.output_format import parser_of
+from localllm.server.tools.tool_formats import GENERIC, TOOL_FORMATS
+
+BY_NAME = {syntax.name: syntax for syntax in (*TOOL_FORMATS, GENERIC)}
+NAMES = ("weather", "clock")
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+HARMONY_CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+
+
+def hermes(*arguments: Any, name: str = "weather") -> str:
+    """Calls, each in lines of its own."""
+    said = (json.dumps({"name": name, "arguments": each}) for each in arguments)
+    return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in said)
+
+
+UNIT = ("call", "weather"), ("arguments", '{"unit": "C"}')
+NOON = ("call", "clock"), ("arguments", "{}")
+# How models write that a call has no arguments.
+NOTHING = (
+    "",
+    ', "arguments": null',
+    ', "arguments": ""',
+    ', "arguments": "null"',
+    ', "arguments": "{}"',
+    ', "arguments": {}',
+)
+MISTRAL_LIST = '[TOOL_CALLS] [{"name": "weather", "arguments": {"unit": "C"}, "id": "abcdefghi"}'
+
+# family, what the model says, what that comes to
+RECORDED: list[tuple[str, str, Sequence[Part]]] = [
+    ("hermes", hermes({"unit": "C"}), UNIT),
+    ("hermes", "Let me look.\n" + hermes({"unit": "C"}) + "\n" + hermes({}, name="clock") + "\n",
+     [("text", "Let me look."), *UNIT, *NOON]),
+    ("hermes", hermes({"unit": "C"}) + "\n\nThat was all.", [*UNIT, ("text", "That was all.")]),
+    ("hermes", '<tool_call>{"arguments": {"unit": "C"}, "name": "weather"}</tool_call>', UNIT),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"unit\\": \\"C\\"}"}</tool_call>', UNIT),
+    ("hermes", '<tool_call>{"type": "function", "function": {"name": "weather", "parameters": {"unit": "C"}}}', UNIT),
+    ("hermes", '<tool_call>\n[{"name": "weather", "arguments": {"unit": "C"}}, {"name": "clock"}]</tool_call>',
+     [*UNIT, *NOON]),
+    ("hermes", hermes({"unit": 'a } "<tool_call>" \\'}),
+     [("call", "weather"), ("arguments", json.dumps({"unit": 'a } "<tool_call>" \\'}))]),
+    ("generic", hermes({"unit": "C"}) * 2, [*UNIT, *UNIT]),
+    *((family, f'<tool_call>{{"name": "clock"{none}}}</tool_call>', NOON)
+      for family in ("hermes", "generic") for none in NOTHING),
+    *(("hermes", f'<tool_call>{{{none[2:]}, "name": "clock"}}</tool_call>', NOON) for none in NOTHING if none),
+    ("hermes", '<tool_call>{"type": "function", "function": {"name": "clock", "arguments": ""}}', NOON),
+    ("hermes", '<tool_call>[{"name": "clock", "arguments": null}, {"name": "clock"}]</tool_call>', [*NOON, *NOON]),
+    *(("mistral-list", f'[TOOL_CALLS] [{{"name": "clock"{none}}}]', NOON) for none in NOTHING),
+    *(("llama", f'{before}{{"name": "clock"{none.replace("arguments", "parameters")}}}', NOON)
+      for before in ("", "<|python_tag|>") for none in NOTHING),
+    *(("mistral", f"[TOOL_CALLS]clock{none}", NOON)
+      for none in ("", "[ARGS]", "[ARGS]null", '[ARGS] ""', "[CALL_ID]Ab3[ARGS]", "[ARGS]{}")),
+    *(("mistral", f'[TOOL_CALLS]clock{none}[TOOL_CALLS]weather[ARGS]{{"unit": "C"}}', [*NOON, *UNIT])
+      for none in ("", "[ARGS]", "[ARGS]null", '[ARGS]""', "[ARGS] {}")),
+    *(("harmony", HARMONY_CALL.replace("weather", "clock") + none, NOON) for none in ("", " ", "null", '""', "{}")),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"unit": "C"}[TOOL_CALLS]clock[CALL_ID]Ab3[ARGS]{}', [*UNIT, *NOON]),
+    ("mistral", 'Let me look.[TOOL_CALLS]weather[ARGS] {"unit": "C"}', [("text", "Let me look."), *UNIT]),
+    ("mistral-list", MISTRAL_LIST + "]", UNIT),
+    ("mistral-list", MISTRAL_LIST + ', {"name": "clock", "arguments": {}}]', [*UNIT, *NOON]),
+    ("llama", '{"name": "weather", "parameters": {"unit": "C"}}', UNIT),
+    ("llama", '<|python_tag|>{"name": "weather", "parameters": {"unit": "C"}}; {"name": "clock", "parameters": {}}',
+     [*UNIT, *NOON]),
+    ("harmony", HARMONY_THOUGHT + HARMONY_CALL + '{"unit": "C"}', [("thought", "Hm."), *UNIT]),
+    ("harmony", ' to=functions.weather<|channel|>commentary json<|message|>{"unit": "C"}', UNIT),
+    ("harmony", HARMONY_THOUGHT + "<|channel|>final<|message|>It is < warm.",
+     [("thought", "Hm."), ("text", "It is < warm.")]),
+    ("harmony", "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant to=functions.clock<|channel|>"
+     "commentary<|message|>{}", [("text", "Let me look."), *NOON]),
+    ("harmony", "It speaks without channels.", [("text", "It speaks without channels.")]),
+]  # fmt: skip
+
+# What is no call, and is said as it is.
+TEXTS: list[tuple[str, str]] = [
+    ("hermes", "  No call at all, 1 < 2 and <tool_talk>.  "),
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"unit": }}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}\n</tool_call> and more'),
+    ("hermes", hermes({}, name="nobody")),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"unit": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"unit": 1e999}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
+    ("hermes", "<tool_call> weather(unit=C) </tool_call>"),
+    ("hermes", "<tool_call>"),
+    ("mistral", '[TOOL_CALLS]nobody[ARGS]{"unit": "C"}'),
+    ("mistral", "[TOOL_CALLS] and what they are"),
+    ("mistral", "[TOOL_CALLS]nobody"),
+    ("mistral", "[TOOL_CALLS]nobody[ARGS]null"),
+    ("mistral-list", "[TOOL_CALLS] [1, 2]"),
+    ("llama", '{"unit": "C"} is an object, and no call'),
+    ("llama", '{"name": "Ada", "born": 1815}'),
+    ("llama", "{ is a brace"),
+    ("llama", "[1] is a note"),
+    ("llama", '<|python_tag|>print("hi")'),
+]
+
+
+def read(reader: AnswerParser, pieces: Iterable[str], *, is_cut: bool = False) -> list[Part]:
+    """Parts, those of a kind behind each other as one."""
+    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.end(is_cut=is_cut)
+    joined: list[Part] = []
+    for kind, text in parts:
+        if joined and joined[-1][0] == kind != "call":
+            joined[-1] = (kind, joined[-1][1] + text)
+        elif text:
+            joined.append((kind, text))
+    return joined
+
+
+def reader_of(family: str, *, streams: bool = False, splits: bool = False, says: Says = "anything") -> AnswerParser:
+    return parser_of(
+        BY_NAME[family], NAMES, streams=streams, says=says, is_thinking=False, splits=splits, is_final=False
+    )
+
+
+def certain(family: str, *arguments: str) -> str:
+    """A call of each tool, as a grammar lets them be made; of one, where the family makes no more."""
+    written = BY_NAME[family]
+    calls = [
+        f"{written.begins}{name}{written.middle}{each}{written.ends}"
+        for name, each in zip(NAMES, arguments, strict=False)
+    ]
+    return written.first + written.between.join(calls[:1] if written.one_call else calls) + written.last
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    """In pieces, at these places of it."""
+    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize(("family", "text", "parts"), RECORDED)
+def test_what_a_model_writes_is_told_apart(family: str, text: str, parts: Sequence[Part]) -> None:
+    assert read(reader_of(family), [text]) == list(parts)
+    assert read(reader_of(family), text) == list(parts)
+
+
+@pytest.mark.parametrize(("family", "text"), TEXTS)
+def test_what_is_no_call_is_text(family: str, text: str) -> None:
+    assert read(reader_of(family), [text]) == [("text", text)]
+    assert read(reader_of(family), text) == [("text", text)]
+
+
+@given(
+    case=st.sampled_from([*((family, text) for family, text, _ in RECORDED), *TEXTS]),
+    places=st.lists(st.integers(0, 400), max_size=12),
+    splits=st.booleans(),
+    is_cut=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_pieces_in_which_it_comes_make_no_difference(
+    case: tuple[str, str], places: list[int], splits: bool, is_cut: bool
+) -> None:
+    family, text = case
+    whole = read(reader_of(family, splits=splits), [text], is_cut=is_cut)
+    assert read(reader_of(family, splits=splits), cut(text, places), is_cut=is_cut) == whole
+
+
+_MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>",
+          "<|end|>", "<|start|>", '{"name": "weather", "arguments": {', '"unit": "C"', "}", "}}", "[", "]", "null",
+          '""', '"', "\\", "\n", " ", "weather", "final", "analysis", "to=functions.clock", "a", ";", ","]  # fmt: skip
+
+
+@given(
+    family=st.sampled_from(sorted(BY_NAME)),
+    pieces=st.lists(st.sampled_from(_MARKS), max_size=14),
+    places=st.lists(st.integers(0, 200), max_size=8),
+    streams=st.booleans(),
+    is_cut=st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_nothing_that_a_model_says_is_too_odd(
+    family: str, pieces: list[str], places: list[int], streams: bool, is_cut: bool
+) -> None:
+    text = "".join(pieces)
+    whole = read(reader_of(family, streams=streams), [text], is_cut=is_cut)
+    assert read(reader_of(family, streams=streams), cut(text, places), is_cut=is_cut) == whole
+    calls = [part for part in whole if part[0] == "call"]
+    assert all(name in NAMES for _, name in calls)
+    if not streams and not is_cut:
+        assert all(isinstance(json.loads(said), dict) for kind, said in whole if kind == "arguments")
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_thought_stands_in_front_of_calls(splits: bool) -> None:
+    text = f"<think>\nOf <tool_call> I know.\n</think>\n\n{hermes({'unit': 'C'})}"
+    parts = read(reader_of("hermes", splits=splits), text)
+    if splits:
+        assert parts == [("thought", "Of <tool_call> I know.\n"), *UNIT]
+    else:
+        assert parts[0][0] == "text" and parts[-2:] == list(UNIT)
+
+
+def test_a_thought_is_one_while_it_is_written() -> None:
+    reader = reader_of("harmony")
+    seen = []
+    for piece in (
+        "<|channel|>analysis",
+        "<|message|>",
+        "Hm.",
+        "<|end|>",
+        "<|start|>assistant<|channel|>final<|message|>",
+    ):
+        reader.feed(piece)
+        seen.append(reader.is_thinking)
+    assert seen == [False, True, True, False, False]
+
+
+# Calls that a grammar has seen to
+
+
+@pytest.mark.parametrize("family", ["hermes", "generic", "mistral", "mistral-list", "llama", "harmony"])
+def test_the_arguments_of_a_certain_call_are_given_out_as_they_come(family: str) -> None:
+    arguments = json.dumps({"unit": "C", "list": [{}, "}"]})
+    text = certain(family, arguments, arguments)
+    reader, given_out = reader_of(family, streams=True), 0
+    for char in text:
+        given_out += any(kind == "arguments" for kind, _ in reader.feed(char))
+    assert given_out >= len(arguments) and reader.end(is_cut=False) == []
+    parts = read(reader_of(family, streams=True), [text])
+    told = [part for name in NAMES for part in (("call", name), ("arguments", arguments))]
+    assert parts == told[: 2 if BY_NAME[family].one_call else 4]
+
+
+def test_text_may_stand_in_front_of_a_certain_call() -> None:
+    said = [f"Let me look.\n{hermes({'unit': 'C'})}", "Just text."]
+    assert read(reader_of("hermes", streams=True), said[0]) == [("text", "Let me look."), *UNIT]
+    assert read(reader_of("hermes", streams=True), said[1]) == [("text", "Just text.")]
+
+
+def test_an_answer_in_json_that_is_no_call_is_text() -> None:
+    assert read(reader_of("llama", streams=True), '{"unit": "C"}') == [("text", '{"unit": "C"}')]
+
+
+# Answers that are cut
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_is_cut_is_told_as_far_as_it_goes(streams: bool) -> None:
+    text = hermes({"unit": "C", "days": [1, 2]})
+    begun = text.index("arguments") + len('arguments": ') + 1
+    for end in range(begun, len(text)):
+        kinds = dict(read(reader_of("hermes", streams=streams), [text[:end]], is_cut=True))
+        assert kinds.get("call") == "weather" and text[begun - 1 :].startswith(kinds.get("arguments", "?"))
+    assert "call" not in dict(read(reader_of("hermes", streams=streams), [text[:20]], is_cut=True))
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("blank", ["", "\n\n"])
+@pytest.mark.parametrize("family", BY_NAME)
+def test_nothing_is_said_beside_a_call_that_has_to_be_made(family: str, blank: str, splits: bool) -> None:
+    """Wherever it is cut, and however it is told to end."""
+    arguments = '{"unit": "C", "days": [1, 2]}', "{}"
+    text = blank + certain(family, *arguments)
+    for end, is_cut in itertools.product(range(len(text) + 1), (True, False)):
+        for pieces in ([text[:end]], text[:end]):
+            parts = read(reader_of(family, streams=True, splits=splits, says="nothing"), pieces, is_cut=is_cut)
+            assert {kind for kind, _ in parts} <= {"call", "arguments"}
+            assert "".join(arguments).startswith("".join(said for kind, said in parts if kind == "arguments"))
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("family", [family for family in BY_NAME if family not in ("harmony", "llama")])
+def test_a_call_in_the_place_of_json_is_never_said(family: str, splits: bool) -> None:
+    text = "\n\n" + certain(family, '{"unit": "C"}', "{}")
+    for end, is_cut in itertools.product(range(len(text) + 1), (True, False)):
+        for pieces in ([text[:end]], text[:end]):
+            parts = read(reader_of(family, streams=True, splits=splits, says="json"), pieces, is_cut=is_cut)
+            assert {kind for kind, _ in parts} <= {"call", "arguments"}
+
+
+@pytest.mark.parametrize("answer", ['{"name": "Ada", "says": "[TOOL_CALLS]clock[ARGS]{}, <tool_call>"}', '["<"]', "7"])
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("family", [family for family in BY_NAME if family != "harmony"])
+def test_json_begins_with_its_first_character_and_has_no_call_in_it(family: str, splits: bool, answer: str) -> None:
+    for end in range(len(answer) + 1):
+        for pieces in (["\n\n" + answer[:end]], "\n\n" + answer[:end]):
+            parts = read(reader_of(family, streams=True, splits=splits, says="json"), pieces, is_cut=end < len(answer))
+            assert parts == [("text", answer[:end])] or (parts == [] and answer[:end] in ("", "["))
+
+
+def test_a_call_that_its_model_has_not_finished_is_text() -> None:
+    text = hermes({"unit": "C"})[:-20]
+    assert read(reader_of("hermes"), [text]) == [("text", text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [('{"a": 1, "b": [1, 2', {"a": 1, "b": [1, 2]}), ('{"a": "tex', {}), ("", {}), ("[1", {}), ('{"a": 1e999}', {}),
+     ('{"a": 1}', {"a": 1}), ("{" * 5000, {})],
+)  # fmt: skip
+def test_of_arguments_that_are_cut_there_is_what_is_whole(text: str, found: dict[str, Any]) -> None:
+    assert partial_object(text) == found
+
+
+# Whatever comes
+
+
+@given(
+    st.recursive(
+        st.none() | st.text(max_size=5) | st.integers(),
+        lambda each: st.lists(each) | st.dictionaries(st.text(max_size=3), each),
+    )
+)
+@settings(max_examples=30, deadline=None)
+def test_a_value_ends_where_it_does(value: Any) -> None:
+    text = json.dumps([value])
+    end = ValueEnd()
+    found = [end.feed(char) for char in text]
+    assert found[:-1] == [None] * (len(text) - 1) and found[-1] == 1
+    assert ValueEnd().feed(text + "]}") == len(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * 300_000,
+        '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * 300_000 + "]" * 300_000 + "}}</tool_call>",
+        "<tool_call>{ " * 20_000,
+        "<tool_call>{ " * 20_000 + "}" * 20_000,
+        "<tool_call>" * 20_000,
+        " " * 300_000,
+        '<tool_call>{"name": "weather", "arguments": {"a": ' + "9" * 10_000 + "}}</tool_call>",
+    ],
+    ids=["open", "deep", "begun", "nested", "marks", "blanks", "digits"],
+)
+def test_megabytes_that_are_no_call_are_text(text: str) -> None:
+    assert read(reader_of("hermes"), cut(text, range(0, len(text), 997))) == [("text", text)]
+
+
+def test_thousands_of_calls_are_calls() -> None:
+    parts = read(reader_of("hermes"), cut(hermes(*[{"unit": "C"}] * 3000), range(0, 300_000, 101)))
+    assert parts == list(UNIT) * 3000
