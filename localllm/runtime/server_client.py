@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import asdict
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 Telling = Callable[[str, tuple[Any, ...]], None]
 
-# What an engine is like, once it is loaded; of these an attached one has to be as somebody has chosen.
-_OF_ENGINES = (
-    "device", "dtype", "weights", "kv", "ctx", "ram", "vram", "speculate", "draft_tokens", "cache_disk", "threads",
-)  # fmt: skip
 _CHOSEN = ("flag", "environment", "file")
 _MENDING = " To mend it: "  # as `server.failures` writes it
 _HEARD_S = 30.0  # for what it answers at once
@@ -174,7 +171,12 @@ def _why_gone() -> str:
 
 def _wanted(selection: Selection) -> dict[str, Any]:
     resolved = selection.resolved
-    chosen = {name: getattr(resolved.settings, name) for name in _OF_ENGINES if resolved.origins[name].kind in _CHOSEN}
+    # What of an engine somebody has chosen: one that is attached to has to be so.
+    chosen = {
+        name: value
+        for name, value in asdict(resolved.settings.engine).items()
+        if resolved.origins[name].kind in _CHOSEN
+    }
     return {
         "version": __version__,
         "model": selection.model_name,
