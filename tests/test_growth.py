@@ -21,7 +21,7 @@ from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.prefix_config import KVReuse
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError
 from localllm.models.families import load_config
-from localllm.models.placed import PlacedModel
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.plan import KEPT_PAGES, BlockShape, Memory, ModelShape, Plan, Rates
 from localllm.offload.planner.profile import Profile
@@ -131,15 +131,15 @@ def test_pages_that_only_serve_later_prompts_give_way_to_a_longer_context(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with capped(directory, "int4", whole(directory, "int4", LONGEST) + (1 << 20)) as engine:
-        planned, given_up = engine._planned, []
+        planned, given_up = engine.planned, []
 
         def tight(ctx: int) -> Plan:
             if not given_up:
                 raise DoesNotFitError("a longer context does not fit")
             return planned(ctx)
 
-        monkeypatch.setattr(engine, "_planned", tight)
-        monkeypatch.setattr(engine.kv_supply, "give_up_ram", lambda: given_up.append(1) or True)
+        monkeypatch.setattr(engine, "planned", tight)
+        monkeypatch.setattr(engine.kv_allocator, "give_up_ram", lambda: given_up.append(1) or True)
         assert grown(answer(engine, LONG)) and given_up
         assert engine.prefix is not None and engine.plan is not None
         kept = engine.residency.plan and engine.residency.plan.ledger["ram"].get(KEPT_PAGES, 0)
@@ -170,17 +170,17 @@ def test_a_growth_beyond_the_memory_is_refused_with_both_counts_and_the_engine_g
 def test_a_growth_that_is_refused_leaves_room_for_kept_pages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with capped(directory, "int4", whole(directory, "int4", LONGEST) + (1 << 22)) as engine:
         assert engine.prefix is not None and engine.plan is not None
-        engine.kv_supply._reuse = KVReuse()
-        engine.kv_supply.share_ram(engine.plan)
+        engine.kv_allocator._reuse = KVReuse()
+        engine.kv_allocator.share_ram(engine.plan)
         room = engine.prefix.ram_bytes
 
         def refused(_: int) -> Plan:
             raise DoesNotFitError("a longer context does not fit")
 
-        monkeypatch.setattr(engine, "_planned", refused)
+        monkeypatch.setattr(engine, "planned", refused)
         (finished,) = answer(engine, LONG)
         assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
-        assert not engine.kv_supply.give_up_ram() and engine.prefix.ram_bytes == room > 0
+        assert not engine.kv_allocator.give_up_ram() and engine.prefix.ram_bytes == room > 0
 
 
 def test_a_prompt_that_fits_with_too_little_room_for_its_answer_has_what_there_is_where_nothing_can_grow(
@@ -236,9 +236,9 @@ def test_a_growth_that_fails_on_its_way_leaves_the_engine_as_it_was(
     right = expected(directory, "int4", SHORT)
     with capped(directory, "int4", whole(directory, "int4", CTX)) as small:
         blocks = small.residency.placed.blocks  # type: ignore[union-attr]
-        plain_place, plain_new = PlacedModel.place, KVPages.new
+        plain_place, plain_new = OffloadedModel.place, KVPages.new
 
-        def place(self: PlacedModel, blocks_then: object, *rest: object) -> None:
+        def place(self: OffloadedModel, blocks_then: object, *rest: object) -> None:
             if blocks_then != blocks:
                 raise failure
             plain_place(self, blocks_then, *rest)  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def test_a_growth_that_fails_on_its_way_leaves_the_engine_as_it_was(
 
         with monkeypatch.context() as patch:
             if where == "blocks":
-                patch.setattr(PlacedModel, "place", place)
+                patch.setattr(OffloadedModel, "place", place)
             else:
                 patch.setattr(KVPages, "new", new)
             (finished,) = answer(small, LONG)
@@ -286,8 +286,8 @@ def test_blocks_leave_a_devices_memory_for_the_longer_context(directory: Path, t
 
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _: "resident"), 8)
-        right = tokens(answer(Engine(placed.few, tokenizer, ctx=LONGEST, placed=placed), LONG))
-        small = Engine(placed.few, tokenizer, ctx=CTX, placed=placed, replan=replan)
+        right = tokens(answer(Engine(placed.decode_model, tokenizer, ctx=LONGEST, placed=placed), LONG))
+        small = Engine(placed.decode_model, tokenizer, ctx=CTX, placed=placed, replan=replan)
         events = answer(small, LONG)
         (event,) = grown(events)
         moved = [block.tier for block in mixed[1:] if block.tier != "vram"]

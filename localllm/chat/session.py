@@ -45,7 +45,7 @@ from localllm.runtime.selection import Selection
 from localllm.text.eviction import without
 
 if TYPE_CHECKING:
-    from localllm.cache.miss import CacheMiss
+    from localllm.cache.miss_reason import CacheMiss
     from localllm.engine.engine_info import AnswerStream, LoadedEngine, Service
     from localllm.engine.request import Request
     from localllm.text.eviction import Evicted

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cache.miss import CacheMiss
+from localllm.cache.miss_reason import CacheMiss
 from localllm.chat.answer import Answer, Piece, Stream, finished_fields, logprob_fields, silence, statistics
 from localllm.chat.context import evicted_fields, grown_fields, grown_text
 from localllm.chat.miss_report import NEW, Explanation, miss_fields
 from localllm.chat.recorder import AnswerRecording, ChatRecorder
 from localllm.chat.thoughts import NO_THOUGHTS, Thinking
-from localllm.cli.following import follow
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.output import SCHEMA_VERSION, Output
+from localllm.cli.stream import follow
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
@@ -52,7 +52,7 @@ class Printing:
 
 
 def print_answer(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
     stream: Stream,
     record: AnswerRecording,
@@ -100,7 +100,7 @@ def print_answer(
 
 
 def print_recorded(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
     service: Service,
     request: Request,
@@ -128,7 +128,7 @@ def print_whole(output: Output, answer: Answer, printing: Printing) -> None:
     output.end_answer()
 
 
-def _stream_text(front: Front, stream: Stream, record: AnswerRecording, printing: Printing) -> None:
+def _stream_text(front: CliContext, stream: Stream, record: AnswerRecording, printing: Printing) -> None:
     num_words, folds = 0, not printing.shows_thoughts  # of the thought
     with front.output.progress("reading the prompt") as line:
         for event, piece in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):

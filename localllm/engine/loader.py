@@ -14,12 +14,12 @@ import torch
 from localllm.engine.advice import flags_for_context
 from localllm.engine.card import CardPlanning, cap_allocator
 from localllm.engine.draft_loader import DraftModel, why_left_out
+from localllm.engine.events import ignore
 from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory, require_context
 from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
-from localllm.engine.runner import operators_compute, unheard
+from localllm.engine.runner import operators_compute
 from localllm.engine.speculative.config import OFF, Speculate
 from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.skip_file import known_harm
 from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
@@ -29,8 +29,8 @@ from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.load import DecoderParts, Progress, load_decoder
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
-from localllm.models.placed import PlacedModel
 from localllm.offload.planner.device_search import AnySearch, with_room_for_forks
 from localllm.offload.planner.fit_errors import idle_vram
 from localllm.offload.planner.nvml import gpus
@@ -40,20 +40,16 @@ from localllm.quant.bf12 import NotCompactError
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
 
-def _silent(_done: int, _total: int) -> None:
-    """Progress that nobody watches."""
-
-
 @dataclass(frozen=True)
 class Watcher:
     """Who is told of what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process
     that packs them, measuring the machine; noting: of what is worth a line that stays."""
 
-    reading: Progress = _silent
-    packing: Progress = _silent
-    waiting: Callable[[str], None] = unheard
-    measuring: Callable[[str], None] = unheard
-    noting: Callable[[str], None] = unheard
+    reading: Progress = ignore
+    packing: Progress = ignore
+    waiting: Callable[[str], None] = ignore
+    measuring: Callable[[str], None] = ignore
+    noting: Callable[[str], None] = ignore
 
 
 class Replan(Protocol):
@@ -72,7 +68,7 @@ class LoadedModel:
     decoder: Decoder
     plan: Plan
     ctx: int
-    placed: PlacedModel | None
+    placed: OffloadedModel | None
     replan: Replan
     flags_for: Callable[[int], str]
     held: ExitStack
@@ -122,7 +118,7 @@ class Loading:
             plan, search = self._plan(packed.config, packed)
             placed = opened.enter_context(self._placed(packed, plan))
             replan = self._replan(packed.config, packed, lambda: placed.host_bytes)
-            return self._loaded(plan, search, placed.few, replan, placed, opened.pop_all())
+            return self._loaded(plan, search, placed.decode_model, replan, placed, opened.pop_all())
 
     def _loaded_with_draft(self, config: ModelConfig) -> LoadedModel:
         if self.draft is None:
@@ -194,7 +190,7 @@ class Loading:
         search: AnySearch,
         decoder: Decoder,
         replan: Replan,
-        placed: PlacedModel | None = None,
+        placed: OffloadedModel | None = None,
         held: ExitStack | None = None,
     ) -> LoadedModel:
         ctx = plan.ctx
@@ -204,10 +200,10 @@ class Loading:
         flags_for = partial(flags_for_context, search, smaller=smaller)
         return LoadedModel(decoder, plan, ctx, placed, replan, flags_for, held or ExitStack())
 
-    def _placed(self, packed: PackedModel, plan: Plan) -> PlacedModel:
+    def _placed(self, packed: PackedModel, plan: Plan) -> OffloadedModel:
         accelerator = self.device if has_card(self.device) else None
         parts = DecoderParts(packed.config, self.recipe, self.dtype, self.device)
-        placed = PlacedModel(packed, parts, accelerator)
+        placed = OffloadedModel(packed, parts, accelerator)
         placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
         return placed
 
@@ -263,11 +259,10 @@ class Loading:
         return 1 if self.job is None else self.job.sequences
 
     def _guessing(self, search: AnySearch) -> AnySearch:
-        """By what is known of each block, where some may be left out while guessing."""
+        """Return the search for a placement in which some blocks may be left out while drafting."""
         if not self.speculate.skips:
             return search
-        harm = known_harm(self.files, search.shape)
-        return replace(search, harm=harm, draft_tokens=self.speculate.most_tokens)
+        return replace(search, draft_tokens=self.speculate.most_tokens)
 
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)

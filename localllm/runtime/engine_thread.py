@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from localllm.engine.engine_info import Recipient
 from localllm.engine.events import Event, FinishedEvent
 from localllm.engine.request import Request
 from localllm.errors import EngineClosedError
@@ -21,15 +22,6 @@ if TYPE_CHECKING:
 
 
 Inbox = queue.SimpleQueue[Event | BaseException]
-
-
-class Recipient(Protocol):
-    """Where the events of several requests go together."""
-
-    def put(self, item: Event | BaseException, /) -> None:
-        """On the engine's thread, which waits for it. The last of a request is its FinishedEvent, or what broke the
-        engine."""
-        ...
 
 
 class RequestStream:
@@ -137,7 +129,7 @@ class EngineService:
         assert load is not None
         try:
             self._engine = load()
-            self._engine.moved = lambda: self.moved()
+            self._engine.scheduler.on_block = lambda: self.moved()
         except BaseException as error:
             self._failure, self._failed_at = error, error.__traceback__
             return
