@@ -32,9 +32,10 @@ from localllm.kernels import (
 )
 from localllm.kernels.cpu_ir import F32V, LANES, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
-from localllm.kernels.cpu_linear import Activations, PackedMatrix, float_bits
+from localllm.kernels.cpu_linear import Activations, float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.packed_matrix import PackedMatrix
 from tests.patience import PATIENCE_S
 
 HOST_ISAS = cpu_isa.host_isas()
@@ -61,14 +62,14 @@ def int4_matrix(N: int, K: int, group: int, seed: int = 0) -> tuple[PackedMatrix
     bias = (-8 * scale.float() + 0.001 * torch.randn(N, K // group, generator=generator)).half()
     tensors = tile16.pack(codes), tile16.pack_groups(scale), tile16.pack_groups(bias)
     dense = scale.float().repeat_interleave(group, 1) * codes + bias.float().repeat_interleave(group, 1)
-    return PackedMatrix("int4", *tensors), dense
+    return PackedMatrix(*tensors), dense
 
 
 def int8_matrix(N: int, K: int, seed: int = 0) -> tuple[PackedMatrix, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
     scale = torch.rand(N, generator=generator) * 0.01
-    return PackedMatrix("int8", int8.pack(codes), scale.view(-1, 16), None), codes * scale[:, None]
+    return PackedMatrix(int8.pack(codes), scale.view(-1, 16), None), codes * scale[:, None]
 
 
 def matrix(weights: str, N: int, K: int, group: int) -> tuple[PackedMatrix, Tensor]:

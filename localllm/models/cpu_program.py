@@ -17,11 +17,11 @@ from torch import Tensor
 from localllm.kernels import cpu_attention, cpu_embed, cpu_matmul, cpu_norm, cpu_quantize, cpu_rope
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import best_isa
-from localllm.kernels.cpu_linear import Activations, PackedMatrix, Step, float_bits, is_available
-from localllm.kernels.cpu_matmul import INT8_GROUP
+from localllm.kernels.cpu_linear import Activations, Step, float_bits, is_available
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import window_groups
+from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
@@ -389,14 +389,8 @@ class _Recorder:
 
 def _packed(linear: Linear) -> PackedMatrix | None:
     """The matrix as the kernels take it; None where its format or its columns are not theirs."""
-    tensors = linear.tensors
-    if isinstance(linear.format, Int4):
-        packed = PackedMatrix("int4", tensors["qweight"], tensors["scale"], tensors["bias"])
-    elif isinstance(linear.format, Int8):
-        packed = PackedMatrix("int8", tensors["qweight"], tensors["scale"], None)
-    else:
-        return None
-    return packed if packed.in_features == linear.in_features else None
+    packed = linear.packed
+    return packed if packed is not None and packed.in_features == linear.in_features else None
 
 
 def _fills_tiles(linear: Linear) -> bool:

@@ -23,7 +23,7 @@ from localllm.kernels.gpu.embed import embed
 from localllm.kernels.kv_page import pages_of
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
-from localllm.layers.gpu_block import GpuForward, multiply, packed, run_block
+from localllm.layers.gpu_block import GpuForward, multiply, run_block
 from localllm.layers.gpu_tables import GpuTables, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
@@ -352,7 +352,7 @@ class GpuProgram:
     def _is_capturable(self, run: _Run) -> bool:
         """Return whether nothing that is launched depends on what the host would have to see."""
         linears = [linear for stage in run.stages for linear in self._linears(stage)]
-        return all(packed(linear) is not None or isinstance(linear.format, Dense) for linear in linears)
+        return all(linear.packed is not None or isinstance(linear.format, Dense) for linear in linears)
 
     def _linears(self, stage: Block | str) -> tuple[Linear, ...]:
         if isinstance(stage, Block):
