@@ -91,9 +91,7 @@ class Engine(StepLoop):
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
-        self.contents = ""
-        self.plan = plan
-        self.flags_for = flags_for
+        self.contents, self.plan, self.flags_for = "", plan, flags_for
         self._held = held or ExitStack()
         self.kv_format = choose_format(kv, model.config.head_dim, model.dtype)
         residency = Residency(
@@ -105,8 +103,7 @@ class Engine(StepLoop):
             plan,
             note,
         )
-        self._replan = replan
-        self._limits = limits or Limits()
+        self._replan, self._limits = replan, limits or Limits()
         end_of_turn = end_of_turn_id(template, tokenizer) if isinstance(template, ChatTemplate) else None
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn)
         super().__init__(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from localllm.engine.engine_info import EngineFacts, EngineStatus, Recipient, Service
-from localllm.engine.events import Event, FinishedEvent, GrownEvent
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, ignore
 from localllm.engine.request import Request
 from localllm.engine.validation import encode_prompt, require_fit, require_same, require_unchanged
 from localllm.errors import (
@@ -201,10 +201,6 @@ class _Outbox:
                 self._sock.sendall(data)
 
 
-def _unheard(_message: protocol.Message) -> None:
-    """Nobody listens."""
-
-
 class AttachedService:
     """`Service` over one connection, for as long as that lasts."""
 
@@ -212,7 +208,7 @@ class AttachedService:
         self,
         directory: Path,
         connect: Callable[[], socket.socket],
-        hear: Callable[[protocol.Message], None] = _unheard,
+        hear: Callable[[protocol.Message], None] = ignore,
         why_gone: Callable[[], str] = lambda: "its process has ended",
         pid: Callable[[], int | None] = lambda: None,
         kill: Callable[[], None] = lambda: None,

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import asdict
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.engine.events import ignore
 from localllm.errors import EngineGoneError, LocalLLMError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, listener_pid
@@ -27,10 +29,6 @@ if TYPE_CHECKING:
 
 Telling = Callable[[str, tuple[Any, ...]], None]
 
-# What an engine is like, once it is loaded; of these an attached one has to be as somebody has chosen.
-_OF_ENGINES = (
-    "device", "dtype", "weights", "kv", "ctx", "ram", "vram", "speculate", "draft_tokens", "cache_disk", "threads",
-)  # fmt: skip
 _CHOSEN = ("flag", "environment", "file")
 _MENDING = " To mend it: "  # as `server.failures` writes it
 _HEARD_S = 30.0  # for what it answers at once
@@ -48,10 +46,6 @@ class _LocalConnection(HTTPConnection):
         """Raises OSError where nobody listens there."""
         self.sock = connected(self._path)
         self.sock.settimeout(self.timeout)
-
-
-def _untold(_kind: str, _arguments: tuple[Any, ...]) -> None:
-    """Nobody wants to know."""
 
 
 class ServerRefusedError(LocalLLMError):
@@ -106,7 +100,7 @@ def named_at_server(word: str) -> str | None:
     return None if told is None else str(told["name"])
 
 
-def attached(selection: Selection, note: Callable[[str], None], telling: Telling = _untold) -> RevivingService | None:
+def attached(selection: Selection, note: Callable[[str], None], telling: Telling = ignore) -> RevivingService | None:
     """The model in the server's engine, which loads it where it is not loaded. None where there is no server, or one
     whose engine is not as it is wanted, of which `note` hears. Where the server has ended since, the next request has
     the model loaded in a process of this program's. telling: as `Hearer` has it, of that load."""
@@ -177,7 +171,12 @@ def _why_gone() -> str:
 
 def _wanted(selection: Selection) -> dict[str, Any]:
     resolved = selection.resolved
-    chosen = {name: getattr(resolved.settings, name) for name in _OF_ENGINES if resolved.origins[name].kind in _CHOSEN}
+    # What of an engine somebody has chosen: one that is attached to has to be so.
+    chosen = {
+        name: value
+        for name, value in asdict(resolved.settings.engine).items()
+        if resolved.origins[name].kind in _CHOSEN
+    }
     return {
         "version": __version__,
         "model": selection.model_name,

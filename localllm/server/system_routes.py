@@ -121,9 +121,9 @@ async def health(call: ApiCall, _body: None) -> JsonReply:
 
 async def metrics(call: ApiCall, _body: None) -> Response:
     engines = [each.engine_if_loaded for each in call.pool.loaded]
-    told = [await status_of(engine) for engine in engines if engine is not None]
-    running, waiting = sum(len(each.running) for each in told), sum(each.num_waiting for each in told)
-    text = call.pool.metrics.text(running, waiting, num_loaded=len(told))
+    statuses = [await status_of(engine) for engine in engines if engine is not None]
+    running, waiting = sum(len(each.running) for each in statuses), sum(each.num_waiting for each in statuses)
+    text = call.pool.metrics.text(running, waiting, num_loaded=len(statuses))
     return Response(text, media_type=_PROMETHEUS)
 
 
@@ -164,7 +164,7 @@ def _engine_words(engine: LoadedEngine) -> tuple[str, Mapping[str, str]]:
 
 
 def _file_words(directory: Path) -> tuple[str, Mapping[str, str]]:
-    """As `_engine_words`, of a model that is not loaded; nothing where its files are gone or broken."""
+    """Return the same of a model that is not loaded; nothing where its files are gone or broken."""
     tokens: Mapping[str, str] = {}
     with suppress(LocalLLMError):
         tokens = special_roles(TokenizerFiles(directory).config())
