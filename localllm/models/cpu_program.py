@@ -42,13 +42,12 @@ HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole regi
 def supports_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> bool:
     """Return whether a decoder of this shape on a CPU is computed by native steps, as far as is known before it is
     loaded."""
-    return (
-        dtype is torch.bfloat16
-        and config.head_dim % HALF_VECTOR == 0
-        and config.rotary_dim % HALF_VECTOR == 0
-        and isinstance(recipe.blocks, Int4 | Int8)
-        and is_available()
-    )
+    return isinstance(recipe.blocks, Int4 | Int8) and _fills_vectors(config, dtype)
+
+
+def _fills_vectors(config: ModelConfig, dtype: torch.dtype) -> bool:
+    is_whole = config.head_dim % HALF_VECTOR == 0 == config.rotary_dim % HALF_VECTOR
+    return dtype is torch.bfloat16 and is_whole and is_available()
 
 
 def native_row_bytes(config: ModelConfig, recipe: Recipe) -> int:
@@ -79,13 +78,9 @@ class CpuProgram:
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Return whether every block is of INT4 or INT8 matrices whose sizes fill whole tiles and groups, on a CPU."""
-        config = decoder.config
         return (
             decoder.device.type == "cpu"
-            and decoder.dtype is torch.bfloat16
-            and config.head_dim % HALF_VECTOR == 0
-            and config.rotary_dim % HALF_VECTOR == 0
-            and is_available()
+            and _fills_vectors(decoder.config, decoder.dtype)
             and not any(isinstance(block.body, SplitMLP) for block in decoder.blocks)
             and all(_fills_tiles(linear) for block in decoder.blocks for linear in block.body.linears)
         )
