@@ -45,7 +45,8 @@ from localllm.runtime.error_origins import with_origins
 from localllm.runtime.selection import Selection, is_model, named
 
 if TYPE_CHECKING:
-    from localllm.engine.engine_info import LoadedEngine, Service
+    from localllm.engine.engine_info import LoadedEngine
+    from localllm.runtime.engine_handle import EngineHandle
 
 _LISTED = 10  # by /sessions
 _SHOWN_LINES = 12  # of each message that a resumed chat begins with
@@ -202,7 +203,7 @@ class Chat:
         self,
         front: Front,
         selection: Selection,
-        service: Service,
+        service: EngineHandle,
         engine: LoadedEngine,
         reader: LineReader,
         flags: dict[str, Any],

@@ -24,8 +24,8 @@ from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
-    from localllm.engine.engine_info import Service
     from localllm.hub import ModelFiles
+    from localllm.runtime.engine_handle import EngineHandle
 
 SEPARATOR = "---"
 # Of a draw, that a search has no use for.
@@ -134,7 +134,7 @@ def _typed(flag: str) -> str:
 class _Streams:
     """The events of several requests in the order in which they come."""
 
-    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
+    def __init__(self, service: EngineHandle, requests: Sequence[Request]) -> None:
         self._inbox: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._streams = [service.submit(request, self._inbox) for request in requests]
         self.request_ids = [stream.request_id for stream in self._streams]
@@ -197,7 +197,7 @@ class _Answers:
 def print_chosen(
     front: Front,
     files: ModelFiles,
-    service: Service,
+    service: EngineHandle,
     request: Request,
     printing: Printing,
     dialogue: Dialogue,

@@ -20,9 +20,10 @@ from localllm.runtime.selection import Selection
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.engine_info import LoadedEngine, Service
+    from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.loader import Watcher
-    from localllm.runtime.engine_thread import EngineService
+    from localllm.runtime.engine_handle import EngineHandle
+    from localllm.runtime.engine_thread import EngineThread
 
 
 class LoadLine:
@@ -75,7 +76,7 @@ class LoadLine:
 class Loading:
     """An engine of this process on its way."""
 
-    service: EngineService
+    service: EngineThread
     shown: LoadLine
 
     def wait(self) -> Engine:
@@ -90,7 +91,7 @@ class Loading:
 class Attaching:
     """An engine on its way, of this process or of the server's."""
 
-    service: Service
+    service: EngineHandle
     shown: LoadLine
 
     def wait(self) -> LoadedEngine:
@@ -118,7 +119,7 @@ def attaching(front: Front, selection: Selection, opening: Opening, *, attaches:
 
     shown = LoadLine(front, selection)
     with shown.line:
-        service: Service | None = attached(selection, front.output.note, shown.hear) if attaches else None
+        service: EngineHandle | None = attached(selection, front.output.note, shown.hear) if attaches else None
         if service is None:
             service = _own(front, selection, opening, shown)
         with _in_use(service, shown):
@@ -126,7 +127,7 @@ def attaching(front: Front, selection: Selection, opening: Opening, *, attaches:
 
 
 @contextlib.contextmanager
-def _in_use(service: Service, shown: LoadLine) -> Iterator[None]:
+def _in_use(service: EngineHandle, shown: LoadLine) -> Iterator[None]:
     try:
         yield
     except typer.Exit:  # an end like any other
@@ -139,11 +140,11 @@ def _in_use(service: Service, shown: LoadLine) -> Iterator[None]:
     service.close()
 
 
-def _own(front: Front, selection: Selection, opening: Opening, shown: LoadLine) -> EngineService:
-    from localllm.runtime.engine_thread import EngineService
+def _own(front: Front, selection: Selection, opening: Opening, shown: LoadLine) -> EngineThread:
+    from localllm.runtime.engine_thread import EngineThread
 
     check(selection)
-    return EngineService(lambda: _engine(front, selection, opening, shown))
+    return EngineThread(lambda: _engine(front, selection, opening, shown))
 
 
 def _engine(front: Front, selection: Selection, opening: Opening, shown: LoadLine) -> Engine:

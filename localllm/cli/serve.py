@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import asyncio
     import socket
 
-    from localllm.engine.engine_info import Service
+    from localllm.runtime.engine_handle import EngineHandle
     from localllm.runtime.engine_process import Caps, Foreseen
     from localllm.server.guard import Admission
     from localllm.server.pool import Launch, Pool
@@ -260,8 +260,8 @@ def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: s
 def _launch(front: Front, opening: Opening) -> Launch:
     """Loads a model in a process of its own, of which a line tells, as of its end where nobody wanted that."""
 
-    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
-        from localllm.runtime.engine_process import EngineProcess, Hearer
+    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
+        from localllm.runtime.engine_process import LoadObserver, start_engine
 
         shown = LoadLine(front, selection)
 
@@ -273,7 +273,7 @@ def _launch(front: Front, opening: Opening) -> Launch:
                 again = "the next request loads it again"
                 front.output.warn(f"the engine of {selection.files.name} has ended: {failure.why}; {again}")
 
-        process = EngineProcess(selection, opening, caps, Hearer(foreseen, shown.hear))
+        process = start_engine(selection, opening, caps, LoadObserver(foreseen, shown.hear))
         threading.Thread(target=ended, name="localllm-watching", daemon=True).start()
         return process
 

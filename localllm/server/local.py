@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from localllm import __version__
 from localllm.engine.engine_info import EngineStatus, LoadedEngine
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
-from localllm.runtime.engine_process import EngineProcess
+from localllm.runtime.engine_client import EngineClient
 from localllm.server.bodies import Body
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
@@ -143,9 +143,9 @@ async def attach(call: ApiCall, body: AttachBody) -> Response:
         return JsonReply(Attached(name=served.name, socket="", pid=None))
     await served.ready()
     service = served.service
-    if not isinstance(service, EngineProcess) or service.socket_path is None:
+    if not isinstance(service, EngineClient) or service.peer.socket_path is None:
         raise _refused("the engine of the server cannot be reached from outside")
-    return JsonReply(Attached(name=served.name, socket=str(service.socket_path), pid=service.pid))
+    return JsonReply(Attached(name=served.name, socket=str(service.peer.socket_path), pid=service.peer.pid))
 
 
 async def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
@@ -196,7 +196,7 @@ async def _row(call: ApiCall, served: Served) -> Row:
     engine = served.engine_if_loaded
     state: State = "loaded" if engine is not None else "loading" if served.is_loading else "ended"
     service = served.service
-    pid = service.pid if isinstance(service, EngineProcess) and state != "ended" else None
+    pid = service.peer.pid if isinstance(service, EngineClient) and state != "ended" else None
     row: Row = {"name": served.name, "state": state, "pid": pid, "expires_at": call.pool.expires_at(served)}
     if engine is None:
         return row

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from localllm import hub
 from localllm.config import ResolvedSettings, format_bytes
@@ -25,7 +25,8 @@ from localllm.errors import (
     ModelNotFoundError,
 )
 from localllm.offload.planner.machine_memory import free_bytes
-from localllm.runtime.engine_process import Caps, Foreseen
+from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.engine_process import Caps, Foreseen, foresee, grant
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.runtime.warm_files import keep_warm
 from localllm.server.errors import RequestError, busy
@@ -34,9 +35,10 @@ from localllm.server.metrics import Metrics
 from localllm.server.served import Capacity, Served, own_name
 
 if TYPE_CHECKING:
-    from localllm.engine.engine_info import EngineFacts, Service
+    from localllm.engine.engine_info import EngineFacts
     from localllm.engine.request import Pooling
     from localllm.hub import InstalledModel, ModelFiles
+    from localllm.runtime.engine_handle import EngineHandle
 
 T = TypeVar("T")
 
@@ -51,19 +53,10 @@ _NEAR = 0.7  # of 1: what is less alike is another model, not one that was missp
 _MOST_NAMED = 8  # models, to who asked for one that there is not
 
 
-@runtime_checkable
-class Loading(Protocol):
-    """A service that says what it would come to before it loads: `EngineProcess`."""
-
-    def grant(self, caps: Caps) -> None: ...
-
-    def foresee(self, caps: Caps) -> None: ...
-
-
 class Launch(Protocol):
-    def __call__(self, selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
-        """Begins to load a model. foreseen: called on another thread; what is launched is a `Loading` then, and waits
-        for an answer. One that does not call it loads at once."""
+    def __call__(self, selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
+        """Begins to load a model. foreseen: called on another thread; what is launched is an `EngineClient` then, and
+        waits for an answer. One that does not call it loads at once."""
         ...
 
 
@@ -226,7 +219,7 @@ class Pool:
 
     # Loading
 
-    def adopt(self, service: Service) -> None:
+    def adopt(self, service: EngineHandle) -> None:
         """The first model is loaded already, or on its way, and not by this."""
         self.first.service = service
         self._has_begun = True
@@ -256,7 +249,7 @@ class Pool:
             await asyncio.shield(self._end(service))
             self._note(f"{served.name} is unloaded")
 
-    def _end(self, service: Service) -> asyncio.Task[None]:
+    def _end(self, service: EngineHandle) -> asyncio.Task[None]:
         """Who loads waits for it: what the process has of the memory is counted until it has gone."""
         task = asyncio.create_task(asyncio.to_thread(service.close))
         self._ending.add(task)
@@ -358,29 +351,29 @@ class Pool:
         return busy(f"{served.name} was unloaded", "somebody stopped it while it was being loaded", "unloaded")
 
     async def _agree(
-        self, served: Served, service: Service, arrived: asyncio.Queue[Foreseen], settled: asyncio.Task[Any]
+        self, served: Served, service: EngineHandle, arrived: asyncio.Queue[Foreseen], settled: asyncio.Task[Any]
     ) -> None:
         """Makes room until a model would be placed as if it were alone, or is, and lets it load. Raises what keeps it
         from that: under a cap that it would not fit into by itself, before any other leaves."""
         settings = self.first.selection.settings
         is_known = settings.ram is None
         while (what := await _first(arrived, settled)) is not None:
-            assert isinstance(service, Loading)
+            assert isinstance(service, EngineClient)
             others = [each for each in self.models if each is not served and each.service is not None]
             if what.is_easy or not others:
                 if what.error is not None:
                     raise what.error
-                service.grant(await self._caps())
+                grant(service, await self._caps())
             elif not is_known:
                 is_known = True
-                service.foresee(Caps(settings.ram, settings.vram))
+                foresee(service, Caps(settings.ram, settings.vram))
                 alone = await _first(arrived, settled)
                 if alone is not None and alone.error is not None:
                     raise alone.error
-                service.foresee(await self._caps())
+                foresee(service, await self._caps())
             else:
                 await self._make_room(served, what, others)
-                service.foresee(await self._caps())
+                foresee(service, await self._caps())
 
     async def _make_room(self, served: Served, what: Foreseen, others: Sequence[Served]) -> None:
         """Unloads the one that nobody has asked for the longest, as soon as nothing is asked of it.

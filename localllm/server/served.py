@@ -22,7 +22,7 @@ from localllm.errors import (
     ModelNotFoundError,
 )
 from localllm.registry import BUILT_IN
-from localllm.runtime.engine_process import EngineProcess
+from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.selection import Selection, told_of
 from localllm.server.errors import RequestError, busy
 from localllm.server.generation_request import GenerationRequest, PreparedRequest, joined, no_form, prepare
@@ -34,9 +34,10 @@ from localllm.text.grammar.definition import defined
 from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
-    from localllm.engine.engine_info import LoadedEngine, Service
+    from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.request import Pooling, SamplingParams
     from localllm.hub import ModelFiles
+    from localllm.runtime.engine_handle import EngineHandle
     from localllm.server.tools.toolset import Toolset
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class Served:
         self.names = tuple(free if own_name(selection) in free else [_longer_name(selection, taken), *free])
         self.was = EngineFacts(0, "", "")  # as it was last loaded
         self.num_open = 0  # answers that were asked for and have not ended
-        self.service: Service | None = None
+        self.service: EngineHandle | None = None
         self.is_leaving = False  # it makes room for another as soon as nothing is asked of it
         self.last_used = 0.0  # as time.monotonic has it
         self.keep_s: float | None = None  # for which it stays when nobody asks for it; None: for good
@@ -141,7 +142,7 @@ class Served:
     @property
     def is_doubtful(self) -> bool:
         """Whether its engine has not moved on for long though somebody waits for it."""
-        return isinstance(self.service, EngineProcess) and self.service.is_doubtful
+        return isinstance(self.service, EngineClient) and self.service.is_doubtful
 
     @property
     def engine_if_loaded(self) -> LoadedEngine | None:
@@ -271,13 +272,13 @@ class Served:
                 found[tool.name] = error
         return found
 
-    async def _renewed(self, contents: str) -> Service:
+    async def _renewed(self, contents: str) -> EngineHandle:
         """Of an engine whose process has ended. contents: of the files that the request was made for. Raises as
         `ready`; ModelChangedError where they are others now."""
         require_same(contents, (await self.ready()).contents)
         return self._loaded_service()
 
-    def _loaded_service(self) -> Service:
+    def _loaded_service(self) -> EngineHandle:
         if self.service is None:
             raise EngineClosedError("the engine has been closed")
         return self.service

@@ -11,9 +11,9 @@ from localllm.chat.answer import Answer, silence
 from localllm.chat.context import evicted_text, grown_text
 from localllm.chat.recorder import Resumed
 from localllm.chat.session import Asked, Talk
-from localllm.engine.engine_info import AnswerStream, Service
 from localllm.engine.events import Event, GrownEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError
+from localllm.runtime.engine_handle import EngineHandle, RequestStream
 from localllm.tui import messages
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Post, Turn
@@ -31,7 +31,7 @@ class AnswerWorker:
         self.busy_text = f"an answer is being written: {key_names['chat.stop']} in the chat stops it"
         self._anew = f"{key_names['chat.regenerate']} answers anew"
         self._goes_on = f"{key_names['chat.continue']} goes on, {self._anew}"
-        self._stream: AnswerStream | None = None
+        self._stream: RequestStream | None = None
         self._stops = threading.Event()
         self.throttle = StreamThrottle()
         self._asked: Asked | None = None
@@ -89,7 +89,7 @@ class AnswerWorker:
         self._asked = asked = ask()
         return asked
 
-    def write(self, talk: Talk, service: Service, asked: Asked, on_submitted: Callable[[], None]) -> None:
+    def write(self, talk: Talk, service: EngineHandle, asked: Asked, on_submitted: Callable[[], None]) -> None:
         """Stream the answer to its end. on_submitted: called while the prompt is prefilled.
 
         Raises the error that ended the answer.
@@ -127,7 +127,7 @@ class AnswerWorker:
             if is_whole and asked.said and answer.text == asked.said:
                 self._post(messages.Noted("nothing was added: to the model the answer is whole"))
 
-    def _follow(self, stream: AnswerStream, answer: Answer, record: Callable[[str], None]) -> None:
+    def _follow(self, stream: RequestStream, answer: Answer, record: Callable[[str], None]) -> None:
         """Collect the answer; each text is recorded before it is posted."""
         began = 0.0
         for events in self.throttle.batches(stream):

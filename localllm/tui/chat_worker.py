@@ -18,8 +18,9 @@ from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
 from localllm.chat.session import Asked, Talk, mended_in_chat
 from localllm.chat.text_file import read_text_file, typed_path
 from localllm.config import ResolvedSettings, shown_setting
-from localllm.engine.engine_info import LoadedEngine, Service
+from localllm.engine.engine_info import LoadedEngine
 from localllm.errors import BugError, ContextOverflowError, LocalLLMError, UsageError
+from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.machine_line import machine_line
 from localllm.runtime.plan_request import with_changes
 from localllm.runtime.selection import Selection, locate, told_of, with_defaults
@@ -419,7 +420,7 @@ class ChatWorker:
         self.selection, self._talk = selection, None
         self.answers.forget_model()
 
-    def _loaded(self, service: Service, found: LoadedEngine | Exception) -> None:
+    def _loaded(self, service: EngineHandle, found: LoadedEngine | Exception) -> None:
         if service is not self._loader.service:  # another was chosen meanwhile, which has closed this one
             return
         try:

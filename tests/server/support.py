@@ -17,10 +17,10 @@ import httpx2
 from localllm import hub
 from localllm.config import ResolvedSettings, load_settings
 from localllm.engine.engine import Engine
-from localllm.engine.engine_info import Service
+from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_loader import Opening, open_engine
-from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen, Hearer
-from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, start_engine
+from localllm.runtime.engine_thread import EngineThread
 from localllm.runtime.selection import Selection, with_defaults
 from localllm.server.app import create_app, create_router
 from localllm.server.guard import Admission, key_digest
@@ -58,8 +58,8 @@ class Running:
         return self.pool.first
 
     @property
-    def service(self) -> EngineService:
-        assert isinstance(self.served.service, EngineService)
+    def service(self) -> EngineThread:
+        assert isinstance(self.served.service, EngineThread)
         return self.served.service
 
     @property
@@ -157,10 +157,10 @@ def running(
 
         return open_engine(selection, opening, Watcher(), lambda _text: None)
 
-    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
+    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
         if in_processes:
-            return EngineProcess(selection, opening, caps, Hearer(foreseen))
-        return EngineService(load or (lambda: opened(selection)))
+            return start_engine(selection, opening, caps, LoadObserver(foreseen))
+        return EngineThread(load or (lambda: opened(selection)))
 
     others = [with_defaults(resolved, hub.locate(str(folder))) for folder in also]
     pool = Pool(selection, resolved, launch, capacity, aliases=aliases, also=others, idle_s=idle_s, note=log.append)

@@ -20,7 +20,6 @@ from localllm.config import load_settings
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import EngineStuckError, ModelChangedError
-from localllm.runtime.engine_client import AttachedService
 from localllm.runtime.selection import locate, with_defaults
 from localllm.runtime.server_client import attached
 from localllm.runtime.watchdog import Patience
@@ -235,12 +234,12 @@ def test_an_engine_that_is_stopped_is_listed_as_silent_and_a_program_that_waits_
     resolved = load_settings({}, environ={})
     service = attached(with_defaults(resolved, locate(resolved, "tiny")), lambda _text: None)
     assert service is not None
-    engine, current = service.wait_loaded(), service._current
-    assert engine is not None and isinstance(current, AttachedService)
+    engine = service.wait_loaded()
+    assert engine is not None
     os.kill(pid, signal.SIGSTOP)
     [row] = [row for row in home.rows() if row["name"] == "tiny"]
     assert row["state"] == "silent" and row["ctx"] == 1024
-    current.watchdog.patience = Patience(still_s=1.0)
+    service.watchdog.patience = Patience(still_s=1.0)
     stream = service.submit(Request(tuple(engine.encode("Once")), SamplingParams(max_tokens=2)))
     with pytest.raises(EngineStuckError, match="does not move on"):
         list(stream)

@@ -23,8 +23,9 @@ from localllm.engine.request import Request, SamplingParams
 from localllm.errors import DoesNotFitError, EngineGoneError, EngineStuckError
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.runtime import protocol
-from localllm.runtime.engine_client import AttachedService
-from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen
+from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.engine_peer import EnginePeer
+from localllm.runtime.engine_process import Caps, Foreseen, foresee
 from localllm.runtime.watchdog import Patience, Watchdog
 from localllm.server import pool as pools
 from localllm.server.served import Capacity, Served
@@ -75,14 +76,14 @@ def loaded(server: Running) -> list[str]:
     return [each["name"].removesuffix(":latest") for each in server.get("/api/ps").json()["models"]]
 
 
-def process_of(server: Running, name: str) -> EngineProcess:
+def process_of(server: Running, name: str) -> EngineClient:
     served = server.pool.known(name)
-    assert served is not None and isinstance(served.service, EngineProcess)
+    assert served is not None and isinstance(served.service, EngineClient)
     return served.service
 
 
 def kill(server: Running, name: str) -> None:
-    pid = process_of(server, name).pid
+    pid = process_of(server, name).peer.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
 
@@ -133,7 +134,7 @@ def test_an_engine_that_is_killed_in_mid_answer_ends_the_stream_with_an_error(
     processes: Running, texts: dict[str, str]
 ) -> None:
     said(processes, "tiny")
-    pid = process_of(processes, "tiny").pid
+    pid = process_of(processes, "tiny").peer.pid
     with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -141,7 +142,7 @@ def test_an_engine_that_is_killed_in_mid_answer_ends_the_stream_with_an_error(
         told = "".join(lines)
     assert "the engine is gone" in told and "SIGKILL" in told and "[DONE]" not in told
     assert said(processes, "tiny") == texts["tiny"]
-    assert process_of(processes, "tiny").pid != pid
+    assert process_of(processes, "tiny").peer.pid != pid
 
 
 @pytest.mark.parametrize("phase", ["idle", "reading the prompt"])
@@ -169,7 +170,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_loaded_anew(processes: Runni
     assert served is not None
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(said, processes, "other")
-        wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
+        wait_for(lambda: isinstance(served.service, EngineClient) and served.service.peer.pid is not None)
         kill(processes, "other")
         assert asked.result(PATIENCE_S) == texts["other"]
 
@@ -202,21 +203,21 @@ def test_a_model_that_would_never_fit_is_refused_before_another_leaves(other: Pa
         assert loaded(server) == ["tiny"]
 
 
-class FakeLoading:
+class FakeLoading(EngineClient):
     """A model that nothing has room for."""
-
-    is_settled = False
 
     def __init__(self, caps: Caps, foreseen: Any) -> None:
         self._ended = threading.Event()
         self._foreseen = foreseen
-        self.foresee(caps)
+        foresee(self, caps)
 
-    def foresee(self, caps: Caps) -> None:
+    def answer(self, message: protocol.Message) -> None:
+        assert message["op"] == "foresee", "it has no room"
         self._foreseen(Foreseen(error=DoesNotFitError("it does not fit", why="3 TiB are needed")))
 
-    def grant(self, caps: Caps) -> None:
-        raise AssertionError("it has no room")
+    @property
+    def is_settled(self) -> bool:
+        return False
 
     def wait_loaded(self, timeout_s: float | None = None) -> None:
         self._ended.wait()
@@ -260,16 +261,16 @@ def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered
 def test_who_asks_an_engine_that_was_killed_a_moment_ago_is_answered_by_another(
     processes: Running, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitted, killed = EngineProcess.submit, list[int]()
+    submitted, killed = EngineClient.submit, list[int]()
 
-    def submit(service: EngineProcess, *arguments: Any) -> Any:
-        if not killed and service.pid is not None:
-            killed.append(service.pid)
-            os.kill(service.pid, signal.SIGKILL)
+    def submit(service: EngineClient, *arguments: Any) -> Any:
+        if not killed and service.peer.pid is not None:
+            killed.append(service.peer.pid)
+            os.kill(service.peer.pid, signal.SIGKILL)
             wait_for(lambda: service.has_ended)
         return submitted(service, *arguments)
 
-    monkeypatch.setattr(EngineProcess, "submit", submit)
+    monkeypatch.setattr(EngineClient, "submit", submit)
     assert said(processes, "tiny") == texts["tiny"]
     assert len(killed) == 1 and processes.pool.known("tiny").num_open == 0
 
@@ -296,7 +297,7 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
 ) -> None:
     said(processes, "tiny")
     stopped = process_of(processes, "tiny")
-    assert stopped.pid is not None
+    assert stopped.peer.pid is not None
     with ThreadPoolExecutor() as threads:
         if phase == "in mid answer":
             with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
@@ -310,19 +311,19 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
             waiting = threads.submit(processes.post, "/v1/completions", {**TEXT, "model": "tiny"})
             wait_for(lambda: processes.get("/health").status_code == 503 or waiting.done())
             assert not waiting.done()
-            stopped.patience = Patience(still_s=1.0)
+            stopped.watchdog.patience = Patience(still_s=1.0)
             refused = waiting.result(PATIENCE_S)
             assert refused.status_code == 503 and "retry-after" in refused.headers
             assert "neither computed nor read" in refused.json()["error"]["message"]
     assert said(processes, "tiny") == texts["tiny"] and processes.get("/health").status_code == 200
-    assert process_of(processes, "tiny").pid != stopped.pid and not psutil.pid_exists(stopped.pid)
+    assert process_of(processes, "tiny").peer.pid != stopped.peer.pid and not psutil.pid_exists(stopped.peer.pid)
 
 
-def hold(process: EngineProcess, *, still_s: float = 2.0) -> None:
+def hold(process: EngineClient, *, still_s: float = 2.0) -> None:
     """It does not move any more, and is found out after that time."""
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    process.patience = Patience(still_s=still_s)
+    assert process.peer.pid is not None
+    os.kill(process.peer.pid, signal.SIGSTOP)
+    process.watchdog.patience = Patience(still_s=still_s)
 
 
 def test_an_engine_that_does_not_move_while_it_loads_is_ended_and_the_model_loaded_anew(
@@ -333,7 +334,7 @@ def test_an_engine_that_does_not_move_while_it_loads_is_ended_and_the_model_load
     assert served is not None
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(said, processes, "other")
-        wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
+        wait_for(lambda: isinstance(served.service, EngineClient) and served.service.peer.pid is not None)
         hold(process_of(processes, "other"))
         assert asked.result(PATIENCE_S) == texts["other"]
 
@@ -342,13 +343,13 @@ def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(other: Path, t
     with running(in_processes=True, also=[other]) as server, ThreadPoolExecutor() as threads:
         said(server, "other")
         stopped = process_of(server, "tiny")
-        assert stopped.pid is not None
-        os.kill(stopped.pid, signal.SIGSTOP)
+        assert stopped.peer.pid is not None
+        os.kill(stopped.peer.pid, signal.SIGSTOP)
         # More than its socket takes: whoever says it must not wait for the engine.
         many = [threads.submit(server.post, "/v1/completions", {"prompt": [4000] * 900, "n": 8}) for _ in range(6)]
         wait_for(lambda: server.served.num_open == 48)
         assert said(server, "other") == texts["other"]
-        stopped.patience = Patience(still_s=1.0)
+        stopped.watchdog.patience = Patience(still_s=1.0)
         assert {each.result(PATIENCE_S).status_code for each in many} == {503}
 
 
@@ -387,7 +388,9 @@ def test_an_engine_that_hangs_is_ended_also_where_its_process_answers_other_ques
 
     threading.Thread(target=hang, daemon=True).start()
     patience = Patience(still_s=0.05, hung_s=0.3)
-    service = AttachedService(TINY_DIRECTORY, lambda: ours, pid=os.getpid, kill=theirs.close, patience=patience)
+    peer = EnginePeer(lambda: ours)
+    peer.pid, peer.kill = os.getpid(), theirs.close  # type: ignore[method-assign]
+    service = EngineClient(TINY_DIRECTORY, peer, patience=patience)
     service.watchdog._effort = lambda: None  # type: ignore[method-assign]
     engine = service.wait_loaded()
     assert engine is not None
@@ -453,7 +456,7 @@ def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(othe
     """Programs that have attached may wait for its answers, of which the server knows nothing."""
     with running(in_processes=True, also=[other]) as server:
         process = process_of(server, "tiny")
-        assert process.pid is not None
+        assert process.peer.pid is not None
         engine, asked = server.served.engine_if_loaded, threading.Event()
 
         def status() -> EngineStatus:
@@ -473,13 +476,13 @@ def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tu
     server, folder = changing
     said(server, "teller")
     process = process_of(server, "teller")
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    assert process.peer.pid is not None
+    os.kill(process.peer.pid, signal.SIGSTOP)
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(server.post, "/v1/completions", TEXT)
-        wait_for(lambda: process._service._recipients)
+        wait_for(lambda: process._connection._recipients)
         write_checkpoint(folder, seed=1)
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.peer.pid, signal.SIGKILL)
         refused = asked.result(PATIENCE_S)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "model_changed"
     said(server, "teller")
@@ -529,12 +532,12 @@ def test_a_model_whose_files_are_gone_is_told_as_gone_and_answers_when_they_are_
 ) -> None:
     server, folder = changing
     said(server, "teller")
-    pid = process_of(server, "teller").pid
+    pid = process_of(server, "teller").peer.pid
     away = folder.rename(folder.with_name("away"))
     refused = server.post("/v1/completions", TEXT)
     assert refused.status_code == 404 and "is gone" in refused.json()["error"]["message"]
     away.rename(folder)
-    assert server.post("/v1/completions", TEXT).status_code == 200 and process_of(server, "teller").pid == pid
+    assert server.post("/v1/completions", TEXT).status_code == 200 and process_of(server, "teller").peer.pid == pid
 
 
 def test_a_model_of_which_a_half_is_there_is_told_with_the_reason_and_loaded_when_it_is_whole(
@@ -680,8 +683,8 @@ def test_the_server_answers_whenever_an_engine_is_killed(processes: Running, tex
             threading.Event().wait(0.025 * round_number)
             served = processes.pool.known(name)
             assert served is not None
-            if isinstance(served.service, EngineProcess) and served.service.pid is not None:
-                os.kill(served.service.pid, signal.SIGKILL)
+            if isinstance(served.service, EngineClient) and served.service.peer.pid is not None:
+                os.kill(served.service.peer.pid, signal.SIGKILL)
             busy.result(PATIENCE_S)
         assert said(processes, name) == texts[name]
 

@@ -16,7 +16,7 @@ from localllm.config import ResolvedSettings
 from localllm.engine.validation import require_unchanged
 from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_loader import Opening, open_engine
-from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.engine_thread import EngineThread
 from localllm.runtime.selection import Selection, locate, told_of
 from localllm.server.app import create_router, endpoints_of
 from localllm.server.pool import Pool
@@ -72,11 +72,11 @@ class Replica:
 
             return open_engine(selection, Opening(keeps_pages=True, parallel=role.capacity.parallel), Watcher(), print)
 
-        service = EngineService(load)
+        service = EngineThread(load)
         self._pool = Pool(
             selection,
             role.resolved,
-            lambda *_: EngineService(load),
+            lambda *_: EngineThread(load),
             role.capacity,
             aliases=role.aliases,
             pooling=role.pooling,
