@@ -42,12 +42,12 @@ from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, start_engine
 from localllm.runtime.engine_thread import EngineThread
+from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import Selection, with_defaults
 from localllm.server.app import create_app
 from localllm.server.guard import Admission
 from localllm.server.http_server import bound, serve
-from localllm.server.pool import Pool
-from localllm.server.served import Capacity
+from localllm.server.model_server import Capacity, ModelServer
 
 NAME, WEIGHTS = "tinyllama-1.1b", "int4-g64"
 PATH = "/v1/completions"
@@ -113,11 +113,12 @@ def bench(files: ModelFiles, *, on_thread: bool) -> Iterator[Bench]:
             return service
         return start_engine(selection, Opening(parallel=PARALLEL), caps, LoadObserver(foreseen))
 
-    pool = Pool(with_defaults(resolved, files), resolved, launch, Capacity(PARALLEL, PARALLEL))
+    pool = ModelPool(with_defaults(resolved, files), resolved, launch)
+    server = ModelServer(pool, Capacity(PARALLEL, PARALLEL))
     sock = bound("127.0.0.1", 0)
     port = int(sock.getsockname()[1])
     stops: list[Callable[[], None]] = []
-    arguments = (create_app(pool, Admission((port,))), [sock], stops.append, pool.stop, lambda: pool.load(pool.first))
+    arguments = (create_app(server, Admission((port,))), [sock], stops.append, pool.stop, lambda: pool.load(pool.first))
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     command = [sys.executable, "-m", "benchmarks.serve_client"]
@@ -128,7 +129,7 @@ def bench(files: ModelFiles, *, on_thread: bool) -> Iterator[Bench]:
         client.terminate()
     stops[0]()
     thread.join(10)
-    pool.close()
+    server.close()
 
 
 def rate(arrivals: Sequence[float], tokens: int) -> float:

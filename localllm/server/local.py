@@ -17,12 +17,12 @@ from localllm import __version__
 from localllm.engine.engine_info import EngineStatus, LoadedEngine
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Body
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
 from localllm.server.fields import KeepAlive, keep_seconds
 from localllm.server.replies import JsonReply
-from localllm.server.served import Served
 
 State = Literal["loading", "loaded", "silent", "ended"]
 
@@ -101,7 +101,7 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
     """urls: at which others reach the server. stop: ends it."""
 
     async def rows(call: ApiCall, _body: None) -> JsonReply:
-        models = await asyncio.gather(*(_row(call, each) for each in call.pool.models if each.service is not None))
+        models = await asyncio.gather(*(_row(call, each) for each in call.pool.models if each.handle is not None))
         reply: Rows = {"version": __version__, "urls": urls, "models": list(models)}
         return JsonReply(reply)
 
@@ -141,14 +141,14 @@ async def attach(call: ApiCall, body: AttachBody) -> Response:
         raise _refused(other)
     if not body.waits:
         return JsonReply(Attached(name=served.name, socket="", pid=None))
-    await served.ready()
-    service = served.service
-    if not isinstance(service, EngineClient) or service.peer.socket_path is None:
+    await call.pool.ready(served)
+    handle = served.handle
+    if not isinstance(handle, EngineClient) or handle.peer.socket_path is None:
         raise _refused("the engine of the server cannot be reached from outside")
-    return JsonReply(Attached(name=served.name, socket=str(service.peer.socket_path), pid=service.peer.pid))
+    return JsonReply(Attached(name=served.name, socket=str(handle.peer.socket_path), pid=handle.peer.pid))
 
 
-async def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
+async def _other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str | None:
     """What the engine is not, of what is wanted: by its settings, or by what has come of those that were left to it."""
     engine, became = served.engine_if_loaded, dict[str, Any]()
     if wanted and engine is not None:
@@ -172,7 +172,7 @@ def _refused(why: str) -> RequestError:
 async def load(call: ApiCall, body: ModelBody) -> JsonReply:
     """Returns when it is loaded."""
     served = await call.pool.find_own(body.model)
-    await call.pool.make_ready(served, keep_seconds(body.keep_alive))
+    await call.server.make_ready(served, keep_seconds(body.keep_alive))
     reply: Done = {"name": served.name}
     return JsonReply(reply)
 
@@ -184,20 +184,20 @@ async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
     except ModelNotFoundError as error:
         error.fix = _WHAT_IS_LOADED
         raise
-    if served.service is None:
+    if served.handle is None:
         why = "there is nothing to unload"
         raise RequestError(409, f"{served.name} is not loaded", why=why, fix=_WHAT_IS_LOADED, name="not_loaded")
-    await call.pool.unload(served)
+    await call.pool.residents.unload(served)
     reply: Done = {"name": served.name}
     return JsonReply(reply)
 
 
-async def _row(call: ApiCall, served: Served) -> Row:
+async def _row(call: ApiCall, served: ServedModel) -> Row:
     engine = served.engine_if_loaded
     state: State = "loaded" if engine is not None else "loading" if served.is_loading else "ended"
-    service = served.service
-    pid = service.peer.pid if isinstance(service, EngineClient) and state != "ended" else None
-    row: Row = {"name": served.name, "state": state, "pid": pid, "expires_at": call.pool.expires_at(served)}
+    handle = served.handle
+    pid = handle.peer.pid if isinstance(handle, EngineClient) and state != "ended" else None
+    row: Row = {"name": served.name, "state": state, "pid": pid, "expires_at": call.pool.residents.expires_at(served)}
     if engine is None:
         return row
     try:

@@ -22,13 +22,13 @@ from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import DoesNotFitError, EngineGoneError, EngineStuckError
 from localllm.hub.names import TINY_DIRECTORY
-from localllm.runtime import protocol
+from localllm.runtime import protocol, resident_models
 from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_peer import EnginePeer
 from localllm.runtime.engine_process import Caps, Foreseen, foresee
+from localllm.runtime.served_model import ServedModel
 from localllm.runtime.watchdog import Patience, Watchdog
-from localllm.server import pool as pools
-from localllm.server.served import Capacity, Served
+from localllm.server.model_server import Capacity
 from tests.cli_support import write_checkpoint
 from tests.patience import PATIENCE_S
 from tests.server.support import OWL, Running, running, wait_for
@@ -78,8 +78,8 @@ def loaded(server: Running) -> list[str]:
 
 def process_of(server: Running, name: str) -> EngineClient:
     served = server.pool.known(name)
-    assert served is not None and isinstance(served.service, EngineClient)
-    return served.service
+    assert served is not None and isinstance(served.handle, EngineClient)
+    return served.handle
 
 
 def kill(server: Running, name: str) -> None:
@@ -117,7 +117,7 @@ def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Runni
 
 
 def test_where_no_room_comes_the_refusal_has_the_numbers(processes: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "_ROOM_S", 0.0)
+    monkeypatch.setattr(resident_models, "_ROOM_S", 0.0)
     said(processes, "tiny")
     with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
         lines = stream.iter_lines()
@@ -170,7 +170,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_loaded_anew(processes: Runni
     assert served is not None
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(said, processes, "other")
-        wait_for(lambda: isinstance(served.service, EngineClient) and served.service.peer.pid is not None)
+        wait_for(lambda: isinstance(served.handle, EngineClient) and served.handle.peer.pid is not None)
         kill(processes, "other")
         assert asked.result(PATIENCE_S) == texts["other"]
 
@@ -233,7 +233,7 @@ def test_a_model_that_is_asked_something_small_in_its_last_moment_goes_all_the_s
     said(processes, "tiny")
     processes.post("/v1/completions", {**TEXT, "model": "tiny", "keep_alive": 0.2})
     processes.post("/tokenize", {"content": "an owl", "model": "tiny"})
-    wait_for(lambda: processes.served.service is None)
+    wait_for(lambda: processes.served.handle is None)
 
 
 def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered(
@@ -280,11 +280,11 @@ def test_who_waits_for_a_model_that_is_unloaded_as_soon_as_it_is_loaded_has_it_l
 ) -> None:
     load, unloaded = processes.pool.load, list[str]()
 
-    async def loaded_for_a_moment(served: Served) -> None:
+    async def loaded_for_a_moment(served: ServedModel) -> None:
         await load(served)
         if not unloaded:
             unloaded.append(served.name)
-            await processes.pool.unload(served)
+            await processes.pool.residents.unload(served)
 
     said(processes, "other")  # in whose place the first one comes
     monkeypatch.setattr(processes.pool, "load", loaded_for_a_moment)
@@ -334,7 +334,7 @@ def test_an_engine_that_does_not_move_while_it_loads_is_ended_and_the_model_load
     assert served is not None
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(said, processes, "other")
-        wait_for(lambda: isinstance(served.service, EngineClient) and served.service.peer.pid is not None)
+        wait_for(lambda: isinstance(served.handle, EngineClient) and served.handle.peer.pid is not None)
         hold(process_of(processes, "other"))
         assert asked.result(PATIENCE_S) == texts["other"]
 
@@ -412,7 +412,7 @@ def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running
 def test_a_model_whose_files_are_being_written_keeps_no_other_from_being_loaded(
     other: Path, texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localllm.server.pool._REST_WAIT_S", 3.0)
+    monkeypatch.setattr("localllm.runtime.model_pool._REST_WAIT_S", 3.0)
     folder = write_checkpoint(tmp_path / "copied")
     written, stop = threading.Event(), threading.Event()
 
@@ -440,12 +440,12 @@ def test_a_model_that_leaves_while_its_files_are_looked_at_is_loaded_again(
 ) -> None:
     with running(in_processes=True) as server:
         said(server, "tiny")
-        has_changed, looks = server.pool.has_changed, list[Served]()
+        has_changed, looks = server.pool.has_changed, list[ServedModel]()
 
-        async def leaving(served: Served) -> bool:
+        async def leaving(served: ServedModel) -> bool:
             looks.append(served)
             if len(looks) == 1:
-                await server.pool.unload(served)
+                await server.pool.residents.unload(served)
             return await has_changed(served)
 
         monkeypatch.setattr(server.pool, "has_changed", leaving)
@@ -468,8 +468,8 @@ def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(othe
             patch.setattr(engine, "status", status)
             server.post("/api/generate", {"model": "tiny", "keep_alive": 0})
             assert asked.wait(PATIENCE_S)
-            assert server.served.service is not None
-        wait_for(lambda: server.served.service is None)
+            assert server.served.handle is not None
+        wait_for(lambda: server.served.handle is None)
 
 
 def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tuple[Running, Path]) -> None:
@@ -591,7 +591,7 @@ def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> Non
         ):
             reply = server.post(path, {"model": "tiny", **body, "keep_alive": 0})
             assert reply.status_code == 200, reply.text
-            wait_for(lambda: server.served.service is None)
+            wait_for(lambda: server.served.handle is None)
         assert loaded(server) == []
         assert server.get("/health").status_code == 200
         assert server.post("/api/generate", {"model": "tiny", "keep_alive": 0}).json()["done_reason"] == "unload"
@@ -601,13 +601,13 @@ def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
     with running(in_processes=True) as server:
         awake = server.get("/props").json()
         server.post("/api/generate", {"model": "tiny", "keep_alive": 0})
-        wait_for(lambda: server.served.service is None)
+        wait_for(lambda: server.served.handle is None)
         asleep = server.get("/props")
         assert asleep.status_code == 200 and asleep.json() == {**awake, "is_sleeping": True}
         assert not awake["is_sleeping"] and "message" in awake["chat_template"]
         assert server.get("/health").status_code == 200 and server.get("/slots").json()[0]["n_ctx"] == 1024
     with running(in_processes=True, idle_s=0.2) as server:
-        wait_for(lambda: server.served.service is None)
+        wait_for(lambda: server.served.handle is None)
         assert server.post(CHAT, {"messages": OWL, "max_tokens": 1, "keep_alive": -1}).status_code == 200
         assert server.get("/api/ps").json()["models"][0]["expires_at"].startswith("2999")
         assert server.post("/api/generate", {"model": "tiny", "keep_alive": "1h"}).json()["done_reason"] == "load"
@@ -623,7 +623,7 @@ def test_a_first_load_that_came_to_nothing_is_not_waited_for() -> None:
         return Engine.load("tiny")
 
     with running(load=load) as server:
-        wait_for(lambda: not failures and server.served.service is None)
+        wait_for(lambda: not failures and server.served.handle is None)
         assert server.get("/health").status_code == 200
         assert said(server, "tiny")
 
@@ -683,8 +683,8 @@ def test_the_server_answers_whenever_an_engine_is_killed(processes: Running, tex
             threading.Event().wait(0.025 * round_number)
             served = processes.pool.known(name)
             assert served is not None
-            if isinstance(served.service, EngineClient) and served.service.peer.pid is not None:
-                os.kill(served.service.peer.pid, signal.SIGKILL)
+            if isinstance(served.handle, EngineClient) and served.handle.peer.pid is not None:
+                os.kill(served.handle.peer.pid, signal.SIGKILL)
             busy.result(PATIENCE_S)
         assert said(processes, name) == texts[name]
 

@@ -612,7 +612,7 @@ def test_metrics_are_served_where_they_are_asked_for(hermit: Running) -> None:
         statuses.extend([message["status"]] if "status" in message else [])
 
     scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": [(b"host", b"127.0.0.1:1")]}
-    asyncio.run(create_app(hermit.pool, Admission((1,)))(scope, receive, send))  # type: ignore[arg-type]
+    asyncio.run(create_app(hermit.server, Admission((1,)))(scope, receive, send))  # type: ignore[arg-type]
     assert statuses == [404] and hermit.get("/metrics").status_code == 200
 
 

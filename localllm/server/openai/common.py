@@ -11,6 +11,7 @@ from pydantic import Field
 from localllm import __version__
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import SamplingParams
+from localllm.runtime.served_model import ServedModel
 from localllm.server.best_of import BestOfBody
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
 from localllm.server.errors import Failure, RequestError, body_of
@@ -38,7 +39,6 @@ from localllm.server.fields import (
 )
 from localllm.server.finish_reason import timings_of
 from localllm.server.replies import EVENT_STREAM, PING, event
-from localllm.server.served import Served
 from localllm.server.stream import GenerationStream
 from localllm.text.grammar.grammar import Grammar
 
@@ -151,7 +151,7 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-def sampling_of(body: OpenAISamplingBody, served: Served, **more: Any) -> SamplingParams:
+def sampling_of(body: OpenAISamplingBody, served: ServedModel, **more: Any) -> SamplingParams:
     """Return the request's settings over the model's own. Raises RequestError."""
     return overlaid(served.sampling(), {**{name: getattr(body, name, None) for name in _SAMPLING}, **more})
 

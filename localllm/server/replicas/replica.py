@@ -17,11 +17,11 @@ from localllm.engine.validation import require_unchanged
 from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_loader import Opening, open_engine
 from localllm.runtime.engine_thread import EngineThread
+from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import Selection, locate, told_of
 from localllm.server.app import create_router, endpoints_of
-from localllm.server.pool import Pool
+from localllm.server.model_server import Capacity, ModelServer
 from localllm.server.replicas.call import ReplicaCall
-from localllm.server.served import Capacity
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -55,7 +55,7 @@ class ReplicaError(Exception):
 class Replica:
     """Loads its engine when it is made: Ray sends it nothing before."""
 
-    _pool: Pool | None = None
+    _server: ModelServer | None = None
     _contents = ""  # of the model's files, at the last look
 
     def __init__(self, role: Role) -> None:
@@ -72,30 +72,30 @@ class Replica:
 
             return open_engine(selection, Opening(keeps_pages=True, parallel=role.capacity.parallel), Watcher(), print)
 
-        service = EngineThread(load)
-        self._pool = Pool(
+        handle = EngineThread(load)
+        pool = ModelPool(
             selection,
             role.resolved,
             lambda *_: EngineThread(load),
-            role.capacity,
             aliases=role.aliases,
-            pooling=role.pooling,
             on_demand=False,
         )
-        self._pool.adopt(service)
-        self._router = create_router(endpoints_of(needs_key=role.needs_key, with_metrics=False), self._pool)
+        pool.adopt(handle)
+        self._server = ModelServer(pool, role.capacity, role.pooling)
+        self._router = create_router(endpoints_of(needs_key=role.needs_key, with_metrics=False), self._server)
         try:
-            service.wait_loaded()
+            handle.wait_loaded()
         except Exception as error:
             raise ReplicaError(told_of(error, selection.files, selection.resolved)) from None
 
     def check_health(self) -> None:
         """Ray asks every second, and starts the replica anew where its engine is broken, or its model's files are
-        others and have been left alone for that second. Raises RequestError, ModelChangedError then."""
-        assert self._pool is not None
-        loaded = self._pool.first.engine().contents
+        others and have been left alone for that second. Raises BusyError, ModelChangedError then."""
+        assert self._server is not None
+        model = self._server.pool.first
+        loaded = model.engine().contents
         with contextlib.suppress(ModelNotFoundError):  # what is in memory still answers; a new replica could not
-            directory = hub.current(self._pool.first.selection.files).directory
+            directory = hub.current(model.selection.files).directory
             before, self._contents = self._contents, hub.contents(directory)
             if self._contents == before:
                 require_unchanged(directory, loaded)
@@ -127,8 +127,8 @@ class Replica:
 
     def __del__(self) -> None:
         """Ray calls it where a replica ends in peace."""
-        if self._pool is not None:
-            self._pool.close()
+        if self._server is not None:
+            self._server.close()
 
 
 def _listen_on_loopback() -> None:
