@@ -27,6 +27,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.house --check
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .

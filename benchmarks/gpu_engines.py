@@ -240,12 +240,12 @@ def _randomize(page: Page) -> None:
 @contextmanager
 def behind(engine: Engine, depth: int) -> Iterator[None]:
     """Inside, the first `depth` tokens of a prompt count as computed when it is admitted."""
-    supply = engine.kv_supply
-    admit = supply.admit
+    allocator = engine.kv_allocator
+    allocate = allocator.allocate
 
-    def admit_filled(sequence: Any, cancelled: Any) -> None:
-        admit(sequence, cancelled)
+    def allocate_filled(sequence: Any, cancelled: Any) -> None:
+        allocate(sequence, cancelled)
         filled(sequence.kv, depth)
 
-    with patch.object(supply, "admit", admit_filled):
+    with patch.object(allocator, "allocate", allocate_filled):
         yield

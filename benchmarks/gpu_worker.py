@@ -47,7 +47,7 @@ from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.card import CardPlanning
 from localllm.engine.engine import Engine
-from localllm.engine.kv_allocator import KVSupply
+from localllm.engine.kv_allocator import KVAllocator
 from localllm.engine.memory import choose_device
 from localllm.engine.placement import model_shape
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, UNKNOWN_SOURCE
@@ -220,7 +220,7 @@ class ResidentModel:
         assert self.engine.plan is not None and self.engine.runner.gpu_step is not None
         self.shape = self.engine.plan.shape
         # What is known of earlier prompts, for those that may use it.
-        self.known = KVSupply(self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan)
+        self.known = KVAllocator(self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan)
         self._num_prompts = 0
         self.steps = {True: self.engine.runner.gpu_step, False: WithoutGraphs(self.engine.model)}
         self.pages = {name: self.engine.residency.new_pages(KV_FORMATS[name]) for name in _KV_BYTES}
@@ -265,7 +265,7 @@ class ResidentModel:
             return self._answer(prompt, 1).ttft_s
         prefix = self.known.prefix
         assert prefix is not None
-        with patch.object(self.engine, "kv_supply", self.known):
+        with patch.object(self.engine, "kv_allocator", self.known):
             self._answer(prompt[:shared], 1)  # whose pages others may have taken since
             before = prefix.counts.pool
             found = self._answer(prompt, 1)

@@ -14,19 +14,17 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from benchmarks.measure import machine, markdown_table, save, write_section
 from benchmarks.quality import PAGE, Run, Subject, Subjects, about_text, cut_windows, increase, read_windows
 from localllm.cache.kv_format import KV_FORMATS, KVFormat, kv_bytes_per_sequence, kv_bytes_per_token
-from localllm.engine.kv_probe import FIRST, LAST
 from localllm.engine.residency import new_pages
 from localllm.engine.runner import ModelRunner
 from localllm.hub.names import TINY_DIRECTORY
@@ -46,7 +44,6 @@ SHIPPED_WEIGHTS = "int4-g64"
 FACTORS = (4, 8, 16, 32, 64)  # powers of two: a product of a scaled key and query has the bits that it had
 NUM_PAIRS = 2  # of each head, that are outliers
 CONTEXTS = (8192, 32768)  # whose memory is compared
-PROBED = slice(FIRST, LAST)
 BEGIN, END = "<!-- tables: written by `python -m benchmarks.kv_quality` -->", "<!-- end of the tables of KV formats -->"
 
 
@@ -130,26 +127,6 @@ def _put_outliers(body: Attention, rotary_dim: int, factor: float, num_pairs: in
             heads[query, features] /= factor
 
 
-@dataclass
-class KVSubject(Subject):
-    """Beside it, how far the positions of a probe are from the base, in each window."""
-
-    probes: list[float] = field(default_factory=list)
-
-    def read(self, window: list[int], base: Tensor) -> Tensor:
-        own = super().read(window, base)
-        divergence = functional.kl_div(own[PROBED], base[PROBED], reduction="sum", log_target=True)
-        self.probes.append(divergence.item() / PAGE_TOKENS)
-        return own
-
-    def result(self, base: Tensor) -> dict[str, object]:
-        return super().result(base) | {
-            "probe_nats": sum(self.probes) / len(self.probes),
-            "probe_least_nats": min(self.probes),
-            "probe_most_nats": max(self.probes),
-        }
-
-
 class KVSubjects:
     """Makes them from the tiny model's checkpoint. group: "exact" and "shipped" have bf16 pages of their own to be
     compared with; "rounded" is compared with those of "exact"."""
@@ -157,12 +134,12 @@ class KVSubjects:
     def __init__(self, make: Subjects) -> None:
         self.make = make
 
-    def paged(self, group: str, recipe: Recipe, activations: str, kv_format: KVFormat) -> KVSubject:
+    def paged(self, group: str, recipe: Recipe, activations: str, kv_format: KVFormat) -> Subject:
         """A subject with the program's own pages."""
         about: dict[str, object] = {"group": group, "kv": kv_format.name}
         return self._subject(about, self.make.decoder(recipe, activations), kv_format)
 
-    def rounded(self, kv_format: KVFormat, *, is_rotated: bool, factor: float = 1) -> KVSubject:
+    def rounded(self, kv_format: KVFormat, *, is_rotated: bool, factor: float = 1) -> Subject:
         """In fp32 but for keys and values. factor: of the keys' outliers."""
         decoder = self.make.decoder(RECIPES["bf16"], "exact")
         put_outliers(decoder, factor)
@@ -175,11 +152,11 @@ class KVSubjects:
         }
         return self._subject(about, rounded(decoder, rounding), KV_FORMATS["bf16"])
 
-    def _subject(self, about: dict[str, object], decoder: Decoder, kv_format: KVFormat) -> KVSubject:
+    def _subject(self, about: dict[str, object], decoder: Decoder, kv_format: KVFormat) -> Subject:
         ctx = self.make.config.max_position_embeddings
-        return KVSubject(about, ModelRunner(decoder, batch_rows=ctx), new_pages(decoder, kv_format).new(ctx))
+        return Subject(about, ModelRunner(decoder, batch_rows=ctx), new_pages(decoder, kv_format).new(ctx))
 
-    def groups(self) -> Iterator[tuple[KVSubject, list[KVSubject]]]:
+    def groups(self) -> Iterator[tuple[Subject, list[Subject]]]:
         """A base, and what is compared with it."""
         exact, shipped = ("exact", RECIPES["bf16"], "exact"), ("shipped", RECIPES[SHIPPED_WEIGHTS], "product")
         coded = [KV_FORMATS[name] for name in CODED]
@@ -246,9 +223,6 @@ def tables(result: Mapping[str, Any]) -> str:
             "### Outliers in the keys",
             "",
             _outliers(result["runs"]),
-            "### What a probe sees",
-            "",
-            _probes(result["runs"]),
         ]
     )
 
@@ -304,24 +278,6 @@ def _outliers(runs: Sequence[Run]) -> str:
         cells += [f"{100 * removed(plain['kl_nats'], int4['kl_nats']):.0f} %"]
         rows.append([*cells, *(f"{run['kl_nats']:.6f}" for run in others)])
     return markdown_table(head, rows, left=0)
-
-
-def _probes(runs: Sequence[Run]) -> str:
-    (shipped,) = runs_of(runs, group="shipped", kv="int4")
-    rows = [("the program, in bf16", shipped)]
-    for is_rotated, note in ((True, ""), (False, ", without rotation")):
-        rows += [(f"outliers {f} x{note}", outlier_run(runs, "int4", f, is_rotated=is_rotated)) for f in factors(runs)]
-    cells = (
-        (
-            name,
-            increase(run),
-            f"{run['kl_nats']:.5f}",
-            *(f"{run[f'probe_{each}nats']:.5f}" for each in ("", "least_", "most_")),
-        )
-        for name, run in sorted(rows, key=lambda row: float(row[1]["probe_nats"]))
-    )
-    head = ("int4", "increase of perplexity", "KL of all positions", "of 64 positions: mean", "least", "most")
-    return markdown_table(head, cells)
 
 
 def main() -> None:

@@ -28,7 +28,8 @@ from benchmarks.measure import DOCS, known, machine, markdown_table, save, secon
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.residency import new_pages
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.kernels import reference, tile16
 from localllm.kernels.cpu_matmul import INT8_GROUP

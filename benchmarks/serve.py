@@ -34,8 +34,8 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import TokenEvent
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.scheduler import Limits
 from localllm.engine.speculative.config import OFF
+from localllm.engine.step_types import Limits
 from localllm.hub import ModelFiles
 from localllm.quant.recipe import RECIPES
 from localllm.runtime.engine_handle import EngineHandle

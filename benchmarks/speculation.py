@@ -1,14 +1,13 @@
 """The gain of drafting, and its cost where it gains nothing.
 
-    python -m benchmarks.speculation [--part oracle|never|texts|grown ...] [--rounds 5]
+    python -m benchmarks.speculation [--part oracle|never|texts ...] [--rounds 5]
 
 `oracle`: drafts that are right with a probability alpha, `k` at a time, at no cost: the measured speedup beside the
 formula S = E * t_1 / t_round, E = (1 - alpha^(k+1)) / (1 - alpha), whose two times are those of the same round's steps;
 resident, and with the blocks read from the disk at every step. `never`: what `--speculate auto` and each drafter cost
 on text that nobody can predict, on text whose drafts are always wrong, and on text that changes, beside plain decoding.
 `texts`: tokens a pass on a tale that the built-in model has not seen, on code, and on a text that is to be summarised.
-`grown`: the built-in model with blocks that change nothing between its own, streamed under a cap: they are left out
-while drafting. Rounds take turns, each with a plain run of its own; medians with their lowest and highest. Results go
+Rounds take turns, each with a plain run of its own; medians with their lowest and highest. Results go
 to benchmarks/results/speculation.json, part by part, and to the tables of docs/speculation.md.
 """
 
@@ -24,7 +23,7 @@ from typing import Any
 from benchmarks.engines import SHAPE, answer, random_engine, random_ids, tiny_engine
 from benchmarks.measure import DOCS, RESULTS, Spread, known, machine, paired, parser, save, spread, write_section
 from benchmarks.oracle import Oracle, Wrong, draft_with, stream
-from benchmarks.speculation_texts import grown, texts
+from benchmarks.speculation_texts import texts
 from localllm.engine.engine import Engine
 from localllm.engine.speculative.config import OFF, Speculate
 
@@ -163,7 +162,7 @@ def _never_rows(engine: Engine, placement: str, rounds: int, num_tokens: int) ->
 
 def tables(result: Mapping[str, Any]) -> str:
     """The tables of the parts that were measured."""
-    parts = {"texts": _texts_table, "grown": _grown_table, "oracle": _oracle_table, "never": _never_table}
+    parts = {"texts": _texts_table, "oracle": _oracle_table, "never": _never_table}
     return "\n".join(line for part, lines in parts.items() if part in result for line in lines(result[part]))
 
 
@@ -190,21 +189,6 @@ def _texts_table(part: Row) -> Iterator[str]:
         cells = [f"{row['tokens_per_pass']['median']:.2f} ({row['accepted']:.0%} right)" for row in own]
         rows.append((about, temperature, *cells))
     return _table("Tokens a pass, on texts", text, head, rows)
-
-
-def _grown_table(part: Row) -> Iterator[str]:
-    text = (
-        f"The built-in model grown to {part['layers']} layers by layers that change nothing, under a cap that "
-        "half of it does not fit in: `--speculate skip` beside plain decoding with the same placement, before "
-        f"anything is known of the blocks and after {part['trials']} trials, in the placement that the plan "
-        "then makes."
-    )
-    head = ("placed", "from the disk at every step", "tokens a pass", "times plain decoding")
-    rows = (
-        (row["placed"], f"{row['streamed_bytes'] / 1e6:.0f} MB", _shown(row["tokens_per_pass"]), _shown(row["speedup"]))
-        for row in part["rows"]
-    )
-    return _table("Streamed, by the blocks that are left out", text, head, rows)
 
 
 def _oracle_table(part: Row) -> Iterator[str]:
@@ -247,7 +231,6 @@ PARTS: dict[str, Callable[[int, str], dict[str, Any]]] = {
     "oracle": oracle,
     "never": never,
     "texts": texts,
-    "grown": grown,
 }
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from localllm.version import __version__
+
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
     from localllm.engine.request import Request, SamplingParams
     from localllm.runtime.engine_thread import EngineThread
     from localllm.text.grammar.grammar import Grammar
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Engine",

@@ -23,7 +23,7 @@ from localllm.bench.workload import Workload
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.engine import Engine
 from localllm.engine.events import Timings
-from localllm.engine.runner import Chunk
+from localllm.engine.step_types import Chunk
 from localllm.errors import ModelNotFoundError
 from localllm.kernels import kv_page
 from localllm.models.families import parse_config

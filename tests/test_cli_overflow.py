@@ -129,7 +129,7 @@ def test_run_names_in_its_json_what_left_and_how_full_the_context_is(model: Path
 
 def test_run_tells_of_a_context_that_grew(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything of the prompt that it grew for, however long that takes."""
-    monkeypatch.setattr("localllm.engine.telling._TELL_S", -1.0)
+    monkeypatch.setattr("localllm.engine.step._REPORT_S", -1.0)
     path = messages_file(tmp_path, 12)
     lines = [
         json.loads(line) for line in run(model, "--messages", path, "--jsonl", "--overflow", "grow").out.splitlines()

@@ -15,7 +15,8 @@ from localllm.bench.random_blocks import RandomBlocks
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.residency import new_pages
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
 from localllm.errors import NonFiniteError
 from localllm.kernels import cpu_isa, cpu_linear
 from localllm.kernels.cpu_isa import Isa

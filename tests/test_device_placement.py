@@ -26,10 +26,10 @@ from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine.placement import model_shape
 from localllm.engine.residency import Residency
-from localllm.engine.runner import ModelRunner, StepCancelledError
+from localllm.engine.runner import ModelRunner
 from localllm.engine.speculative.skip import SkipDrafter
-from localllm.engine.speculative.skip_set import SkipSet
 from localllm.engine.speculative.speculator import Speculation
+from localllm.engine.step_types import StepCancelledError
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
 from localllm.kernels.cpu_gemv import MAX_ROWS
@@ -307,8 +307,7 @@ def test_guesses_change_no_text_wherever_blocks_are(packed: Packed, who: str) ->
 
         def guessing(residency: Residency) -> Speculation:
             if who == "skip":
-                slow = SkipSet(residency, None).names
-                return Speculation(residency, None, [SkipDrafter(lambda: residency.runner, slow)], 4, adapts=False)
+                return Speculation(residency, None, [SkipDrafter(lambda: residency.runner)], 4, adapts=False)
             oracle = Oracle({PROMPT: (*PROMPT, *expected)}, 0.8, vocab_size)
             return Speculation(residency, oracle, (), 4, adapts=False)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.engine.embedding_request import Pool
+from localllm.engine.embedding_request import Pooler
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Pooling, Request, SamplingParams
-from localllm.engine.scheduler import Limits
+from localllm.engine.step_types import Limits
 from localllm.errors import ContextOverflowError, NonFiniteError
 from tests.checkpoints import write_checkpoint
 
@@ -87,8 +87,8 @@ def test_what_a_gpu_would_draw_a_token_for_is_embedded_all_the_same(
 
 
 def test_an_embedding_that_is_no_number_is_an_error(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Pool.take
-    monkeypatch.setattr(Pool, "take", lambda self, states, position: plain(self, states * torch.nan, position))
+    plain = Pooler.take
+    monkeypatch.setattr(Pooler, "take", lambda self, states, position: plain(self, states * torch.nan, position))
     pair.engine.submit(Request(tuple(ids(5)), SamplingParams(max_tokens=1), pooling="mean"))
     last = [event for _ in iter(lambda: pair.engine.has_work, False) for event in pair.engine.step()][-1]
     assert isinstance(last, FinishedEvent) and isinstance(last.error, NonFiniteError)

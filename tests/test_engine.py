@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from localllm import Engine, EngineThread, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
-from localllm.engine import drawing, loader
+from localllm.engine import loader, sampler
 from localllm.engine.events import Event
-from localllm.engine.runner import Chunk
-from localllm.engine.scheduler import Limits
+from localllm.engine.step_types import Chunk, Limits
 from localllm.errors import (
     ContextOverflowError,
     DoesNotFitError,
@@ -114,7 +113,7 @@ def test_prefill_is_reported_until_the_prompt_is_read(directory: Path) -> None:
 def test_a_long_forward_tells_how_far_the_prompt_is_and_ends_with_what_is_true(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localllm.engine.telling._TELL_S", 0.0)
+    monkeypatch.setattr("localllm.engine.step._REPORT_S", 0.0)
     engine = Engine.load(directory, device="cpu", dtype="fp32", limits=Limits(chunk_tokens=32))
     engine.submit(Request((1,) * 40, SamplingParams(max_tokens=2, ignore_eos=True)))
     told: list[Event] = []
@@ -133,7 +132,7 @@ def test_a_long_forward_tells_how_far_the_prompt_is_and_ends_with_what_is_true(
 def test_a_service_passes_on_how_far_a_prompt_is_before_its_forward_has_ended(
     service: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localllm.engine.telling._TELL_S", 0.0)
+    monkeypatch.setattr("localllm.engine.step._REPORT_S", 0.0)
     events = list(service.submit(Request((1,) * 40, SamplingParams(max_tokens=1))))
     first = events[0]
     assert isinstance(first, PrefillEvent) and 0 < first.done < 40
@@ -537,7 +536,7 @@ def test_memory_that_runs_out_ends_the_request_and_the_engine_goes_on(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    target = (engine.runner, "forward") if where == "forward" else (engine.scheduler, "_give_kv")
+    target = (engine.runner, "forward") if where == "forward" else (engine.kv_allocator, "allocate")
     with monkeypatch.context() as patch:
         patch.setattr(*target, fail)
         finished = last(run(engine, max_tokens=2))
@@ -554,7 +553,7 @@ def test_a_failure_of_one_request_leaves_the_service_alive(
 
     service.wait_loaded()
     with monkeypatch.context() as patch:
-        patch.setattr(drawing, "sample", fail)
+        patch.setattr(sampler, "sample", fail)
         events = list(service.submit(Request(ids("hello"), SamplingParams(max_tokens=2))))
     assert isinstance(last(events).error, IndexError)
     assert tokens(list(service.submit(Request(ids("hello"), SamplingParams(max_tokens=2, ignore_eos=True)))))

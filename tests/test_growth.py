@@ -131,15 +131,15 @@ def test_pages_that_only_serve_later_prompts_give_way_to_a_longer_context(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with capped(directory, "int4", whole(directory, "int4", LONGEST) + (1 << 20)) as engine:
-        planned, given_up = engine._planned, []
+        planned, given_up = engine.planned, []
 
         def tight(ctx: int) -> Plan:
             if not given_up:
                 raise DoesNotFitError("a longer context does not fit")
             return planned(ctx)
 
-        monkeypatch.setattr(engine, "_planned", tight)
-        monkeypatch.setattr(engine.kv_supply, "give_up_ram", lambda: given_up.append(1) or True)
+        monkeypatch.setattr(engine, "planned", tight)
+        monkeypatch.setattr(engine.kv_allocator, "give_up_ram", lambda: given_up.append(1) or True)
         assert grown(answer(engine, LONG)) and given_up
         assert engine.prefix is not None and engine.plan is not None
         kept = engine.residency.plan and engine.residency.plan.ledger["ram"].get(KEPT_PAGES, 0)
@@ -170,17 +170,17 @@ def test_a_growth_beyond_the_memory_is_refused_with_both_counts_and_the_engine_g
 def test_a_growth_that_is_refused_leaves_room_for_kept_pages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with capped(directory, "int4", whole(directory, "int4", LONGEST) + (1 << 22)) as engine:
         assert engine.prefix is not None and engine.plan is not None
-        engine.kv_supply._reuse = KVReuse()
-        engine.kv_supply.share_ram(engine.plan)
+        engine.kv_allocator._reuse = KVReuse()
+        engine.kv_allocator.share_ram(engine.plan)
         room = engine.prefix.ram_bytes
 
         def refused(_: int) -> Plan:
             raise DoesNotFitError("a longer context does not fit")
 
-        monkeypatch.setattr(engine, "_planned", refused)
+        monkeypatch.setattr(engine, "planned", refused)
         (finished,) = answer(engine, LONG)
         assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
-        assert not engine.kv_supply.give_up_ram() and engine.prefix.ram_bytes == room > 0
+        assert not engine.kv_allocator.give_up_ram() and engine.prefix.ram_bytes == room > 0
 
 
 def test_a_prompt_that_fits_with_too_little_room_for_its_answer_has_what_there_is_where_nothing_can_grow(

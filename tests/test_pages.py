@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from localllm.cache.prefix import PrefixCache
 from localllm.kernels import kv_page
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.kernels.paged_attention import write
+from tests.cli_support import run_cli, write_checkpoint
 
 KH, D, LAYERS = 2, 32, 2
 every_format = pytest.mark.parametrize("kv", KV_FORMATS)
@@ -371,12 +373,9 @@ class Sequences(RuleBasedStateMachine):
             self.live.remove((kv, ids))
 
     @precondition(lambda self: self.live)
-    @rule(
-        which=st.integers(0, 99), own=st.integers(1, 15), others=st.integers(1, 15), right=st.integers(0, 15),
-        takes_other=st.booleans(),
-    )  # fmt: skip
-    def guess(self, which: int, own: int, others: int, right: int, takes_other: bool) -> None:
-        """Two ends of a sequence are computed, and one of them goes on as far as it is right."""
+    @rule(which=st.integers(0, 99), own=st.integers(1, 15), others=st.integers(1, 15), right=st.integers(0, 15))
+    def branch(self, which: int, own: int, others: int, right: int) -> None:
+        """Two ends of a sequence are computed; the sequence goes on as far as its own is accepted."""
         kv, ids = self.live.pop(which % len(self.live))
         self.live.append((kv, ids))
         own, others = (min(count, 450 - len(ids)) for count in (own, others))
@@ -388,10 +387,8 @@ class Sequences(RuleBasedStateMachine):
                 each.prepare(len(ids) + len(more))
             for each, more in ends:
                 grow(each, ids + more)
-            taken, more = ends[takes_other]
-            kept = taken.trim(len(ids) + min(right, len(more)))
-            if takes_other:
-                kv.adopt(branch)
+            more = ends[0][1]
+            kept = kv.trim(len(ids) + min(right, len(more)))
             ids += more[: kept - len(ids)]
             del ids[kept:]
         self.written()
@@ -413,3 +410,11 @@ class Sequences(RuleBasedStateMachine):
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 TestSequences = Sequences.TestCase
 TestSequences.settings = settings(max_examples=15, stateful_step_count=25, **COMMON)
+
+
+def test_heads_that_no_group_divides_keep_dense_pages_and_who_asked_for_others_is_told(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "narrow-heads")
+    told = run_cli("run", model, "-p", "the fox", "--max-tokens", "2", "--kv", "int8", "--raw")
+    told_line = "keys and values stay in bf16: int8 codes groups of 32 features, a head here has 16"
+    assert told.code == 0 and told.err.splitlines().count(told_line) == 1
+    assert told_line not in run_cli("run", model, "-p", "the fox", "--max-tokens", "2", "--raw").err

@@ -16,8 +16,7 @@ from torch import Tensor
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.runner import Chunk
-from localllm.engine.scheduler import Limits
+from localllm.engine.step_types import Chunk, Limits
 from tests.checkpoints import FAMILIES, SHAPE, write_byte_tokenizer, write_checkpoint
 
 TOLERANCE = 1e-4

@@ -16,7 +16,7 @@ import torch
 from localllm import Engine, EngineThread, FinishedEvent, Request, SamplingParams, TokenEvent
 from localllm.engine import loader, placement
 from localllm.engine.placement import model_shape
-from localllm.engine.scheduler import Limits
+from localllm.engine.step_types import Limits
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError, UsageError
 from localllm.models.families import load_config
 from localllm.offload.planner.format_rates import FormatRates

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +12,9 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.scheduler import PRIORITY_CHUNKS, Limits
+from localllm.engine.scheduler import PRIORITY_CHUNKS
 from localllm.engine.sequence import Sequence
+from localllm.engine.step_types import Limits
 from tests.cli_support import write_checkpoint
 
 CHUNK = 16
@@ -115,14 +116,15 @@ def test_a_long_prompt_stalls_an_answer_by_one_chunk_at_a_time(engine: Engine) -
 def test_a_prompt_that_comes_while_another_is_admitted_waits_for_its_turn(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admit, came = engine.scheduler._give_kv, []
+    allocator, came = engine.scheduler.allocator, []
+    allocate = allocator.allocate
 
-    def slowly(sequence: Sequence) -> None:
+    def slowly(sequence: Sequence, is_cancelled: Callable[[], bool]) -> None:
         if not came:
             came.append(ask(engine, 1))  # it is due before the one whose pages are being made
-        admit(sequence)
+        allocate(sequence, is_cancelled)
 
-    monkeypatch.setattr(engine.scheduler, "_give_kv", slowly)
+    monkeypatch.setattr(allocator, "allocate", slowly)
     long = ask(engine, 20)
     assert sorted(order_of_ends(engine)) == sorted([long, *came])
 

@@ -2,7 +2,7 @@
 
 `python -m tools.house` prints the lines of each room, the longest function, circles of imports, public class names with
 more than one meaning, the modules that `--version`, `plan` and `run` import, and the files that a decoded token passes.
-With `--check` it exits with 1 where one of `LIMITS` is exceeded, or undercut: then the limit is to be lowered.
+With `--check` it exits with 1 where one of `LIMITS` is exceeded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "localllm"
 LIMITS = {
     "longest function": 202,
-    "functions over 60 lines": 9,
-    "circles of imports": 4,
-    "repeated class names": 29,
+    "functions over 60 lines": 8,
+    "circles of imports": 1,
+    "repeated class names": 7,
     "modules of --version": 105,
-    "modules of plan": 1264,
+    "modules of plan": 1260,
 }
 
 # Runs a command; prints the modules that it imported and, where it is watched, the files that a step's calls are in.
@@ -37,7 +37,7 @@ steps, running, end = [], {}, os._exit
 def watch(frame, event, _):
     code, thread = frame.f_code, threading.get_ident()
     if "/localllm/" not in code.co_filename: return
-    is_step = code.co_qualname == "Engine.step"
+    is_step = code.co_qualname == "StepLoop.step"
     if event == "call" and is_step: running[thread] = set()
     if event == "call" and thread in running: running[thread].add(code.co_filename.rpartition("/localllm/")[2])
     if event == "return" and is_step: steps.append(running.pop(thread))
@@ -92,12 +92,12 @@ _RUN = ("run", "tiny", "-p", "A fox", "--weights", "int4", "--speculate", "off",
 
 
 def compare(figures: dict[str, int]) -> int:
-    """Print each figure that is not its limit; return the exit code."""
-    wrong = {name: figure for name, figure in figures.items() if figure != LIMITS[name]}
-    for name, figure in wrong.items():
-        advice = "see `python -m tools.house`" if figure > LIMITS[name] else "lower the limit in tools/house.py"
-        print(f"{name}: {figure}, the limit is {LIMITS[name]}: {advice}", file=sys.stderr)
-    return 1 if wrong else 0
+    """Print each figure that is not its limit; return the exit code: 1 where one has grown."""
+    for name, figure in figures.items():
+        if figure != LIMITS[name]:
+            advice = "see `python -m tools.house`" if figure > LIMITS[name] else "lower the limit in tools/house.py"
+            print(f"{name}: {figure}, the limit is {LIMITS[name]}: {advice}", file=sys.stderr)
+    return int(any(figure > LIMITS[name] for name, figure in figures.items()))
 
 
 def python_files(folder: str) -> list[Path]:

@@ -16,8 +16,8 @@ from localllm.engine.loader import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
 from localllm.engine.planning import Wishes, plan_model
 from localllm.engine.prefix_config import NO_REUSE
-from localllm.engine.scheduler import Limits
 from localllm.engine.speculative.config import OFF
+from localllm.engine.step_types import Limits
 from localllm.engine.weights import is_unpacked, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from localllm.kernels.kv_page import GROUP, PAGE_TOKENS, Coding, PageLayout
+from localllm.quant.dense import Dense
 
 DENSE_PAGES = 3  # of a sequence in a coded format: its first, and the one or two that it is writing
 
@@ -32,7 +33,6 @@ KV_FORMATS = {
     "k8v4": KVFormat("k8v4", "int8", "int4"),
     "int4": KVFormat("int4", "int4", "int4"),
 }
-WIDER = {"int4": "k8v4", "k8v4": "int8", "int8": "bf16"}
 
 
 def choose_format(name: str, head_dim: int, dtype: torch.dtype) -> KVFormat:
@@ -41,6 +41,14 @@ def choose_format(name: str, head_dim: int, dtype: torch.dtype) -> KVFormat:
     if name == "auto":
         name = "bf16" if dtype is torch.float32 else "int8"
     return KV_FORMATS[name if head_dim % GROUP == 0 else "bf16"]
+
+
+def dense_heads_note(name: str, head_dim: int, dtype: torch.dtype) -> str:
+    """Return a line for a format that was asked for by name and that these heads cannot have, "" where they can."""
+    if name in ("auto", "bf16") or head_dim % GROUP == 0:
+        return ""
+    kept = Dense(dtype).name
+    return f"keys and values stay in {kept}: {name} codes groups of {GROUP} features, a head here has {head_dim}"
 
 
 def kv_bytes_per_token(layouts: tuple[PageLayout, PageLayout | None], num_layers: int) -> int:

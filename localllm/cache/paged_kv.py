@@ -170,21 +170,16 @@ class PagedKV:
         self.num_sealed, self.length = num_borrowed, num_borrowed * PAGE_TOKENS
         pages.sequences.add(self)
 
-    def fork(self, length: int, capacity: int) -> PagedKV:
-        """Another sequence that begins with the full pages of this one's first `length` tokens, those that a token
-        behind them sees (`can_fork`), and ends before this does. Raises what torch does where there is no memory."""
-        full = length // PAGE_TOKENS
-        firsts = [group.first_seen(full * PAGE_TOKENS) for group in self.pages.groups]
-        pairs = zip(self.tables, firsts, strict=True)
-        return PagedKV(self.pages, capacity, [[*([None] * first), *table[first:full]][:full] for table, first in pairs])
-
-    def can_fork(self, length: int) -> bool:
-        """Return whether no window has let go of a page that the first token of such a fork would see."""
-        return self._has_what_is_seen(length // PAGE_TOKENS * PAGE_TOKENS)
-
     def branch(self, capacity: int) -> PagedKV:
-        """A fork that has all tokens of this one, the last of them in pages of its own."""
-        other, number = self.fork(self.length, capacity), self.length // PAGE_TOKENS
+        """Return another sequence with all tokens of this one: full pages are shared, the last one is copied.
+
+        It ends before this one does. Raises what torch does where there is no memory.
+        """
+        number = self.length // PAGE_TOKENS
+        firsts = [group.first_seen(number * PAGE_TOKENS) for group in self.pages.groups]
+        pairs = zip(self.tables, firsts, strict=True)
+        full = [[*([None] * first), *table[first:number]][:number] for table, first in pairs]
+        other = PagedKV(self.pages, capacity, full)
         try:
             for index, group in enumerate(self.pages.groups) if self.length % PAGE_TOKENS else ():
                 page = self.tables[index][number]
@@ -200,33 +195,6 @@ class PagedKV:
             raise
         other.length = self.length
         return other
-
-    def adopt(self, other: PagedKV) -> None:
-        """Go on with what a branch of this one has computed: its pages for those that it has of its own."""
-        for index in range(len(self.pages.groups)):
-            for number in range(other.num_sealed, len(other.tables[index])):
-                self._exchange(other, index, number)
-        self.length = other.length
-
-    def _exchange(self, other: PagedKV, index: int, number: int) -> None:
-        own, others = self.tables[index][number], other.tables[index][number]
-        for kv, given, taken in ((self, own, others), (other, others, own)):
-            kv._promise_for(given, taken)
-            kv.tables[index][number] = None
-            if taken is not None:
-                kv._set(index, number, taken)
-        opened, others_opened = self._open[index].pop(number, None), other._open[index].pop(number, None)
-        for kv, given, taken in ((self, opened, others_opened), (other, others_opened, opened)):
-            kv._promise_for(given, taken)
-            if taken is not None:
-                kv._open[index][number] = taken
-
-    def _promise_for(self, given: Page | None, taken: Page | None) -> None:
-        """Count one page more as promised for the one that is given away, and one less for the one that is taken."""
-        if given is not None:
-            self._promised[given.pool] += 1
-        if taken is not None:
-            self._promised[taken.pool] -= 1
 
     @property
     def places(self) -> Sequence[tuple[int, int]]:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from localllm import __version__
 from localllm.cli import bench, chat, connect, perplexity, plan, pull, quantize, run, serve, tokenize
 from localllm.cli.bench import bench_command
 from localllm.cli.cache import cache_app
@@ -31,6 +30,7 @@ from localllm.cli.server import load_command, ps_command, stop_command
 from localllm.cli.sessions import sessions_app
 from localllm.cli.show import show_command
 from localllm.cli.tokenize import tokenize_command
+from localllm.version import __version__
 
 _HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from localllm import __version__
 from localllm.chat.text import format_seconds
 from localllm.cli.batch_input import TOLD, LineRules, Problems, Prompts, read_prompts
 from localllm.cli.front import Front
@@ -35,6 +34,7 @@ from localllm.runtime.engine_loader import Opening
 from localllm.runtime.plan_request import DEFAULT_PARALLEL
 from localllm.runtime.selection import Selection
 from localllm.text.grammar.grammar import Grammar
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine

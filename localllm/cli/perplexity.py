@@ -55,7 +55,7 @@ def perplexity_command(
     text = read_input(file, "--file", front.output)
     selection = select(front, model, flags)
     with (
-        loading(front, selection, Opening(probes_kv=False, speculates=False)) as load,  # what is asked for is measured
+        loading(front, selection, Opening(speculates=False)) as load,  # what is asked for is measured
         front.output.progress("measuring") as line,
     ):
         result = _measure(load.wait(), text, selection.settings.ctx, line)

@@ -1,4 +1,4 @@
-"""Tokens that a GPU draws before the host has seen the ones before them."""
+"""Tokens that a GPU samples before the host has seen the ones before them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ahead:
-    """A step of one token for each of these sequences, which hold `lengths` tokens before it. last_ids: those tokens,
-    once the host knows them. Whoever does not want it forgets it: no sequence has advanced by it."""
+    """A step of one token for each of these sequences. Whoever does not want it forgets it: no sequence has
+    advanced."""
 
     kvs: Sequence[PagedKV]
-    lengths: Sequence[int]
+    lengths: Sequence[int]  # tokens that the sequences hold before it
     draws: Sequence[PlainDraw]
     drawn: Drawn
-    last_ids: Sequence[int] | None
+    last_ids: Sequence[int] | None  # each sequence's last token, once the host knows it
 
     @classmethod
     def begun(
@@ -38,7 +38,7 @@ class Ahead:
         draws: Sequence[PlainDraw],
         last: Sequence[int] | Drawn,
     ) -> Ahead:
-        """last: each sequence's last token, or where it is drawn. Raises as `PagedKV.prepare`."""
+        """Begin the step. last: each sequence's last token, or where it is sampled. Raises as `PagedKV.prepare`."""
         lengths = [kv.length for kv in kvs]
         for kv in kvs:
             kv.prepare(kv.length + 1)
@@ -55,7 +55,7 @@ class Ahead:
         return cls(kvs, lengths, draws, step.draw(batch, at_next, previous), last_ids)
 
     def is_of(self, kvs: Sequence[PagedKV], last_ids: Sequence[int], draws: Sequence[PlainDraw]) -> bool:
-        """Whether it is the step that follows these tokens."""
+        """Return whether it is the step that follows these tokens."""
         return (
             len(kvs) == len(self.kvs)
             and all(

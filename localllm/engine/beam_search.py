@@ -1,7 +1,8 @@
-"""Beam search: of all answers that are begun, the likeliest few are followed at once, and the best is told at the end.
+"""Beam search: the likeliest few of all answers that are begun are followed at once; the best is reported at the end.
 
-A beam is a branch of the prompt's cache: full pages are shared, the open one is copied where a beam has two heirs, and
-a beam without any gives its pages back at once. Which are followed, which are whole and when it ends is as in
+The search is above the step: its request is one sequence for the scheduler, whose chunk becomes one of each beam. A
+beam is a branch of the prompt's cache: full pages are shared, the open one is copied where a beam has two heirs, and a
+beam without any gives its pages back at once. Which are followed, which are whole and when it ends is as in
 transformers' `generate(num_beams=N, do_sample=False)` (Wu et al., arXiv:1609.08144, for the length penalty); beside the
 end-of-sequence token and the length, a stop string makes an answer whole.
 """
@@ -10,20 +11,19 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.drawing import Outcome, log_probabilities
-from localllm.engine.events import TokenEvent, TokenLogprob
+from localllm.engine.events import FinishedEvent, TokenEvent, TokenLogprob
+from localllm.engine.kv_allocator import tokens_needed
 from localllm.engine.request import Request
-from localllm.engine.runner import Chunk
-from localllm.engine.sampler import token_logprob
-from localllm.engine.scheduler import Limits, tokens_needed
+from localllm.engine.sampler import log_probabilities, token_logprob
 from localllm.engine.sequence import Sequence as Running
+from localllm.engine.step_types import Chunk, Limits, StepOutput
 from localllm.errors import LocalLLMError, UsageError
 from localllm.text.detokenizer import Detokenizer
 from localllm.text.stop_strings import StopMatcher
@@ -31,71 +31,74 @@ from localllm.text.stop_strings import StopMatcher
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends an answer beside its length. text_of: of a token, for its log-probability."""
+    """What ends an answer beside its length."""
 
     eos_ids: frozenset[int]
     rope_switch_length: int | None
-    text_of: Callable[[int], str]
+    text_of: Callable[[int], str]  # of a token, for its log-probability
 
 
 @dataclass(frozen=True)
-class _Said:
+class _StopText:
     """The text of a beam, as far as stop strings need it."""
 
     detokenizer: Detokenizer
     matcher: StopMatcher
 
-    def then(self, token_id: int) -> tuple[_Said, bool]:
-        """With one token more, and whether a stop string is in it now."""
-        other = _Said(self.detokenizer.copy(), copy.deepcopy(self.matcher))
+    def then(self, token_id: int) -> tuple[_StopText, bool]:
+        """Return it with one token more, and whether a stop string is in it now."""
+        other = _StopText(self.detokenizer.copy(), copy.deepcopy(self.matcher))
         _, is_stopped = other.matcher.push(other.detokenizer.push(token_id))
         return other, is_stopped
 
 
 @dataclass(frozen=True)
-class _Text:
-    """What a beam says. score: the sum of its tokens' log-probabilities as they are searched by. told: the plain ones,
-    where they are asked for."""
+class _Hypothesis:
+    """An answer that is begun, or whole."""
 
     token_ids: tuple[int, ...] = ()
-    score: float = 0.0
-    told: tuple[TokenLogprob, ...] = ()
-    said: _Said | None = None
+    score: float = 0.0  # the sum of its tokens' log-probabilities as they are searched by
+    logprobs: tuple[TokenLogprob, ...] = ()  # the plain ones, where they are asked for
+    stop_text: _StopText | None = None
 
 
 @dataclass(frozen=True)
 class _Beam:
-    """One that is followed. token_ids: prompt and answer; its cache has all but the last."""
+    """A hypothesis that is followed."""
 
-    text: _Text
-    token_ids: list[int]
-    kv: PagedKV
+    text: _Hypothesis
+    token_ids: list[int]  # prompt and answer
+    kv: PagedKV  # of all tokens but the last
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A beam with one token more. is_cut: it has ended, and does not meet its grammar."""
+    """A beam with one token more."""
 
     parent: int
-    text: _Text
+    text: _Hypothesis
     is_whole: bool
-    is_cut: bool
+    is_cut: bool  # it has ended, and does not meet its grammar
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """An answer that has ended. score: what answers of different lengths are compared by."""
+    """A hypothesis that has ended."""
 
-    score: float
-    text: _Text
+    score: float  # by which answers of different lengths are compared
+    text: _Hypothesis
     is_cut: bool
 
 
 class BeamSearch:
-    """The search for one request's answer. `chunks`: what its next step computes, once it has begun."""
+    """The search for one request's answer."""
 
-    def __init__(self, sequence: Running, ends: Ends) -> None:
-        self._sequence, self._ends = sequence, ends
+    def __init__(self, sequence: Running, ends: Ends, new_sequence: Callable[[], Running], text: Detokenizer) -> None:
+        """new_sequence: makes another sequence of the request, for a further answer. text: of an empty answer."""
+        self._sequence, self._ends, self._new_sequence = sequence, ends, new_sequence
+        stops = sequence.request.sampling.stop
+        self._no_text = _StopText(text, StopMatcher(stops)) if stops else None
+        self._others: list[tuple[Running, list[TokenEvent]]] = []
         self._width = sequence.request.beams
         self._beams: list[_Beam] = []
         self._logits: list[Tensor] = []  # of this step's beams, as they come
@@ -107,18 +110,21 @@ class BeamSearch:
 
     @property
     def chunks(self) -> list[Chunk]:
+        """What the next step computes, once the search has begun."""
         return [Chunk(beam.token_ids, beam.kv, len(beam.token_ids) - beam.kv.length) for beam in self._beams]
 
-    def take(self, outcome: Outcome) -> Iterator[TokenEvent]:
-        """Of the prompt, then of each beam in turn: with the last one of a step the search goes on. Says the best
-        answer when it ends. Raises what torch does where there is no memory for a branch, and LocalLLMError where
-        nothing may be said that is allowed."""
-        assert outcome.logits is not None
-        self._logits.append(outcome.logits[0])
+    def take(self, output: StepOutput) -> Iterator[TokenEvent]:
+        """Take the logits of the prompt, then those of each beam in turn: with the last of a step the search goes on.
+        Yield the best answer when it ends.
+
+        Raises what torch does where there is no memory for a branch, and LocalLLMError where no token is allowed.
+        """
+        assert output.logits is not None
+        self._logits.append(output.logits[0])
         if len(self._logits) < max(1, len(self._beams)):
             return
         self._sequence.clock.ran_alone = False  # a step of several rows is no measure of one of a single one
-        texts = [beam.text for beam in self._beams] or [_Text(said=self._nothing_said())]
+        texts = [beam.text for beam in self._beams] or [_Hypothesis(stop_text=self._no_text)]
         if not self.has_begun:
             self._sequence.clock.first_token = time.perf_counter()
         length = 1 + len(texts[0].token_ids)
@@ -130,21 +136,21 @@ class BeamSearch:
             self._follow(best)
             return
         self.close()
-        yield from self._told()
+        yield from self._reported()
+
+    def others(self, load_s: float) -> tuple[tuple[TokenEvent | FinishedEvent, ...], ...]:
+        """Return the next best answers, each as its events."""
+        return tuple((*events, other.finished(load_s)) for other, events in self._others)
 
     def close(self) -> None:
-        """Its beams give their pages back; once or more often."""
+        """Give the beams' pages back; once or more often."""
         for beam in self._beams:
             beam.kv.close()
         self._beams = []
 
-    def _nothing_said(self) -> _Said | None:
-        stops = self._sequence.request.sampling.stop
-        return _Said(*self._sequence.text_so_far()) if stops else None
-
-    def _candidates(self, texts: Sequence[_Text]) -> list[_Candidate]:
-        """The best continuations of all beams, those that are cut behind all others: with each end-of-sequence token
-        once for each beam, there are still as many that go on."""
+    def _candidates(self, texts: Sequence[_Hypothesis]) -> list[_Candidate]:
+        """Return the best continuations of all beams, those that are cut last: with each end-of-sequence token once for
+        each beam, there are still as many that go on."""
         rows, refusal = [], None
         for text, logits in zip(texts, self._logits, strict=True):
             try:
@@ -168,15 +174,15 @@ class BeamSearch:
     def _num_candidates(self) -> int:
         return max(2, 1 + len(self._ends.eos_ids)) * self._width
 
-    def _candidate(self, texts: Sequence[_Text], parent: int, token_id: int, score: float) -> _Candidate:
+    def _candidate(self, texts: Sequence[_Hypothesis], parent: int, token_id: int, score: float) -> _Candidate:
         before, sampling = texts[parent], self._sequence.request.sampling
-        told, said, is_stopped = before.told, before.said, False
+        logprobs, stop_text, is_stopped = before.logprobs, before.stop_text, False
         is_whole = token_id in self._ends.eos_ids and not sampling.ignore_eos
-        if said is not None and not is_whole:
-            said, is_stopped = said.then(token_id)
-        if self._sequence.score is not None or sampling.logprobs is not None:
-            told += (token_logprob(self._logits[parent], token_id, sampling.logprobs or 0, self._ends.text_of),)
-        text = _Text((*before.token_ids, token_id), score, told, said)
+        if stop_text is not None and not is_whole:
+            stop_text, is_stopped = stop_text.then(token_id)
+        if self._sequence.likelihood is not None or sampling.logprobs is not None:
+            logprobs += (token_logprob(self._logits[parent], token_id, sampling.logprobs or 0, self._ends.text_of),)
+        text = _Hypothesis((*before.token_ids, token_id), score, logprobs, stop_text)
         is_full = self._sequence.num_prompt_tokens + len(text.token_ids) >= self._sequence.max_length
         constraint = self._sequence.constraint
         is_whole = is_whole or is_stopped or is_full
@@ -185,14 +191,13 @@ class BeamSearch:
         return _Candidate(parent, text, is_whole, is_cut)
 
     def _keep_whole(self, ended: Sequence[_Candidate], length: int) -> None:
-        """length: of these answers, in tokens."""
+        """Keep the best answers that have ended. length: of these, in tokens."""
         penalty = length**self._sequence.request.length_penalty
         whole = [*self._whole, *(_Whole(each.text.score / penalty, each.text, each.is_cut) for each in ended)]
         self._whole = sorted(whole, key=lambda each: (each.is_cut, -each.score))[: self._width]
 
     def _may_improve(self, score: float, length: int) -> bool:
-        """Whether a whole answer is to be waited for that is better than the worst of those that there are. score: of
-        the best beam."""
+        """Return whether an answer may come that is better than the worst whole one. score: of the best beam."""
         request = self._sequence.request
         if len(self._whole) < self._width:
             return True
@@ -211,12 +216,12 @@ class BeamSearch:
             _Beam(each.text, [*prompt, *each.text.token_ids], kv) for each, kv in zip(best, kvs, strict=True)
         ]
         for kv in kvs:
-            if kv.length == self._ends.rope_switch_length:  # as the engine does for an answer that is drawn
+            if kv.length == self._ends.rope_switch_length:  # as the engine does for an answer that is sampled
                 kv.trim(0)
 
     def _heirs(self, parents: Sequence[int]) -> list[PagedKV]:
-        """A cache for each that goes on: its parent's own for the first heir, a branch of that for any other. The
-        prompt's stays the sequence's."""
+        """Return a cache for each that goes on: its parent's own for the first heir, a branch of that for any other.
+        The prompt's stays the sequence's."""
         assert self._sequence.kv is not None
         owners, unclaimed = [beam.kv for beam in self._beams] or [self._sequence.kv], set(range(len(self._beams)))
         for index in unclaimed - set(parents):  # first: what they give back is enough for those that branch
@@ -233,34 +238,52 @@ class BeamSearch:
             raise
         return heirs
 
-    def _told(self) -> Iterator[TokenEvent]:
-        """The best answer, token by token, as if it had been drawn; the next best ones come with its end."""
-        sequence, (best, *rest) = self._sequence, self._whole[: self._sequence.request.num_answers]
-        twins = [sequence.twin() for _ in rest]
-        others = [list(self._drawn(twin, each.text)) for twin, each in zip(twins, rest, strict=True)]
-        yield from self._drawn(sequence, best.text)
-        sequence.others = list(zip(twins, others, strict=True))
+    def _reported(self) -> Iterator[TokenEvent]:
+        """Yield the best answer, token by token, as if it had been sampled; the next best ones come with its end."""
+        best, *rest = self._whole[: self._sequence.request.num_answers]
+        others = [self._twin() for _ in rest]
+        events = [list(self._appended(other, each.text)) for other, each in zip(others, rest, strict=True)]
+        yield from self._appended(self._sequence, best.text)
+        self._others = list(zip(others, events, strict=True))
 
-    def _drawn(self, sequence: Running, text: _Text) -> Iterator[TokenEvent]:
+    def _twin(self) -> Running:
+        own, other = self._sequence, self._new_sequence()
+        other.fit(own.ctx)
+        other.clock, other.num_cached_tokens, other.miss = copy.copy(own.clock), own.num_cached_tokens, own.miss
+        return other
+
+    def _appended(self, sequence: Running, text: _Hypothesis) -> Iterator[TokenEvent]:
         with_logprobs = sequence.request.sampling.logprobs is not None
         for place, token_id in enumerate(text.token_ids):
-            told = text.told[place] if text.told else None
-            if sequence.score is not None and told is not None:
-                sequence.score.take(told.logprob)
-            event = sequence.append(token_id, told if with_logprobs else None, self._ends.eos_ids)
+            logprob = text.logprobs[place] if text.logprobs else None
+            if sequence.likelihood is not None and logprob is not None:
+                sequence.likelihood.add(logprob.logprob)
+            event = sequence.append(token_id, logprob if with_logprobs else None, self._ends.eos_ids)
             if event is not None:
                 yield event
             assert (sequence.finish_reason is None) == (place + 1 < len(text.token_ids))
 
 
+def with_beams(
+    scheduled: Sequence[tuple[Running, Chunk]], searches: Mapping[int, BeamSearch]
+) -> list[tuple[Running, Chunk]]:
+    """Return the chunks of a step, with those of each beam in the place of a search's own."""
+    beams: list[tuple[Running, Chunk]] = []
+    for sequence, chunk in scheduled:
+        search = searches.get(sequence.request_id)
+        chunks = [chunk] if search is None or not search.has_begun else search.chunks
+        beams += [(sequence, each) for each in chunks]
+    return beams
+
+
 def require_room(request: Request, ctx: int, limits: Limits) -> None:
-    """Raises UsageError for beams that have no room beside each other, however long they wait."""
+    """Raise UsageError for beams that have no room beside each other, however long they wait."""
     num_prompt, beams = len(request.prompt_ids), request.beams
     answer = min(ctx - num_prompt, request.sampling.max_tokens or ctx)
-    needed = tokens_needed(num_prompt, num_prompt + answer, beams, limits)
+    needed = tokens_needed(request, num_prompt + answer, limits)
     if beams == 1 or needed <= limits.kv_tokens:
         return
-    room = limits.kv_tokens - tokens_needed(num_prompt, num_prompt, beams, limits)
+    room = limits.kv_tokens - tokens_needed(request, num_prompt, limits)
     raise UsageError(
         f"{beams} beams of an answer of up to {answer} tokens have no room beside each other",
         why=f"they need the keys and values of {needed} tokens, and there is memory for {limits.kv_tokens}",

@@ -1,18 +1,20 @@
-"""The context of a loaded model becomes longer: planned anew, blocks give their memory to keys and values.
+"""`--overflow grow`: the context of a loaded model becomes longer; blocks give their memory to keys and values.
 
-Between two requests, on the thread that owns the device. What fails on the way leaves everything as it was.
+Between two requests, on the thread that owns the device. What fails on the way leaves everything as it was. The engine
+imports this by name when a request first asks for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from localllm.engine.events import GrownEvent
-from localllm.engine.kv_allocator import KVSupply
+from localllm.engine.events import Event, FinishedEvent, GrownEvent
+from localllm.engine.kv_allocator import KVAllocator
 from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.residency import Residency
+from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence as Running
 from localllm.errors import ContextOverflowError, DoesNotFitError, LocalLLMError
 from localllm.offload.planner.plan import Placed, Plan
@@ -21,12 +23,30 @@ from localllm.text.eviction import wanted_room
 _STEP_TOKENS = 256  # a context that is not twice the one before ends at a multiple of this
 
 
+class Growing(Protocol):
+    """The engine whose context becomes longer."""
+
+    ctx: int
+    residency: Residency
+    scheduler: Scheduler
+    kv_allocator: KVAllocator
+    flags_for: Callable[[int], str]
+
+    def planned(self, ctx: int) -> Plan:
+        """Return the best plan for this context in the memory of now. Raises DoesNotFitError."""
+        ...
+
+    def fit(self, plan: Plan) -> None:
+        """Take the context and the limits of a plan by which the model is placed by now."""
+        ...
+
+    def fail(self, sequence: Running, error: Exception) -> FinishedEvent: ...
+
+
 @dataclass(frozen=True)
 class Needed:
-    """max_tokens: of the answer, None for as many as there is room for."""
-
     prompt_tokens: int
-    max_tokens: int | None
+    max_tokens: int | None  # of the answer; None for as many as there is room for
 
 
 class Moved(NamedTuple):
@@ -36,45 +56,50 @@ class Moved(NamedTuple):
     from_memory: int
 
 
-class Grown(NamedTuple):
-    """plan: by which the model rests now."""
+def ask_for_growth(sequence: Running) -> None:
+    """Mark a sequence whose prompt leaves its answer too little of the context: nothing else runs when it is
+    admitted."""
+    room = wanted_room(sequence.ctx, sequence.request.sampling.max_tokens)
+    sequence.wants_growth = sequence.num_prompt_tokens + room > sequence.ctx
 
-    plan: Plan
-    event: GrownEvent
 
-
-def grow_for(
-    sequence: Running,
-    ctx: int,
-    residency: Residency,
-    kv_supply: KVSupply,
-    planned: Callable[[int], Plan],
-    flags_for: Callable[[int], str],
-) -> Grown | None:
-    """More context for a request that wants it; None where it has to do with what there is. Raises ContextOverflowError
-    where its prompt does not fit into that, and as `Residency.move` does."""
-    needed = Needed(sequence.num_prompt_tokens, sequence.request.sampling.max_tokens)
+def grow_for(engine: Growing, sequence: Running) -> list[Event]:
+    """Make the context longer for a sequence that waits, or let it do with what there is. Raises as
+    `Residency.move`."""
+    sequence.fit(engine.ctx)  # another one may have made it longer since
+    ask_for_growth(sequence)
+    if not sequence.wants_growth:
+        return []
+    needed, residency = Needed(sequence.num_prompt_tokens, sequence.request.sampling.max_tokens), engine.residency
+    before = engine.ctx
     try:
-        plan, moved = _grow(residency, planned, needed, ctx, kv_supply.give_up_ram)
+        plan, moved = _grow(residency, engine.planned, needed, before, engine.kv_allocator.give_up_ram)
     except DoesNotFitError as error:
         residency.restore()  # where the way back found no room either
-        kv_supply.share_ram(residency.plan)  # as before
-        if needed.prompt_tokens < ctx:
-            return None
-        flags = flags_for(min(residency.config.longest_context, needed.prompt_tokens + 512))
-        raise _cannot_grow(needed.prompt_tokens, ctx, error, flags) from None
-    kv_supply.share_ram(plan)
+        engine.kv_allocator.share_ram(residency.plan)  # as before
+        if needed.prompt_tokens >= before:
+            flags = engine.flags_for(min(residency.config.longest_context, needed.prompt_tokens + 512))
+            return [engine.fail(sequence, _cannot_grow(needed.prompt_tokens, before, error, flags))]
+        sequence.wants_growth = False
+        return []
+    engine.kv_allocator.share_ram(plan)
+    engine.fit(plan)
+    for waiting in engine.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
+        if waiting.wants_growth:
+            waiting.fit(engine.ctx)
+            ask_for_growth(waiting)
+    sequence.wants_growth = False
     is_sure = plan.costs.rates.is_measured and residency.plan is plan
-    return Grown(plan, GrownEvent(sequence.request_id, ctx, plan.ctx, *moved, plan.decode_tok_s if is_sure else None))
+    return [GrownEvent(sequence.request_id, before, plan.ctx, *moved, plan.decode_tok_s if is_sure else None)]
 
 
 def _grow(
     residency: Residency, planned: Callable[[int], Plan], needed: Needed, ctx: int, give_up: Callable[[], bool]
 ) -> tuple[Plan, Moved]:
-    """The model goes on with a longer context, twice as long at least where memory allows. Raises DoesNotFitError
-    where none of use fits: it goes on as it was then.
+    """Go on with a longer context, twice as long at least where memory allows. Raises DoesNotFitError where none of use
+    fits: the model goes on as it was then.
 
-    give_up: lets go of what a longer context is worth more than; whether there was any.
+    give_up: lets go of what a longer context is worth more than, and returns whether there was any.
     """
     try:
         return _grown(residency, planned, needed, ctx)
@@ -97,8 +122,8 @@ def _grown(residency: Residency, planned: Callable[[int], Plan], needed: Needed,
                 )
             _go_on_by(residency, plan)
         except (DoesNotFitError, MemoryError) as error:
-            told = error if isinstance(error, DoesNotFitError) else out_of_memory(residency.device, error)
-            refusal = refusal or told
+            shown = error if isinstance(error, DoesNotFitError) else out_of_memory(residency.device, error)
+            refusal = refusal or shown
             continue
         return plan, _moved(before, residency.blocks)
     raise refusal or DoesNotFitError("the context cannot grow", why=f"the model was trained for {ctx} tokens")
@@ -114,8 +139,8 @@ def _cannot_grow(num_tokens: int, ctx: int, error: DoesNotFitError, flags: str) 
 
 
 def _contexts(needed: Needed, ctx: int, longest: int) -> list[int]:
-    """Those that are tried, the longest first: twice what there is, or the power of two that holds what is needed;
-    what is needed; where the prompt would not fit otherwise, what it takes with a short answer."""
+    """Return the contexts to try, the longest first: twice what there is, or the power of two that holds what is
+    needed; what is needed; where the prompt would not fit otherwise, what it takes with a short answer."""
     wanted = needed.prompt_tokens + wanted_room(ctx, needed.max_tokens)
     least = needed.prompt_tokens + 1 if needed.prompt_tokens >= ctx else wanted
     tried = [max(2 * ctx, 1 << (wanted - 1).bit_length()), _rounded(wanted), _rounded(least)]
@@ -148,7 +173,7 @@ def _go_on_by(residency: Residency, plan: Plan) -> None:
 
 
 def _reserve(residency: Residency, ctx: int) -> None:
-    """Keys and values of so many tokens have their memory from here on; blocks give way for it as for a forward."""
+    """Take the memory for keys and values of so many tokens; blocks give way for it as for a forward."""
     while True:
         try:
             return residency.new_kv(ctx).close()
@@ -160,7 +185,7 @@ def _reserve(residency: Residency, ctx: int) -> None:
 
 
 def _moved(before: Sequence[Placed], after: Sequence[Placed]) -> Moved:
-    """Of an embedding, which comes first, single rows are looked up wherever it is."""
+    """Count the blocks that moved. The embedding, which comes first, is looked up row by row wherever it is."""
     pairs = zip(before[1:], after[1:], strict=True)
     tiers = [(old.tier, new.tier) for old, new in pairs if old.tier != new.tier]
     return Moved(sum(new == "disk" for _, new in tiers), sum((old, new) == ("vram", "ram") for old, new in tiers))

@@ -97,7 +97,7 @@ class DraftModel:
                     decoder = self._decoder(packed, packed.config, watcher.reading)
             kv_format = choose_format(self.kv, self.config.head_dim, self.dtype)
             residency = Residency(decoder, kv_format, BATCH_ROWS)
-            residency.warm_up((), watcher.measuring)
+            residency.warm_up(watcher.measuring)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -1,4 +1,4 @@
-"""The embedding of a prompt out of the hidden states of its tokens, which come chunk by chunk."""
+"""The embedding of a prompt from the hidden states of its tokens, which come chunk by chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localllm.engine.request import Pooling
 from localllm.errors import NonFiniteError
 
 
-class Pool:
+class Pooler:
     """Takes the hidden states of a sequence in order."""
 
     def __init__(self, pooling: Pooling) -> None:
@@ -19,7 +19,8 @@ class Pool:
         self._state: Tensor | None = None  # the sum so far, or the last one
 
     def take(self, states: Tensor, position: int) -> None:
-        """states [T, hidden] behind the final norm, of the tokens from there on; what is computed again begins at 0."""
+        """Take states [T, hidden] behind the final norm, of the tokens from `position` on; a recomputation begins at
+        0."""
         if self.pooling == "last":
             self._state = states[-1].double()
             return
@@ -27,7 +28,7 @@ class Pool:
         self._state = total if self._state is None or position == 0 else self._state + total
 
     def vector(self) -> array[float]:
-        """Of length 1. Whether a mean is divided by the number of tokens makes no difference then.
+        """Return the vector, of length 1: whether a mean is divided by the number of tokens makes no difference then.
 
         Raises NonFiniteError for what is no number.
         """

@@ -1,4 +1,4 @@
-"""What a front end may know and ask of a loaded engine, wherever that runs. Imports no torch."""
+"""The engine as front ends see it, wherever it runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,45 +16,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """How a model was loaded. weights, kv: formats. weight_bytes: of the whole model; 0 where there is no plan. ledger:
-    bytes of each owner in each tier; limits: of each tier; bound_by: what a step waits for. streamed_bytes: read from
-    the disk at every step. host_bytes: of the host's memory, what the model has. contents: of the files, as
-    `hub.contents` has it, when they were read; "" where nobody looked."""
+    """How a model is loaded."""
 
     ctx: int
-    weights: str
-    kv: str
+    weights: str  # their format
+    kv: str  # the format of keys and values
     load_s: float = 0.0
-    weight_bytes: int = 0
-    ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
-    bound_by: str = ""
-    streamed_bytes: int = 0
-    host_bytes: int = 0
-    contents: str = ""
+    weight_bytes: int = 0  # of the whole model; 0 where there is no plan
+    ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # bytes of each owner in each tier
+    limits: Mapping[str, int] = field(default_factory=dict)  # of each tier
+    bound_by: str = ""  # what a step waits for
+    streamed_bytes: int = 0  # that are read from the disk at every step
+    host_bytes: int = 0  # of the host's memory that the model has
+    contents: str = ""  # of the files when they were read, as `hub.contents` has it; "" where nobody looked
 
     def held_bytes(self, tier: str) -> int:
-        """Of a tier, by the plan."""
+        """Return the bytes that the plan has in a tier."""
         return sum(self.ledger.get(tier, {}).values())
 
 
 @dataclass(frozen=True)
 class SlotFacts:
-    """A request that runs: num_read of the prompt's tokens are computed, num_said were drawn."""
+    """A request that runs."""
 
     request_id: int
     num_prompt_tokens: int
-    num_read: int
-    num_said: int
+    num_read: int  # of the prompt's tokens, that are computed
+    num_said: int  # tokens that were sampled
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What an engine is doing. idle_s: since something was asked of it, or an answer ended."""
+    """The requests of an engine."""
 
     running: tuple[SlotFacts, ...] = ()
     num_waiting: int = 0
-    idle_s: float = 0.0
+    idle_s: float = 0.0  # since a request came, or one ended
 
     @property
     def is_idle(self) -> bool:
@@ -83,29 +80,29 @@ class LoadedEngine(Protocol):
 
     @property
     def contents(self) -> str:
-        """As `EngineFacts` has it."""
+        """The contents of its files, as `EngineFacts` has it."""
         ...
 
     @property
     def flags_for(self) -> Callable[[int], str]:
-        """With which flags a context of so many tokens fits; "" where none does."""
+        """Returns the flags with which a context of so many tokens fits; "" where none does."""
         ...
 
     def check(self, request: Request) -> None:
-        """Raises ContextOverflowError or UsageError for a request that cannot run."""
+        """Raise ContextOverflowError or UsageError for a request that cannot run."""
         ...
 
     def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
-        """The ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
+        """Return the ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
         ...
 
     @property
     def current_plan(self) -> Plan | None:
-        """By which the model is placed; None where it is in another process, or not by a plan."""
+        """The plan that the model is placed by; None where it is in another process, or not by a plan."""
         ...
 
     def facts(self) -> EngineFacts:
-        """As they are now. Raises EngineGoneError, as `status` does."""
+        """Return how the model is loaded now. Raises EngineGoneError, as `status` does."""
         ...
 
     def status(self) -> EngineStatus: ...

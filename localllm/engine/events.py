@@ -11,6 +11,10 @@ from localllm.cache.miss import CacheMiss
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
+def ignore(*_news: object) -> None:
+    """The callback for news that nobody asked for."""
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """One token with its natural-log probability before any sampling transform."""
@@ -30,13 +34,12 @@ class Usage:
 
 @dataclass(frozen=True)
 class StepSplit:
-    """What the steps of a request spent their seconds on. copy_s: in which blocks were on their way, which goes on
-    beside the rest; wait_s: what of it nothing else could be done in."""
+    """The seconds that the steps of a request spent."""
 
     compute_s: float = 0.0
-    wait_s: float = 0.0
+    wait_s: float = 0.0  # of `copy_s`, in which nothing else could be done
     sample_s: float = 0.0
-    copy_s: float = 0.0
+    copy_s: float = 0.0  # in which blocks were on their way, beside the rest
     copied_bytes: int = 0
 
     def __add__(self, other: StepSplit) -> StepSplit:
@@ -62,45 +65,42 @@ class Timings:
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """How tokens were guessed. drafter: who may: "ngram", "ngram+skip". drafted, accepted: guesses that were made, and
-    that were right. rounds: passes of the model that verified some. tokens_per_pass: of all its passes behind the
-    prompt; None where there were none."""
+    """How tokens were drafted."""
 
-    drafter: str
-    drafted: int = 0
+    drafter: str  # who may draft: "ngram", "ngram+skip"
+    drafted: int = 0  # tokens
     accepted: int = 0
-    rounds: int = 0
-    tokens_per_pass: float | None = None
+    rounds: int = 0  # passes of the model that verified some
+    tokens_per_pass: float | None = None  # of all passes behind the prompt; None where there were none
 
 
 @dataclass(frozen=True)
 class PrefillEvent:
-    """The prompt is being read: `done` of `total` tokens are in the KV cache. Of a forward that is under way, its share
-    of the blocks counts for as large a share of its tokens. logprobs: where they are asked for, of the tokens behind
-    those that earlier events told of; None of the first, as there is nothing in front of it."""
+    """Progress of the prompt: `done` of `total` tokens are in the KV cache. Of a forward that is under way, its share
+    of the blocks counts for as large a share of its tokens."""
 
     request_id: int
     done: int
     total: int
-    logprobs: tuple[TokenLogprob | None, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()  # if wanted, of the tokens since the last event; None for the first
 
 
 @dataclass(frozen=True)
 class GrownEvent:
-    """The context became longer for this request, before its prompt is read. num_from_disk, num_from_memory: blocks
-    that made room for it and now come from there at every step. decode_tok_s: predicted, None where nothing is."""
+    """The context became longer for this request, before its prompt is computed."""
 
     request_id: int
     ctx_before: int
     ctx: int
-    num_from_disk: int = 0
+    num_from_disk: int = 0  # blocks that made room for it and now come from there at every step
     num_from_memory: int = 0
-    decode_tok_s: float | None = None
+    decode_tok_s: float | None = None  # predicted
 
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A token was drawn. `text` is what became certain with it: it may be empty, and never ends within a character."""
+    """A token was sampled. `text` is what became certain with it: it may be empty, and never ends within a
+    character."""
 
     request_id: int
     token_id: int
@@ -110,31 +110,24 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class FinishedEvent:
-    """The last event of a request. `text` is what was still held back; `error` is set when the reason is "error".
-    miss: of a request that asked for it, where something was known that it could not use. ctx: the tokens of context
-    that it had, None where that is not known. speculation: None where nobody guesses. embedding: of the prompt, where
-    that was asked for: fp32 [hidden], of length 1. stop_text: the stop string before which the answer ends.
-    end_logprob: of the end-of-sequence token that ended the answer, where log-probabilities are asked for.
-    mean_logprob: natural-log probability per token before any sampling transform, the token that ended the text among
-    them; where the request was to be scored, and any token was drawn.
-    meets_grammar: whether it is whole as the request's grammar has it; None where there is none. others: the next best
-    answers of a search, where several were asked for, each as its events."""
+    """The last event of a request."""
 
     request_id: int
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
-    text: str = ""
-    error: Exception | None = field(default=None, compare=False)
-    miss: CacheMiss | None = None
-    ctx: int | None = None
-    speculation: SpeculationStats | None = None
-    embedding: array[float] | None = field(default=None, repr=False)
-    stop_text: str | None = None
-    end_logprob: TokenLogprob | None = None
+    text: str = ""  # that was still held back
+    error: Exception | None = field(default=None, compare=False)  # where the reason is "error"
+    miss: CacheMiss | None = None  # if wanted, and something was cached that the request could not use
+    ctx: int | None = None  # tokens of context that it had, if known
+    speculation: SpeculationStats | None = None  # None where nobody drafts
+    embedding: array[float] | None = field(default=None, repr=False)  # of the prompt: fp32 [hidden], of length 1
+    stop_text: str | None = None  # the stop string before which the answer ends
+    end_logprob: TokenLogprob | None = None  # of the end-of-sequence token that ended the answer, if wanted
+    # Per token, before any sampling transform, the token that ended the text among them; if the request is scored.
     mean_logprob: float | None = None
-    meets_grammar: bool | None = None
-    others: tuple[tuple[TokenEvent | FinishedEvent, ...], ...] = ()
+    meets_grammar: bool | None = None  # whether it is whole as the request's grammar has it; None without one
+    others: tuple[tuple[TokenEvent | FinishedEvent, ...], ...] = ()  # of a search, the next best answers
 
 
 Event = GrownEvent | PrefillEvent | TokenEvent | FinishedEvent

@@ -14,12 +14,12 @@ import torch
 from localllm.engine.advice import flags_for_context
 from localllm.engine.card import CardPlanning, cap_allocator
 from localllm.engine.draft_loader import DraftModel, why_left_out
+from localllm.engine.events import ignore
 from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory, require_context
 from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
-from localllm.engine.runner import operators_compute, unheard
+from localllm.engine.runner import operators_compute
 from localllm.engine.speculative.config import OFF, Speculate
 from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.skip_file import known_harm
 from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
@@ -40,20 +40,16 @@ from localllm.quant.bf12 import NotCompactError
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
 
-def _silent(_done: int, _total: int) -> None:
-    """Progress that nobody watches."""
-
-
 @dataclass(frozen=True)
 class Watcher:
     """Who is told of what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process
     that packs them, measuring the machine; noting: of what is worth a line that stays."""
 
-    reading: Progress = _silent
-    packing: Progress = _silent
-    waiting: Callable[[str], None] = unheard
-    measuring: Callable[[str], None] = unheard
-    noting: Callable[[str], None] = unheard
+    reading: Progress = ignore
+    packing: Progress = ignore
+    waiting: Callable[[str], None] = ignore
+    measuring: Callable[[str], None] = ignore
+    noting: Callable[[str], None] = ignore
 
 
 class Replan(Protocol):
@@ -263,11 +259,10 @@ class Loading:
         return 1 if self.job is None else self.job.sequences
 
     def _guessing(self, search: AnySearch) -> AnySearch:
-        """By what is known of each block, where some may be left out while guessing."""
+        """Return the search for a placement in which some blocks may be left out while drafting."""
         if not self.speculate.skips:
             return search
-        harm = known_harm(self.files, search.shape)
-        return replace(search, harm=harm, draft_tokens=self.speculate.most_tokens)
+        return replace(search, draft_tokens=self.speculate.most_tokens)
 
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: the mean surprise of its tokens."""
+"""The perplexity of a text: how well a model predicts its tokens."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from dataclasses import dataclass
 import torch
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.events import ignore
+from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
 from localllm.errors import UsageError
+from localllm.models.load import Progress
 
 CHUNK_TOKENS = 256  # logits of all of them at once: 150 MB of fp32 at a vocabulary of 150,000
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """perplexity = exp(nll); nll: mean natural-log surprise of `tokens` predicted tokens; ctx: the window's length."""
+    """perplexity = exp(nll)"""
 
     perplexity: float
-    nll: float
-    tokens: int
-    ctx: int
+    nll: float  # mean natural-log surprise
+    tokens: int  # that were predicted
+    ctx: int  # the window's length
 
 
 def perplexity(
@@ -32,9 +35,10 @@ def perplexity(
     *,
     ctx: int,
     new_kv: Callable[[int], PagedKV],
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    progress: Progress = ignore,
 ) -> Perplexity:
-    """Windows of `ctx` tokens, side by side; in each, every token but the first is predicted from those before it.
+    """Measure windows of `ctx` tokens, side by side; in each, every token but the first is predicted from those before
+    it.
 
     A last window of one token predicts nothing and is left out. Raises UsageError for a text of fewer than two tokens
     or a window that short, NonFiniteError where the model computes a NaN.
@@ -66,7 +70,7 @@ def _read(
 
 
 def _surprise(runner: ModelRunner, chunk: Chunk, targets: Sequence[int]) -> float:
-    """Sum of -log p(target) over the chunk; the last row of a window has no target."""
+    """Return the sum of -log p(target) over the chunk; the last row of a window has no target."""
     logits = runner.forward([chunk], all_logits=True)[: len(targets)]
     logprobs = logits.log_softmax(-1)
     surprise = (

@@ -19,8 +19,6 @@ from localllm.engine.loader import has_card, require_card
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
 from localllm.engine.placement import model_shape, process_memory, require_cap
 from localllm.engine.speculative.config import Speculate
-from localllm.engine.speculative.layer_importance import Harm
-from localllm.engine.speculative.skip_file import known_harm, known_trials
 from localllm.engine.weights import as_stored, choose_recipe, compact_form
 from localllm.errors import DoesNotFitError, ModelNotFoundError
 from localllm.hub import ModelFiles
@@ -32,7 +30,16 @@ from localllm.offload.planner.device_search import AnySearch, with_room_for_fork
 from localllm.offload.planner.plan import JobShape, ModelShape, Plan, with_kept_pages
 from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
 from localllm.offload.planner.search import Search, fits_whole, is_better
-from localllm.offload.planner.speculation_gain import USUAL_ALPHAS, Gain, gain, skipped, skipping, slow, staging_s
+from localllm.offload.planner.speculation_gain import (
+    USUAL_ALPHAS,
+    Gain,
+    gain,
+    skipped,
+    skipping,
+    slow,
+    staging_s,
+    usual_harm,
+)
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 from localllm.text.tokenizer import Tokenizer
 
@@ -139,7 +146,7 @@ def consider(
     except DoesNotFitError as error:
         refused = Planned(search.shape, None, [], error, guesses=guesses, **taken)
         return Considered(refused, lambda: [*search.fixes(), *map(str, other_model(search, others()))])
-    speculation = () if wishes.job is not None else tuple(_speculation(plan, search, files, wishes, dtype, device))
+    speculation = () if wishes.job is not None else tuple(_speculation(plan, search, wishes, dtype, device))
     planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, speculation, **taken)
     int4 = None if search.shape.weights == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
     return Considered(planned, lambda: [*map(str, advise(search, plan, int4, others()))])
@@ -207,7 +214,7 @@ def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[
 
 
 def _speculation(
-    plan: Plan, search: AnySearch, files: ModelFiles | None, wishes: Wishes, dtype: torch.dtype, device: torch.device
+    plan: Plan, search: AnySearch, wishes: Wishes, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Guessing]:
     wish = wishes.guessing
     most = wish.most_tokens
@@ -218,15 +225,13 @@ def _speculation(
         for alpha in USUAL_ALPHAS:
             yield Guessing("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
     if wish.skips and not slow(plan):
-        why = "every block is near; whether some can be left out with profit is found out while it answers"
+        why = "every block is near: none is left out"
         yield Guessing("skip", why_not=why)
     elif wish.skips and not (left_out := skipped(plan)):
         yield Guessing("skip", why_not="what stays near is too little to guess with")
     elif wish.skips:
-        trials = known_trials(files, plan.shape)
-        harm = Harm([block.name for block in plan.shape.blocks], trials).expected()
-        alpha, found = skipping(plan, harm, most)
-        yield Guessing("skip", alpha, found, len(left_out), is_known=bool(trials))
+        alpha, found = skipping(plan, usual_harm([block.name for block in plan.shape.blocks]), most)
+        yield Guessing("skip", alpha, found, len(left_out))
     if wish.draft_model:
         _, second, why_not = _with_second(search, wishes, dtype, device)
         if not plan.shape.draft_bytes:
@@ -251,7 +256,7 @@ def _search(model: Shape, files: ModelFiles | None, recipe: Recipe, machine: _Ma
         config, packing = as_stored(files, model.name, model.config, recipe)
         card = CardPlanning(device, dtype, wishes.kv, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
         found = card.search(config, recipe, model.name, packing, placed_bytes=machine.placed_bytes)
-        return _with_guesses(found, files, wishes, dtype, device)
+        return _with_guesses(found, wishes, dtype, device)
     require_cap(wishes.ram)  # before seconds of measuring
     profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
     rates = profile.rates(recipe.name)
@@ -260,18 +265,16 @@ def _search(model: Shape, files: ModelFiles | None, recipe: Recipe, machine: _Ma
     packs = shape.packing is not None
     memory = process_memory(wishes.ram, recipe, model.config.vocab_size, machine.placed_bytes, packs=packs)
     search = Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
-    return _with_guesses(search, files, wishes, dtype, device)
+    return _with_guesses(search, wishes, dtype, device)
 
 
-def _with_guesses(
-    search: AnySearch, files: ModelFiles | None, wishes: Wishes, dtype: torch.dtype, device: torch.device
-) -> AnySearch:
+def _with_guesses(search: AnySearch, wishes: Wishes, dtype: torch.dtype, device: torch.device) -> AnySearch:
     """With room for what guesses take, where there is any: a model is not refused for it."""
-    wish, shape = wishes.guessing, search.shape
+    wish = wishes.guessing
     if not wish.is_on:
         return search
     if wish.skips:
-        search = replace(search, harm=known_harm(files, shape), draft_tokens=wish.most_tokens)
+        search = replace(search, draft_tokens=wish.most_tokens)
     if wish.draft_model:
         search = _with_second(search, wishes, dtype, device)[0]
     return with_room_for_forks(search) if wishes.job is None else search

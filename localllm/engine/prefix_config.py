@@ -1,4 +1,4 @@
-"""What is kept of computed keys and values for later prompts, and the name of all that decides what they mean."""
+"""How keys and values are cached for later prompts, and the identity of all that decides what they mean."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from localllm.cache.kv_format import KVFormat
 from localllm.cache.page_file import LAYOUT_VERSION
 from localllm.cache.page_folder import ROOT
 from localllm.cache.prefix import PrefixCache
+from localllm.engine.events import ignore
 from localllm.engine.residency import Residency
 from localllm.models.config import ModelConfig
 from localllm.offload.planner.plan import KEPT_PAGES, Plan
@@ -26,15 +27,13 @@ _PAGES_VERSION = 2  # of the pages' bytes and of what is computed into them
 
 @dataclass(frozen=True)
 class KVReuse:
-    """is_on: a prompt takes the pages of earlier ones. ram_bytes: for pages that left the pools, None for what the plan
-    has for them. directory: of those on the disk, None where none are to be kept there; disk_bytes: the most that they
-    may take, None for the usual. warn: hears once, from any thread, what is wrong with the disk."""
+    """What is cached of prompts, and where."""
 
-    is_on: bool = True
-    ram_bytes: int | None = None
-    directory: Path | None = None
-    disk_bytes: int | None = None
-    warn: Callable[[str], None] = lambda _text: None
+    is_on: bool = True  # a prompt takes the pages of earlier ones
+    ram_bytes: int | None = None  # for pages that left the pools; None: what the plan has for them
+    directory: Path | None = None  # of pages on the disk; None: none go there
+    disk_bytes: int | None = None  # the most that they may take; None: the usual
+    warn: Callable[[str], None] = ignore  # called once, from any thread, with what is wrong with the disk
 
 
 IN_POOLS = KVReuse(ram_bytes=0)  # takes no memory beside what running requests have had
@@ -43,20 +42,19 @@ NO_REUSE = KVReuse(is_on=False)
 
 @dataclass(frozen=True)
 class Computed:
-    """source: the checkpoint as it is, "" for one that no other process knows. weights: the recipe's name. name: of the
-    model, for people."""
+    """What computed the pages."""
 
-    source: str
-    weights: str
-    name: str = ""
+    source: str  # the checkpoint as it is; "" for one that no other process knows
+    weights: str  # the recipe's name
+    name: str = ""  # of the model, for people
 
 
 UNKNOWN_SOURCE = Computed("", "")
 
 
 def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan: Plan | None) -> PrefixCache | None:
-    """plan: by which memory is shared out. None where nothing can be reused: dynamic RoPE rotates all keys with every
-    token differently."""
+    """Return the cache that memory is shared out for; None where nothing can be reused: dynamic RoPE rotates all keys
+    with every token differently."""
     config = residency.config
     if not reuse.is_on or any(rope.kind == "dynamic" for rope in config.ropes):
         return None
@@ -74,7 +72,7 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
 
 
 def kept_bytes(reuse: KVReuse, plan: Plan | None) -> int:
-    """Of RAM, what pages may take that left the pools: half of what the plan has for pages, the other half is for those
+    """Return the RAM for pages that left the pools: half of what the plan has for pages, the other half is for those
     that wait to be written."""
     if reuse.ram_bytes is not None:
         return reuse.ram_bytes
@@ -86,7 +84,8 @@ def _planned_bytes(plan: Plan) -> int:
 
 
 def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:
-    """Who computes is part of it: other kernels' sums differ in their last bits."""
+    """Return all that decides what pages mean. Who computes is part of it: other kernels' sums differ in their last
+    bits."""
     config, kv_format = residency.config, residency.kv_pages.format
     return {
         "layout": [_PAGES_VERSION, LAYOUT_VERSION],
@@ -114,6 +113,6 @@ def _shape(config: ModelConfig) -> list[object]:
 
 
 def _shown(computed: Computed, about: Mapping[str, object]) -> dict[str, str]:
-    """What a person is told of a folder of pages."""
+    """Return what a person is shown of a folder of pages."""
     name = computed.name or computed.source
     return {"model": name, "weights": computed.weights, "kv": str(about["kv"]), "dtype": str(about["dtype"])}

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 MAX_BIAS = 1e6  # beyond every logit, and far from where adding one more overflows
 MAX_BEAMS = 16
-MAX_ALTERNATIVES = 100  # that are told with a token
+MAX_ALTERNATIVES = 100  # that are reported with a token
 MAX_LENGTH_PENALTY = 10.0
 WHOLE_NUMBERS = frozenset({"top_k", "repeat_last_n", "dry_allowed_length", "seed", "logprobs", "max_tokens"})
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn, and when to stop.
+    """How a token is sampled, and when to stop.
 
     The transforms apply in this order: logit_bias, penalties (repetition, frequency, presence), DRY, temperature,
     top_k, typical_p, top_p, min_p. temperature 0 is greedy. The three penalties look at the last `repeat_last_n` tokens
@@ -85,8 +85,8 @@ class SamplingParams:
 
 class TokenMask(Protocol):
     def __call__(self, token_ids: Sequence[int]) -> Tensor:
-        """bool [V]: which tokens may follow these of an answer. Of the same tokens always the same, in whatever order
-        it is asked: a draft may be followed and given up."""
+        """Return bool [V]: which tokens may follow these of an answer. For the same tokens it is always the same, in
+        whatever order it is asked: a draft may be followed and rejected."""
         ...
 
 
@@ -98,40 +98,32 @@ EarlyStopping = bool | Literal["never"]
 class Request:
     """One prompt to continue, or to embed. Ids, not text: templates and tokenizers have done their work.
 
-    explains_miss: its last event says where it leaves what was computed before. grows: where the prompt leaves its
-    answer too little room, the engine's context becomes longer, if it can. opens_turn: the answer is a turn of a chat
-    and not the rest of the prompt's text: the blank that some tokenizers drop at the beginning of a text is dropped of
-    it. mask, grammar: what the answer may be.
-    priority: of requests that wait, those with a higher one are sooner answered. pooling: what is wanted is no answer,
-    but the mean of the hidden states behind the last block, or the last one, of length 1. shown_ids: special tokens
-    that are written out in the answer's text, where the others say nothing. is_scored: its last event says how likely
-    the model found the answer. prompt_logprobs: so many alternatives are told with the log-probability of each of the
-    prompt's tokens; None: nothing of these is. reads_only: nothing is said behind the prompt.
-
-    beams: more than 1 has the answer searched, not drawn: of all that is begun, so many are followed at once, and the
-    likeliest is told when the search ends. What is scored are log-probabilities after logit_bias and penalties, their
-    sum over (tokens ** length_penalty). early_stopping: True ends with the first `beams` whole answers, False where
-    none that is begun is likely to become better than those, "never" where none can. All three as in transformers'
-    `generate(num_beams=...)`. num_answers: of a search, how many of the best are told. Raises UsageError for what no
-    search can have.
+    Raises UsageError for what no request can have.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    grows: bool = False
+    grows: bool = False  # the engine's context becomes longer, if it can, where the prompt leaves too little room
+    # The answer is a turn of a chat, not the rest of the prompt's text: it loses the blank that some tokenizers drop at
+    # the beginning of a text.
     opens_turn: bool = False
-    explains_miss: bool = False
-    mask: TokenMask | None = None
-    grammar: Grammar | None = None
-    priority: int = 0
-    pooling: Pooling | None = None
-    shown_ids: frozenset[int] = frozenset()
-    is_scored: bool = False
-    prompt_logprobs: int | None = None
-    reads_only: bool = False
+    explains_miss: bool = False  # the last event says where it leaves what was computed before
+    mask: TokenMask | None = None  # which tokens the answer may have
+    grammar: Grammar | None = None  # which form the answer has
+    priority: int = 0  # of requests that wait, those with a higher one are served sooner
+    pooling: Pooling | None = None  # embed: the mean of the hidden states behind the last block, or the last, length 1
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are written out in the answer's text
+    is_scored: bool = False  # the last event says how likely the model found the answer
+    prompt_logprobs: int | None = None  # alternatives reported with each token of the prompt; None: no logprobs of it
+    reads_only: bool = False  # no answer is wanted behind the prompt
+    # More than 1: the answer is searched, not sampled. So many of all hypotheses are followed at once, and the
+    # likeliest is reported when the search ends. Scored are log-probabilities after logit_bias and penalties, their sum
+    # over tokens ** length_penalty.
     beams: int = 1
-    num_answers: int = 1
+    num_answers: int = 1  # of a search, how many of the best are reported
     length_penalty: float = 1.0
+    # True ends with the first `beams` whole answers, False where none that is begun is likely to become better than
+    # those, "never" where none can: as in transformers' `generate(num_beams=...)`.
     early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
@@ -148,20 +140,20 @@ class Request:
         if self.beams == 1 and (self.length_penalty != 1 or self.early_stopping):
             raise UsageError("length_penalty and early_stopping need beams", why="they say how beams are searched")
         if self.beams > 1 and self.sampling.temperature > 0:
-            why = f"a search draws nothing, and temperature is {self.sampling.temperature:g}"
+            why = f"a search samples nothing, and temperature is {self.sampling.temperature:g}"
             raise UsageError("beams need temperature 0", why=why)
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_ALTERNATIVES:
             why = f"it must lie between 0 and {MAX_ALTERNATIVES}"
             raise UsageError(f"prompt_logprobs is {self.prompt_logprobs}", why=why)
         if self.prompt_logprobs is not None and self.pooling is not None:
-            why = "of an embedding nothing but its vector is told"
+            why = "an embedding is nothing but its vector"
             raise UsageError("prompt_logprobs and pooling cannot go together", why=why)
         if self.beams > 1 and self.pooling is not None:
             raise UsageError("beams and pooling cannot go together", why="an embedding has no answer to search")
 
 
 def require_grammar_alone(request: Request) -> None:
-    """Raises UsageError for what contradicts the grammar of a request."""
+    """Raise UsageError for what contradicts the grammar of a request."""
     contradicts = {
         "mask": (request.mask is not None, "both say which tokens may follow"),
         "pooling": (request.pooling is not None, "an embedding has no answer"),
@@ -173,7 +165,7 @@ def require_grammar_alone(request: Request) -> None:
 
 
 def require_ids(token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raises UsageError for one that the model does not have: the kernels read the row of any number."""
+    """Raise UsageError for an id that the model does not have: the kernels read the row of any number."""
     ids = tuple(token_ids)
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)

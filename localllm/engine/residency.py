@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.engine.events import ignore
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, reachable_bytes
-from localllm.engine.runner import ModelRunner, unheard
+from localllm.engine.runner import ModelRunner
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.attention import Attention
@@ -24,7 +25,7 @@ _MUCH_BYTES = 256 << 20  # another program that came or went; less is what a des
 
 
 def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
-    """A KV cache for this model, each layer's part where its attention is computed."""
+    """Return a KV cache for this model, each layer's part where its attention is computed."""
     config = model.config
     return KVPages(
         kv_format,
@@ -37,8 +38,8 @@ def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
 
 
 class Residency:
-    """model, runner: as they are until the next call of `move`, `settle` or `give_way`; not there where one of those
-    failed, until `restore` succeeds."""
+    """model, runner: as they are until the next call of `move`, `settle` or `give_way`. They are lost where one of
+    those failed, until `restore` succeeds."""
 
     model: Decoder
     runner: ModelRunner
@@ -51,10 +52,16 @@ class Residency:
         placed: PlacedModel | None = None,
         replan: Callable[[], Plan] | None = None,
         plan: Plan | None = None,
-        note: Callable[[str], None] = unheard,
+        note: Callable[[str], None] = ignore,
     ) -> None:
-        """placed: what can move the blocks; `model` is its `few` then. replan: the best plan in the memory of now.
-        plan: by which the model was loaded. note: hears what is worth a line."""
+        """Place a model.
+
+        placed: what can move the blocks; `model` is its `few` then.
+        replan: makes the best plan in the memory of now.
+        plan: the plan that the model was loaded by.
+        note: called with what is worth a line.
+        """
+        self.is_lost = False  # where a move failed, until `restore` succeeds
         self._note = note
         self.config, self.device = model.config, model.device
         self.placed = placed
@@ -77,28 +84,28 @@ class Residency:
 
     @property
     def kv_devices(self) -> Sequence[torch.device]:
-        """Where each layer's keys and values rest."""
+        """Where each layer's keys and values are."""
         return [HOST] * len(self.model.kv_devices) if self._has_kv_on_host else self.model.kv_devices
 
     def new_pages(self, kv_format: KVFormat) -> KVPages:
-        """Another KV cache, where keys and values rest now."""
+        """Return another KV cache, where keys and values are now."""
         pages = new_pages(self.model, kv_format)
         pages.move(self.kv_devices)
         return pages
 
     @property
     def blocks(self) -> Sequence[Placed]:
-        """Where each of them rests; none where the model was not planned."""
+        """Where each block is; none where the model was not planned."""
         return self._planned_blocks if self.placed is None else self.placed.blocks
 
     @property
     def kv_host_bytes(self) -> int:
-        """Of the host's memory, what keys and values may have by now."""
+        """Bytes of the host's memory that keys and values may have by now."""
         return self.kv_pages.nbytes if self.kv_pages.is_on_host else 0
 
     @property
     def host_bytes(self) -> int:
-        """Of the host's memory, what blocks, keys and values have by now."""
+        """Bytes of the host's memory that blocks, keys and values have by now."""
         if self.placed is not None:
             return self.placed.host_bytes + self.kv_host_bytes
         return sum(block.num_bytes for block in self.blocks if block.tier == "ram") + self.kv_host_bytes
@@ -106,37 +113,20 @@ class Residency:
     def new_kv(self, capacity: int) -> PagedKV:
         return self.kv_pages.new(capacity)
 
-    def warm_up(self, formats: Iterable[KVFormat], measuring: Callable[[str], None]) -> None:
-        """Has compiled what a GPU launches, so that no prompt waits for it. formats: that keys and values may be tried
-        in, beside their own. measuring: hears that it begins."""
+    def warm_up(self, measuring: Callable[[str], None]) -> None:
+        """Compile what a GPU launches, so that no prompt waits for it; `measuring` is called when that begins."""
         if self.runner.is_fused:
             measuring("preparing the kernels for this model")
         self.runner.warm_up(self.new_kv)
-        for kv_format in formats:
-            if not self.runner.is_fused:
-                return
-            pages = self.new_pages(kv_format)
-            try:
-                self.runner.warm_up(pages.new)
-            finally:
-                pages.release()
-
-    def use_format(self, kv_format: KVFormat) -> None:
-        """Keep keys and values in another format from now on: no sequence has any. What follows is not predicted by the
-        plan any more."""
-        pages = self.new_pages(kv_format)
-        self.kv_pages.release()
-        self.kv_pages, self.plan = pages, None
-        self.runner.warm_up(self.new_kv)
 
     def move(self, blocks: Sequence[Placed]) -> None:
-        """Let the blocks rest elsewhere from the next step on, and keys and values with them.
+        """Place the blocks elsewhere from the next step on, and keys and values with them.
 
         Where there is too little memory for that, more of them go further down. Raises DoesNotFitError where nothing is
         left to give up, CheckpointError where a block cannot be read; the model is gone then, see `restore`.
         """
         assert self.placed is not None, "nothing can be moved"
-        self.plan = None
+        self.plan, self.is_lost = None, True
         asked: Sequence[Placed] | None = blocks
         while asked is not None:
             self.__dict__.pop("model", None)  # the old decoders hold the memory that the new ones need
@@ -154,11 +144,12 @@ class Residency:
         else:
             raise DoesNotFitError("the memory ran out", why="no block has room any more", fix="close other programs")
         self._use(self.placed.few)
+        self.is_lost = False
         self._place_kv()
 
     def restore(self) -> None:
         """Bring a model back that a failed `move` left without a place. Raises as `move` does."""
-        if self.placed is not None and "model" not in self.__dict__:
+        if self.placed is not None and self.is_lost:
             self.move(self.placed.blocks)
 
     def settle(self) -> Plan | None:
@@ -184,7 +175,7 @@ class Residency:
             self._place_kv()
         else:
             self.placed.many_rows = plan.many_rows
-            if plan.blocks == self.placed.blocks and "model" in self.__dict__:
+            if plan.blocks == self.placed.blocks and not self.is_lost:
                 self._use(self.model)
                 self._place_kv()
             else:
@@ -193,8 +184,9 @@ class Residency:
         self.plan = plan if is_as_planned and not self._has_kv_on_host else None
 
     def give_way(self, error: BaseException, rows: int) -> bool:
-        """Make do with less than a forward of `rows` tokens found too little of: a smaller chunk, then keys and values
-        on the host, then blocks one tier down. Returns whether the forward is worth another try; raises as `move`."""
+        """Give up memory for a forward of `rows` tokens that found too little: fewer tokens at once, then keys and
+        values on the host, then blocks one tier down. Return whether the forward is worth another try; raises as
+        `move`."""
         _give_back(error)
         self.plan, self._has_given_up = None, True
         if rows > MAX_ROWS and self._batch_rows > MAX_ROWS:
@@ -239,6 +231,6 @@ class Residency:
 
 
 def _give_back(error: BaseException) -> None:
-    """What a failed forward still holds, in the frames of its error and in what torch keeps for later."""
+    """Free what a failed forward still holds, in the frames of its error and in torch's caches."""
     traceback.clear_frames(error.__traceback__)
     torch.cuda.empty_cache()  # nothing where there is no GPU

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.async_decode import Ahead
+from localllm.engine.events import ignore
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.sampler import PlainDraw
+from localllm.engine.step_types import Chunk, StepCancelledError
 from localllm.errors import FETCH_ANEW, LocalLLMError, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.gpu.ready import give_up, why_not
@@ -41,42 +43,8 @@ if TYPE_CHECKING:
     from localllm.models.gpu_step import GpuStep
 
 
-def unheard(_text: str) -> None:
-    """News that nobody is told."""
-
-
 def operators_compute(reason: str) -> str:
     return f"torch's operators compute, which takes several times as long, for our kernels do not: {reason}"
-
-
-class StepCancelledError(Exception):
-    """The forward was given up between two blocks; no cache has advanced."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The next `num_tokens` tokens of a sequence: those after the ones that `kv` holds."""
-
-    token_ids: Sequence[int]  # the whole sequence so far
-    kv: PagedKV
-    num_tokens: int
-    # The last of these tokens, that are guessed: each has logits of its own, as the one before them has.
-    num_drafted: int = 0
-    branch: Chunk | None = None  # other guesses behind the same tokens, with a branch of their cache
-    num_ahead: int = 0  # tokens behind those that `kv` holds, which a draft has written and nobody counts
-    all_logits: bool = False  # behind each of these tokens, not behind the last one alone
-
-    @property
-    def begin(self) -> int:
-        return self.kv.length + self.num_ahead
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.num_tokens
-
-    @property
-    def num_logits(self) -> int:
-        return self.num_tokens if self.all_logits else 1 + self.num_drafted
 
 
 @dataclass(frozen=True)
@@ -91,13 +59,8 @@ class _Part:
         return self.end - self.begin
 
 
-def with_branches(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Each with its branch behind it."""
-    return [each for chunk in chunks for each in (chunk, chunk.branch) if each is not None]
-
-
 def _parts(chunk: Chunk, num_tokens: int) -> Iterator[_Part]:
-    """The tokens of a chunk in order, so many at a time."""
+    """Yield the tokens of a chunk in order, so many at a time."""
     for begin in range(chunk.begin, chunk.end, num_tokens):
         yield _Part(chunk, begin, min(begin + num_tokens, chunk.end))
 
@@ -112,12 +75,15 @@ class ModelRunner:
         *,
         fuses: bool = True,
         captures: bool = True,
-        note: Callable[[str], None] = unheard,
+        note: Callable[[str], None] = ignore,
     ) -> None:
-        """batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block.
+        """Compute a model.
 
-        many: the same model as it computes a forward of `many_rows` tokens or more, where that is another one. fuses:
-        whether a GPU computes by our kernels, as far as they know the model. note: hears where they fail.
+        batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block.
+        many: the same model as it computes a forward of `many_rows` tokens or more, where that is another one.
+        fuses: whether a GPU computes by our kernels, as far as they know the model.
+        captures: whether a GPU's steps are recorded as graphs.
+        note: called where our kernels fail.
         """
         self.model = model
         self.batch_rows = batch_rows
@@ -132,8 +98,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, new_kv: Callable[[int], PagedKV]) -> None:
-        """Has all compiled, and brought to a GPU, that forwards will launch: the first ones would wait for it.
-        new_kv: a sequence with room for so many tokens."""
+        """Compile, and bring to a GPU, all that forwards will launch: the first ones would wait for it.
+
+        new_kv: makes the cache of a sequence of so many tokens.
+        """
         steps = [step for step in dict.fromkeys((self.gpu_step, self._gpu_many)) if step is not None]
         if not steps:
             return
@@ -164,16 +132,15 @@ class ModelRunner:
         chunks: Sequence[Chunk],
         *,
         cancelled: Callable[[], bool] = lambda: False,
-        progress: Progress = lambda _done, _total: None,
+        progress: Progress = ignore,
         all_logits: bool = False,
         advances: bool = True,
     ) -> Tensor:
-        """Logits, fp32 [chunks, V], after the last token of each chunk, and after the one before each that is guessed,
-        those of its branch behind them; after every token, if all, or all of the chunk. Caches have advanced, unless
-        what was computed is only to be looked at.
+        """Return logits, fp32 [R, V], after the last token of each chunk and after the one before each drafted token;
+        after every token if `all_logits`, or if the chunk has it. Caches have advanced, if `advances`.
 
-        `cancelled` is asked between blocks, of a native step of a few rows only before it begins; raises
-        StepCancelledError when it says so. There `progress` hears of how many runs of a block are done, and of all.
+        `cancelled` is asked between blocks, for a native step of a few rows only before it begins; StepCancelledError
+        is raised when it says so. There `progress` is called with how many runs of a block are done, and with all.
         Raises MemoryError.
         """
         return self._forward(chunks, cancelled, progress, all_logits=all_logits, advances=advances)
@@ -182,7 +149,7 @@ class ModelRunner:
     def forward_with_states(
         self, chunks: Sequence[Chunk], *, cancelled: Callable[[], bool], progress: Progress
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, and the hidden states of all tokens behind the final norm, fp32 [T, hidden]."""
+        """Return what `forward` does, and the hidden states of all tokens behind the final norm, fp32 [T, hidden]."""
         states: list[Tensor] = []
         first, last = self.model.blocks[0].name, self.model.blocks[-1].name
 
@@ -210,7 +177,6 @@ class ModelRunner:
             raise StepCancelledError
         require_spare_memory()
         num_tokens = sum(chunk.num_tokens - chunk.num_drafted for chunk in chunks)
-        chunks = with_branches(chunks)
         for chunk in chunks:
             chunk.kv.prepare(chunk.end)
         batches = self._batches(chunks, all_logits)
@@ -236,7 +202,7 @@ class ModelRunner:
     def _logits(
         self, batches: Sequence[Batch], num_tokens: int, on_block: Callable[[Block, Tensor], None] | None
     ) -> Tensor:
-        """num_tokens: of them, but for guesses, which change nothing of who computes the others."""
+        """num_tokens: without drafted ones, which change nothing of who computes the others."""
         is_many = self.many is not self.model and num_tokens >= self.many_rows
         gpu_step = self._gpu_many if is_many else self.gpu_step
         if gpu_step is not None:
@@ -249,7 +215,7 @@ class ModelRunner:
         return (self.model.forward if self.cpu_step is None else self.cpu_step.logits)(batches, on_block)
 
     def _batches(self, chunks: Sequence[Chunk], all_logits: bool) -> list[Batch]:
-        """The chunks in order, in as few batches as may be: short ones side by side, a long one over several."""
+        """Return the chunks in order, in as few batches as may be: short ones side by side, a long one over several."""
         # The operators' matrix products keep a row's bits up to MAX_ROWS rows, a GPU's step up to FEW_ROWS, the native
         # step's for any number.
         few = SINGLE_CALL_ROWS if self._is_ours(chunks) else MAX_ROWS
@@ -284,8 +250,8 @@ class ModelRunner:
         )
 
     def _segments(self, part: _Part, begin: int) -> Iterator[Segment]:
-        """begin: its first row. The operators' attention computes guessed tokens one by one, as it would have without
-        them: its sums are others for several rows."""
+        """Return the segments of a part whose first row is `begin`. The operators' attention computes drafted tokens
+        one by one, as it would without them: its sums are others for several rows."""
         chunk, length = part.chunk, len(part.chunk.token_ids)
         is_apart = chunk.num_drafted and self.cpu_step is None and not self._is_ours([chunk])
         for first, last in ((i, i + 1) for i in range(part.begin, part.end)) if is_apart else ((part.begin, part.end),):
@@ -293,47 +259,49 @@ class ModelRunner:
 
     @property
     def begins_ahead(self) -> bool:
-        """Whether a step that `draw` is told of can be begun before the last one's token is known."""
+        """Whether `draw` can begin the next step before the last one's token is known."""
         return self.gpu_step is not None and self.gpu_step.is_whole
 
     def _is_ours(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether our kernels of a GPU compute every block of it."""
+        """Return whether our kernels of a GPU compute every block of these chunks."""
         return self.gpu_step is not None and self.gpu_step.computes_all([chunk.kv for chunk in chunks])
 
     def without(self, names: frozenset[str], *, captures: bool = True) -> ModelRunner:
-        """Computes the model without these blocks. captures: it will do so again and again."""
+        """Return a runner of the model without these blocks. captures: it will be used again and again."""
         model, fuses = without(self.model, names), self.gpu_step is not None
         return ModelRunner(model, self.batch_rows, fuses=fuses, captures=captures, note=self._note)
 
-    def guessing(self, names: frozenset[str]) -> ModelRunner:
-        """As `without`; the last one asked for is kept, as long as this one."""
+    def drafting(self, names: frozenset[str]) -> ModelRunner:
+        """Return what `without` does; the last one asked for is cached."""
         if self._reduced is None or self._reduced[0] != names:
             self._reduced = names, self.without(names)
         return self._reduced[1]
 
     def draws(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether `draw` can be asked for the tokens behind these chunks."""
+        """Return whether `draw` can sample the tokens behind these chunks."""
         is_step = all(chunk.num_tokens == 1 + chunk.num_drafted for chunk in chunks)
         is_step = is_step and sum(chunk.num_tokens for chunk in chunks) <= SINGLE_CALL_ROWS
         return is_step and self.gpu_step is not None and self.gpu_step.has_pages([chunk.kv for chunk in chunks])
 
     @torch.inference_mode()
     def draw(self, chunks: Sequence[Chunk], draws: Sequence[PlainDraw], *, goes_on: bool) -> list[list[int]] | None:
-        """The tokens behind each of these chunks, one for each of its tokens, drawn on the device; caches have
-        advanced. NOT_FINITE of `kernels.gpu.sample` where the logits are no numbers. None, and nothing has advanced,
-        where our kernels fail.
+        """Return the tokens behind each of these chunks, one for each of its tokens, sampled on the device; caches have
+        advanced. A token is NOT_FINITE of `kernels.gpu.sample` where the logits are no numbers. Return None, and
+        nothing has advanced, where our kernels fail.
 
         goes_on: the next call will very likely ask for what follows these tokens. That is begun before they are waited
-        for, so that the device computes while the host does whatever is to be done with them. Raises MemoryError.
+            for, so that the device computes while the host does whatever is to be done with them.
+
+        Raises MemoryError.
         """
         assert self.gpu_step is not None
         require_spare_memory()
         if any(chunk.num_drafted for chunk in chunks):
-            return self._draw_guessed(self.gpu_step, chunks, draws)
+            return self._draw_drafted(self.gpu_step, chunks, draws)
         tokens = self._draw_next(self.gpu_step, chunks, draws, goes_on=goes_on)
         return None if tokens is None else [[token] for token in tokens]
 
-    def _draw_guessed(
+    def _draw_drafted(
         self, step: GpuStep, chunks: Sequence[Chunk], draws: Sequence[PlainDraw]
     ) -> list[list[int]] | None:
         for chunk in chunks:
@@ -374,8 +342,8 @@ class ModelRunner:
         return tokens
 
     def _give_up_kernels(self, error: Exception) -> None:
-        """Torch's operators compute from now on: a kernel that this card does not take, say. Raises what they would not
-        do any better with."""
+        """Let torch's operators compute from now on: this card does not take a kernel, say. Raises errors with which
+        they would do no better."""
         if is_out_of_memory(error) or isinstance(error, LocalLLMError | StepCancelledError):
             raise error
         self.gpu_step = self._gpu_many = self._ahead = None
@@ -417,7 +385,7 @@ class ModelRunner:
 
 
 def _gpu_step(model: Decoder, *, captures: bool = True) -> GpuStep | None:
-    """None where the model is on no GPU, or on one that our kernels are not right on."""
+    """Return None where the model is on no GPU, or on one that our kernels are not right on."""
     if why_not(model.device):
         return None
     from localllm.models.gpu_step import GpuStep  # imports Triton, which not every system has

@@ -1,7 +1,7 @@
-"""From logits to a token: penalties, truncations, and a draw whose noise depends on (seed, position, token) alone.
+"""From logits to a token: penalties, truncations, and a sample whose noise depends on (seed, position, token) alone.
 
-The draw is Gumbel-max: argmax(logits + noise) is a sample of softmax(logits). The same seed gives the same text
-whatever the batch, the chunking or the device, and a draft that guesses ahead can share its noise.
+Sampling is Gumbel-max: argmax(logits + noise) is a sample of softmax(logits). The same seed gives the same text
+whatever the batch, the chunking or the device, and a drafter can share the noise.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from localllm.engine.events import TokenLogprob
 from localllm.engine.request import SamplingParams
+from localllm.engine.sequence import Sequence as Running
+from localllm.errors import LocalLLMError
 from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.layers.batch import Draw
 
@@ -26,7 +29,7 @@ NUCLEUS_CANDIDATES = 1024  # a full sort of a 150k vocabulary costs 10 ms, its b
 
 @dataclass(frozen=True)
 class PlainDraw:
-    """A draw that looks at no earlier token and compares no probabilities: what a GPU's kernel does by itself."""
+    """Sampling that looks at no earlier token and compares no probabilities: what a GPU's kernel does by itself."""
 
     seed: int
     temperature: float
@@ -34,7 +37,7 @@ class PlainDraw:
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> PlainDraw | None:
-        """None where more is asked for."""
+        """Return None where the parameters ask for more."""
         penalties = (params.frequency_penalty, params.presence_penalty, params.dry_multiplier, len(params.logit_bias))
         is_plain = (
             not any(penalties)
@@ -44,9 +47,81 @@ class PlainDraw:
         )
         return cls(seed, params.temperature, params.min_p) if is_plain else None
 
+    @classmethod
+    def of_sequence(cls, sequence: Running) -> PlainDraw | None:
+        """Return None where a GPU's kernel cannot sample for it."""
+        request = sequence.request
+        looks_at_logits = sequence.likelihood is not None or request.beams > 1 or sequence.pool is not None
+        if looks_at_logits or request.mask is not None or sequence.constraint is not None:
+            return None
+        return cls.of(request.sampling, sequence.seed)
+
     def at(self, position: int) -> Draw:
         threshold = math.log(self.min_p) if self.min_p > 0 else -math.inf
         return Draw(noise_key(self.seed, position), self.temperature, threshold)
+
+
+def next_token(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> int:
+    """Sample what follows these tokens, the sequence's own and perhaps drafted ones behind them, from fp32 logits
+    [V]."""
+    sampling, constraint = sequence.request.sampling, sequence.constraint
+    if constraint is not None:
+        answer = token_ids[sequence.num_prompt_tokens :]
+        if forced := constraint.forced(answer):
+            return forced[0]
+        if sampling.temperature == 0:
+            # What is the likeliest of all and allowed is the likeliest of what is allowed: no mask is needed.
+            best = sample(logits, sampling, token_ids, **_context(sequence))
+            if constraint.allows(answer, best):
+                return best
+    return sample(_allowed(logits, sequence, token_ids), sampling, token_ids, **_context(sequence))
+
+
+def next_token_with_margin(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[int, float]:
+    """Sample as `next_token` does; return the margin of `sample_with_margin` too."""
+    allowed = _allowed(logits, sequence, token_ids)
+    return sample_with_margin(allowed, sequence.request.sampling, token_ids, **_context(sequence))
+
+
+def log_probabilities(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
+    """Return fp32 [V] for what may follow these tokens, where nothing is sampled. Penalties and masks change them as
+    they would change logits: they need not sum up to 1 then. Raises LocalLLMError where nothing may follow."""
+    logprobs = penalised(
+        logits.log_softmax(-1),
+        sequence.request.sampling,
+        token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        breaker_ids=sequence.breaker_ids,
+    )
+    return _allowed(logprobs, sequence, token_ids)
+
+
+class _Context(TypedDict):
+    num_prompt_tokens: int
+    seed: int
+    breaker_ids: frozenset[int]
+
+
+def _context(sequence: Running) -> _Context:
+    return {
+        "num_prompt_tokens": sequence.num_prompt_tokens,
+        "seed": sequence.seed,
+        "breaker_ids": sequence.breaker_ids,
+    }
+
+
+def _allowed(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
+    """Return logits that are -inf where a mask or a grammar forbids. Raises LocalLLMError where it allows nothing."""
+    request = sequence.request
+    if sequence.constraint is not None:
+        return sequence.constraint.held(logits, token_ids[sequence.num_prompt_tokens :])
+    if request.mask is None:
+        return logits
+    allowed = request.mask(token_ids[sequence.num_prompt_tokens :]).to(logits.device)
+    if not bool(allowed.any()):
+        why = f"nothing may follow after {len(token_ids) - sequence.num_prompt_tokens} tokens of the answer"
+        raise LocalLLMError("the answer cannot go on as it must", why=why)
+    return logits.masked_fill(~allowed, -torch.inf)
 
 
 def sample(
@@ -58,7 +133,7 @@ def sample(
     seed: int,
     breaker_ids: frozenset[int] = frozenset(),
 ) -> int:
-    """Draw the token that follows `token_ids` (prompt and answer so far) from fp32 logits [V].
+    """Sample the token that follows `token_ids` (prompt and answer so far) from fp32 logits [V].
 
     `breaker_ids`: tokens that no DRY repetition may span.
     """
@@ -78,8 +153,8 @@ def sample_with_margin(
     seed: int,
     breaker_ids: frozenset[int] = frozenset(),
 ) -> tuple[int, float]:
-    """As `sample`, and by how much the token won: what other logits must differ by, in units of the temperature, for
-    another one to be drawn with the same noise. Infinite where there is no other."""
+    """Sample as `sample` does; return by how much the token won, too: what other logits must differ by, in units of the
+    temperature, for another one to win with the same noise. Infinite where there is no other."""
     logits = penalised(logits, params, token_ids, num_prompt_tokens=num_prompt_tokens, breaker_ids=breaker_ids)
     candidates, scores = None, logits
     if params.temperature != 0:
@@ -91,7 +166,7 @@ def sample_with_margin(
 
 
 def _noisy(logits: Tensor, params: SamplingParams, seed: int, position: int) -> tuple[Tensor, Tensor]:
-    """The tokens that may be drawn, and their scores with noise, fp64: the best of them is."""
+    """Return the tokens that may be sampled, and their scores with noise, fp64: the best one wins."""
     # Measured from the best, so that a temperature near zero makes the others -inf and never the best one +inf.
     scores = truncated((logits - logits.max()) / max(params.temperature, COLDEST), params)
     candidates = _finite(scores)
@@ -99,7 +174,7 @@ def _noisy(logits: Tensor, params: SamplingParams, seed: int, position: int) -> 
 
 
 def _finite(scores: Tensor) -> Tensor:
-    """The indices of what is finite of scores [V]."""
+    """Return the indices of finite scores [V]."""
     if scores.device.type != "cpu":
         return scores.isfinite().nonzero().squeeze(1)
     # 130 us of 152,000, where torch takes 690
@@ -223,7 +298,7 @@ def breaker_ids(params: SamplingParams, encode: Callable[[str], Sequence[int]]) 
 
 
 def token_logprob(logits: Tensor, token_id: int, num_alternatives: int, text_of: Callable[[int], str]) -> TokenLogprob:
-    """Of a drawn token and of the likeliest ones, from fp32 logits [V]."""
+    """Return the log-probability of a sampled token and of the likeliest ones, from fp32 logits [V]."""
     logprobs = logits.log_softmax(-1)
     values, indices = logprobs.topk(min(num_alternatives, logprobs.shape[0]))
     pairs = zip(indices.tolist(), values.tolist(), strict=True)

@@ -1,44 +1,24 @@
-"""Which sequences run in the next step, and how many of their tokens."""
+"""Which sequences run in the next step, how many of their tokens, and in which pages."""
 
 from __future__ import annotations
 
 import bisect
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from collections.abc import Set as SetOf
 
 from localllm.cache.paged_kv import shared_tokens
+from localllm.engine.events import ignore
+from localllm.engine.kv_allocator import KVAllocator, tokens_needed
 from localllm.engine.memory import is_out_of_memory
-from localllm.engine.runner import Chunk
 from localllm.engine.sequence import Sequence
-from localllm.engine.sharing import has_same_prompt, reader_for
+from localllm.engine.step_types import Chunk, Limits
 from localllm.kernels.kv_page import PAGE_TOKENS
-from localllm.offload.planner.plan import Plan
 
-
-@dataclass(frozen=True)
-class Limits:
-    # Of a prompt, a step: it must not keep the running answers waiting. A plan has as many as are computed at once.
-    chunk_tokens: int = 512
-    max_sequences: int = 8  # as many rows as the CPU kernel computes without changing a bit of any
-    kv_tokens: int = 1 << 62  # of all running sequences together: what was found to fit at load
-    sequence_tokens: int = 0  # that each takes of them beside its own: dense pages, and the rest of the last one
-    # Whether prompts and answers share a step: where each reads blocks from the disk, one reading serves them all.
-    shares_steps: bool = False
-
-    def within(self, plan: Plan | None) -> Limits:
-        """The memory that there is; where blocks are streamed, as much as can be shares one reading of them."""
-        if plan is None:
-            return self
-        each = -(-plan.shape.kv_bytes_per_sequence // plan.shape.kv_bytes_per_token)
-        limits = replace(self, kv_tokens=plan.most_kv_tokens + plan.sequences * each, sequence_tokens=each)
-        if plan.ring_bytes:
-            return replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
-        asked = limits.chunk_tokens != Limits.chunk_tokens
-        return replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows) if asked else plan.batch_rows)
-
+Scheduled = SequenceOf[tuple[Sequence, Chunk]]
 
 # Of a prompt that has logits behind every token, a step: of a vocabulary of 150,000 they take 77 MB.
 LOGIT_ROWS = 128
@@ -49,26 +29,33 @@ class Scheduler:
     """First come, first served, but that a short prompt passes long ones. A step is one chunk of one prompt, or one
     token of every running answer, in turn.
 
-    A prompt of n chunks is due when n chunks of any prompts have been read since it came, and what is due first is read
-    first: one of 16 is passed by shorter ones for as long as 16 chunks take, and by none that comes later.
+    A prompt of n chunks is due when n chunks of any prompts have been computed since it came, and what is due first
+    goes first: one of 16 is passed by shorter ones for as long as 16 chunks take, and by none that comes later.
 
-    A prompt that begins as one that is being read waits for it, see `engine.sharing`: that one is then due as soon as
-    itself, and others pass.
+    **Prompts that begin alike are computed once.** Who waits while a prefix leader computes what its own prompt begins
+    with finds those pages when they are full; the leader is then due as soon as the follower, and others pass. Whose
+    prompt is the same to its end goes on with a branch of the leader's cache, and samples its first token from the same
+    logits: bit for bit what it would have computed alone. Nothing is stored of who waits for whom: when the leader
+    ends, for whatever reason, the next look finds nobody to wait for.
 
-    With `shares_steps` it is a token of every answer and as much of the prompts as a chunk has tokens. Either way the
-    runner computes each prompt by itself: the arithmetic of a request, and so its text, does not depend on what else
-    is running.
+    With `shares_steps` a step is a token of every answer and as much of the prompts as a chunk has tokens. Either way
+    the runner computes each prompt by itself: the arithmetic of a request, and so its text, does not depend on what
+    else is running.
     """
 
-    def __init__(self, limits: Limits, admit: Callable[[Sequence], None]) -> None:
-        """admit: gives a sequence its KV cache, or raises what torch does where there is no memory."""
+    def __init__(self, limits: Limits, allocator: KVAllocator) -> None:
         self.limits = limits
-        self._arrived: deque[Sequence] = deque()  # in any thread; all else is of the one that steps
+        self.allocator = allocator
+        # Guards what arrives and the aborted set, in any thread: to abort what has not been taken in yet is heard all
+        # the same. All else belongs to the thread that steps.
+        self._lock = threading.Lock()
+        self._arrived: deque[Sequence] = deque()
+        self._aborted: set[int] = set()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._give_kv = admit
-        self._answers_are_next = False
-        self.num_chunks = 0  # of prompts, that were read
+        self.on_block: Callable[[], None] = ignore  # called between two blocks of a forward
+        self._decodes_next = False
+        self.num_chunks = 0  # of prompts, that were computed
         self.used_at = time.monotonic()  # when a request came, or one ended
 
     @property
@@ -79,53 +66,84 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self._arrived)
 
-    def add(self, sequence: Sequence) -> None:
-        """It waits to be taken in; from any thread."""
-        chunks = -(-sequence.num_prompt_tokens // self.limits.chunk_tokens)
-        sequence.due = self.num_chunks + chunks - PRIORITY_CHUNKS * sequence.request.priority
-        self._arrived.append(sequence)
-        self.used_at = time.monotonic()
+    @property
+    def has_aborted(self) -> bool:
+        """Whether a request was aborted whose end nobody has reported yet."""
+        return bool(self._aborted)
 
-    def take_in(self) -> None:
-        """What has arrived waits for its turn."""
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; from any thread."""
+        chunks = -(-sequence.num_prompt_tokens // self.limits.chunk_tokens)
+        with self._lock:
+            sequence.due = self.num_chunks + chunks - PRIORITY_CHUNKS * sequence.request.priority
+            self._arrived.append(sequence)
+            self.used_at = time.monotonic()
+
+    def abort(self, request_id: int) -> None:
+        """Have the next step remove a request, and a running forward of it stop; from any thread."""
+        with self._lock:
+            self._aborted.add(request_id)
+
+    def is_cancelled(self, ids: SetOf[int]) -> Callable[[], bool]:
+        """Return what a forward asks between two blocks: whether one of these requests was aborted."""
+
+        def is_cancelled() -> bool:
+            self.on_block()
+            return not ids.isdisjoint(self._aborted)
+
+        return is_cancelled
+
+    def take_in(self) -> list[Sequence]:
+        """Let what has arrived wait for its turn; return the sequences that were aborted, which the caller removes."""
+        with self._lock:
+            self._queue_arrived()
+            if not self._aborted:
+                return []
+            aborted = [sequence for sequence in self.sequences if sequence.request_id in self._aborted]
+            self._aborted.clear()
+        return aborted
+
+    def _queue_arrived(self) -> None:
         while self._arrived:
             bisect.insort(self.waiting, self._arrived.popleft(), key=_due)
 
-    def schedule(self) -> SequenceOf[tuple[Sequence, Chunk]]:
-        """What the next step computes; [] where nothing is left to do."""
-        self.take_in()
+    def schedule(self) -> Scheduled:
+        """Return what the next step computes; [] where nothing is left to do."""
+        self._queue_arrived()
         awaited = self._admit()
-        answering = [sequence for sequence in self.running if _is_answering(sequence)]
-        reading = [sequence for sequence in self.running if not _is_answering(sequence)]
-        reading.sort(key=lambda sequence: min(sequence.due, awaited.get(sequence.request_id, sequence.due)))
-        answers = [(sequence, chunk) for sequence in answering for chunk in _answer_chunks(sequence)]
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            (decoding if _pending(sequence) <= 1 else prefilling).append(sequence)
+        prefilling.sort(key=lambda sequence: min(sequence.due, awaited.get(sequence.request_id, sequence.due)))
+        decodes = [(sequence, _next_token(sequence)) for sequence in decoding]
         if self.limits.shares_steps:
-            self.num_chunks += bool(reading)
-            return [*answers, *self._chunks(reading, self.limits.chunk_tokens)]
-        if answers and (self._answers_are_next or not reading):
-            self._answers_are_next = False
-            return answers
-        self._answers_are_next = True
+            self.num_chunks += bool(prefilling)
+            return [*decodes, *self._chunks(prefilling, self.limits.chunk_tokens)]
+        if decodes and (self._decodes_next or not prefilling):
+            self._decodes_next = False
+            return decodes
+        self._decodes_next = True
         self.num_chunks += 1
-        return [(sequence, self._chunk(sequence, self.limits.chunk_tokens)) for sequence in reading[:1]]
+        return [(sequence, _prompt_chunk(sequence, self.limits.chunk_tokens)) for sequence in prefilling[:1]]
 
-    def follow(self, reader: Sequence) -> list[Sequence]:
-        """Of those that wait for this prompt, which has just been read to its end, as many as there is room for now:
-        they run from here on, each with a branch of its cache."""
+    def follow(self, leader: Sequence) -> list[Sequence]:
+        """Admit those who wait for this prompt, which has just been computed to its end, as many as there is room for:
+        each with a branch of the leader's cache."""
         followers: list[Sequence] = []
         for sequence in list(self.waiting):
-            if not has_same_prompt(sequence, reader):
-                if self._reader_for(sequence) is None:  # it is no other's turn before this one's
+            if not _has_same_prompt(sequence, leader):
+                if self._leader_of(sequence) is None:  # it is no other's turn before this one's
                     break
                 continue
-            own = self._reserved(sequence) - reader.num_prompt_tokens // PAGE_TOKENS * PAGE_TOKENS
+            own = self._reserved(sequence) - leader.num_prompt_tokens // PAGE_TOKENS * PAGE_TOKENS
             if sequence.wants_growth or not self._has_room(own):
                 break
-            assert reader.kv is not None
+            assert leader.kv is not None
             try:
-                sequence.kv = reader.kv.branch(sequence.kv_capacity)
+                sequence.kv = leader.kv.branch(sequence.kv_capacity)
             except (MemoryError, RuntimeError):
-                break  # it reads what is not known by then
+                break  # it computes what is not known by then
             sequence.num_cached_tokens = sequence.num_prompt_tokens
             sequence.clock.prefill_started, sequence.clock.ran_alone = time.perf_counter(), False
             self.waiting.remove(sequence)
@@ -134,61 +152,72 @@ class Scheduler:
         return followers
 
     def _chunks(self, sequences: Iterable[Sequence], num_tokens: int) -> Iterator[tuple[Sequence, Chunk]]:
-        """The next tokens of these sequences in turn, so many in all."""
+        """Yield the next tokens of these sequences in turn, so many in all."""
         for sequence in sequences:
             if num_tokens <= 0:
                 return
-            chunk = self._chunk(sequence, num_tokens)
+            chunk = _prompt_chunk(sequence, num_tokens)
             num_tokens -= chunk.num_tokens
             yield sequence, chunk
-
-    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
-        assert sequence.kv is not None
-        num_tokens = min(_pending(sequence), num_tokens, LOGIT_ROWS if sequence.reads_logits else num_tokens)
-        return Chunk(sequence.token_ids, sequence.kv, num_tokens, all_logits=sequence.reads_logits)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         gone = {id(sequence): sequence for sequence in sequences}
         self.used_at = time.monotonic()
         for sequence in gone.values():
-            if sequence.search is not None:
-                sequence.search.close()
             if sequence.kv is not None and sequence.owns_kv:
                 sequence.kv.close()
         self.running = [s for s in self.running if id(s) not in gone]
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
     def _admit(self) -> dict[int, int]:
-        """Who can runs; who waits for another's prompt keeps a place. Of those that others wait for, by their requests'
-        ids: when the first of these is due."""
+        """Let those run who can; who waits for a leader keeps a place. Return when a follower of each leader is due
+        first, by the leaders' request ids."""
         awaited: dict[int, int] = {}
         placed: list[Sequence] = []
         for sequence in list(self.waiting) if len(self.running) < self.limits.max_sequences else ():
             if sequence.wants_growth:  # blocks move for it, which no forward may be using
                 break
-            if (reader := self._reader_for(sequence)) is not None:
-                awaited.setdefault(reader.request_id, sequence.due)
+            if (leader := self._leader_of(sequence)) is not None:
+                awaited.setdefault(leader.request_id, sequence.due)
                 placed.append(sequence)
                 continue
             if not self._has_room(self._reserved(sequence), placed):
                 break
             try:
-                self._give_kv(sequence)
+                self.allocator.allocate(sequence, self.is_cancelled({sequence.request_id}))
             except (MemoryError, RuntimeError) as error:
                 if self.running and is_out_of_memory(error):  # when an answer ends there is more
                     break
-                self.waiting.remove(sequence)  # who is told of it looks at the first one
+                self.waiting.remove(sequence)  # who hears of the failure looks at the first one
                 self.waiting.appendleft(sequence)
                 raise
             self.waiting.remove(sequence)
             self.running.append(sequence)
         return awaited
 
-    def _reader_for(self, sequence: Sequence) -> Sequence | None:
-        return reader_for(sequence, self.running, self.limits.chunk_tokens if self.limits.shares_steps else None)
+    def _leader_of(self, sequence: Sequence) -> Sequence | None:
+        """Return the running sequence that is computing what this prompt begins with, at least a page of it."""
+        if sequence.pool is not None or sequence.reads_logits:  # it needs its own states or logits
+            return None
+        return next((leader for leader in self.running if self._leads(leader, sequence)), None)
+
+    def _leads(self, leader: Sequence, waiting: Sequence) -> bool:
+        if leader.pool is not None or leader.kv is None or leader.kv.length >= leader.num_prompt_tokens:
+            return False
+        if _has_same_prompt(leader, waiting):
+            return True
+        # Where prompts share a step and both fit into one, waiting for a part would cost another pass over the weights;
+        # where they are computed one by one, who waits loses nothing.
+        if self.limits.shares_steps and leader.num_prompt_tokens - leader.kv.length < self.limits.chunk_tokens:
+            return False
+        own, theirs = waiting.request.prompt_ids, leader.request.prompt_ids
+        end = (leader.kv.length // PAGE_TOKENS + 1) * PAGE_TOKENS  # of the next page that will be full
+        if not end < len(own) or not end <= len(theirs):
+            return False
+        return own[:PAGE_TOKENS] == theirs[:PAGE_TOKENS] and own[:end] == theirs[:end]
 
     def _has_room(self, num_tokens: int, placed: SequenceOf[Sequence] = ()) -> bool:
-        """For one more that takes so many. placed: who will run beside those that do."""
+        """Return whether one more sequence of so many tokens may run. placed: who will run beside those that do."""
         if not self.running:
             return True
         if len(self.running) + len(placed) >= self.limits.max_sequences:
@@ -198,33 +227,28 @@ class Scheduler:
         return reserved + num_tokens - shared <= self.limits.kv_tokens
 
     def _reserved(self, sequence: Sequence) -> int:
-        return tokens_needed(sequence.num_prompt_tokens, sequence.max_length, sequence.request.beams, self.limits)
+        return tokens_needed(sequence.request, sequence.max_length, self.limits)
 
 
-def tokens_needed(num_prompt_tokens: int, max_length: int, beams: int, limits: Limits) -> int:
-    """Room of keys and values for a request: beams share the full pages of its prompt, which they branch off from."""
-    each = limits.sequence_tokens
-    if beams == 1:
-        return max_length + each
-    return num_prompt_tokens + each + beams * (max_length - num_prompt_tokens + PAGE_TOKENS + each)
+def _has_same_prompt(one: Sequence, other: Sequence) -> bool:
+    ids, others = one.request.prompt_ids, other.request.prompt_ids
+    return len(ids) == len(others) and ids == others and one.pool is other.pool is None and not one.reads_logits
 
 
-def _is_answering(sequence: Sequence) -> bool:
-    is_searching = sequence.search is not None and sequence.search.has_begun
-    return is_searching or _pending(sequence) == 1
-
-
-def _answer_chunks(sequence: Sequence) -> SequenceOf[Chunk]:
-    """Of the next token; of a search, one for each beam."""
-    if sequence.search is not None and sequence.search.has_begun:
-        return sequence.search.chunks
+def _prompt_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     assert sequence.kv is not None
-    return [Chunk(sequence.token_ids, sequence.kv, 1)]
+    num_tokens = min(_pending(sequence), num_tokens, LOGIT_ROWS if sequence.reads_logits else num_tokens)
+    return Chunk(sequence.token_ids, sequence.kv, num_tokens, all_logits=sequence.reads_logits)
 
 
-def _due(sequence: Sequence) -> int:
-    return sequence.due
+def _next_token(sequence: Sequence) -> Chunk:
+    assert sequence.kv is not None
+    return Chunk(sequence.token_ids, sequence.kv, 1)
 
 
 def _pending(sequence: Sequence) -> int:
     return len(sequence.token_ids) - (sequence.kv.length if sequence.kv else 0)
+
+
+def _due(sequence: Sequence) -> int:
+    return sequence.due

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from localllm.cache.miss import CacheMiss
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.embedding_request import Pool
+from localllm.engine.embedding_request import Pooler
 from localllm.engine.events import (
     FinishedEvent,
     FinishReason,
@@ -22,23 +20,18 @@ from localllm.engine.events import (
 )
 from localllm.engine.request import Request
 from localllm.text.detokenizer import Detokenizer
-from localllm.text.eviction import wanted_room
 from localllm.text.grammar.constraint import Constraint
 from localllm.text.stop_strings import StopMatcher
-
-if TYPE_CHECKING:
-    from localllm.engine.beam_search import BeamSearch
 
 
 @dataclass
 class Clock:
-    """When things happened, in seconds of `time.perf_counter`. last_token: of the answer, of which an end-of-sequence
-    token is no part."""
+    """When things happened, in seconds of `time.perf_counter`."""
 
     submitted: float = field(default_factory=time.perf_counter)
     prefill_started: float | None = None
     first_token: float | None = None
-    last_token: float | None = None
+    last_token: float | None = None  # of the answer, of which an end-of-sequence token is no part
     split: StepSplit = field(default_factory=StepSplit)
     ran_alone: bool = True  # no step served another request as well
 
@@ -55,22 +48,21 @@ class Clock:
 
 
 def _rate(count: int, seconds: float) -> float | None:
-    """None where nothing was measured: of an answer of one token nothing is behind the first."""
+    """Return None where nothing was measured: an answer of one token has no second."""
     return count / seconds if count > 0 and seconds > 0 else None
 
 
 @dataclass
-class Tally:
-    """Of an answer: tokens that were guessed, those of them that were right, passes of the model that verified some,
-    all of its passes behind the prompt, and the tokens that they gave, one that ends the text among them."""
+class DraftCount:
+    """Drafts of an answer."""
 
-    drafted: int = 0
+    drafted: int = 0  # tokens
     accepted: int = 0
-    rounds: int = 0
-    passes: int = 0
-    tokens: int = 0
+    rounds: int = 0  # passes of the model that verified some
+    passes: int = 0  # behind the prompt
+    tokens: int = 0  # that these gave, one that ends the text among them
 
-    def take(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
+    def count(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
         self.passes += 1
         self.tokens += num_tokens
         self.drafted += num_drafted
@@ -79,13 +71,13 @@ class Tally:
 
 
 @dataclass
-class Score:
-    """The natural-log probabilities of the tokens that were drawn, before any sampling transform."""
+class Likelihood:
+    """Natural-log probabilities of the tokens that were sampled, before any sampling transform."""
 
     total: float = 0.0
     tokens: int = 0
 
-    def take(self, logprob: float) -> None:
+    def add(self, logprob: float) -> None:
         self.total += logprob
         self.tokens += 1
 
@@ -108,13 +100,12 @@ class Sequence:
         breaker_ids: frozenset[int],
         constraint: Constraint | None = None,
     ) -> None:
-        """constraint: of the request's grammar."""
         self.request_id = request_id
         self.request = request
         self.seed = seed
         self.breaker_ids = breaker_ids  # tokens that no DRY repetition spans
         self.constraint = constraint
-        self.may_grow = request.grows  # the context, for this request
+        self.wants_growth = False  # of the context, before it runs
         self.fit(ctx)
         self.token_ids = list(request.prompt_ids)
         self.kv: PagedKV | None = None  # reserved at admission
@@ -122,12 +113,10 @@ class Sequence:
         self.num_cached_tokens = 0  # of the prompt, that were not computed
         self.miss: CacheMiss | None = None
         self.clock = Clock()
-        self.tally = Tally()
-        self.drafter: str | None = None  # who guesses its tokens, if somebody may
-        self.pool = None if request.pooling is None else Pool(request.pooling)
-        self.score = Score() if request.is_scored else None
-        self.search: BeamSearch | None = None  # where its answer is not drawn
-        self.others: list[tuple[Sequence, list[TokenEvent]]] = []  # that a search has found beside it
+        self.draft_count = DraftCount()
+        self.drafter: str | None = None  # who drafts its tokens, if somebody may
+        self.pool = None if request.pooling is None else Pooler(request.pooling)
+        self.likelihood = Likelihood() if request.is_scored else None
         self.due = 0  # as the scheduler counts
         self.end_logprob: TokenLogprob | None = None
         self.finish_reason: FinishReason | None = None
@@ -136,20 +125,14 @@ class Sequence:
         self._stopped = False
 
     def fit(self, ctx: int) -> None:
-        """It has the room of a context of so many tokens."""
+        """Let it be as long as a context of so many tokens allows."""
         self.ctx = ctx
         most = 0 if self.request.reads_only else self.request.sampling.max_tokens or ctx
         self.max_length = min(ctx, self.num_prompt_tokens + most)
 
     @property
-    def wants_growth(self) -> bool:
-        """Whether a longer context is to be tried for before it runs."""
-        room = wanted_room(self.ctx, self.request.sampling.max_tokens)
-        return self.may_grow and self.num_prompt_tokens + room > self.ctx
-
-    @property
     def kv_capacity(self) -> int:
-        """Tokens that its own pages hold at most: those of a searched answer are the beams'."""
+        """Tokens that its own pages hold at most: a searched answer is in the pages of its beams."""
         return self.max_length if self.request.beams == 1 else self.num_prompt_tokens
 
     @property
@@ -162,27 +145,15 @@ class Sequence:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether what is computed of it next has logits behind every token, not the last alone."""
+        """Whether its next chunk has logits behind every token, not the last alone."""
         return self.request.prompt_logprobs is not None and not self.num_completion_tokens
 
     @property
     def answer_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    def text_so_far(self) -> tuple[Detokenizer, StopMatcher]:
-        """Copies of what makes text of its tokens, for an answer that may go on from here."""
-        return self._detokenizer.copy(), deepcopy(self._stop)
-
-    def twin(self) -> Sequence:
-        """Another that has said what this one has by now, and may go on differently; it has no cache."""
-        other = copy(self)
-        other.token_ids, other.kv, other.search = list(self.token_ids), None, None
-        other._detokenizer, other._stop = self.text_so_far()
-        other.score, other.clock = deepcopy(self.score), copy(self.clock)
-        return other
-
     def append(self, token_id: int, logprob: TokenLogprob | None, eos_ids: frozenset[int]) -> TokenEvent | None:
-        """Take a drawn token in; None for an end-of-sequence token, which is no part of the answer."""
+        """Add a sampled token; return None for an end-of-sequence token, which is no part of the answer."""
         now = time.perf_counter()
         self.clock.first_token = self.clock.first_token or now
         if token_id in eos_ids and not self.request.sampling.ignore_eos:
@@ -197,21 +168,21 @@ class Sequence:
             self.finish_reason = "length"
         return TokenEvent(self.request_id, token_id, text, logprob)
 
-    def end_reading(self) -> None:
-        """Its prompt has been read, and nothing is to be said."""
+    def end_prefill(self) -> None:
+        """End a request that wants no answer behind its prompt."""
         self.clock.first_token = self.clock.last_token = time.perf_counter()
         self.finish_reason = "length"
 
     def _end_with(self, constraint: Constraint) -> None:
-        """It ends where its grammar does; else what may follow is found out meanwhile."""
-        said = self.answer_ids
-        if constraint.has_ended(said):
+        """End where the grammar does; else have it find out meanwhile what may follow."""
+        answer = self.answer_ids
+        if constraint.has_ended(answer):
             self.finish_reason = "stop"
         elif len(self.token_ids) < self.max_length:
-            constraint.look_ahead(said)
+            constraint.look_ahead(answer)
 
     def finished(self, load_s: float, error: Exception | None = None) -> FinishedEvent:
-        """The last event; text that was held back in case a stop string or a character would complete comes with it."""
+        """Return the last event, with text that was held back in case a stop string or a character would complete."""
         text = "" if self._stopped else self._release(self._detokenizer.finish())
         if not self._stopped:
             text += self._stop.finish()
@@ -228,10 +199,9 @@ class Sequence:
             speculation=self._speculation,
             embedding=self.pool.vector() if self.pool is not None and self.finish_reason == "stop" else None,
             stop_text=self._stop.found,
-            mean_logprob=None if self.score is None else self.score.mean,
+            mean_logprob=None if self.likelihood is None else self.likelihood.mean,
             end_logprob=self.end_logprob,
             meets_grammar=self._meets_grammar,
-            others=tuple((*events, other.finished(load_s)) for other, events in self.others),
         )
 
     @property
@@ -244,12 +214,12 @@ class Sequence:
     def _speculation(self) -> SpeculationStats | None:
         if self.drafter is None:
             return None
-        tally = self.tally
-        tokens_per_pass = tally.tokens / tally.passes if tally.passes else None
-        return SpeculationStats(self.drafter, tally.drafted, tally.accepted, tally.rounds, tokens_per_pass)
+        count = self.draft_count
+        tokens_per_pass = count.tokens / count.passes if count.passes else None
+        return SpeculationStats(self.drafter, count.drafted, count.accepted, count.rounds, tokens_per_pass)
 
     def _release(self, text: str) -> str:
-        """What of the text cannot be part of a stop string any more."""
+        """Return the part of the text that cannot belong to a stop string any more."""
         released, self._stopped = self._stop.push(text)
         if self._stopped and self.finish_reason not in ("cancelled", "error"):
             self.finish_reason = "stop"

@@ -1,4 +1,4 @@
-"""What a prompt comes to, and whether a request can run: of any engine, wherever it is. Imports no torch."""
+"""Checks of prompts and requests, for any engine, wherever it is. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]) -> list[int]:
-    """The ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
+    """Return the ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt, special=True, bos=True)
     if not is_chat(prompt):
@@ -28,29 +28,32 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, template: Callable[[], C
 
 
 def is_chat(prompt: Prompt) -> bool:
-    """Whether it is chat messages: the answer is then a turn of its own."""
+    """Return whether a prompt is chat messages: the answer is then a turn of its own."""
     return not isinstance(prompt, str) and not all(isinstance(item, int) for item in prompt)
 
 
 def require_unchanged(directory: Path, contents: str) -> None:
-    """contents: of the folder, when the first of its files was read; "": nobody looked. Raises ModelChangedError where
-    it has others now, of which some may have been read."""
+    """Raise ModelChangedError where a folder's files are not those that it had when the first of them was read.
+
+    contents: of the folder then; "": nobody looked.
+    """
     if contents and hub.contents(directory) != contents:
         why = "they are not what the model was loaded from"
         raise ModelChangedError(f"the files in {directory} have changed", why=why, fix="ask again: it is loaded anew")
 
 
 def require_same(asked: str, loaded: str) -> None:
-    """Contents of the files that a request was made for, and of those that the engine was loaded from. Raises
-    ModelChangedError."""
+    """Raise ModelChangedError where a request was made for other files than the engine was loaded from."""
     if asked and loaded != asked:
         why = "it was written anew, and is loaded anew now"
         raise ModelChangedError("the model has changed since the question was asked", why=why, fix="ask again")
 
 
 def require_fit(request: Request, ctx: int, config: ModelConfig, flags_for: Callable[[int], str]) -> None:
-    """flags_for: with which a longer context fits. Raises ContextOverflowError or UsageError for a request that cannot
-    run in a context of so many tokens."""
+    """Raise ContextOverflowError or UsageError for a request that cannot run in a context of so many tokens.
+
+    flags_for: the flags with which a longer context fits.
+    """
     num_tokens = len(request.prompt_ids)
     if num_tokens == 0:
         raise UsageError("the prompt is empty", why="a model continues a text, and there is none")

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urljoin, urlsplit
 
-import localllm
 from localllm.errors import AccessError, DownloadError, LocalLLMError, ModelNotFoundError
 from localllm.hub.names import pull_command
 from localllm.hub.settings import HubSettings, RetryPolicy, found_token
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     import httpx2
@@ -167,7 +167,7 @@ class HubClient:
         raise TransferInterruptedError(f"more than {REDIRECT_LIMIT} redirects")
 
     def _headers(self, url: str, headers: Mapping[str, str]) -> dict[str, str]:
-        sent = {"User-Agent": f"localllm/{localllm.__version__}", "Accept-Encoding": "identity", **headers}
+        sent = {"User-Agent": f"localllm/{__version__}", "Accept-Encoding": "identity", **headers}
         if self._token and _origin(url) == self._origin:
             sent["Authorization"] = f"Bearer {self._token}"
         return sent

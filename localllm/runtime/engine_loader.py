@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 class Opening:
     """What an engine is for. job: many prompts that are to be answered at once; None: single ones. parallel: of those,
     how many may come at once; None: the usual number. keeps_pages: what is computed of the prompts may outlive the
-    process, where the user has not said otherwise. probes_kv: as `Engine.load` has it. speculates: what the user has
-    said of it counts; nobody guesses otherwise.
+    process, where the user has not said otherwise. speculates: what the user has said of it counts; nobody guesses
+    otherwise.
     """
 
     job: JobShape | None = None
     parallel: int | None = None
     keeps_pages: bool = False
-    probes_kv: bool = True
     speculates: bool = True
 
 
@@ -50,8 +49,8 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     from localllm.engine.engine import Engine
     from localllm.engine.loader import has_card
     from localllm.engine.memory import choose_device
-    from localllm.engine.scheduler import Limits
     from localllm.engine.speculative.config import OFF, Speculate
+    from localllm.engine.step_types import Limits
 
     settings = selection.settings
     has_gpu = has_card(choose_device(settings.device))
@@ -69,7 +68,6 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
         job=opening.job,
         watcher=watcher,
         reuse=_reuse(selection, warn, keeps_pages=opening.keeps_pages),
-        probes_kv=opening.probes_kv,
         speculate=Speculate(settings.speculate, settings.draft_tokens) if opening.speculates else OFF,
     )
     engine.load_s = time.perf_counter() - started  # with the import of torch: what a person waits for

@@ -94,7 +94,7 @@ class EngineThread:
         assert load is not None
         try:
             self._engine = load()
-            self._engine.moved = lambda: self.moved()
+            self._engine.scheduler.on_block = lambda: self.moved()
         except BaseException as error:
             self._failure, self._failed_at = error, error.__traceback__
             return

@@ -14,11 +14,11 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm import __version__
 from localllm.errors import EngineGoneError, LocalLLMError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.engine_peer import EnginePeer
 from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, listener_pid
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.runtime.engine_client import EngineClient

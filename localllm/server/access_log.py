@@ -59,8 +59,8 @@ class AccessLog:
             status = _GONE
         finally:
             seconds = time.perf_counter() - started
-            told = f"ignored={ignored.replace(' ', '')} " if ignored else ""
-            self._note(scope, status or 500, f"{told}{seconds:.3f} s {request_id}")
+            fields = f"ignored={ignored.replace(' ', '')} " if ignored else ""
+            self._note(scope, status or 500, f"{fields}{seconds:.3f} s {request_id}")
 
     def _note(self, scope: Scope, status: int, rest: str) -> None:
         state = scope.get("state", {})

@@ -43,7 +43,7 @@ class BestOfBody(Body):
 
 @dataclass(frozen=True)
 class BestOf:
-    """How n answers to each prompt are chosen.
+    """The choice of n answers to each prompt.
 
     best_of: so many are computed; 0: no more than n
     beams: more than 1 has the n best found by a beam search

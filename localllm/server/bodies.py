@@ -173,7 +173,7 @@ class ReplyBody(BaseModel):
         return found
 
 
-def told_apart(field: str, kinds: Mapping[str, str], otherwise: str, *, default: str | None = None) -> Discriminator:
+def tagged_by(field: str, kinds: Mapping[str, str], otherwise: str, *, default: str | None = None) -> Discriminator:
     """Return what tells the bodies of a union apart by one of their fields: errors are then those of the one meant.
 
     kinds: tag of a body, by the field's value

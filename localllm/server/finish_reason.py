@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class TimingsReply(ReplyBody):
-    """As llama.cpp has them: milliseconds, and rates, which are null where nothing was measured.
+    """Timings as llama.cpp has them: milliseconds, and rates, which are null where nothing was measured.
 
     draft_n: draft tokens, where there were any; draft_n_accepted: those that were accepted
     """

@@ -245,8 +245,8 @@ def _fitted(request: GenerationRequest, engine: LoadedEngine, ctx: int, output: 
     chat = chat_of(prompt, engine, request.effort, request.effort_field, usual_effort=request.usual_effort)
 
     def encode(messages: Sequence[Message]) -> list[int]:
-        told = output.template_input(replace(chat, messages=messages))
-        ids = [*encode_chat(engine.template, engine.tokenizer, told), *output.tail_ids]
+        shown = output.template_input(replace(chat, messages=messages))
+        ids = [*encode_chat(engine.template, engine.tokenizer, shown), *output.tail_ids]
         return [
             *ids,
             *engine.tokenizer.encode(_closing(request, engine, ids), special=True),

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from localllm import __version__
 from localllm.engine.engine_info import EngineStatus, LoadedEngine
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_client import EngineClient
@@ -23,6 +22,7 @@ from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
 from localllm.server.fields import KeepAlive, keep_seconds
 from localllm.server.replies import JsonReply
+from localllm.version import __version__
 
 State = Literal["loading", "loaded", "silent", "ended"]
 

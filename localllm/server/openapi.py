@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from localllm import __version__
 from localllm.server.bodies import ReplyBody
 from localllm.server.endpoint import Endpoint
 from localllm.server.errors import Dialect, dialect_of
 from localllm.server.replies import EVENT_STREAM
+from localllm.version import __version__
 
 PATH = "/openapi.json"
 _REFERENCE = "#/components/schemas/{model}"

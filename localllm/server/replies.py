@@ -40,7 +40,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_wri
 
 
 def encoded_in_parts(value: object) -> Iterator[bytes]:
-    """As `encoded`, but other threads have their turn between the parts: encoding a hundred megabytes at once holds the
+    """Encode in parts, between which other threads have their turn: encoding a hundred megabytes at once holds the
     interpreter for three seconds."""
     value = value.written if isinstance(value, ReplyBody) else value
     if isinstance(value, Mapping) and any(isinstance(each, Mapping | ReplyBody | list) for each in value.values()):

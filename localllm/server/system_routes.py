@@ -12,7 +12,6 @@ from pydantic import Field, SkipValidation
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from localllm import __version__
 from localllm.engine.engine_info import EngineStatus
 from localllm.engine.request import require_ids
 from localllm.errors import LocalLLMError, TemplateError
@@ -26,6 +25,7 @@ from localllm.server.openai.tools import Tools, chosen
 from localllm.server.replies import JsonReply
 from localllm.text.chat_template import ChatInput, ChatTemplate
 from localllm.text.tokenizer_files import TokenizerFiles, special_roles
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
@@ -121,9 +121,9 @@ async def health(call: ApiCall, _body: None) -> JsonReply:
 
 async def metrics(call: ApiCall, _body: None) -> Response:
     engines = [each.engine_if_loaded for each in call.pool.loaded]
-    told = [await status_of(engine) for engine in engines if engine is not None]
-    running, waiting = sum(len(each.running) for each in told), sum(each.num_waiting for each in told)
-    text = call.server.metrics.text(running, waiting, num_loaded=len(told))
+    statuses = [await status_of(engine) for engine in engines if engine is not None]
+    running, waiting = sum(len(each.running) for each in statuses), sum(each.num_waiting for each in statuses)
+    text = call.server.metrics.text(running, waiting, num_loaded=len(statuses))
     return Response(text, media_type=_PROMETHEUS)
 
 
@@ -166,7 +166,7 @@ def _engine_words(engine: LoadedEngine) -> tuple[str, Mapping[str, str]]:
 
 
 def _file_words(directory: Path) -> tuple[str, Mapping[str, str]]:
-    """As `_engine_words`, of a model that is not loaded; nothing where its files are gone or broken."""
+    """Return the same of a model that is not loaded; nothing where its files are gone or broken."""
     tokens: Mapping[str, str] = {}
     with suppress(LocalLLMError):
         tokens = special_roles(TokenizerFiles(directory).config())

@@ -31,16 +31,16 @@ Start = Callable[..., subprocess.Popen[bytes]]
 
 def fail_on(prompt_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token after a prompt of this length is never drawn."""
-    from localllm.engine import drawing
+    from localllm.engine import sampler
 
-    sample = drawing.sample
+    sample = sampler.sample
 
     def failing(logits: Any, params: Any, token_ids: Any, **options: Any) -> int:
         if options["num_prompt_tokens"] == prompt_tokens:
             raise NonFiniteError("the model computed a NaN", why="it was told to")
         return sample(logits, params, token_ids, **options)
 
-    monkeypatch.setattr(drawing, "sample", failing)
+    monkeypatch.setattr(sampler, "sample", failing)
 
 
 def test_one_prompt_that_fails_does_not_end_the_job_and_is_tried_again(

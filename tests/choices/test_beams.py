@@ -17,7 +17,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, PrefillEvent, TokenEvent
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.scheduler import Limits
+from localllm.engine.step_types import Limits
 from localllm.errors import LocalLLMError, UsageError
 from localllm.text.grammar.grammar import Grammar
 from tests.checkpoints import write_checkpoint
@@ -160,7 +160,7 @@ def test_nothing_is_said_before_the_search_ends(engine: Engine) -> None:
 
 
 def test_while_it_searches_nothing_is_told_of_the_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.engine.telling._TELL_S", 0)
+    monkeypatch.setattr("localllm.engine.step._REPORT_S", 0)
     told: list[Any] = []
     engine.submit(searched(words(100), beams=16, max_tokens=6, early_stopping="never"))
     while engine.has_work:

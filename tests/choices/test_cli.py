@@ -157,17 +157,15 @@ def test_when_they_are_stopped_what_was_said_is_printed(
 def test_an_answer_that_fails_is_told_of_when_the_others_are_printed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from localllm.engine.drawing import Outcome
+    from localllm.engine.sampler import next_token
     from localllm.errors import LocalLLMError
 
-    token = Outcome.token
-
-    def fail_second(outcome: Outcome, row: int, sequence: Any, text_of: Any) -> Any:
+    def fail_second(logits: Any, sequence: Any, token_ids: Any) -> int:
         if sequence.request_id == 1 and sequence.num_completion_tokens == 3:
             raise LocalLLMError("the second one has failed")
-        return token(outcome, row, sequence, text_of)
+        return next_token(logits, sequence, token_ids)
 
-    monkeypatch.setattr(Outcome, "token", fail_second)
+    monkeypatch.setattr("localllm.engine.step.next_token", fail_second)
     result = run_cli("run", model, *PROMPT, "--n", "3", "--temperature", "1", "--seed", "5")
     assert result.code != 0 and "the second one has failed" in result.err
     assert result.out.decode().count(SEPARATOR) == 2

@@ -16,7 +16,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE
 from localllm.engine.request import Request
-from localllm.engine.scheduler import Limits
+from localllm.engine.step_types import Limits
 from tests.checkpoints import write_checkpoint as write_family
 from tests.choices.support import Heard, answered, drawn, held_pages, require_whole, searched, words
 from tests.cli_support import write_checkpoint

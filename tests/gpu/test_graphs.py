@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from localllm.engine.engine import Engine
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
 from localllm.models import gpu_warm
 from localllm.models.decoder import Decoder
 from localllm.models.gpu_step import GpuStep

@@ -16,9 +16,10 @@ from localllm.engine.async_decode import Ahead
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
 from localllm.engine.sampler import PlainDraw
 from localllm.engine.speculative.config import OFF
+from localllm.engine.step_types import Chunk
 from localllm.layers import gpu_block
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw

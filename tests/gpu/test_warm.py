@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm.cache.kv_format import KV_FORMATS, KVFormat
+from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
-from localllm.engine.kv_probe import KVProbe
-from localllm.engine.kv_verdicts import Asked
-from localllm.engine.prefix_config import UNKNOWN_SOURCE
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
 from localllm.engine.sampler import PlainDraw
+from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu import product
 from localllm.kernels.gpu.launch import Launch
 from localllm.kernels.gpu.product import Dispatch
@@ -62,30 +60,7 @@ def test_prompts_and_steps_launch_nothing_that_is_new(family: str, kv: str, tmp_
     engine.close()
 
 
-@pytest.mark.parametrize("is_prepared", [True, False])
-def test_the_formats_that_a_probe_tries_are_prepared_too(is_prepared: bool, tmp_path: Path, launched: set[str]) -> None:
-    """And one that it may not try is not."""
-    write_checkpoint(tmp_path, "qwen3")
-    engine, said = Engine.load(tmp_path, device="cpu", dtype="bf16", weights="int4-g32", kv="int4"), list[str]()
-    engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)
-    formats = KVProbe(Asked(UNKNOWN_SOURCE, torch.bfloat16, "int4"), said.append).formats
-    assert [kv_format.name for kv_format in formats] == ["k8v4", "int8", "bf16"]
-    engine.residency.warm_up(formats if is_prepared else (), said.append)
-    assert said == ["preparing the kernels for this model"]
-    warm, token_ids = set(launched), [1] * 131
-    launched.clear()
-    for kv_format in formats:
-        pages = engine.residency.new_pages(kv_format)
-        with closing(pages.new(131)) as kv:
-            engine.runner.forward([Chunk(token_ids, kv, 130)])
-            engine.runner.forward([Chunk(token_ids, kv, 1)])
-    assert launched and (launched <= warm) == is_prepared
-    engine.close()
-
-
-def test_a_load_prepares_the_kernels_and_so_does_another_format(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_prepares_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, "qwen3")
     prepared: list[KVFormat] = []
 
@@ -95,8 +70,7 @@ def test_a_load_prepares_the_kernels_and_so_does_another_format(
 
     monkeypatch.setattr(ModelRunner, "warm_up", warm_up)
     engine = Engine.load(tmp_path, device="cpu", dtype="bf16", kv="bf16")
-    engine.residency.use_format(KV_FORMATS["int8"])
-    assert [kv_format.name for kv_format in prepared] == ["bf16", "int8"]
+    assert [kv_format.name for kv_format in prepared] == ["bf16"]
     engine.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from localllm.engine.engine import Engine
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.scheduler import Limits
+from localllm.engine.step_types import Limits
 from tests.choices.support import answered
 from tests.server.support import OWL, Running, each_once, running
 

@@ -85,7 +85,7 @@ def test_what_fails_before_anything_is_said_has_a_status(
         def taken(*_: Any) -> Any:
             raise error
 
-        monkeypatch.setattr("localllm.engine.engine.taken", taken)
+        monkeypatch.setattr("localllm.engine.step.StepLoop._taken", taken)
     else:
         fail(0, error)
     for stream in (False, True):
@@ -216,7 +216,7 @@ def test_a_bug_is_told_to_the_log_with_its_place(own: Running, monkeypatch: pyte
     def taken(*_: Any) -> Any:
         raise ValueError("with something secret")
 
-    monkeypatch.setattr("localllm.engine.engine.taken", taken)
+    monkeypatch.setattr("localllm.engine.step.StepLoop._taken", taken)
     own.log.clear()
     assert own.post(CHAT, BODIES[CHAT]).status_code == 500
     assert "secret" not in own.line_with(" 500 bug ValueError test_errors.py:")

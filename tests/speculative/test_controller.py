@@ -6,10 +6,8 @@ import random
 
 import pytest
 
-from localllm.engine.speculative.acceptance import Acceptance
-from localllm.engine.speculative.controller import Controller, Option, Situation
+from localllm.engine.speculative.controller import Acceptance, Controller, Option, Situation, StepTimes
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft
-from localllm.engine.speculative.step_times import StepTimes
 
 OFFERED, SKIP = "ngram-4", "skip"
 
@@ -40,7 +38,7 @@ class World:
             count = option.counts[0]
             if option.drafter is not None:
                 guess_s, source = count * self.guess_s, option.drafter
-                self.controller.learn_guesses(option.drafter, 1, count, guess_s)
+                self.controller.learn_drafting(option.drafter, 1, count, guess_s)
         said = []
         alpha = self.alpha if not self.is_spiteful else float(not count)
         for _ in range(count + 1):
@@ -128,7 +126,7 @@ def test_a_batch_takes_the_better_of_both_for_each() -> None:
     for rows in (2, 2, 2, 6, 6):
         controller.times.learn(2, rows, 1.0 + 0.01 * rows)
     for _ in range(3):
-        controller.learn_guesses(SKIP, 1, 2, 0.02)
+        controller.learn_drafting(SKIP, 1, 2, 0.02)
     sure, unsure = Acceptance(), Acceptance()
     for _ in range(30):
         sure.learn(OFFERED, (1, 1, 1), (1, 1, 1))

@@ -1,4 +1,4 @@
-"""The law of what is drawn is that of the model, whatever is guessed: the tokens of many seeds beside the exact
+"""The law of sampled tokens is that of the model, whatever is drafted: the tokens of many seeds beside the exact
 probabilities (chi-squared)."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.engine.drawing import Outcome, drawn
 from localllm.engine.request import Request, SamplingParams
+from localllm.engine.sampler import next_token
 from localllm.engine.sequence import Sequence
 from localllm.text.detokenizer import Detokenizer
 from localllm.text.tokenizer import Tokenizer
@@ -34,20 +34,19 @@ def tables(seed: int) -> Tensor:
 def speculated(
     tokenizer: Tokenizer, target: Tensor, draft: Tensor, sampling: SamplingParams, seed: int
 ) -> tuple[int, ...]:
-    """Three tokens, by guesses of the other table and the draws of an engine; each depends on the last one alone."""
+    """Three tokens, drafted by the other table and sampled as an engine does; each depends on the last one alone."""
     request = Request((VOCAB,), sampling)
     sequence = Sequence(0, request, seed=seed, ctx=64, detokenizer=Detokenizer(tokenizer), breaker_ids=frozenset())
     while sequence.num_completion_tokens < LENGTH:
-        guessed = list(sequence.token_ids)
+        drafted = list(sequence.token_ids)
         for _ in range(LENGTH - sequence.num_completion_tokens - 1):
-            guessed.append(drawn(draft[guessed[-1]], sequence, guessed))
+            drafted.append(next_token(draft[drafted[-1]], sequence, drafted))
         length = len(sequence.token_ids)
-        rows = torch.stack([target[token] for token in guessed[length - 1 :]])
-        outcome = Outcome(rows, (), [True] * len(rows))
+        rows = torch.stack([target[token] for token in drafted[length - 1 :]])
         for row in range(len(rows)):
-            token_id, _ = outcome.token(row, sequence, str)
+            token_id = next_token(rows[row], sequence, sequence.token_ids)
             sequence.token_ids.append(token_id)
-            if row + 1 < len(rows) and token_id != guessed[length + row]:
+            if row + 1 < len(rows) and token_id != drafted[length + row]:
                 break
     return tuple(sequence.token_ids[1 : 1 + LENGTH])
 

@@ -1,9 +1,8 @@
-"""Every family, KV format and RoPE rolls back, over the ends of pages and windows, also to a branch."""
+"""Every family, KV format and RoPE rolls back, over the ends of pages and windows."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,7 @@ import pytest
 from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
 from localllm.engine.prefix_config import NO_REUSE
-from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.config import OFF, Speculate, speculation
-from localllm.engine.speculative.controller import Controller
-from localllm.engine.speculative.drafter import Draft
 from localllm.engine.speculative.speculator import Speculation
 from localllm.quant.recipe import RECIPES
 from tests.packed_support import small_checkpoint
@@ -22,58 +18,25 @@ from tests.speculative.support import Said, answers, loaded, request, said
 from tests.thinning import every_other, thinned
 
 
-class TwoWays:
-    """Offers a draft that is wrong from the first token on, and beside it what will be said, as an oracle does."""
-
-    name = "two-ways"
-
-    def __init__(self, oracle: Oracle) -> None:
-        self._oracle = oracle
-
-    def read(self, _sequences: Sequence[Running]) -> None:
-        """It needs no text."""
-
-    def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
-        return [
-            Draft(tuple(7 if token != 7 else 8 for token in offer.token_ids), "two-ways", offer.token_ids)
-            for offer in self._oracle.offers(sequences, limits)
-        ]
-
-    def hindsight(self, _sequence: Running, _since: int, _limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
-        return iter(())
-
-    def forget(self, _sequence: Running) -> None:
-        """It keeps nothing."""
-
-
 def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> None:
-    """Linear drafts, and branches."""
     engine.speculation = Speculation(engine.residency, None, (), 0)
     (expected,) = said(engine, wish)
     stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
     oracle = Oracle(stream, alpha, engine.config.vocab_size)
-    for lookup in (oracle, TwoWays(oracle)):
-        engine.speculation = Speculation(engine.residency, lookup, (), draft_tokens, adapts=False)
-        (events,) = answers(engine, [wish])
-        assert Said.of(events) == expected
-        finished = events[-1]
-        assert isinstance(finished, FinishedEvent) and finished.speculation is not None
-        assert finished.speculation.accepted > 0
-        assert not engine.residency.kv_pages.sequences
+    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
+    (events,) = answers(engine, [wish])
+    assert Said.of(events) == expected
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent) and finished.speculation is not None
+    assert finished.speculation.accepted > 0
+    assert not engine.residency.kv_pages.sequences
     engine.speculation = speculation(Speculate("auto"), engine.residency, None)
     assert said(engine, wish) == [expected]
     assert not engine.residency.kv_pages.sequences
 
 
-@pytest.fixture(autouse=True)
-def trials_at_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_TRIALS_SHARE", "_STREAMED_TRIALS_SHARE"):
-        monkeypatch.setattr(f"localllm.engine.speculative.speculator.{name}", 1e9)
-    monkeypatch.setattr(Controller, "is_hopeless", lambda *_: False)
-
-
 @pytest.mark.parametrize("kv", every_other(["bf16", "int8", "k8v4", "int4"]))
-def test_a_branch_goes_on_where_the_draft_was_wrong(kv: str) -> None:
+def test_every_kv_format_rolls_back(kv: str) -> None:
     engine = loaded(kv=kv, ctx=512)
     check(engine, request(engine, "a " * 61, temperature=0, max_tokens=80), 4, 0.8)
     check(engine, request(engine, temperature=0.9, seed=3, max_tokens=80), 7, 0.9)
@@ -119,7 +82,6 @@ def test_every_weight_format_rolls_back(weights: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_prompt", thinned([30, 60, 63], (63).__eq__))
 def test_a_window_of_whole_pages_gives_every_page_back(num_prompt: int, tmp_path: Path) -> None:
-    """A branch may hold the last page of a window that the sequence has just let go of, which nobody else knows."""
     folder = small_checkpoint(tmp_path / "windowed", "mistral-windowed")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))

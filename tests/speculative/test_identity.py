@@ -126,8 +126,8 @@ def test_every_kv_format_rolls_back(kv: str) -> None:
     (expected,) = said(engine, wish)
     stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
     for alpha, draft_tokens in ((0.5, 3), (0.9, 15), (0.0, 15), (1.0, 15)):
-        guess_with(engine, "", draft_tokens)
-        engine.speculation._lookup = Oracle(stream, alpha, engine.config.vocab_size)
+        oracle = Oracle(stream, alpha, engine.config.vocab_size)
+        engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
         assert said(engine, wish) == [expected]
     engine.close()
 
@@ -280,8 +280,8 @@ def test_what_ends_an_answer_ends_it_inside_a_draft(int4: Engine, draft_tokens: 
     ]
     expected = [said(int4, wish)[0] for wish in wishes]
     assert [text.finish_reason for text in expected] == ["stop", *["length"] * 4]
-    guess_with(int4, "", draft_tokens)
-    int4.speculation._lookup = Oracle(stream, 1.0, int4.config.vocab_size)
+    oracle = Oracle(stream, 1.0, int4.config.vocab_size)
+    int4.speculation = Speculation(int4.residency, oracle, (), draft_tokens, adapts=False)
     assert [said(int4, wish)[0] for wish in wishes] == expected
     eos = long.token_ids[13]
     int4.eos_ids, before = frozenset({eos}), int4.eos_ids

@@ -1,11 +1,10 @@
-"""What guesses are expected to give, and blocks that are placed for them: by the formula, and by what trials found."""
+"""What drafts are expected to give, and blocks that are placed for them."""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm import Engine, SamplingParams, hub
-from localllm.engine import loader, planning
+from localllm import hub
+from localllm.engine import planning
 from localllm.engine.placement import model_shape
-from localllm.engine.speculative.config import Speculate
-from localllm.engine.speculative.layer_importance import Trial
-from localllm.engine.speculative.skip_file import write_trials
-from localllm.hub.packed import packed_directory
 from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.planner.device_costs import CardRates
@@ -32,10 +27,9 @@ from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.plan import GIB, Costs, Memory, Plan, Rates
 from localllm.offload.planner.profile import Profile
 from localllm.offload.planner.search import Search
-from localllm.offload.planner.speculation_gain import gain, rate, skipped, slow, staging_s
+from localllm.offload.planner.speculation_gain import gain, rate, skipped, slow, staging_s, usual_harm
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
-from tests.speculative.support import TALE, loaded
 
 RATES = Rates(matrix_gbs=40.0, compute_gops=1200.0, disk_gbs=1.5)
 CARD = CardRates(matrix_gbs=400.0, compute_gops=40_000.0, link_gbs=24.0, launch_s=5e-6, hop_s=60e-6)
@@ -170,7 +164,7 @@ def test_an_embedding_that_is_looked_up_on_the_disk_is_no_block_to_leave_out() -
     looked_up = replace(plan, blocks=(replace(plan.blocks[0], tier="disk"), *plan.blocks[1:]))
     assert not looked_up.is_whole and not slow(looked_up) and not skipped(looked_up)
     wishes, cpu = planning.Wishes(speculate="skip"), torch.device("cpu")
-    (told,) = planning._speculation(looked_up, search(4.5, HARM), None, wishes, torch.bfloat16, cpu)
+    (told,) = planning._speculation(looked_up, search(4.5, HARM), wishes, torch.bfloat16, cpu)
     assert told.why_not.startswith("every block is near")
     near, streamed = plan.blocks, on_a_cpu(3.0, HARM)
     assert slow(streamed) == skipped(streamed) == set(streamed.streamed)
@@ -178,9 +172,17 @@ def test_an_embedding_that_is_looked_up_on_the_disk_is_no_block_to_leave_out() -
     assert not skipped(replace(plan, blocks=(*near[:-1], replace(near[-1], tier="disk"))))
 
 
-def test_skip_says_where_nobody_knows_what_it_gives(own_folders: None) -> None:
+def test_skip_says_where_nothing_is_left_out(own_folders: None) -> None:
     (row,) = run_cli("plan", "tiny", "--speculate", "skip", "--json").json["speculation"]
-    assert row["drafter"] == "skip" and "found out" in row["why_not"] and row["draft_tokens"] is None
+    assert row["drafter"] == "skip" and row["why_not"].startswith("every block is near") and row["draft_tokens"] is None
+
+
+def test_attention_is_left_out_first_and_the_ends_stay() -> None:
+    names = [f"layers.{layer}.{kind}" for layer in range(8) for kind in ("attention", "mlp")]
+    harm = usual_harm(names)
+    assert max(harm, key=lambda name: harm[name]) in (names[1], names[-1])
+    least = sorted(names, key=lambda name: harm[name])[:4]
+    assert all(name.endswith("attention") for name in least) and not {*least} & {names[0], names[-2]}
 
 
 def test_a_job_of_many_sequences_reserves_nothing_for_guesses() -> None:
@@ -189,44 +191,6 @@ def test_a_job_of_many_sequences_reserves_nothing_for_guesses() -> None:
         for goal in ("throughput", "latency")
     ]
     assert not ledgers[0].get("draft") and ledgers[1]["draft"] > 0
-
-
-def test_what_trials_found_decides_what_is_streamed_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = loaded(ctx=128)
-    assert engine.plan is not None and engine.residency.placed is not None
-    weights = RECIPES[engine.plan.shape.weights]
-    directory, blocks = engine.residency.placed.directory, engine.plan.shape.blocks
-    kept = {"program", "kept pages"}
-    needed = sum(size for owner, size in engine.plan.ledger["ram"].items() if owner not in kept)
-    engine.close()
-    assert directory == packed_directory(hub.locate("tiny"), weights.name)
-    room = needed - 6 * max(block.num_bytes for block in blocks)
-    monkeypatch.setattr(loader, "process_memory", lambda *_, **__: Memory(room, 0, room))
-    names = [block.name for block in blocks]
-    for seed in range(2):
-        harmful = frozenset(random.Random(seed).sample(names, len(names) // 3))
-        write_trials(directory, _trials(names, harmful, seed))
-        streamed = _streamed()
-        assert streamed and not streamed & harmful, (seed, sorted(streamed & harmful))
-
-
-def _trials(names: Sequence[str], harmful: frozenset[str], seed: int) -> list[Trial]:
-    """Each of which leaves out a third, and is right but for every harmful one in it."""
-    generator = random.Random(seed)
-    found = []
-    for _ in range(200):
-        skipped = frozenset(generator.sample(names, len(names) // 3))
-        found.append(Trial(skipped, max(0, 16 - 6 * len(skipped & harmful)), 16))
-    return found
-
-
-def _streamed() -> set[str]:
-    engine = Engine.load("tiny", device="cpu", weights="int4", ctx=128, speculate=Speculate("skip"))
-    list(engine.generate(TALE, SamplingParams(temperature=0, max_tokens=4)))
-    assert engine.plan is not None
-    streamed = set(engine.plan.streamed)
-    engine.close()
-    return streamed
 
 
 def test_of_flags_that_contradict_each_other_the_idle_one_is_named(own_folders: None) -> None:

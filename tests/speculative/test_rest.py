@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.cooldown import rest_steps
+from localllm.engine.speculative.controller import cooldown_steps
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft
 from localllm.engine.speculative.speculator import Speculation
 from tests.speculative.support import TALE, Said, loaded, request, said
@@ -43,12 +43,12 @@ class Nothing:
 def test_looking_takes_no_more_than_a_small_share(
     looking_s: float, step_s: float, begins_ahead: bool, steps: int
 ) -> None:
-    assert rest_steps(looking_s, step_s, begins_ahead=begins_ahead) == steps
+    assert cooldown_steps(looking_s, step_s, begins_ahead=begins_ahead) == steps
 
 
 @pytest.fixture
 def rests_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.engine.speculative.speculator.rest_steps", lambda *_, **__: 10)
+    monkeypatch.setattr("localllm.engine.speculative.speculator.cooldown_steps", lambda *_, **__: 10)
 
 
 @pytest.mark.usefixtures("rests_of_ten")

@@ -1,4 +1,4 @@
-"""Who guesses for a model, as it was asked for."""
+"""Who drafts for a model, as the user chose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.skip import SkipDrafter
-from localllm.engine.speculative.skip_set import SkipSet
 from localllm.engine.speculative.speculator import Speculation
 from localllm.errors import UsageError
 from localllm.offload.planner.plan import Plan
@@ -21,10 +20,12 @@ from localllm.offload.planner.plan import Plan
 
 @dataclass(frozen=True)
 class Speculate:
-    """who: "off"; "ngram", "skip", or "model:NAME" for a second model; "auto" for n-grams, and skipping where that can
-    pay. Raises UsageError for anything else.
+    """Raises UsageError for values out of range.
 
-    draft_tokens: the most that are guessed at once; None: the usual. adapts: as many of them as pay; else always all.
+    who: "off"; "ngram", "skip", or "model:NAME" for a second model; "auto" for n-grams, and skipping where that can
+        pay.
+    draft_tokens: the most that are drafted at once; None: the usual.
+    adapts: as many of them as pay are drafted; else always all.
     """
 
     who: str = "auto"
@@ -41,7 +42,7 @@ class Speculate:
 
     @property
     def draft_model(self) -> str:
-        """Its name; "" where none guesses."""
+        """The second model's name, or ""."""
         return self.who.removeprefix(DRAFT_MODEL) if self.who.startswith(DRAFT_MODEL) else ""
 
     @property
@@ -62,7 +63,7 @@ AUTO, OFF = Speculate("auto"), Speculate("off")
 
 class Speculating(Protocol):
     def __call__(self, residency: Residency, plan: Plan | None) -> Speculation:
-        """plan: by which the model was loaded, if one was made."""
+        """plan: the plan that the model was loaded by, if one was made."""
         ...
 
 
@@ -72,14 +73,11 @@ def speculation(
     plan: Plan | None,
     drafter: ModelDrafter | None = None,
 ) -> Speculation:
-    """drafter: the second model, if there is one. plan: as `Speculating` has it."""
-    skip_set = None
+    """drafter: the second model, if there is one."""
     drafters: list[Drafter] = []
     lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
     if speculate.who in ("auto", "skip"):
-        directory = None if residency.placed is None else residency.placed.directory
-        skip_set = SkipSet(residency, directory, speculate.most_tokens)
-        drafters.append(SkipDrafter(lambda: residency.runner, skip_set.names))
+        drafters.append(SkipDrafter(lambda: residency.runner))
     if drafter is not None:
         drafters.append(drafter)
     return Speculation(
@@ -87,18 +85,17 @@ def speculation(
         lookup,
         drafters,
         speculate.most_tokens,
-        skip_set=skip_set if speculate.adapts else None,
-        forks=plan is None or plan.shape.fork_bytes > 0,
         adapts=speculate.adapts,
         growth=None if plan is None else growth(plan),
     )
 
 
-NO_GUESSES: Speculating = partial(speculation, OFF)
+NO_DRAFTS: Speculating = partial(speculation, OFF)
 
 
 def growth(plan: Plan) -> Callable[[int, int], float]:
-    """By what the plan thinks that rows make a step longer, halved: what looks good is tried, and measured by that."""
+    """Return by how much rows make a step longer, as the plan expects, halved: what looks good is tried and
+    measured."""
 
     @cache
     def of(sequences: int, rows: int) -> float:

@@ -1,4 +1,4 @@
-"""Guesses that a model makes one after the other, each with the noise that the draw at its place will have."""
+"""Drafts that a model makes token by token, each with the noise that sampling at its place will have."""
 
 from __future__ import annotations
 
@@ -9,52 +9,53 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.drawing import drawn_with_margin
 from localllm.engine.memory import is_out_of_memory
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
+from localllm.engine.sampler import next_token_with_margin
 from localllm.engine.sequence import Sequence as Running
+from localllm.engine.step_types import Chunk
 
-# By how much a guess won, in doublings from an eighth on: what it says of a guess is learnt for each grade.
+# The margin by which a token won, in doublings from an eighth on: its acceptance is learnt for each grade.
 _GRADES = 8
-_KEPT = 0.98  # of what was learnt, at each new guess: some fifty count
+_KEPT = 0.98  # of what was learnt, at each new token: some fifty count
 _PRIOR_WEIGHT = 4.0
 
 
 class Confidence:
-    """How often guesses that won by a margin were right."""
+    """How often drafted tokens that won by a margin were accepted."""
 
     def __init__(self) -> None:
-        self._guessed: dict[int, tuple[int, list[tuple[int, float]]]] = {}  # by request: where, and what, the last time
+        self._drafted: dict[int, tuple[int, list[tuple[int, float]]]] = {}  # by request: where, and what, the last time
         # Before anything is known: a coin's throw where two tokens were level, nearly certain where none came close.
         self._rates = [
             (_PRIOR_WEIGHT * (0.5 + 0.48 * grade / (_GRADES - 1)), _PRIOR_WEIGHT) for grade in range(_GRADES)
         ]
 
     def of(self, margin: float) -> float:
-        right, all_told = self._rates[_grade(margin)]
-        return right / all_told
+        accepted, total = self._rates[_grade(margin)]
+        return accepted / total
 
-    def guessed(self, sequence: Running, draft: list[tuple[int, float]]) -> None:
-        self._guessed[sequence.request_id] = len(sequence.token_ids), draft
+    def drafted(self, sequence: Running, draft: list[tuple[int, float]]) -> None:
+        self._drafted[sequence.request_id] = len(sequence.token_ids), draft
 
     def learn(self, sequence: Running) -> None:
-        """From the last guesses, as far as they were right, and the first that was not."""
-        first, draft = self._guessed.pop(sequence.request_id, (0, []))
+        """Learn from the last draft, as far as it was accepted, and from the first token that was not."""
+        first, draft = self._drafted.pop(sequence.request_id, (0, []))
         for (token, margin), own in zip(draft, sequence.token_ids[first:], strict=False):
-            right, all_told = self._rates[_grade(margin)]
-            self._rates[_grade(margin)] = (_KEPT * right + (token == own), _KEPT * all_told + 1)
+            accepted, total = self._rates[_grade(margin)]
+            self._rates[_grade(margin)] = (_KEPT * accepted + (token == own), _KEPT * total + 1)
             if token != own:
                 return
 
     def forget(self, sequence: Running) -> None:
-        self._guessed.pop(sequence.request_id, None)
+        self._drafted.pop(sequence.request_id, None)
 
 
-def _drawn(row: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[int, float] | None:
-    """None where there is none: logits that are no numbers, a mask that has no answer behind guesses that may be wrong.
-    Whether the answer itself ends of it, its own draws tell."""
+def _sampled(row: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[int, float] | None:
+    """Return None where there is no token: logits are no numbers, or a mask allows nothing behind drafts that may be
+    wrong. Whether the answer itself fails of it, its own sampling decides."""
     try:
-        token, margin = drawn_with_margin(row, sequence, token_ids)
+        token, margin = next_token_with_margin(row, sequence, token_ids)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -68,7 +69,7 @@ def _grade(margin: float) -> int:
     return min(_GRADES - 1, 1 + int(math.log2(min(margin, 1e9) / 0.125)))
 
 
-def guesses(
+def draft_tokens(
     runner: ModelRunner,
     sequences: Sequence[Running],
     kvs: Sequence[PagedKV],
@@ -76,12 +77,16 @@ def guesses(
     confidence: Confidence,
     least: float,
     *,
-    cancelled: Callable[[], bool],
+    is_cancelled: Callable[[], bool],
     vocab_size: int | None = None,
 ) -> list[list[tuple[int, float]]]:
-    """Tokens with their margins. kvs: what the runner's model has computed of each sequence, all but its last token or
-    the last few; they do not advance. `limits`, `least`: as at `Drafter.propose`. vocab_size: of the logits that these
-    stand for, where a model pads its own to another size."""
+    """Return tokens with their margins.
+
+    kvs: what the runner's model has computed of each sequence, all but its last token or the last few; they do not
+        advance.
+    limits, least: as `Drafter.propose` has them.
+    vocab_size: of the logits that these stand for, where a model pads its own to another size.
+    """
     drafts: list[list[tuple[int, float]]] = [[] for _ in sequences]
     sure = [1.0] * len(sequences)
     live = [index for index, limit in enumerate(limits) if limit > 0]
@@ -93,17 +98,17 @@ def guesses(
             token_ids = [*sequences[index].token_ids, *(token for token, _ in drafts[index])]
             begin = len(token_ids) - 1 if drafts[index] else kvs[index].length
             chunks.append(Chunk(token_ids, kvs[index], len(token_ids) - begin, num_ahead=begin - kvs[index].length))
-        rows = runner.forward(chunks, cancelled=cancelled, advances=False)
+        rows = runner.forward(chunks, cancelled=is_cancelled, advances=False)
         if vocab_size is not None and rows.shape[-1] != vocab_size:
             rows = functional.pad(rows, (0, vocab_size - rows.shape[-1]), value=-math.inf)
         for index, chunk, row in zip(live, chunks, rows, strict=True):
-            guess = _drawn(row, sequences[index], chunk.token_ids)
-            if guess is None:
+            token = _sampled(row, sequences[index], chunk.token_ids)
+            if token is None:
                 sure[index] = -1.0
                 continue
-            drafts[index].append(guess)
-            sure[index] *= confidence.of(guess[1])
+            drafts[index].append(token)
+            sure[index] *= confidence.of(token[1])
         live = [index for index in live if len(drafts[index]) < limits[index] and sure[index] >= max(least, 0.0)]
     for sequence, draft in zip(sequences, drafts, strict=True):
-        confidence.guessed(sequence, draft)
+        confidence.drafted(sequence, draft)
     return drafts

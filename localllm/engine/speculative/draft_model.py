@@ -1,5 +1,5 @@
-"""A second, smaller model of the same tokenizer, that has read what the first one has (Leviathan et al.,
-arXiv:2211.17192; here its draws share the noise of the first one's, which makes every agreement an acceptance)."""
+"""A second, smaller model of the same tokenizer, with keys and values of its own (Leviathan et al., arXiv:2211.17192;
+here it samples with the noise of the first one, which makes every agreement an acceptance)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 
 from localllm.cache.paged_kv import PagedKV
 from localllm.cache.prefix import PrefixCache
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import ModelRunner
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.draft_loop import Confidence, guesses
+from localllm.engine.speculative.draft_loop import Confidence, draft_tokens
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft
+from localllm.engine.step_types import Chunk
 
-_CHUNK_TOKENS = 512  # of a prompt that are read at once
-_AT_ONCE = 8  # tokens behind which the first guess is made in the same pass: those that the last verification gave
+_CHUNK_TOKENS = 512  # of a prompt that are computed at once
+_AT_ONCE = 8  # tokens behind which the first one is drafted in the same pass: those that the last verification gave
 
 
 class ModelDrafter:
@@ -30,36 +31,41 @@ class ModelDrafter:
         sequences: int = 1,
         vocab_size: int | None = None,
     ) -> None:
-        """new_kv: room for a sequence of so many tokens. prefix: finds what was read for earlier ones. ctx: tokens that
-        it can attend to; it guesses no further. sequences: that there is room for at once. vocab_size: of the logits
-        that its own stand for; None: as many as it has."""
+        """Draft with a model.
+
+        new_kv: makes the cache of a sequence of so many tokens.
+        prefix: finds what was computed for earlier ones.
+        ctx: tokens that it can attend to; it drafts no further.
+        sequences: for how many there is room at once.
+        vocab_size: of the logits that its own stand for; None: as many as it has.
+        """
         self.name = name
         self._runner, self._new_kv, self._prefix = runner, new_kv, prefix
         self._ctx, self._sequences, self._vocab_size = ctx, sequences, vocab_size
         self._confidence = Confidence()
-        self._kvs: dict[int, PagedKV] = {}  # by request; what they hold is right: they advance over no guess
+        self._kvs: dict[int, PagedKV] = {}  # by request; what they hold is right: they advance over no draft
 
     def num_unread(self, sequences: Sequence[Running]) -> int:
         held = {request_id: kv.length for request_id, kv in self._kvs.items()}
         return sum(len(sequence.token_ids) - held.get(sequence.request_id, 0) for sequence in sequences)
 
-    def read(self, sequences: Sequence[Running], cancelled: Callable[[], bool]) -> None:
-        """All but the last few tokens, at least one of them."""
+    def read(self, sequences: Sequence[Running], is_cancelled: Callable[[], bool]) -> None:
+        """Prefill all but the last few tokens, at least one of them."""
         runner = self._runner()
         for sequence in sequences:
             kv = self._kvs.get(sequence.request_id)
             if len(sequence.token_ids) >= self._ctx or (kv is None and len(self._kvs) >= self._sequences):
                 continue
-            kv = kv or self._begun(sequence, cancelled)
+            kv = kv or self._begun(sequence, is_cancelled)
             while (rest := len(sequence.token_ids) - kv.length) > _AT_ONCE:
                 chunk = Chunk(sequence.token_ids, kv, min(rest - 1, _CHUNK_TOKENS))
-                runner.forward([chunk], cancelled=cancelled)
+                runner.forward([chunk], cancelled=is_cancelled)
             self._seal(sequence, kv)
 
-    def _begun(self, sequence: Running, cancelled: Callable[[], bool]) -> PagedKV:
+    def _begun(self, sequence: Running, is_cancelled: Callable[[], bool]) -> PagedKV:
         kv = self._kvs[sequence.request_id] = self._new_kv(min(sequence.max_length, self._ctx))
         if self._prefix is not None:
-            self._prefix.attach(kv, sequence.token_ids, cancelled=cancelled)
+            self._prefix.attach(kv, sequence.token_ids, cancelled=is_cancelled)
         return kv
 
     def _seal(self, sequence: Running, kv: PagedKV) -> None:
@@ -67,7 +73,7 @@ class ModelDrafter:
             self._prefix.seal(kv, sequence.token_ids)
 
     def propose(
-        self, sequences: Sequence[Running], limits: Sequence[int], least: float, cancelled: Callable[[], bool]
+        self, sequences: Sequence[Running], limits: Sequence[int], least: float, is_cancelled: Callable[[], bool]
     ) -> list[Draft]:
         drafts = [NO_DRAFT] * len(sequences)
         limits = [
@@ -77,14 +83,14 @@ class ModelDrafter:
         asked = [index for index, limit in enumerate(limits) if limit > 0 and known[index]]
         own, most = [sequences[index] for index in asked], [limits[index] for index in asked]
         kvs = [self._kvs[sequence.request_id] for sequence in own]
-        found = guesses(
+        found = draft_tokens(
             self._runner(),
             own,
             kvs,
             most,
             self._confidence,
             least,
-            cancelled=cancelled,
+            is_cancelled=is_cancelled,
             vocab_size=self._vocab_size,
         )
         for index, kv, draft in zip(asked, kvs, found, strict=True):

@@ -1,5 +1,5 @@
-"""What followed the last tokens where they were said before, in the prompt or in the answer: free, and good at code,
-summaries, quotations and lists (prompt lookup: Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding)."""
+"""Drafts what followed the last tokens before, in the prompt or in the answer: free, and good at code, summaries,
+quotations and lists (prompt lookup: Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding)."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class NgramLookup:
 
 
 class _Index:
-    """Where each run of tokens was seen in one sequence, that only ever becomes longer."""
+    """Where each run of tokens was seen in one sequence, which only ever becomes longer."""
 
     def __init__(self) -> None:
         self._places: list[dict[tuple[int, ...], list[int]]] = [{} for _ in _LENGTHS]
         self._num_read = 0  # tokens whose followers are known to the tables
 
     def draft(self, token_ids: Sequence[int], end: int, limit: int) -> Draft:
-        """Behind the first `end` tokens, never fewer than the last time."""
+        """Return a draft behind the first `end` tokens, never fewer than the last time."""
         self.read(token_ids, end)
         found: dict[int, tuple[int, int]] = {}  # by the token that followed: how much matched there, and the place
         for length, places in zip(_LENGTHS, self._places, strict=True):
@@ -63,13 +63,12 @@ class _Index:
                     found[token_ids[place]] = matched, place
         if not found:
             return NO_DRAFT
-        (longest, best), *rest = sorted(found.values(), reverse=True)[:2]
-        others = _continued(token_ids, rest[0][1], end, limit) if rest else ()
+        longest, best = max(found.values())
         grade = max(grade for grade in _GRADES if grade <= longest)
-        return Draft(_continued(token_ids, best, end, limit), f"ngram-{grade}", others)
+        return Draft(_continued(token_ids, best, end, limit), f"ngram-{grade}")
 
     def read(self, token_ids: Sequence[int], end: int) -> None:
-        """What is followed by one of these tokens is found from now on."""
+        """Index the runs that are followed by one of these tokens."""
         for length, places in zip(_LENGTHS, self._places, strict=True):
             for place in range(max(self._num_read, length), end):
                 found = places.setdefault(tuple(token_ids[place - length : place]), [])
@@ -80,7 +79,7 @@ class _Index:
 
 
 def _common_suffix(token_ids: Sequence[int], place: int, end: int) -> int:
-    """How many tokens before `place` are those before `end`."""
+    """Return how many tokens before `place` are those before `end`."""
     count = 0
     while count < min(place, _MOST_COMPARED) and token_ids[place - 1 - count] == token_ids[end - 1 - count]:
         count += 1
@@ -88,6 +87,6 @@ def _common_suffix(token_ids: Sequence[int], place: int, end: int) -> int:
 
 
 def _continued(token_ids: Sequence[int], place: int, end: int, limit: int) -> tuple[int, ...]:
-    """So many tokens from a place on: a run that reaches the end of the text repeats itself."""
+    """Return so many tokens from a place on: a run that reaches the end of the text repeats itself."""
     run = token_ids[place : min(place + limit, end)]
     return tuple(run[i % len(run)] for i in range(limit))

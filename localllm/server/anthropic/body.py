@@ -9,32 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
-from localllm.server.bodies import Body, Ignored, told_apart
+from localllm.server import fields
+from localllm.server.bodies import Body, Ignored, tagged_by
 from localllm.server.errors import RequestError
-from localllm.server.fields import (
-    CACHES_ITSELF,
-    MAX_MESSAGES,
-    MAX_STOPS,
-    NOT_KEPT,
-    OF_A_REPLY,
-    TEXT_ONLY,
-    ArgumentsSchema,
-    CallObject,
-    Count,
-    KeepAlive,
-    Label,
-    Labels,
-    ModelName,
-    Nothing,
-    Share,
-    StopText,
-    StructuredField,
-    Temperature,
-    TopK,
-    grammar_of,
-    json_grammar,
-    one_grammar,
-)
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
 from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
@@ -54,14 +31,14 @@ _BILLING = re.compile(r"(?:x-anthropic-billing-header[^\n]*\n?)+")
 
 _USUAL_EFFORT = "high"  # the same as none, as Anthropic has it; Claude Code sends it to every model
 
-CacheControl = Annotated[Labels | None, CACHES_ITSELF]
+CacheControl = Annotated[fields.Labels | None, fields.CACHES_ITSELF]
 Opaque = Annotated[str | None, Ignored("its author alone can read it")]
 
 
 class TextBlock(Body):
     type: Literal["text"]
     text: str
-    citations: Nothing = None
+    citations: fields.Nothing = None
     cache_control: CacheControl = None
 
 
@@ -82,7 +59,7 @@ class DirectCaller(Body):
 
 def _is_text(kind: object) -> object:
     if kind in ("image", "document", "search_result", "tool_reference"):
-        raise ValueError(TEXT_ONLY)
+        raise ValueError(fields.TEXT_ONLY)
     return kind
 
 
@@ -94,9 +71,9 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
-    input: CallObject = None
+    input: fields.CallObject = None
     cache_control: CacheControl = None
-    caller: Annotated[DirectCaller | None, OF_A_REPLY] = None
+    caller: Annotated[DirectCaller | None, fields.OF_A_REPLY] = None
 
 
 class ToolResultBlock(Body):
@@ -120,7 +97,7 @@ MessageBlock = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("RedactedThinkingBlock")]
     | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
     | Annotated[ToolResultBlock, Tag("ToolResultBlock")],
-    told_apart("type", _BLOCKS, _OTHER_BLOCKS),
+    tagged_by("type", _BLOCKS, _OTHER_BLOCKS),
 ]
 
 
@@ -190,7 +167,7 @@ class AnthropicTool(Body):
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
-    input_schema: ArgumentsSchema
+    input_schema: fields.ArgumentsSchema
     strict: Annotated[
         bool | None, Field(description="true: a grammar makes calls fit the schema, also where none is due.")
     ] = None
@@ -205,7 +182,7 @@ class AnthropicTool(Body):
 
 AnyTool = Annotated[
     Annotated[AnthropicTool, Tag("ToolParam")] | Annotated[ForeignTool, Tag("ForeignTool")],
-    told_apart("type", {**KINDS, "custom": "ToolParam"}, NO_SUCH_TOOL, default="custom"),
+    tagged_by("type", {**KINDS, "custom": "ToolParam"}, NO_SUCH_TOOL, default="custom"),
 ]
 
 
@@ -247,8 +224,8 @@ class AnthropicPromptBody(Body):
         "speed": "there is one speed here, 'standard'",
     }
 
-    model: ModelName = None
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    model: fields.ModelName = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
     system: str | list[TextBlock] | None = None
     thinking: AnthropicThinking | None = None
     output_config: OutputConfig | None = None
@@ -257,8 +234,8 @@ class AnthropicPromptBody(Body):
     ] = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    structured_outputs: StructuredField = None
-    mcp_servers: Nothing = None
+    structured_outputs: fields.StructuredField = None
+    mcp_servers: fields.Nothing = None
     container: None = None
     context_management: ContextManagement | None = None
     thread: None = None
@@ -266,23 +243,23 @@ class AnthropicPromptBody(Body):
     inference_geo: None = None
     speed: Literal["standard"] | None = None
     cache_control: CacheControl = None
-    keep_alive: KeepAlive = None
-    user_profile_id: Annotated[Label | None, NOT_KEPT] = None
-    workspace_id: Annotated[Label | None, NOT_KEPT] = None
+    keep_alive: fields.KeepAlive = None
+    user_profile_id: Annotated[fields.Label | None, fields.NOT_KEPT] = None
+    workspace_id: Annotated[fields.Label | None, fields.NOT_KEPT] = None
 
 
 class AnthropicMetadata(Body):
-    user_id: Label | None = None
+    user_id: fields.Label | None = None
 
 
 class MessagesBody(AnthropicPromptBody):
-    max_tokens: Count
+    max_tokens: fields.Count
     stream: bool | None = None
-    stop_sequences: Annotated[list[StopText] | None, Field(max_length=MAX_STOPS)] = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    metadata: Annotated[AnthropicMetadata | None, NOT_KEPT] = None
+    stop_sequences: Annotated[list[fields.StopText] | None, Field(max_length=fields.MAX_STOPS)] = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.Share | None = None
+    top_k: fields.TopK | None = None
+    metadata: Annotated[AnthropicMetadata | None, fields.NOT_KEPT] = None
     service_tier: Annotated[Literal["auto", "standard_only"] | None, Ignored("there is one tier here")] = None
 
 
@@ -301,11 +278,11 @@ def request_of(body: AnthropicPromptBody) -> GenerationRequest:
     before = [{"role": "system", "content": "\n".join(system)}] if system else []
     chat = ChatInput([*before, *(turn for role, group in turns for turn in _turns(role, group))])
     config = body.output_config
-    grammar, grammar_field = one_grammar(
+    grammar, grammar_field = fields.one_grammar(
         **{
             "output_config.format": _form(None if config is None else config.format),
             "output_format": _form(body.output_format),
-            "structured_outputs": grammar_of(body.structured_outputs),
+            "structured_outputs": fields.grammar_of(body.structured_outputs),
         }
     )
     return GenerationRequest(
@@ -321,7 +298,7 @@ def request_of(body: AnthropicPromptBody) -> GenerationRequest:
 
 
 def _form(given: AnthropicSchemaFormat | None) -> Grammar | None:
-    return None if given is None else json_grammar(given.schema_)
+    return None if given is None else fields.json_grammar(given.schema_)
 
 
 def _tools(body: AnthropicPromptBody) -> Toolset | None:

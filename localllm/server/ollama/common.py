@@ -1,4 +1,4 @@
-"""What Ollama's requests and replies share: the model's name, times, and how long an answer took."""
+"""The shared parts of Ollama's requests and replies: the model's name, times, and how long an answer took."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OllamaHead(ReplyBody):
 
 
 class OllamaEnd(ReplyBody):
-    """What follows an answer's text. Durations are nanoseconds; the last line of a stream has them, and no other."""
+    """The fields behind an answer's text. Durations are nanoseconds; only the last line of a stream has them."""
 
     done: bool
     logprobs: SkipValidation[Absent[list[ContentLogprob]]] = None

@@ -12,23 +12,10 @@ from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent
 from localllm.runtime.served_model import ServedModel
+from localllm.server import fields
 from localllm.server.bodies import Absent, Body, OnlyFalse, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, RequestError, body_of
-from localllm.server.fields import (
-    ANY_OBJECT,
-    MAX_MESSAGES,
-    MAX_TOP_LOGPROBS,
-    TEXT_ONLY,
-    KeepAlive,
-    Nothing,
-    StructuredField,
-    grammar_of,
-    json_grammar,
-    keep_seconds,
-    one_grammar,
-    refuse_top_logprobs,
-)
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
 from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName, line, time_text, timings_until
@@ -59,20 +46,21 @@ class OllamaGenerationBody(Body):
         bool | Literal["low", "medium", "high"] | None,
         Field(description="How much is thought, where the model's chat template knows it."),
     ] = None
-    keep_alive: KeepAlive = None
+    keep_alive: fields.KeepAlive = None
     format: Annotated[
         Literal["", "json"] | dict[str, Any] | None,
         Field(description="What the answer has to look like: any object, or a JSON Schema."),
     ] = None
-    structured_outputs: StructuredField = None
+    structured_outputs: fields.StructuredField = None
     shift: OnlyFalse | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=fields.MAX_TOP_LOGPROBS)] = None
 
 
 class OllamaChatBody(OllamaGenerationBody):
     messages: Annotated[
-        list[OllamaMessage] | None, Field(max_length=MAX_MESSAGES, description="Without any, the model is loaded.")
+        list[OllamaMessage] | None,
+        Field(max_length=fields.MAX_MESSAGES, description="Without any, the model is loaded."),
     ] = None
     tools: Tools | None = None
     truncate: Annotated[
@@ -85,7 +73,7 @@ class OllamaGenerateBody(OllamaGenerationBody):
         **OllamaGenerationBody.why,
         "template": "the model's own chat template is used; with raw, none is",
         "suffix": "models here go on with a text; they fill no gaps",
-        "images": TEXT_ONLY,
+        "images": fields.TEXT_ONLY,
         "context": "an earlier conversation goes to /api/chat, as its messages",
         "truncate": "a prompt is one turn, of which nothing can leave",
     }
@@ -95,8 +83,8 @@ class OllamaGenerateBody(OllamaGenerationBody):
     raw: Annotated[bool | None, Field(description="true: the prompt goes on as it is, without a chat template.")] = None
     template: Literal[""] | None = None
     suffix: Literal[""] | None = None
-    images: Nothing = None
-    context: Nothing = None
+    images: fields.Nothing = None
+    context: fields.Nothing = None
     truncate: OnlyFalse | None = None
 
 
@@ -242,7 +230,7 @@ async def generate(call: ApiCall, body: OllamaGenerateBody) -> Response:
 
 async def _load_only(call: ApiCall, body: OllamaGenerationBody) -> JsonReply:
     """Load the model, or unload it where it is to stay for no time."""
-    if keep_seconds(body.keep_alive) == 0:
+    if fields.keep_seconds(body.keep_alive) == 0:
         served, reason = await call.pool.find(body.model), "unload"
         await call.pool.residents.leave(served)
     else:
@@ -254,7 +242,7 @@ async def _load_only(call: ApiCall, body: OllamaGenerationBody) -> JsonReply:
 
 async def _writer(call: ApiCall, body: OllamaGenerationBody) -> tuple[ServedModel, OllamaWriter]:
     """Raises RequestError for a model that there is not, or that cannot be loaded."""
-    refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
+    fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     started_ns = time.perf_counter_ns()
     served = await call.model(body.model, body.keep_alive)
     load_ns = time.perf_counter_ns() - started_ns
@@ -272,8 +260,8 @@ async def _answer(
     **more: Any,
 ) -> Response:
     """more: fields of the request."""
-    grammar, grammar_field = one_grammar(
-        format=_form(body.format), structured_outputs=grammar_of(body.structured_outputs)
+    grammar, grammar_field = fields.one_grammar(
+        format=_form(body.format), structured_outputs=fields.grammar_of(body.structured_outputs)
     )
     request = GenerationRequest(
         prompt,
@@ -296,7 +284,7 @@ async def _answer(
 def _form(given: str | Mapping[str, Any] | None) -> Grammar | None:
     if not given and not isinstance(given, Mapping):
         return None
-    return ANY_OBJECT if isinstance(given, str) else json_grammar(given)
+    return fields.ANY_OBJECT if isinstance(given, str) else fields.json_grammar(given)
 
 
 def _effort(think: bool | str | None) -> str | None:

@@ -65,66 +65,62 @@ class _Pull:
     """A pull on a thread of its own. Where nobody reads its lines, the last one of each file counts."""
 
     def __init__(self, name: str, resolved: ResolvedSettings) -> None:
-        self._name = name
-        self._resolved = resolved
-        self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._lock = threading.Lock()
         self._lines: dict[str, PullLine] = {}  # by status
         self._error: Exception | None = None
         self._is_stopped = False
-        self._last = ""
-        self._told_at = 0.0
-        threading.Thread(target=self._run, name=_THREAD, daemon=True).start()
+        arguments = (name, resolved, asyncio.get_running_loop())
+        threading.Thread(target=self._run, args=arguments, name=_THREAD, daemon=True).start()
 
     async def lines(self) -> AsyncIterator[PullLine]:
         """Yield lines to the end of the pull. Raises what `hub.pull` does."""
         while True:
             await self._arrived.wait()
-            with self._lock:
-                self._arrived.clear()
-                lines, self._lines = list(self._lines.values()), {}
-                error = self._error
+            self._arrived.clear()
+            lines, self._lines = list(self._lines.values()), {}
             for each in lines:
                 yield each
                 if each == _SUCCESS:
                     return
-            if error is not None:
-                raise error
+            if self._error is not None:
+                raise self._error
 
     def stop(self) -> None:
         """Stop at its next sign of life. What was fetched stays."""
         self._is_stopped = True
 
-    def _run(self) -> None:
+    def _run(self, name: str, resolved: ResolvedSettings, loop: asyncio.AbstractEventLoop) -> None:
+        last, noted_at = "", 0.0
+
+        def note(found: PullLine | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(self._note, found)
+
+        def report(progress: PullProgress) -> None:
+            nonlocal last, noted_at
+            if self._is_stopped:
+                raise PullStoppedError
+            each, now = _line_of(name, progress), time.monotonic()
+            is_whole = bool(progress.file_bytes) and progress.file_done_bytes == progress.file_bytes
+            if is_whole or each.status != last or now - noted_at >= _TELL_S:
+                last, noted_at = each.status, now
+                note(each)
+
         try:
-            fetch(self._name, self._resolved, self._tell)
-            self._put(PullLine(status="verifying sha256 digest"))  # each file's was, as it came
-            self._put(_SUCCESS)
+            fetch(name, resolved, report)
+            note(PullLine(status="verifying sha256 digest"))  # each file's was, as it came
+            note(_SUCCESS)
         except PullStoppedError:
             return
         except Exception as error:
-            self._error = error
-            self._wake()
+            note(error)
 
-    def _tell(self, progress: PullProgress) -> None:
-        if self._is_stopped:
-            raise PullStoppedError
-        each = _line_of(self._name, progress)
-        now = time.monotonic()
-        is_whole = bool(progress.file_bytes) and progress.file_done_bytes == progress.file_bytes
-        if is_whole or each.status != self._last or now - self._told_at >= _TELL_S:
-            self._last, self._told_at = each.status, now
-            self._put(each)
-
-    def _put(self, each: PullLine) -> None:
-        with self._lock:
-            self._lines[each.status] = each
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-            self._loop.call_soon_threadsafe(self._arrived.set)
+    def _note(self, found: PullLine | Exception) -> None:
+        if isinstance(found, Exception):
+            self._error = found
+        else:
+            self._lines[found.status] = found
+        self._arrived.set()
 
 
 def _line_of(name: str, progress: PullProgress) -> PullLine:

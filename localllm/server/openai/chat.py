@@ -10,19 +10,11 @@ from pydantic import Field, SkipValidation
 from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent
+from localllm.server import fields
 from localllm.server.best_of import requested_best_of
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
-from localllm.server.fields import (
-    MAX_MESSAGES,
-    MAX_TOP_LOGPROBS,
-    Count,
-    Nothing,
-    grammar_of,
-    one_grammar,
-    refuse_top_logprobs,
-)
 from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
@@ -59,10 +51,10 @@ class OpenAIChatBody(OpenAIGenerationBody):
         "verbosity": "how much is said cannot be turned up or down; 'medium' is as the model does",
     }
 
-    messages: Annotated[list[OpenAIMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    messages: Annotated[list[OpenAIMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
+    max_completion_tokens: fields.Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=fields.MAX_TOP_LOGPROBS)] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Field(max_length=32, description="Variables of the model's chat template.")
@@ -77,7 +69,7 @@ class OpenAIChatBody(OpenAIGenerationBody):
         bool | None, Field(description="true: the last message, the assistant's, is gone on with.")
     ] = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
-    functions: Nothing = None
+    functions: fields.Nothing = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     verbosity: Literal["medium"] | None = None
@@ -176,7 +168,7 @@ class ChatChunk(_ChatHead):
 async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was emitted."""
     refuse_stream_options(body)
-    refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
+    fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         what, why = "'max_tokens' and 'max_completion_tokens' differ", "one is the other's older name"
         raise RequestError(400, what, why=why, param="max_tokens", name="invalid_value")
@@ -185,9 +177,9 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     served = await call.model(body.model, body.keep_alive)
     limit = body.max_completion_tokens or body.max_tokens
     best_of, sampling = requested_best_of(body, sampling_of(body, served, max_tokens=limit, logprobs=most_logprobs))
-    grammar, grammar_field = one_grammar(
+    grammar, grammar_field = fields.one_grammar(
         response_format=form_of(body.response_format),
-        structured_outputs=grammar_of(body.structured_outputs),
+        structured_outputs=fields.grammar_of(body.structured_outputs),
         grammar=body.text_grammar,
     )
     tokenizer = served.engine().tokenizer

@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints share: fields of requests; usage, identity and chunks of replies."""
+"""The shared parts of OpenAI's endpoints: fields of requests; usage, identity and chunks of replies."""
 
 from __future__ import annotations
 
@@ -8,39 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from localllm import __version__
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import SamplingParams
 from localllm.runtime.served_model import ServedModel
+from localllm.server import fields
 from localllm.server.best_of import BestOfBody
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
 from localllm.server.errors import Failure, RequestError, body_of
-from localllm.server.fields import (
-    CACHES_ITSELF,
-    NOT_KEPT,
-    NUM_CTX,
-    Count,
-    KeepAlive,
-    Label,
-    Labels,
-    LastN,
-    LogitBias,
-    ModelName,
-    Pattern,
-    Penalty,
-    Seed,
-    Share,
-    Stop,
-    StructuredField,
-    Temperature,
-    TopK,
-    overlaid,
-    text_grammar,
-)
 from localllm.server.finish_reason import timings_of
 from localllm.server.replies import EVENT_STREAM, PING, event
 from localllm.server.stream import GenerationStream
 from localllm.text.grammar.grammar import Grammar
+from localllm.version import __version__
 
 FINGERPRINT = f"localllm-{__version__}"
 
@@ -72,32 +51,32 @@ class StreamOptions(Body):
 
 
 class PromptCacheOptions(Body):
-    mode: Label | None = None
-    ttl: Label | None = None
+    mode: fields.Label | None = None
+    ttl: fields.Label | None = None
 
 
 class OpenAISamplingBody(Body):
     """Fields that completions, chats and responses have."""
 
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    seed: Seed | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.Share | None = None
+    top_k: fields.TopK | None = None
+    min_p: fields.Share | None = None
+    seed: fields.Seed | None = None
+    frequency_penalty: fields.Penalty | None = None
+    presence_penalty: fields.Penalty | None = None
     service_tier: Annotated[
         ServiceTier | None,
         Field(description="Of requests that wait, `priority` and `fast` are answered sooner, `flex` later."),
     ] = None
-    keep_alive: KeepAlive = None
-    structured_outputs: StructuredField = None
-    user: Annotated[Label | None, NOT_KEPT] = None
-    store: Annotated[bool | None, NOT_KEPT] = None
-    safety_identifier: Annotated[Label | None, NOT_KEPT] = None
-    prompt_cache_key: Annotated[Label | None, CACHES_ITSELF] = None
-    prompt_cache_retention: Annotated[Label | None, CACHES_ITSELF] = None
-    prompt_cache_options: Annotated[PromptCacheOptions | None, CACHES_ITSELF] = None
+    keep_alive: fields.KeepAlive = None
+    structured_outputs: fields.StructuredField = None
+    user: Annotated[fields.Label | None, fields.NOT_KEPT] = None
+    store: Annotated[bool | None, fields.NOT_KEPT] = None
+    safety_identifier: Annotated[fields.Label | None, fields.NOT_KEPT] = None
+    prompt_cache_key: Annotated[fields.Label | None, fields.CACHES_ITSELF] = None
+    prompt_cache_retention: Annotated[fields.Label | None, fields.CACHES_ITSELF] = None
+    prompt_cache_options: Annotated[PromptCacheOptions | None, fields.CACHES_ITSELF] = None
 
     @property
     def priority(self) -> int:
@@ -118,24 +97,25 @@ class OpenAIGenerationBody(OpenAISamplingBody, BestOfBody):
         "json_schema": "send it as 'response_format', or as 'structured_outputs.json'",
     }
 
-    model: ModelName = None
+    model: fields.ModelName = None
     stream_options: StreamOptions | None = None
-    stop: Stop | None = None
-    logit_bias: LogitBias | None = None
-    max_tokens: Count | None = None
-    metadata: Annotated[Labels | None, NOT_KEPT] = None
-    typical_p: Share | None = None
+    stop: fields.Stop | None = None
+    logit_bias: fields.LogitBias | None = None
+    max_tokens: fields.Count | None = None
+    metadata: Annotated[fields.Labels | None, fields.NOT_KEPT] = None
+    typical_p: fields.Share | None = None
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
-    repeat_last_n: LastN | None = None
-    num_ctx: Annotated[Count | None, Field(description=NUM_CTX)] = None
+    repeat_last_n: fields.LastN | None = None
+    num_ctx: Annotated[fields.Count | None, Field(description=fields.NUM_CTX)] = None
     grammar: Annotated[
-        Pattern | None, Field(description="What the answer has to look like, as llama.cpp has it: GBNF, or Lark.")
+        fields.Pattern | None,
+        Field(description="What the answer has to look like, as llama.cpp has it: GBNF, or Lark."),
     ] = None
     cache_prompt: Annotated[OnlyTrue | None, Field(description="What is known of a prompt is always used.")] = None
 
     @property
     def text_grammar(self) -> Grammar | None:
-        return None if self.grammar is None else text_grammar(self.grammar)
+        return None if self.grammar is None else fields.text_grammar(self.grammar)
 
 
 def refuse_stream_options(body: OpenAIGenerationBody) -> None:
@@ -153,7 +133,7 @@ _SAMPLING = (
 
 def sampling_of(body: OpenAISamplingBody, served: ServedModel, **more: Any) -> SamplingParams:
     """Return the request's settings over the model's own. Raises RequestError."""
-    return overlaid(served.sampling(), {**{name: getattr(body, name, None) for name in _SAMPLING}, **more})
+    return fields.overlaid(served.sampling(), {**{name: getattr(body, name, None) for name in _SAMPLING}, **more})
 
 
 def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:

@@ -10,22 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, Tag
 from starlette.responses import Response
 
-from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, told_apart
+from localllm.server import fields
+from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, tagged_by
 from localllm.server.endpoint import ApiCall, Endpoint
-from localllm.server.fields import (
-    MAX_MESSAGES,
-    NOT_KEPT,
-    OF_A_REPLY,
-    CallText,
-    Count,
-    KeepAlive,
-    Label,
-    Nothing,
-    Number,
-    Objects,
-    grammar_of,
-    one_grammar,
-)
 from localllm.server.generation_request import GenerationRequest, prompt_ids
 from localllm.server.openai.common import NOT_OBFUSCATED, OpenAISamplingBody, sampling_of
 from localllm.server.openai.messages import refuse_other_parts
@@ -54,17 +41,17 @@ _STATELESS = "nothing is kept of a response; send what was said before as input"
 class InputText(Body):
     type: Annotated[Literal["input_text", "output_text"], BeforeValidator(refuse_other_parts)]
     text: str
-    annotations: Annotated[Objects | None, OF_A_REPLY] = None
-    logprobs: Annotated[Objects | None, OF_A_REPLY] = None
+    annotations: Annotated[fields.Objects | None, fields.OF_A_REPLY] = None
+    logprobs: Annotated[fields.Objects | None, fields.OF_A_REPLY] = None
 
 
 class InputMessage(Body):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText]
-    id: Annotated[Label | None, OF_A_REPLY] = None
-    status: Annotated[Label | None, OF_A_REPLY] = None
-    phase: Annotated[Label | None, OF_A_REPLY] = None
+    id: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
+    status: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
+    phase: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
 
 
 class InputReasoningText(Body):
@@ -83,8 +70,8 @@ class InputReasoning(Body):
     type: Literal["reasoning"]
     content: list[InputReasoningText] | None = None
     summary: list[SummaryText] | None = None
-    id: Annotated[Label | None, OF_A_REPLY] = None
-    status: Annotated[Label | None, OF_A_REPLY] = None
+    id: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
+    status: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
     encrypted_content: Annotated[str | None, Ignored("its author alone can read it")] = None
 
     @property
@@ -97,10 +84,10 @@ class InputCall(Body):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
-    arguments: CallText = None
-    parsed_arguments: Annotated[dict[str, Any] | None, OF_A_REPLY] = None
-    id: Annotated[Label | None, OF_A_REPLY] = None
-    status: Annotated[Label | None, OF_A_REPLY] = None
+    arguments: fields.CallText = None
+    parsed_arguments: Annotated[dict[str, Any] | None, fields.OF_A_REPLY] = None
+    id: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
+    status: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
     # openai's library writes these out of a call that it was given.
     async_: None = None
     caller: None = None
@@ -111,8 +98,8 @@ class InputResult(Body):
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
     output: str | list[InputText]
-    id: Annotated[Label | None, OF_A_REPLY] = None
-    status: Annotated[Label | None, OF_A_REPLY] = None
+    id: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
+    status: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
 
 
 class _Typed(Body):
@@ -174,7 +161,7 @@ class Reasoning(Body):
 
 class ResponseStreamOptions(Body):
     include_obfuscation: Annotated[bool | None, NOT_OBFUSCATED] = None
-    reasoning_summary_delivery: Annotated[Label | None, NO_SUMMARY] = None
+    reasoning_summary_delivery: Annotated[fields.Label | None, NO_SUMMARY] = None
 
 
 _ITEMS = {
@@ -190,7 +177,7 @@ InputItem = Annotated[
     | Annotated[InputReasoning, Tag("InputReasoning")]
     | Annotated[InputCall, Tag("InputCall")]
     | Annotated[InputResult, Tag("InputResult")],
-    told_apart("type", _ITEMS, _OTHER_ITEMS, default="message"),
+    tagged_by("type", _ITEMS, _OTHER_ITEMS, default="message"),
 ]
 
 
@@ -227,7 +214,7 @@ class ResponsesPromptBody(Body):
     }
 
     model: str | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
     instructions: str | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -235,7 +222,7 @@ class ResponsesPromptBody(Body):
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesNamedChoice | ResponsesAllowedChoice | None = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
-    keep_alive: KeepAlive = None
+    keep_alive: fields.KeepAlive = None
     previous_response_id: None = None
     conversation: None = None
     personality: None = None
@@ -257,21 +244,21 @@ class ResponsesBody(ResponsesPromptBody, OpenAISamplingBody):
         **dict.fromkeys(("background", "prompt"), _STATELESS),
     }
 
-    max_output_tokens: Count | None = None
+    max_output_tokens: fields.Count | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     include: Annotated[list[Included], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    max_tool_calls: Annotated[Number | None, Ignored("it is of tools that a server runs")] = None
+    max_tool_calls: Annotated[fields.Number | None, Ignored("it is of tools that a server runs")] = None
     background: OnlyFalse | None = None
-    client_metadata: Annotated[dict[str, Any] | None, NOT_KEPT] = None
+    client_metadata: Annotated[dict[str, Any] | None, fields.NOT_KEPT] = None
     metadata: Annotated[dict[str, str] | None, Field(max_length=16, description="Given back.")] = None
     prompt: None = None
     moderation: None = None
     image: None = None
     access_programs: Annotated[Any, Ignored("there are no programs of a provider here")] = None
     background_options: None = None
-    context_management: Nothing = None
+    context_management: fields.Nothing = None
 
 
 class InputTokens(ReplyBody):
@@ -285,8 +272,8 @@ async def responses(call: ApiCall, body: ResponsesBody) -> Response:
     most = body.top_logprobs if body.top_logprobs is not None else (0 if _LOGPROBS in (body.include or ()) else None)
     sampling = sampling_of(body, served, max_tokens=body.max_output_tokens, logprobs=most)
     tokenizer = served.engine().tokenizer
-    grammar, grammar_field = one_grammar(
-        **{"text.format": _form(body), "structured_outputs": grammar_of(body.structured_outputs)}
+    grammar, grammar_field = fields.one_grammar(
+        **{"text.format": _form(body), "structured_outputs": fields.grammar_of(body.structured_outputs)}
     )
     truncation = body.truncation or ("auto" if served.evicts else "disabled")
     request = replace(_request(body), sampling=sampling, evicts=truncation == "auto", grammar=grammar)

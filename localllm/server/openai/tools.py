@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
-from localllm.server.bodies import Body, Ignored, told_apart
+from localllm.server.bodies import Body, Ignored, tagged_by
 from localllm.server.fields import ANY_OBJECT, CACHES_ITSELF, ArgumentsSchema, Label, Labels, json_grammar
 from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
 from localllm.server.tools.toolset import MAX_TOOLS, Tool, Toolset, toolset
@@ -46,7 +46,7 @@ class OpenAIFunctionTool(Body):
     cache_control: Annotated[Labels | None, CACHES_ITSELF] = None
 
 
-FUNCTION_OR_FOREIGN = told_apart("type", {"function": "FunctionTool", **KINDS}, NO_SUCH_TOOL, default="function")
+FUNCTION_OR_FOREIGN = tagged_by("type", {"function": "FunctionTool", **KINDS}, NO_SUCH_TOOL, default="function")
 
 AnyTool = Annotated[
     Annotated[OpenAIFunctionTool, Tag("FunctionTool")] | Annotated[ForeignTool, Tag("ForeignTool")],
@@ -130,7 +130,7 @@ class OpenAISchemaFormat(Body):
 
 
 _FORMATS = {"text": "TextFormat", "json_object": "ObjectFormat", "json_schema": "SchemaFormat"}
-BY_FORMAT = told_apart("type", _FORMATS, "its type is 'text', 'json_object' or 'json_schema'")
+BY_FORMAT = tagged_by("type", _FORMATS, "its type is 'text', 'json_object' or 'json_schema'")
 
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("TextFormat")]

@@ -27,7 +27,7 @@ class ToolCallDelta:
 
 @dataclass
 class Delta:
-    """What has been emitted of one answer since the last delta was taken.
+    """The part of one answer that was emitted since the last delta was taken.
 
     thought: the part of it that was thought
     calls: one entry for each call
@@ -70,7 +70,7 @@ class Delta:
 
     @property
     def end(self) -> FinishedEvent:
-        """How a whole answer ended."""
+        """The end of a whole answer."""
         assert self.finished is not None
         return self.finished
 

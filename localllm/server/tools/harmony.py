@@ -81,8 +81,8 @@ class HarmonyParser:
             text = "".join(self._arguments)
             arguments = arguments_of(text)
             if arguments is not None or is_cut:
-                told = text if arguments is None else dumped(arguments)
-                parts += [("call", self._name), ("arguments", told)]
+                written = text if arguments is None else dumped(arguments)
+                parts += [("call", self._name), ("arguments", written)]
             else:
                 parts.append(("text", text))
         self._kind = None

@@ -71,7 +71,7 @@ def partial_object(text: str) -> dict[str, Any]:
 
 
 def _call_of(value: Any, names: Collection[str]) -> ToolCallText | None:
-    """Some models write the function as an object of its own, and some the arguments as a text."""
+    """Return the call. Some models write the function as an object of its own, some the arguments as a text."""
     if not isinstance(value, dict):
         return None
     said: dict[str, Any] = value["function"] if isinstance(value.get("function"), dict) else value

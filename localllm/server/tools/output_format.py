@@ -1,4 +1,4 @@
-"""How a model's answer to one request is written: what its prompt has beside the messages, its grammar, its parser."""
+"""The format of a model's answer to one request: what its prompt has beside the messages, its grammar, its parser."""
 
 from __future__ import annotations
 

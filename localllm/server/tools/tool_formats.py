@@ -1,4 +1,4 @@
-"""How families of models write calls of tools: a table. A model's row follows from its chat template.
+"""A table of how families of models write calls of tools. A model's row follows from its chat template.
 
 A model whose template knows no tools, or has them in a form that is not here, is told of them in a message of ours.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written, read, and given to the chat template.
+    """The rules by which calls are written, parsed, and given to the chat template.
 
     Written under a grammar: `first`, then for each call `begins` NAME `middle` ARGUMENTS `ends`, with `between` between
     two, then `last`.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import openai
@@ -37,6 +40,7 @@ TURNS = [("system", SYSTEM), ("user", USER), ("assistant", "Once there was an ow
 
 
 ROOMY = ChatOpenAI(model="tiny", temperature=0, max_tokens=ROOM, **SERVER)
+ROOMY_RESPONSES = ChatOpenAI(model="tiny", use_responses_api=True, temperature=0, max_tokens=ROOM, **SERVER)
 
 
 class Degrees(BaseModel):
@@ -55,12 +59,22 @@ def text_of(message: BaseMessage) -> str:
     return str(message.text)
 
 
+def joined(chunks: Iterable[Any]) -> Any:
+    """The message that the chunks add up to."""
+    return functools.reduce(operator.add, chunks)
+
+
 @supports("langchain-openai", "/v1/chat/completions", "a whole answer")
+@supports("langchain-openai", "/v1/chat/completions", "tokens counted")
 def check_a_whole_answer() -> None:
     reply = CHAT.invoke(USER)
     assert reply.content == chat_text(), reply
     assert reply.response_metadata["finish_reason"] == "length", reply
     assert reply.response_metadata["model_name"] == "tiny", reply
+    usage = reply.usage_metadata
+    assert usage is not None and usage["output_tokens"] == LENGTH, usage
+    assert usage["total_tokens"] == usage["input_tokens"] + LENGTH, usage
+    assert usage["input_token_details"]["cache_read"] <= usage["input_tokens"], usage
 
 
 @supports("langchain-openai", "/v1/chat/completions", "an answer, streamed")
@@ -86,21 +100,13 @@ def check_a_batch() -> None:
     assert [reply.content for reply in replies] == [chat_text({"role": "user", "content": each}) for each in asked]
 
 
-@supports("langchain-openai", "/v1/chat/completions", "tokens counted")
-def check_usage_of_a_whole_answer() -> None:
-    usage = CHAT.invoke(USER).usage_metadata
-    assert usage is not None and usage["output_tokens"] == LENGTH, usage
-    assert usage["total_tokens"] == usage["input_tokens"] + LENGTH, usage
-    assert usage["input_token_details"]["cache_read"] <= usage["input_tokens"], usage
-
-
 @supports("langchain-openai", "/v1/chat/completions", "tokens counted, streamed")
+@supports("langchain-openai", "/v1/responses", "an answer, streamed")
 def check_usage_of_a_streamed_answer() -> None:
-    whole: Any = None
-    for chunk in CHAT.stream(USER, stream_usage=True):
-        whole = chunk if whole is None else whole + chunk
-    assert whole.content == chat_text(), whole
-    assert whole.usage_metadata["output_tokens"] == LENGTH, whole
+    for chunks in (CHAT.stream(USER, stream_usage=True), RESPONSES.stream(USER)):
+        whole = joined(chunks)
+        assert text_of(whole) == chat_text(), whole
+        assert whole.usage_metadata["output_tokens"] == LENGTH, whole
 
 
 @supports("langchain-openai", "/v1/chat/completions", "log-probabilities")
@@ -131,11 +137,13 @@ def check_several_turns() -> None:
 
 
 @supports("langchain-openai", "/v1/chat/completions", "an answer goes back")
+@supports("langchain-openai", "/v1/responses", "an answer goes back")
 def check_an_answer_goes_back() -> None:
-    first = CHAT.invoke(USER)
-    reply = CHAT.invoke([HumanMessage(USER), first, HumanMessage("And then?")])
-    assert reply.content and reply.usage_metadata, reply
-    assert reply.usage_metadata["input_tokens"] > first.usage_metadata["total_tokens"], reply  # type: ignore[index]
+    for model in (CHAT, RESPONSES):
+        first = model.invoke(USER)
+        reply = model.invoke([HumanMessage(USER), first, HumanMessage("And then?")])
+        assert text_of(reply) and reply.usage_metadata, reply
+        assert reply.usage_metadata["input_tokens"] > first.usage_metadata["total_tokens"], reply  # type: ignore[index]
 
 
 @supports("langchain-openai", "/v1/chat/completions", "parts of text")
@@ -206,9 +214,7 @@ def check_a_strict_tool() -> None:
 
 @supports("langchain-openai", "/v1/chat/completions", "tools: a call, streamed")
 def check_a_streamed_call() -> None:
-    whole: Any = None
-    for chunk in ROOMY.bind_tools([weather], tool_choice="weather").stream(USER):
-        whole = chunk if whole is None else whole + chunk
+    whole = joined(ROOMY.bind_tools([weather], tool_choice="weather").stream(USER))
     assert [call["name"] for call in whole.tool_calls] == ["weather"], whole
     assert whole.tool_calls[0]["args"]["unit"] in UNITS, whole
 
@@ -222,18 +228,16 @@ def check_a_result_goes_back() -> None:
 
 
 @supports("langchain-openai", "/v1/chat/completions", "structured output: parsed")
-def check_structured_output() -> None:
-    for method in ("json_schema", "function_calling"):
-        parsed = ROOMY.with_structured_output(Degrees, method=method).invoke(USER)
-        assert isinstance(parsed, Degrees), (method, parsed)
-
-
 @supports("langchain-openai", "/v1/chat/completions", "structured output: a JSON Schema")
-def check_structured_output_by_a_schema() -> None:
+@supports("langchain-openai", "/v1/responses", "structured output: parsed")
+def check_structured_output() -> None:
     schema = {**WEATHER, "title": "degrees", "description": "What the weather is told in."}
     for method in ("json_schema", "function_calling"):
-        parsed: Any = ROOMY.with_structured_output(schema, method=method).invoke(USER)
+        parsed: Any = ROOMY.with_structured_output(Degrees, method=method).invoke(USER)
+        assert isinstance(parsed, Degrees), (method, parsed)
+        parsed = ROOMY.with_structured_output(schema, method=method).invoke(USER)
         assert parsed["unit"] in UNITS, (method, parsed)
+    assert isinstance(ROOMY_RESPONSES.with_structured_output(Degrees).invoke(USER), Degrees)
 
 
 @supports("langchain-openai", "/v1/chat/completions", "structured output: parsed, streamed")
@@ -244,17 +248,10 @@ def check_structured_output_streamed() -> None:
 
 @supports("langchain-openai", "/v1/responses", "tools: a call of one that is named")
 def check_a_call_in_a_response() -> None:
-    responses = ChatOpenAI(model="tiny", use_responses_api=True, temperature=0, max_tokens=ROOM, **SERVER)
-    reply = responses.bind_tools([weather], tool_choice="weather").invoke(USER)
+    reply = ROOMY_RESPONSES.bind_tools([weather], tool_choice="weather").invoke(USER)
     assert [call["name"] for call in reply.tool_calls] == ["weather"], reply
     result = weather.invoke(reply.tool_calls[0])
     assert RESPONSES.bind_tools([weather]).invoke([HumanMessage(USER), reply, result]).text
-
-
-@supports("langchain-openai", "/v1/responses", "structured output: parsed")
-def check_structured_output_of_a_response() -> None:
-    responses = ChatOpenAI(model="tiny", use_responses_api=True, temperature=0, max_tokens=ROOM, **SERVER)
-    assert isinstance(responses.with_structured_output(Degrees).invoke(USER), Degrees)
 
 
 @supports("langchain-openai", "/v1/completions", "a whole text")
@@ -282,22 +279,6 @@ def check_a_response() -> None:
     assert text_of(reply) == chat_text(*({"role": role, "content": text} for role, text in TURNS[:2])), reply
     assert reply.usage_metadata and reply.usage_metadata["output_tokens"] == LENGTH, reply
     assert reply.response_metadata["status"] == "incomplete", reply
-
-
-@supports("langchain-openai", "/v1/responses", "an answer, streamed")
-def check_a_streamed_response() -> None:
-    whole: Any = None
-    for chunk in RESPONSES.stream(USER):
-        whole = chunk if whole is None else whole + chunk
-    assert text_of(whole) == chat_text(), whole
-    assert whole.usage_metadata["output_tokens"] == LENGTH, whole
-
-
-@supports("langchain-openai", "/v1/responses", "an answer goes back")
-def check_a_response_goes_back() -> None:
-    first = RESPONSES.invoke(USER)
-    reply = RESPONSES.invoke([HumanMessage(USER), first, HumanMessage("And then?")])
-    assert text_of(reply), reply
 
 
 @supports("langchain-openai", "/v1/embeddings", "several texts")

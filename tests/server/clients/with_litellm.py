@@ -69,16 +69,18 @@ def streamed(asked: dict[str, Any]) -> tuple[str, Any]:
 
 
 @supports("litellm", "/v1/chat/completions", "a whole answer")
-def check_a_whole_answer() -> None:
-    reply = litellm.completion(**CHAT)
-    assert text_of(reply) == chat_text(), reply
-    assert reply.choices[0].finish_reason == "length", reply
-
-
 @supports("litellm", "/v1/chat/completions", "tokens counted")
-def check_usage_of_a_whole_answer() -> None:
+@supports("litellm", "/v1/messages", "a whole answer")
+@supports("litellm", "/api/chat", "a whole answer")
+@supports("litellm", "/api/generate", "a whole answer")
+def check_whole_answers() -> None:
+    for asked in (CHAT, ANTHROPIC, OLLAMA_CHAT, OLLAMA):
+        reply = litellm.completion(**asked)
+        assert asked is OLLAMA or text_of(reply) == chat_text(), reply
+        assert text_of(reply) and reply.usage.completion_tokens == LENGTH, reply
+        assert asked in (OLLAMA_CHAT, OLLAMA) or reply.choices[0].finish_reason == "length", reply
     usage = litellm.completion(**CHAT).usage
-    assert usage.completion_tokens == LENGTH and usage.total_tokens == usage.prompt_tokens + LENGTH, usage
+    assert usage.total_tokens == usage.prompt_tokens + LENGTH, usage
 
 
 @supports("litellm", "/v1/chat/completions", "an answer, streamed")
@@ -89,11 +91,15 @@ def check_a_streamed_answer() -> None:
 
 
 @supports("litellm", "/v1/chat/completions", "tokens counted, streamed")
-def check_usage_of_a_streamed_answer() -> None:
-    text, last = streamed(CHAT)
-    assert text == chat_text()
-    assert last.usage.completion_tokens == LENGTH, last
-    assert last.usage.prompt_tokens == litellm.completion(**CHAT).usage.prompt_tokens, last
+@supports("litellm", "/v1/messages", "an answer, streamed")
+@supports("litellm", "/api/chat", "an answer, streamed")
+@supports("litellm", "/api/generate", "an answer, streamed")
+def check_usage_of_streamed_answers() -> None:
+    for asked in (CHAT, ANTHROPIC, OLLAMA_CHAT, OLLAMA):
+        text, last = streamed(asked)
+        assert text == text_of(litellm.completion(**asked)), text
+        assert last.usage.completion_tokens == LENGTH and (asked is OLLAMA or text == chat_text()), last
+        assert asked is not CHAT or last.usage.prompt_tokens == litellm.completion(**CHAT).usage.prompt_tokens, last
 
 
 @supports("litellm", "/v1/chat/completions", "pieces put together again")
@@ -115,8 +121,13 @@ def check_asynchronous_answers() -> None:
 
 @supports("litellm", "/v1/chat/completions", "a system prompt")
 @supports("litellm", "/v1/chat/completions", "several turns")
+@supports("litellm", "/v1/messages", "a system prompt")
+@supports("litellm", "/v1/messages", "several turns")
+@supports("litellm", "/api/chat", "a system prompt")
+@supports("litellm", "/api/chat", "several turns")
 def check_several_turns() -> None:
-    assert text_of(litellm.completion(**{**CHAT, "messages": TURNS})) == chat_text(*TURNS)
+    for asked in (CHAT, ANTHROPIC, OLLAMA_CHAT):
+        assert text_of(litellm.completion(**{**asked, "messages": TURNS})) == chat_text(*TURNS), asked
 
 
 @supports("litellm", "/v1/chat/completions", "log-probabilities")
@@ -157,57 +168,40 @@ def check_a_call_that_is_required() -> None:
 
 
 @supports("litellm", "/v1/chat/completions", "tools: a call of one that is named")
+@supports("litellm", "/v1/messages", "tools: a call of one that is named")
 def check_a_call_of_a_tool_that_is_named() -> None:
-    choice = litellm.completion(**{**CHAT, "max_tokens": ROOM}, **NAMED).choices[0]
-    assert choice.finish_reason == "tool_calls" and arguments_of(choice.message)["unit"] in UNITS, choice
+    for asked in (CHAT, ANTHROPIC):
+        choice = litellm.completion(**{**asked, "max_tokens": ROOM}, **NAMED).choices[0]
+        assert choice.finish_reason == "tool_calls" and arguments_of(choice.message)["unit"] in UNITS, choice
 
 
 @supports("litellm", "/v1/chat/completions", "tools: a call, streamed")
+@supports("litellm", "/v1/messages", "tools: a call, streamed")
 def check_a_streamed_call() -> None:
-    chunks = list(litellm.completion(**{**CHAT, "max_tokens": ROOM}, **NAMED, stream=True))
-    whole = litellm.stream_chunk_builder(chunks, messages=ASKED).choices[0]
-    assert whole.finish_reason == "tool_calls" and arguments_of(whole.message)["unit"] in UNITS, whole
+    for asked in (CHAT, ANTHROPIC):
+        chunks = list(litellm.completion(**{**asked, "max_tokens": ROOM}, **NAMED, stream=True))
+        whole = litellm.stream_chunk_builder(chunks, messages=ASKED).choices[0]
+        assert arguments_of(whole.message)["unit"] in UNITS, whole
+        assert asked is ANTHROPIC or whole.finish_reason == "tool_calls", whole
 
 
 @supports("litellm", "/v1/chat/completions", "tools: a result goes back")
+@supports("litellm", "/v1/messages", "tools: a result goes back")
 def check_a_result_goes_back() -> None:
-    called = litellm.completion(**{**CHAT, "max_tokens": ROOM}, **NAMED).choices[0].message
-    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "21"}
-    reply = litellm.completion(**{**CHAT, "messages": [*ASKED, called, result]}, tools=[TOOL])
-    assert text_of(reply), reply
+    for asked in (CHAT, ANTHROPIC):
+        called = litellm.completion(**{**asked, "max_tokens": ROOM}, **NAMED).choices[0].message
+        result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "21"}
+        sent = called if asked is CHAT else called.model_dump()
+        reply = litellm.completion(**{**asked, "messages": [*ASKED, sent, result]}, tools=[TOOL])
+        assert text_of(reply), reply
 
 
 @supports("litellm", "/v1/chat/completions", "structured output: a JSON Schema")
-def check_a_form() -> None:
-    reply = litellm.completion(**{**CHAT, "max_tokens": ROOM}, response_format=FORM)
-    assert json.loads(text_of(reply))["unit"] in UNITS, reply
-
-
-@supports("litellm", "/v1/messages", "tools: a call of one that is named")
-def check_a_call_of_anthropics() -> None:
-    choice = litellm.completion(**{**ANTHROPIC, "max_tokens": ROOM}, **NAMED).choices[0]
-    assert choice.finish_reason == "tool_calls" and arguments_of(choice.message)["unit"] in UNITS, choice
-
-
-@supports("litellm", "/v1/messages", "tools: a call, streamed")
-def check_a_streamed_call_of_anthropics() -> None:
-    chunks = list(litellm.completion(**{**ANTHROPIC, "max_tokens": ROOM}, **NAMED, stream=True))
-    whole = litellm.stream_chunk_builder(chunks, messages=ASKED).choices[0]
-    assert arguments_of(whole.message)["unit"] in UNITS, whole
-
-
-@supports("litellm", "/v1/messages", "tools: a result goes back")
-def check_a_result_of_anthropics_goes_back() -> None:
-    called = litellm.completion(**{**ANTHROPIC, "max_tokens": ROOM}, **NAMED).choices[0].message
-    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "21"}
-    reply = litellm.completion(**{**ANTHROPIC, "messages": [*ASKED, called.model_dump(), result]}, tools=[TOOL])
-    assert text_of(reply), reply
-
-
 @supports("litellm", "/api/chat", "structured output: a JSON Schema")
-def check_a_form_of_ollamas() -> None:
-    reply = litellm.completion(**{**OLLAMA_CHAT, "max_tokens": ROOM}, response_format=FORM)
-    assert json.loads(text_of(reply))["unit"] in UNITS, reply
+def check_a_form() -> None:
+    for asked in (CHAT, OLLAMA_CHAT):
+        reply = litellm.completion(**{**asked, "max_tokens": ROOM}, response_format=FORM)
+        assert json.loads(text_of(reply))["unit"] in UNITS, reply
 
 
 @supports("litellm", "/v1/chat/completions", "`top_k`, `min_p`, `num_ctx`")
@@ -216,15 +210,22 @@ def check_fields_of_other_servers() -> None:
 
 
 @supports("litellm", "/v1/chat/completions", "refused: a prompt that is too long")
+@supports("litellm", "/v1/messages", "refused: a prompt that is too long")
+@supports("litellm", "/api/chat", "refused: a prompt that is too long")
 def check_a_prompt_that_is_too_long() -> None:
-    too_long = {**CHAT, "messages": [{"role": "user", "content": TOO_LONG}]}
-    raised(litellm.ContextWindowExceededError, lambda: litellm.completion(**too_long))
-    raised(litellm.ContextWindowExceededError, lambda: list(litellm.completion(**too_long, stream=True)))
+    owls = {"messages": [{"role": "user", "content": TOO_LONG}]}
+    raised(litellm.ContextWindowExceededError, lambda: litellm.completion(**{**CHAT, **owls}))
+    raised(litellm.ContextWindowExceededError, lambda: list(litellm.completion(**{**CHAT, **owls}, stream=True)))
+    raised(litellm.ContextWindowExceededError, lambda: litellm.completion(**{**ANTHROPIC, **owls}))
+    error = raised(litellm.BadRequestError, lambda: litellm.completion(**{**OLLAMA_CHAT, **owls}))
+    assert "maximum context length is 1024" in str(error), error
 
 
 @supports("litellm", "/v1/chat/completions", "refused: an unknown model")
+@supports("litellm", "/v1/messages", "refused: an unknown model")
 def check_an_unknown_model() -> None:
     raised(litellm.NotFoundError, lambda: litellm.completion(**{**CHAT, "model": "openai/tinny"}))
+    raised(litellm.NotFoundError, lambda: litellm.completion(**{**ANTHROPIC, "model": "anthropic/tinny"}))
 
 
 @supports("litellm", "/v1/chat/completions", "refused: what cannot be honoured, by name")
@@ -275,73 +276,6 @@ def check_embeddings() -> None:
     for row, told in zip(rows, reply.data, strict=True):
         assert all(abs(a - b) < 1e-6 for a, b in zip(row["embedding"], told["embedding"], strict=True))
     assert reply.usage.prompt_tokens > 0, reply.usage
-
-
-@supports("litellm", "/v1/messages", "a whole answer")
-def check_a_message() -> None:
-    reply = litellm.completion(**ANTHROPIC)
-    assert text_of(reply) == chat_text() and reply.choices[0].finish_reason == "length", reply
-    assert reply.usage.completion_tokens == LENGTH, reply
-
-
-@supports("litellm", "/v1/messages", "an answer, streamed")
-def check_a_streamed_message() -> None:
-    text, last = streamed(ANTHROPIC)
-    assert text == chat_text() and last.usage.completion_tokens == LENGTH, last
-
-
-@supports("litellm", "/v1/messages", "a system prompt")
-@supports("litellm", "/v1/messages", "several turns")
-def check_messages_of_several_turns() -> None:
-    assert text_of(litellm.completion(**{**ANTHROPIC, "messages": TURNS})) == chat_text(*TURNS)
-
-
-@supports("litellm", "/v1/messages", "refused: a prompt that is too long")
-def check_a_message_that_is_too_long() -> None:
-    too_long = {**ANTHROPIC, "messages": [{"role": "user", "content": TOO_LONG}]}
-    raised(litellm.ContextWindowExceededError, lambda: litellm.completion(**too_long))
-
-
-@supports("litellm", "/v1/messages", "refused: an unknown model")
-def check_an_unknown_model_of_messages() -> None:
-    raised(litellm.NotFoundError, lambda: litellm.completion(**{**ANTHROPIC, "model": "anthropic/tinny"}))
-
-
-@supports("litellm", "/api/chat", "a whole answer")
-def check_a_chat_of_ollama() -> None:
-    reply = litellm.completion(**OLLAMA_CHAT)
-    assert text_of(reply) == chat_text() and reply.usage.completion_tokens == LENGTH, reply
-
-
-@supports("litellm", "/api/chat", "an answer, streamed")
-def check_a_streamed_chat_of_ollama() -> None:
-    text, last = streamed(OLLAMA_CHAT)
-    assert text == chat_text() and last.usage.completion_tokens == LENGTH, last
-
-
-@supports("litellm", "/api/chat", "a system prompt")
-@supports("litellm", "/api/chat", "several turns")
-def check_several_turns_of_ollama() -> None:
-    assert text_of(litellm.completion(**{**OLLAMA_CHAT, "messages": TURNS})) == chat_text(*TURNS)
-
-
-@supports("litellm", "/api/chat", "refused: a prompt that is too long")
-def check_a_chat_of_ollama_that_is_too_long() -> None:
-    too_long = {**OLLAMA_CHAT, "messages": [{"role": "user", "content": TOO_LONG}]}
-    error = raised(litellm.BadRequestError, lambda: litellm.completion(**too_long))
-    assert "maximum context length is 1024" in str(error), error
-
-
-@supports("litellm", "/api/generate", "a whole answer")
-def check_a_prompt_of_ollama() -> None:
-    reply = litellm.completion(**OLLAMA)
-    assert text_of(reply) and reply.usage.completion_tokens == LENGTH, reply
-
-
-@supports("litellm", "/api/generate", "an answer, streamed")
-def check_a_streamed_prompt_of_ollama() -> None:
-    text, last = streamed(OLLAMA)
-    assert text == text_of(litellm.completion(**OLLAMA)) and last.usage.completion_tokens == LENGTH, last
 
 
 @supports("litellm", "/api/embed", "several texts")

@@ -53,29 +53,30 @@ def text_of(*arguments: str) -> str:
 
 
 @supports("llm", "/v1/chat/completions", "a whole answer")
-def check_a_whole_answer() -> None:
-    assert text_of("-m", "tiny-local", "--no-stream", *GREEDY, USER) == chat_text()
-    assert text_of("-m", "tiny-whole", *GREEDY, USER) == chat_text()
-
-
 @supports("llm", "/v1/chat/completions", "an answer, streamed")
-def check_a_streamed_answer() -> None:
-    assert text_of("-m", "tiny-local", *GREEDY, USER) == chat_text()
-
-
-@supports("llm", "/v1/chat/completions", "a system prompt")
-def check_a_system_prompt() -> None:
-    whole = chat_text({"role": "system", "content": SYSTEM}, ASKED)
-    assert text_of("-m", "tiny-local", *GREEDY, "-s", SYSTEM, USER) == whole
+@supports("llm", "/v1/responses", "a whole answer")
+@supports("llm", "/v1/responses", "an answer, streamed")
+@supports("llm", "/v1/completions", "a whole text")
+@supports("llm", "/v1/completions", "a text, streamed")
+def check_whole_and_streamed_answers() -> None:
+    for more in (("--no-stream",), ()):
+        assert text_of("-m", "tiny-local", *more, *GREEDY, USER) == chat_text()
+        assert text_of("-m", "tiny-responses", *more, *GREEDY, USER) == chat_text()
+        assert text_of("-m", "tiny-text", *more, *GREEDY, STORY) == completion_text()
+    assert text_of("-m", "tiny-whole", *GREEDY, USER) == chat_text()
 
 
 @supports("llm", "/v1/chat/completions", "a system prompt")
 @supports("llm", "/v1/chat/completions", "several turns")
+@supports("llm", "/v1/responses", "a system prompt")
+@supports("llm", "/v1/responses", "several turns")
 def check_a_conversation_goes_on() -> None:
-    first = text_of("-m", "tiny-local", *GREEDY, "-s", SYSTEM, USER)
-    turns = [{"role": "system", "content": SYSTEM}, ASKED, {"role": "assistant", "content": first}]
-    whole = chat_text(*turns, {"role": "user", "content": "And then?"})
-    assert text_of("-c", *GREEDY, "And then?") == whole
+    for model in ("tiny-local", "tiny-responses"):
+        first = text_of("-m", model, *GREEDY, "-s", SYSTEM, USER)
+        turns = [{"role": "system", "content": SYSTEM}, ASKED]
+        assert first == chat_text(*turns)
+        turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]
+        assert text_of("-c", *GREEDY, "And then?") == chat_text(*turns)
 
 
 @supports("llm", "/v1/chat/completions", "tokens counted")
@@ -153,41 +154,12 @@ def check_an_endpoint_that_is_named() -> None:
     assert text_of("openai", "endpoint", f"{URL}/v1", USER, "-m", "tiny", *GREEDY) == chat_text()
 
 
-@supports("llm", "/v1/completions", "a whole text")
-def check_a_text_that_goes_on() -> None:
-    assert text_of("-m", "tiny-text", "--no-stream", *GREEDY, STORY) == completion_text()
-
-
-@supports("llm", "/v1/completions", "a text, streamed")
-def check_a_text_that_goes_on_streamed() -> None:
-    assert text_of("-m", "tiny-text", *GREEDY, STORY) == completion_text()
-
-
 @supports("llm", "/v1/completions", "log-probabilities")
 def check_logprobs_of_a_text() -> None:
     text_of("-m", "tiny-text", *GREEDY, "-o", "logprobs", "2", STORY)
     [entry] = json.loads(text_of("logs", "-n", "1", "--json"))
     tops = [top for piece in entry["response_json"]["logprobs"] for top in piece["top_logprobs"]]
     assert len(tops) == LENGTH and all(len(top) == 2 for top in tops), entry
-
-
-@supports("llm", "/v1/responses", "a whole answer")
-def check_a_response() -> None:
-    assert text_of("-m", "tiny-responses", "--no-stream", *GREEDY, USER) == chat_text()
-
-
-@supports("llm", "/v1/responses", "an answer, streamed")
-def check_a_streamed_response() -> None:
-    assert text_of("-m", "tiny-responses", *GREEDY, USER) == chat_text()
-
-
-@supports("llm", "/v1/responses", "a system prompt")
-@supports("llm", "/v1/responses", "several turns")
-def check_a_conversation_of_responses_goes_on() -> None:
-    first = text_of("-m", "tiny-responses", *GREEDY, "-s", SYSTEM, USER)
-    turns = [{"role": "system", "content": SYSTEM}, ASKED, {"role": "assistant", "content": first}]
-    whole = chat_text(*turns, {"role": "user", "content": "And then?"})
-    assert text_of("-c", *GREEDY, "And then?") == whole
 
 
 @supports("llm", "/v1/models", "a list")

@@ -22,6 +22,7 @@ ANTHROPIC = AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=URL, api_
 CHAT = OpenAIChatModel("tiny", provider=OPENAI)
 RESPONSES = OpenAIResponsesModel("tiny", provider=OPENAI)
 MESSAGES = AnthropicModel("tiny", provider=ANTHROPIC)
+MODELS: tuple[Model, ...] = (CHAT, RESPONSES, MESSAGES)
 LOOP = asyncio.Runner()  # one, as the clients' connections belong to it
 
 
@@ -59,125 +60,78 @@ def whole() -> str:
     return chat_text({"role": "system", "content": SYSTEM}, {"role": "user", "content": USER})
 
 
-def require_answer(model: Model) -> None:
-    run = asked(agent(model))
-    assert run.output == whole(), run
-    assert run.usage.output_tokens == LENGTH and run.usage.input_tokens > 0, run.usage
-
-
-def require_streamed_answer(model: Model) -> None:
-    text, run = streamed(agent(model))
-    assert text == whole(), text
-    assert run.usage.output_tokens == LENGTH, run.usage
-
-
-def require_call(model: Model) -> None:
-    """The tool that the model chooses to call is run, and the model says something to what comes of it."""
-    calling = agent(model, ROOM, tools=[weather])
-    for run in (asked(calling), streamed(calling)[1]):
-        parts = [part for message in run.all_messages() for part in message.parts]
-        assert [part.args_as_dict() for part in parts if isinstance(part, ToolCallPart)] == [{"unit": "C"}], parts
-        assert [part.content for part in parts if isinstance(part, ToolReturnPart)] == ["21 C"], parts
-        assert parts[-1].content, parts
-
-
-def require_structured_output(model: Model, *outputs: Any) -> None:
-    for output in outputs:
-        run = asked(agent(model, ROOM, output_type=output))
-        assert isinstance(run.output, Degrees) and run.output.unit in UNITS, run
-
-
-def require_refusals(model: Model, unknown: Model) -> None:
-    error = raised(ModelHTTPError, lambda: asked(agent(model), TOO_LONG))
-    assert error.status_code == 400 and "1024" in str(error), error
-    assert raised(ModelHTTPError, lambda: asked(agent(unknown))).status_code == 404
-
-
 @supports("pydantic-ai", "/v1/chat/completions", "a whole answer")
 @supports("pydantic-ai", "/v1/chat/completions", "a system prompt")
 @supports("pydantic-ai", "/v1/chat/completions", "tokens counted")
+@supports("pydantic-ai", "/v1/responses", "a whole answer")
+@supports("pydantic-ai", "/v1/responses", "a system prompt")
+@supports("pydantic-ai", "/v1/messages", "a whole answer")
+@supports("pydantic-ai", "/v1/messages", "a system prompt")
+@supports("pydantic-ai", "/v1/messages", "tokens counted")
 def check_a_whole_answer() -> None:
-    require_answer(CHAT)
+    for model in MODELS:
+        run = asked(agent(model))
+        assert run.output == whole(), run
+        assert run.usage.output_tokens == LENGTH and run.usage.input_tokens > 0, run.usage
 
 
 @supports("pydantic-ai", "/v1/chat/completions", "an answer, streamed")
 @supports("pydantic-ai", "/v1/chat/completions", "tokens counted, streamed")
+@supports("pydantic-ai", "/v1/responses", "an answer, streamed")
+@supports("pydantic-ai", "/v1/messages", "an answer, streamed")
 def check_a_streamed_answer() -> None:
-    require_streamed_answer(CHAT)
+    for model in MODELS:
+        text, run = streamed(agent(model))
+        assert text == whole(), text
+        assert run.usage.output_tokens == LENGTH, run.usage
 
 
 @supports("pydantic-ai", "/v1/chat/completions", "tools: calls that the model chooses to make")
 @supports("pydantic-ai", "/v1/chat/completions", "tools: a call, streamed")
 @supports("pydantic-ai", "/v1/chat/completions", "tools: a result goes back")
+@supports("pydantic-ai", "/v1/responses", "tools: calls that the model chooses to make")
+@supports("pydantic-ai", "/v1/responses", "tools: a call, streamed")
+@supports("pydantic-ai", "/v1/responses", "tools: a result goes back")
+@supports("pydantic-ai", "/v1/messages", "tools: calls that the model chooses to make")
+@supports("pydantic-ai", "/v1/messages", "tools: a call, streamed")
+@supports("pydantic-ai", "/v1/messages", "tools: a result goes back")
 def check_a_call() -> None:
-    require_call(CHAT)
+    """The tool that the model chooses to call is run, and the model says something to what comes of it."""
+    for model in MODELS:
+        calling = agent(model, ROOM, tools=[weather])
+        for run in (asked(calling), streamed(calling)[1]):
+            parts = [part for message in run.all_messages() for part in message.parts]
+            assert [part.args_as_dict() for part in parts if isinstance(part, ToolCallPart)] == [{"unit": "C"}], parts
+            assert [part.content for part in parts if isinstance(part, ToolReturnPart)] == ["21 C"], parts
+            assert parts[-1].content, parts
 
 
 @supports("pydantic-ai", "/v1/chat/completions", "tools: a call that is required")
 @supports("pydantic-ai", "/v1/chat/completions", "structured output: parsed")
+@supports("pydantic-ai", "/v1/responses", "tools: a call that is required")
+@supports("pydantic-ai", "/v1/responses", "structured output: parsed")
+@supports("pydantic-ai", "/v1/messages", "tools: a call that is required")
+@supports("pydantic-ai", "/v1/messages", "structured output: parsed")
 def check_structured_output() -> None:
-    require_structured_output(CHAT, Degrees, NativeOutput(Degrees))
+    native = [(model, output) for model in (CHAT, RESPONSES) for output in (Degrees, NativeOutput(Degrees))]
+    for model, output in (*native, (MESSAGES, ToolOutput(Degrees))):
+        run = asked(agent(model, ROOM, output_type=output))
+        assert isinstance(run.output, Degrees) and run.output.unit in UNITS, run
 
 
 @supports("pydantic-ai", "/v1/chat/completions", "refused: a prompt that is too long")
 @supports("pydantic-ai", "/v1/chat/completions", "refused: an unknown model")
-def check_refusals() -> None:
-    require_refusals(CHAT, OpenAIChatModel("tinny", provider=OPENAI))
-
-
-@supports("pydantic-ai", "/v1/responses", "a whole answer")
-@supports("pydantic-ai", "/v1/responses", "a system prompt")
-def check_a_response() -> None:
-    require_answer(RESPONSES)
-
-
-@supports("pydantic-ai", "/v1/responses", "an answer, streamed")
-def check_a_streamed_response() -> None:
-    require_streamed_answer(RESPONSES)
-
-
-@supports("pydantic-ai", "/v1/responses", "tools: calls that the model chooses to make")
-@supports("pydantic-ai", "/v1/responses", "tools: a call, streamed")
-@supports("pydantic-ai", "/v1/responses", "tools: a result goes back")
-def check_a_call_of_a_response() -> None:
-    require_call(RESPONSES)
-
-
-@supports("pydantic-ai", "/v1/responses", "tools: a call that is required")
-@supports("pydantic-ai", "/v1/responses", "structured output: parsed")
-def check_structured_output_of_a_response() -> None:
-    require_structured_output(RESPONSES, Degrees, NativeOutput(Degrees))
-
-
-@supports("pydantic-ai", "/v1/messages", "a whole answer")
-@supports("pydantic-ai", "/v1/messages", "a system prompt")
-@supports("pydantic-ai", "/v1/messages", "tokens counted")
-def check_a_message() -> None:
-    require_answer(MESSAGES)
-
-
-@supports("pydantic-ai", "/v1/messages", "an answer, streamed")
-def check_a_streamed_message() -> None:
-    require_streamed_answer(MESSAGES)
-
-
-@supports("pydantic-ai", "/v1/messages", "tools: calls that the model chooses to make")
-@supports("pydantic-ai", "/v1/messages", "tools: a call, streamed")
-@supports("pydantic-ai", "/v1/messages", "tools: a result goes back")
-def check_a_call_of_a_message() -> None:
-    require_call(MESSAGES)
-
-
-@supports("pydantic-ai", "/v1/messages", "tools: a call that is required")
-@supports("pydantic-ai", "/v1/messages", "structured output: parsed")
-def check_structured_output_of_a_message() -> None:
-    require_structured_output(MESSAGES, ToolOutput(Degrees))
-
-
 @supports("pydantic-ai", "/v1/messages", "refused: a prompt that is too long")
 @supports("pydantic-ai", "/v1/messages", "refused: an unknown model")
-def check_refusals_of_messages() -> None:
-    require_refusals(MESSAGES, AnthropicModel("tinny", provider=ANTHROPIC))
+def check_refusals() -> None:
+    models: list[tuple[Model, Model]] = [
+        (CHAT, OpenAIChatModel("tinny", provider=OPENAI)),
+        (MESSAGES, AnthropicModel("tinny", provider=ANTHROPIC)),
+    ]
+    for model, unknown in models:
+        error = raised(ModelHTTPError, lambda model=model: asked(agent(model), TOO_LONG))
+        assert error.status_code == 400 and "1024" in str(error), error
+        assert raised(ModelHTTPError, lambda unknown=unknown: asked(agent(unknown))).status_code == 404
 
 
 if __name__ == "__main__":
