@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -73,14 +73,14 @@ class LoadLine:
 
 
 @dataclass(frozen=True)
-class Loading:
-    """An engine of this process on its way."""
+class EngineLoad:
+    """An engine that is being loaded, by this process or by the server."""
 
-    service: EngineThread
+    service: EngineHandle
     shown: LoadLine
 
-    def wait(self) -> Engine:
-        """The engine. Raises what stopped the load."""
+    def wait(self) -> LoadedEngine:
+        """Return the engine. Raises what stopped the load."""
         engine = self.service.wait_loaded()
         assert engine is not None
         self.shown.line.clear()
@@ -88,32 +88,27 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Attaching:
-    """An engine on its way, of this process or of the server's."""
+class ThreadLoad(EngineLoad):
+    """An engine that this process loads."""
 
-    service: EngineHandle
-    shown: LoadLine
+    service: EngineThread
 
-    def wait(self) -> LoadedEngine:
-        """As `Loading.wait`."""
-        engine = self.service.wait_loaded()
-        assert engine is not None
-        self.shown.line.clear()
-        return engine
+    def wait(self) -> Engine:
+        return cast("Engine", super().wait())
 
 
 @contextlib.contextmanager
-def loading(front: Front, selection: Selection, opening: Opening) -> Iterator[Loading]:
+def loading(front: Front, selection: Selection, opening: Opening) -> Iterator[ThreadLoad]:
     """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread."""
     shown = LoadLine(front, selection)
     with shown.line:
         service = _own(front, selection, opening, shown)
         with _in_use(service, shown):
-            yield Loading(service, shown)
+            yield ThreadLoad(service, shown)
 
 
 @contextlib.contextmanager
-def attaching(front: Front, selection: Selection, opening: Opening, *, attaches: bool) -> Iterator[Attaching]:
+def attaching(front: Front, selection: Selection, opening: Opening, *, attaches: bool) -> Iterator[EngineLoad]:
     """As `loading`; where a server of this user runs, its engine is used, if that `attaches`."""
     from localllm.runtime.server_client import attached
 
@@ -123,7 +118,7 @@ def attaching(front: Front, selection: Selection, opening: Opening, *, attaches:
         if service is None:
             service = _own(front, selection, opening, shown)
         with _in_use(service, shown):
-            yield Attaching(service, shown)
+            yield EngineLoad(service, shown)
 
 
 @contextlib.contextmanager

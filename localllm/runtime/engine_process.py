@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from localllm.runtime.engine_server import ClientConnection
 
 _LEAVE_S = 5.0  # for which a process that is told to end may go on, before it is killed
-# What is said of a token waits so long at most for the interpreter, where the engine's thread has it: 5 ms is usual.
+# The longest that a token's message waits for the interpreter, where the engine's thread has it; the usual is 5 ms.
 _SWITCH_S = 0.0005
 _GRANTED = Origin("flag", "the server's share of the memory")
 
@@ -171,8 +171,8 @@ def foresee(client: EngineClient, caps: Caps) -> None:
 
 
 def _context() -> Any:
-    """From which processes are made. Forked from one that has loaded torch, an engine begins in 30 ms, not in a
-    second; and what torch is in memory is there once."""
+    """Return the context that processes are made by. Forked from one that has loaded torch, an engine begins in 30 ms,
+    not in a second; and torch is in memory once."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -182,12 +182,12 @@ def _context() -> Any:
 
 @contextlib.contextmanager
 def _signals_of_the_terminal_held() -> Iterator[None]:
-    """While it lasts, what this thread starts is begun without them, and so is all that is forked from that: the owner
-    hears of them, and ends the process. One that is still being begun would die of them with a traceback."""
+    """Hold back SIGINT and SIGHUP from what this thread starts, and all that is forked from that: the owner receives
+    them, and ends the process. One that is still starting would die of them with a traceback."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # which is begun with them, and lets them through when it has been
+    resource_tracker.ensure_running()  # which is started with them, and lets them through then
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
@@ -200,7 +200,7 @@ def _signals_of_the_terminal_held() -> Iterator[None]:
 
 def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> None:
     """Run until the owner has gone. Requests are the matter of `engine_server`."""
-    for name in ("SIGINT", "SIGHUP"):  # of the terminal: its owner hears of it, and ends this
+    for name in ("SIGINT", "SIGHUP"):  # of the terminal: the owner receives it, and ends this
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
@@ -217,12 +217,12 @@ def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps
 
 
 def _agree_on_room(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> Caps | None:
-    """With how much it may load; None where the owner has gone. Raises what keeps the model from being looked at."""
+    """Return the memory that is granted; None where the owner has gone. Raises what keeps the model from being read."""
     while True:
         foreseen = _foreseen(_with_caps(selection, caps), opening, _telling(sock))
         sock.sendall(protocol.line({"op": "foreseen", "foreseen": protocol.plain(foreseen)}))
         data = b""
-        while not data.endswith(b"\n"):  # the owner says one thing, and waits then
+        while not data.endswith(b"\n"):  # the owner sends one message, and waits then
             more = sock.recv(4096)
             if not more:
                 return None

@@ -42,11 +42,10 @@ class ClientConnection:
         threading.Thread(target=self._read, name="localllm-client-read", daemon=True).start()
 
     def send(self, message: protocol.Message) -> None:
-        """From any thread; returns at once."""
+        """Send a message from any thread, without waiting."""
         self._outbox.put(protocol.line(message))
 
     def tell_of_move(self) -> None:
-        """Tell whoever waits for an answer, also behind those of others, that the engine has moved on."""
         if self._streams:
             self.send({"op": "moved"})
 
@@ -139,14 +138,13 @@ class ClientConnection:
 
 
 class _Outbound:
-    """The destination of one request's events: who asked for it, under the number that it gave."""
+    """`Recipient` of one request's events, which go to its client under the client's number."""
 
     def __init__(self, number: int, client: ClientConnection) -> None:
         self._number = number
         self._client = client
 
     def put(self, item: Event | BaseException, /) -> None:
-        """As `Recipient` has it."""
         if isinstance(item, BaseException):
             self._client.send({"op": "broken", "id": self._number, "error": protocol.plain(item)})
             self._client.ended(self._number)

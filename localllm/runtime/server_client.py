@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, tuple[Any, ...]], None]
 
-# What an engine is like, once it is loaded; of these an attached one has to be as somebody has chosen.
+# The settings of a loaded engine; of these an attached one has to be as somebody has chosen.
 _OF_ENGINES = (
     "device", "dtype", "weights", "kv", "ctx", "ram", "vram", "speculate", "draft_tokens", "cache_disk", "threads",
 )  # fmt: skip
@@ -61,19 +61,19 @@ class ServerRefusedError(LocalLLMError):
 
 
 class Server:
-    """One that runs."""
+    """This user's running server."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @classmethod
     def find(cls) -> Server | None:
-        """This user's; None where there is none."""
+        """Return the server; None where there is none."""
         path = found_server() if IS_SUPPORTED else None
         return None if path is None else cls(path)
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """Raises OSError where nobody listens any more, and ServerRefusedError."""
+        """Return the reply's JSON. Raises OSError where nobody listens any more, and ServerRefusedError."""
         connection = _LocalConnection(self._path, timeout_s)
         try:
             data = None if body is None else json.dumps(body)
@@ -91,14 +91,14 @@ class Server:
 
 
 def named_at_server(word: str) -> str | None:
-    """The name, or the folder, under which the model is found that the server knows as `word`; None where it knows
+    """Return the name, or the folder, by which the model is found that the server knows as `word`; None where it knows
     none."""
     server = Server.find()
     try:
-        told = None if server is None else server.ask("POST", "/find", {"model": word}, timeout_s=_REPLY_S)
+        reply = None if server is None else server.ask("POST", "/find", {"model": word}, timeout_s=_REPLY_S)
     except (OSError, ServerRefusedError):
         return None
-    return None if told is None else str(told["name"])
+    return None if reply is None else str(reply["name"])
 
 
 def attached(

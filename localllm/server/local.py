@@ -1,5 +1,5 @@
-"""What this user's own programs ask of the server, at its Unix socket: `ps`, `load`, `stop`, and to which engine `run`
-and `chat` may attach. Whoever can open the socket is let in: its folder is this user's alone."""
+"""The endpoints at the server's Unix socket, for this user's own programs: `ps`, `load`, `stop`, and the engine that
+`run` and `chat` attach to. Whoever can open the socket is let in: its folder is this user's alone."""
 
 from __future__ import annotations
 
@@ -30,25 +30,18 @@ _WHAT_IS_LOADED = "localllm ps"
 
 
 class AttachBody(Body):
-    """model: a name, or a folder of this user's. directory: where its files are: a name may be another's alias.
-    settings: of the engine, that were chosen by somebody. private: nothing of what is said may be kept. waits: until it
-    is loaded; else it is only said whether it may be attached to.
-    """
-
     version: str
-    model: str
-    directory: str
-    settings: dict[str, Any]
-    private: bool
-    waits: bool
+    model: str  # a name, or a folder of this user's
+    directory: str  # of its files: a name may be another model's alias
+    settings: dict[str, Any]  # of the engine, that somebody has chosen
+    private: bool  # nothing of the texts may be saved
+    waits: bool  # until the model is loaded; else the reply is only whether its engine may be attached to
 
 
 class Attached(TypedDict):
-    """socket: of the engine; "" where nobody waited for it. pid: of its process."""
-
     name: str
-    socket: str
-    pid: int | None
+    socket: str  # of the engine; "" where nobody waited for it
+    pid: int | None  # of its process
 
 
 class ModelBody(Body):
@@ -57,8 +50,11 @@ class ModelBody(Body):
 
 
 class Row(TypedDict):
-    """A model that is loaded or on its way, whose engine does not answer ("silent"), or has ended: the next request
-    loads it again. memory: bytes by tier, of the plan. expires_at: in seconds since 1970."""
+    """A model that has been loaded, or is being loaded. One that has ended is loaded again by the next request.
+
+    memory: bytes by tier, of the plan
+    expires_at: in seconds since 1970
+    """
 
     name: str
     state: State
@@ -120,7 +116,7 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
 
 
 async def find(call: ApiCall, body: ModelBody) -> JsonReply:
-    """Of the server's own models: what else is on this disk is found without it. Raises RequestError."""
+    """Find one of the server's own models: others on this disk are found without it. Raises RequestError."""
     served = call.pool.known(body.model or "")
     if served is None:
         raise RequestError(404, "the server has no model of that name", name="model_not_found", param="model")
@@ -129,7 +125,7 @@ async def find(call: ApiCall, body: ModelBody) -> JsonReply:
 
 
 async def attach(call: ApiCall, body: AttachBody) -> Response:
-    """Loads the model where it is not. Raises RequestError where the engine is not as it is wanted."""
+    """Load the model where it is not. Raises RequestError where the engine is not as it is wanted."""
     if body.version != __version__:
         raise _refused(f"the server is version {__version__}, this program {body.version}")
     served = await call.pool.find_files(body.model, Path(body.directory))
@@ -149,7 +145,7 @@ async def attach(call: ApiCall, body: AttachBody) -> Response:
 
 
 async def _other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str | None:
-    """What the engine is not, of what is wanted: by its settings, or by what has come of those that were left to it."""
+    """Return how the engine differs from what is wanted: by its settings, or by what it chose where they are open."""
     engine, became = served.engine_if_loaded, dict[str, Any]()
     if wanted and engine is not None:
         with suppress(LocalLLMError):  # it has just been killed
@@ -160,8 +156,8 @@ async def _other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str
         is_open = has in (None, "auto")
         if value not in (has, became.get(name, has)):
             what = became.get(name, "") if is_open else has
-            told = f"has {name} {what}" if what else f"chooses {name} itself"
-            return f"the server's engine {told}, and {value} is asked for"
+            differs = f"has {name} {what}" if what else f"chooses {name} itself"
+            return f"the server's engine {differs}, and {value} is asked for"
     return None
 
 
@@ -170,7 +166,7 @@ def _refused(why: str) -> RequestError:
 
 
 async def load(call: ApiCall, body: ModelBody) -> JsonReply:
-    """Returns when it is loaded."""
+    """Load a model, and wait for it."""
     served = await call.pool.find_own(body.model)
     await call.server.make_ready(served, keep_seconds(body.keep_alive))
     reply: Done = {"name": served.name}
@@ -178,7 +174,7 @@ async def load(call: ApiCall, body: ModelBody) -> JsonReply:
 
 
 async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
-    """At once: what is being answered ends with an error."""
+    """Unload at once: running answers end with an error."""
     try:
         served = await call.pool.find_own(body.model)
     except ModelNotFoundError as error:
@@ -216,7 +212,7 @@ async def _row(call: ApiCall, served: ServedModel) -> Row:
 
 
 def _status(engine: LoadedEngine) -> EngineStatus | None:
-    """None where it does not answer. Raises EngineGoneError."""
+    """Return the status; None where the engine does not answer. Raises EngineGoneError."""
     try:
         return engine.status()
     except EngineStuckError:

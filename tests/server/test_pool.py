@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,29 @@ def process_of(server: Running, name: str) -> EngineClient:
     return served.handle
 
 
-def kill(server: Running, name: str) -> None:
+def pid_of(server: Running, name: str) -> int:
     pid = process_of(server, name).peer.pid
     assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def kill(server: Running, name: str) -> None:
+    os.kill(pid_of(server, name), signal.SIGKILL)
+
+
+def hold(server: Running, name: str, *, still_s: float = 2.0) -> None:
+    """Stop the engine, which is found out after that time."""
+    os.kill(pid_of(server, name), signal.SIGSTOP)
+    process_of(server, name).watchdog.patience = Patience(still_s=still_s)
+
+
+@contextmanager
+def answering(server: Running, **more: Any) -> Iterator[Iterator[str]]:
+    """A long answer, of which the first line has come."""
+    with server.client.stream("POST", "/v1/completions", json={**ENDLESS, **more}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        yield lines
 
 
 def test_a_model_is_loaded_when_it_is_asked_for_and_the_other_makes_room(
@@ -105,9 +124,7 @@ def test_a_model_that_has_room_beside_the_others_leaves_them_alone(other: Path, 
 def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Running, texts: dict[str, str]) -> None:
     said(processes, "tiny")
     with ThreadPoolExecutor() as threads:
-        with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+        with answering(processes, model="tiny") as lines:
             waiting = threads.submit(said, processes, "other")
             wait_for(lambda: processes.served.is_leaving or waiting.done())
             behind = threads.submit(said, processes, "tiny")  # it does not keep the other from its turn
@@ -119,9 +136,7 @@ def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Runni
 def test_where_no_room_comes_the_refusal_has_the_numbers(processes: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_models, "_ROOM_S", 0.0)
     said(processes, "tiny")
-    with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+    with answering(processes, model="tiny"):
         refused = processes.post("/v1/completions", {**TEXT, "model": "other"})
     error = refused.json()["error"]
     assert refused.status_code == 503 and "retry-after" in refused.headers
@@ -134,15 +149,13 @@ def test_an_engine_that_is_killed_in_mid_answer_ends_the_stream_with_an_error(
     processes: Running, texts: dict[str, str]
 ) -> None:
     said(processes, "tiny")
-    pid = process_of(processes, "tiny").peer.pid
-    with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+    pid = pid_of(processes, "tiny")
+    with answering(processes, model="tiny") as lines:
         kill(processes, "tiny")
         told = "".join(lines)
     assert "the engine is gone" in told and "SIGKILL" in told and "[DONE]" not in told
     assert said(processes, "tiny") == texts["tiny"]
-    assert process_of(processes, "tiny").peer.pid != pid
+    assert pid_of(processes, "tiny") != pid
 
 
 @pytest.mark.parametrize("phase", ["idle", "reading the prompt"])
@@ -163,15 +176,17 @@ def test_a_request_of_which_nothing_was_said_is_asked_anew_where_its_engine_is_k
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 8
 
 
-def test_an_engine_that_is_killed_while_it_loads_is_loaded_anew(processes: Running, texts: dict[str, str]) -> None:
+@pytest.mark.parametrize("end", [kill, hold], ids=["killed", "stopped"])
+def test_an_engine_that_ends_or_does_not_move_while_it_loads_is_loaded_anew(
+    processes: Running, texts: dict[str, str], end: Callable[[Running, str], None]
+) -> None:
     said(processes, "tiny")
-
     served = processes.pool.known("other")
     assert served is not None
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(said, processes, "other")
         wait_for(lambda: isinstance(served.handle, EngineClient) and served.handle.peer.pid is not None)
-        kill(processes, "other")
+        end(processes, "other")
         assert asked.result(PATIENCE_S) == texts["other"]
 
 
@@ -182,10 +197,8 @@ def test_who_waits_behind_an_answer_whose_engine_is_killed_keeps_no_other_model_
     with (
         running(in_processes=True, also=[other], ram="600MiB", capacity=capacity) as server,
         ThreadPoolExecutor() as threads,
-        server.client.stream("POST", "/v1/completions", json=ENDLESS) as stream,
+        answering(server),
     ):
-        lines = stream.iter_lines()
-        next(lines)
         behind = threads.submit(said, server, "tiny")
         wait_for(lambda: server.served.num_open == 2 or behind.done())
         waiting = threads.submit(said, server, "other")
@@ -251,9 +264,7 @@ def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered
         monkeypatch.setattr(Engine, "status", status)
         server.post("/v1/completions", {**TEXT, "keep_alive": 0})
         wait_for(looked.is_set)
-        with server.client.stream("POST", "/v1/completions", json=ENDLESS) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+        with answering(server) as lines:
             released.set()
             assert "data: [DONE]" in list(lines)
 
@@ -296,18 +307,15 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
     processes: Running, texts: dict[str, str], phase: str
 ) -> None:
     said(processes, "tiny")
-    stopped = process_of(processes, "tiny")
-    assert stopped.peer.pid is not None
+    stopped, pid = process_of(processes, "tiny"), pid_of(processes, "tiny")
     with ThreadPoolExecutor() as threads:
         if phase == "in mid answer":
-            with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
-                lines = stream.iter_lines()
-                next(lines)
-                hold(stopped)
+            with answering(processes, model="tiny") as lines:
+                hold(processes, "tiny")
                 told = "".join(lines)
             assert "does not move on" in told and "[DONE]" not in told
         else:
-            hold(stopped, still_s=8.0)
+            hold(processes, "tiny", still_s=8.0)
             waiting = threads.submit(processes.post, "/v1/completions", {**TEXT, "model": "tiny"})
             wait_for(lambda: processes.get("/health").status_code == 503 or waiting.done())
             assert not waiting.done()
@@ -316,40 +324,18 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
             assert refused.status_code == 503 and "retry-after" in refused.headers
             assert "neither computed nor read" in refused.json()["error"]["message"]
     assert said(processes, "tiny") == texts["tiny"] and processes.get("/health").status_code == 200
-    assert process_of(processes, "tiny").peer.pid != stopped.peer.pid and not psutil.pid_exists(stopped.peer.pid)
-
-
-def hold(process: EngineClient, *, still_s: float = 2.0) -> None:
-    """It does not move any more, and is found out after that time."""
-    assert process.peer.pid is not None
-    os.kill(process.peer.pid, signal.SIGSTOP)
-    process.watchdog.patience = Patience(still_s=still_s)
-
-
-def test_an_engine_that_does_not_move_while_it_loads_is_ended_and_the_model_loaded_anew(
-    processes: Running, texts: dict[str, str]
-) -> None:
-    said(processes, "tiny")
-    served = processes.pool.known("other")
-    assert served is not None
-    with ThreadPoolExecutor() as threads:
-        asked = threads.submit(said, processes, "other")
-        wait_for(lambda: isinstance(served.handle, EngineClient) and served.handle.peer.pid is not None)
-        hold(process_of(processes, "other"))
-        assert asked.result(PATIENCE_S) == texts["other"]
+    assert pid_of(processes, "tiny") != pid and not psutil.pid_exists(pid)
 
 
 def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(other: Path, texts: dict[str, str]) -> None:
     with running(in_processes=True, also=[other]) as server, ThreadPoolExecutor() as threads:
         said(server, "other")
-        stopped = process_of(server, "tiny")
-        assert stopped.peer.pid is not None
-        os.kill(stopped.peer.pid, signal.SIGSTOP)
+        hold(server, "tiny", still_s=PATIENCE_S)
         # More than its socket takes: whoever says it must not wait for the engine.
         many = [threads.submit(server.post, "/v1/completions", {"prompt": [4000] * 900, "n": 8}) for _ in range(6)]
         wait_for(lambda: server.served.num_open == 48)
         assert said(server, "other") == texts["other"]
-        stopped.watchdog.patience = Patience(still_s=1.0)
+        process_of(server, "tiny").watchdog.patience = Patience(still_s=1.0)
         assert {each.result(PATIENCE_S).status_code for each in many} == {503}
 
 
@@ -455,8 +441,6 @@ def test_a_model_that_leaves_while_its_files_are_looked_at_is_loaded_again(
 def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(other: Path) -> None:
     """Programs that have attached may wait for its answers, of which the server knows nothing."""
     with running(in_processes=True, also=[other]) as server:
-        process = process_of(server, "tiny")
-        assert process.peer.pid is not None
         engine, asked = server.served.engine_if_loaded, threading.Event()
 
         def status() -> EngineStatus:
@@ -476,13 +460,12 @@ def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tu
     server, folder = changing
     said(server, "teller")
     process = process_of(server, "teller")
-    assert process.peer.pid is not None
-    os.kill(process.peer.pid, signal.SIGSTOP)
+    os.kill(pid_of(server, "teller"), signal.SIGSTOP)
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(server.post, "/v1/completions", TEXT)
         wait_for(lambda: process._connection._recipients)
         write_checkpoint(folder, seed=1)
-        os.kill(process.peer.pid, signal.SIGKILL)
+        kill(server, "teller")
         refused = asked.result(PATIENCE_S)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "model_changed"
     said(server, "teller")
@@ -516,11 +499,8 @@ def test_an_answer_that_is_being_written_is_not_cut_where_the_model_changes(chan
     server, folder = changing
     write_checkpoint(folder)
     said(server, "teller")
-    endless = {**ENDLESS, "max_tokens": 400}
     with ThreadPoolExecutor() as threads:
-        with server.client.stream("POST", "/v1/completions", json=endless) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+        with answering(server, max_tokens=400) as lines:
             write_checkpoint(folder, seed=1)
             waiting = threads.submit(said, server, "teller")
             rest = list(lines)
@@ -532,12 +512,12 @@ def test_a_model_whose_files_are_gone_is_told_as_gone_and_answers_when_they_are_
 ) -> None:
     server, folder = changing
     said(server, "teller")
-    pid = process_of(server, "teller").peer.pid
+    pid = pid_of(server, "teller")
     away = folder.rename(folder.with_name("away"))
     refused = server.post("/v1/completions", TEXT)
     assert refused.status_code == 404 and "is gone" in refused.json()["error"]["message"]
     away.rename(folder)
-    assert server.post("/v1/completions", TEXT).status_code == 200 and process_of(server, "teller").peer.pid == pid
+    assert server.post("/v1/completions", TEXT).status_code == 200 and pid_of(server, "teller") == pid
 
 
 def test_a_model_of_which_a_half_is_there_is_told_with_the_reason_and_loaded_when_it_is_whole(
@@ -615,7 +595,7 @@ def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
 
 
 def test_a_first_load_that_came_to_nothing_is_not_waited_for() -> None:
-    failures = [EngineGoneError("the engine is gone", why="its process was ended by SIGKILL")]
+    failures = [EngineGoneError("the engine is gone", why="its process was ended by SIGKILL") for _ in range(2)]
 
     def load() -> Engine:
         if failures:

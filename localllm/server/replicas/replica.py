@@ -32,8 +32,13 @@ BEGINS, ENDS = "<localllm ", " localllm>"  # around what a replica says of why i
 
 @dataclass(frozen=True)
 class Role:
-    """What every replica is started as. model: by which it is found on whichever machine. resolved: the settings, with
-    the replica's share of its machine. needs_key: whether clients do. is_alone: nothing of it is for other machines."""
+    """The arguments that every replica is started with.
+
+    model: a name by which the model is found on whichever machine
+    resolved: the settings, with the replica's share of its machine
+    needs_key: whether clients need one
+    is_alone: nothing of it is for other machines
+    """
 
     model: str
     resolved: ResolvedSettings
@@ -45,7 +50,7 @@ class Role:
 
 
 class ReplicaError(Exception):
-    """A replica cannot start. Its text is all that reaches who waits for it."""
+    """A replica cannot start. Its text is all that reaches the fleet."""
 
     def __init__(self, error: LocalLLMError) -> None:
         told = {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code, "exit": error.exit_code}
@@ -89,8 +94,8 @@ class Replica:
             raise ReplicaError(told_of(error, selection.files, selection.resolved)) from None
 
     def check_health(self) -> None:
-        """Ray asks every second, and starts the replica anew where its engine is broken, or its model's files are
-        others and have been left alone for that second. Raises BusyError, ModelChangedError then."""
+        """Raises BusyError where the engine is broken, and ModelChangedError where the model's files are others and
+        have been left alone for a second. Ray asks every second, and starts the replica anew then."""
         assert self._server is not None
         model = self._server.pool.first
         loaded = model.engine().contents
@@ -101,8 +106,8 @@ class Replica:
                 require_unchanged(directory, loaded)
 
     async def answer(self, call: ReplicaCall) -> AsyncIterator[Message]:
-        """The messages of the reply, as ASGI has them; what was said meanwhile comes as one. Whoever cancels it has
-        gone, and is computed for no longer."""
+        """Yield the messages of the reply, as ASGI has them; texts that have come meanwhile are one. Cancelled, it
+        stops the computation."""
         scope, outbox = call.scope(), asyncio.Queue[Message | None]()
         inbox = [{"type": "http.request", "body": call.body, "more_body": False}]
 
@@ -126,7 +131,7 @@ class Replica:
                 await task
 
     def __del__(self) -> None:
-        """Ray calls it where a replica ends in peace."""
+        """Close the server; Ray calls this where a replica ends in peace."""
         if self._server is not None:
             self._server.close()
 
