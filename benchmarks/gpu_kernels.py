@@ -37,7 +37,7 @@ from localllm.kernels.gpu.catalog import Heads
 from localllm.kernels.gpu.check import Case
 from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.gemv import INT8_GROUP, GpuMatrix
-from localllm.kernels.gpu.launch import Launch, run_all
+from localllm.kernels.gpu.launch import KernelLaunch, run_all
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.tile16 import TILE
 from localllm.offload.planner.roofline import device_seconds, recorded
@@ -328,7 +328,7 @@ class Profile:
         if on.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0, on)
         cache = sequence(engine.residency.new_pages(KV_FORMATS[kv]), depth, _ROOM)
-        step = engine.runner.gpu_step
+        step = engine.runner.gpu_program
         assert step is not None
         kinds = _kinds(self._launches(engine.model, cache, depth))
         measures: dict[str, Callable[[], float]] = {"copy": copying(on)}
@@ -353,29 +353,29 @@ class Profile:
             },
         }
 
-    def _launches(self, model: Any, cache: PagedKV, depth: int) -> list[Launch]:
+    def _launches(self, model: Any, cache: PagedKV, depth: int) -> list[KernelLaunch]:
         """The launches of one step, after another has made what is made once."""
-        step, found, run = WithoutGraphs(model), list[Launch](), Launch.run
+        step, found, run = WithoutGraphs(model), list[KernelLaunch](), KernelLaunch.run
         decoded(step, cache, depth, 1)
 
-        def record(launch: Launch) -> None:
+        def record(launch: KernelLaunch) -> None:
             found.append(launch)
             run(launch)
 
-        with patch.object(Launch, "run", record):
+        with patch.object(KernelLaunch, "run", record):
             decoded(step, cache, depth, 1)
         return found
 
 
-def _kinds(launches: list[Launch]) -> dict[str, list[Launch]]:
+def _kinds(launches: list[KernelLaunch]) -> dict[str, list[KernelLaunch]]:
     """Launches of one kernel for matrices of one shape, in the order of the step."""
-    kinds: dict[str, list[Launch]] = {}
+    kinds: dict[str, list[KernelLaunch]] = {}
     for launch in launches:
         kinds.setdefault(_kind(launch), []).append(launch)
     return kinds
 
 
-def _kind(launch: Launch) -> str:
+def _kind(launch: KernelLaunch) -> str:
     name, weights = launch.name.lstrip("_"), launch.arguments.get("qweight")
     if name in ("gemv", "gemm") and isinstance(weights, Tensor):
         K = weights[0].nbytes * 8 // launch.constants["BITS"] // 16
@@ -383,7 +383,7 @@ def _kind(launch: Launch) -> str:
     return " ".join([name, str(launch.constants.get("KIND", ""))]).strip()
 
 
-def _launch_bytes(launch: Launch, kv_bytes: int) -> int:
+def _launch_bytes(launch: KernelLaunch, kv_bytes: int) -> int:
     """Bytes read and written. kv_bytes: of a layer's pages, of which the kernel is given addresses."""
     if launch.name == "_embed":
         return _sum({"x": launch.arguments["x"]}) * 5 // 4  # of the matrix a row of bytes is read

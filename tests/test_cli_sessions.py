@@ -17,7 +17,7 @@ import pytest
 
 from localllm.chat.text import one_line
 from localllm.cli.names import complete_sessions
-from localllm.engine.events import FinishedEvent, Timings, Usage
+from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import CheckpointError
 from localllm.history import History, Session
 from localllm.runtime.engine_thread import EngineThread
@@ -260,28 +260,30 @@ def test_a_question_that_does_not_fit_is_not_kept(talk, path: Path) -> None:
 
 
 class BreaksOff:
-    """A stream whose disk vanishes after some events."""
+    """A stream whose disk vanishes after some tokens."""
 
-    def __init__(self, stream: Any, events: int) -> None:
-        self._stream, self._events = stream, events
+    def __init__(self, stream: Any, tokens: int) -> None:
+        self._stream, self._tokens = stream, tokens
 
     def __iter__(self) -> Any:
-        for index, event in enumerate(self._stream):
-            if index == self._events:
+        left = self._tokens
+        for event in self._stream:
+            if not left:
                 raise CheckpointError("a file vanished", why="for a test", fix="df -h")
+            left -= isinstance(event, TokenEvent)
             yield event
 
     def abort(self) -> None:
         self._stream.abort()
 
 
-@pytest.mark.parametrize(("events", "kept"), [(0, []), (3, ["user", "assistant"])])
+@pytest.mark.parametrize(("tokens", "kept"), [(0, []), (2, ["user", "assistant"])])
 @pytest.mark.parametrize("command", ["chat", "run"])
 def test_what_was_said_before_an_error_stays_and_a_question_without_a_word_is_taken_back(
-    model: Path, path: Path, monkeypatch: pytest.MonkeyPatch, events: int, kept: list[str], command: str
+    model: Path, path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, kept: list[str], command: str
 ) -> None:
     submit = EngineThread.submit
-    monkeypatch.setattr(EngineThread, "submit", lambda *arguments: BreaksOff(submit(*arguments), events))
+    monkeypatch.setattr(EngineThread, "submit", lambda *arguments: BreaksOff(submit(*arguments), tokens))
     line = [command, model, *SHORT, *(["-p", "the fox"] if command == "run" else ["--plain"])]
     result = run_cli(*line, stdin=b"" if command == "run" else b"the fox\n")
     assert result.code == 1 and "a file vanished" in result.err

@@ -15,18 +15,16 @@ from typing import Any
 from localllm.chat.export import replace_file, write_new
 from localllm.chat.text_file import read_text_file
 from localllm.chat.thoughts import kept_apart, with_thought
-from localllm.config import ACCEPTED, Origin, ResolvedSettings, accepted, unknown_key
+from localllm.config import Origin, ResolvedSettings, accepted, unknown_key
 from localllm.errors import UsageError
+from localllm.settings import SETTINGS, taken_by
 
 Message = dict[str, Any]
 
 _SET = Origin("flag", "/set")
 _THOUGHT = "reasoning_content"  # of a message in a file
 # What `/set` may change while a model is loaded.
-SETTABLE = (
-    "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "seed", "stop", "overflow", "think",
-)  # fmt: skip
+SETTABLE = taken_by("/set")
 
 
 @dataclass
@@ -141,7 +139,7 @@ class Dialogue:
 
         Raises SettingsError for an unknown key, UsageError for what is decided before.
         """
-        if key in ACCEPTED and key not in (*SETTABLE, "model", "system", "theme", "keys"):
+        if key in SETTINGS and key not in (*SETTABLE, "model", "system", "theme", "keys"):
             flag = f"--{key.replace('_', '-')}"
             why = f"{key} is decided when a chat begins; /set changes {', '.join(SETTABLE)}"
             raise UsageError(
@@ -222,7 +220,7 @@ def _is_text(message: Message) -> bool:
 
 
 def _parsed(key: str, text: str) -> object:
-    kind = ACCEPTED[key].kind
+    kind = SETTINGS[key].accepts.kind
     try:
         return {"integer": int, "number": float}.get(kind, str)(text) if kind != "texts" else [text]
     except ValueError:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.cache.miss import CacheMiss
+from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.page_folder import PAGE_TOKENS
 from localllm.errors import LocalLLMError
 

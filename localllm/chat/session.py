@@ -40,7 +40,7 @@ from localllm.runtime.selection import Selection
 from localllm.text.eviction import without
 
 if TYPE_CHECKING:
-    from localllm.cache.miss import CacheMiss
+    from localllm.cache.miss_reason import CacheMiss
     from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.events import FinishedEvent
     from localllm.engine.request import Request

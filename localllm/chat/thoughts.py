@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat import harmony
-from localllm.config import THOUGHT_LEVELS
 from localllm.errors import UsageError
+from localllm.settings import THOUGHT_LEVELS
 
 if TYPE_CHECKING:
     from localllm.config import ResolvedSettings

@@ -7,7 +7,7 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,12 +22,12 @@ from localllm.chat.session import Talk, mended_in_chat
 from localllm.chat.text_file import read_text_file, typed_path
 from localllm.chat.thoughts import effort_of, told_apart
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
+from localllm.cli.context import CliContext, cli_context
 from localllm.cli.generate import Printing, explained, print_answer
 from localllm.cli.interrupts import Interrupted
-from localllm.cli.lines import LineReader
+from localllm.cli.line_reader import LineReader
 from localllm.cli.names import complete_sessions
-from localllm.cli.options import extra_sampling
+from localllm.cli.options import extra_sampling, option, refuse_together, takes
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, has_blanks
 from localllm.cli.screen import has_screen, run_screen
@@ -43,6 +43,7 @@ from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.selection import Selection, is_model, named
+from localllm.settings import EngineConfig, SamplingSettings
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
@@ -64,83 +65,60 @@ On the screen F1 lists the keys, a slash the commands. Line by line: /help lists
 backslash goes on, three double quotes open and close a block. Ctrl-C stops an answer, Ctrl-D leaves."""
 
 
-def chat_command(
-    context: typer.Context,
-    model: options.Model = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Line by line; for screen readers, simple terminals and pipes.")
-    ] = False,
-    inline: Annotated[
-        bool, typer.Option("--inline", help="The full-screen chat below the prompt, not in the place of the screen.")
-    ] = False,
-    system: options.System = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="[ID]",
-            autocompletion=complete_sessions,
-            help="Go on with a chat of `localllm sessions list`: by its id, the beginning of one, or a part of its "
-            "title. Without one, or with `last`: the latest.",
-        ),
-    ] = None,
-    private: options.Private = None,
-    overflow: options.Overflow = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Print tokens, rates and times after each answer.")] = False,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    typical_p: options.TypicalP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    dry_multiplier: options.DryMultiplier = None,
-    dry_base: options.DryBase = None,
-    dry_allowed_length: options.DryAllowedLength = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    think: options.Think = None,
-    show_thoughts: options.ShowThoughts = None,
-    stop: options.Stop = None,
-    ctx: options.Ctx = None,
-    ram: options.Ram = None,
-    vram: options.Vram = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    speculate: options.Speculate = None,
-    draft_tokens: options.DraftTokens = None,
-    cache_disk: options.CacheDisk = None,
-    threads: options.Threads = None,
-    no_attach: options.NoAttach = False,
-) -> None:
+EXCLUSIVE = {
+    "--private --cache-disk": "what is private is not kept on the disk",
+    "--plain --inline": "one is line by line, the other a screen below the prompt",
+}
+
+
+@takes(
+    options.MODEL,
+    option("--plain", "Line by line; for screen readers, simple terminals and pipes."),
+    option("--inline", "The full-screen chat below the prompt, not in the place of the screen."),
+    "system",
+    option(
+        "--resume",
+        "Go on with a chat of `localllm sessions list`: by its id, the beginning of one, or a part of its title. "
+        "Without one, or with `last`: the latest.",
+        "[ID]",
+        completion=complete_sessions,
+    ),
+    "private",
+    "overflow",
+    option("--stats", "Print tokens, rates and times after each answer."),
+    SamplingSettings,
+    *options.DRY,
+    options.LOGIT_BIAS,
+    "seed",
+    "think",
+    "show_thoughts",
+    "stop",
+    EngineConfig,
+    options.NO_ATTACH,
+)
+def chat_command(context: typer.Context, **flags: Any) -> None:
     """Talk with a model, on the full screen, or line by line.
 
     What was said before is part of each question. The chat is kept as it happens, on this disk alone.
     """
-    flags = dict(locals())  # by name: they are passed on as one
-    from localllm.cli.opening import attaching
+    from localllm.cli.load_progress import attaching
 
-    front = front_of(context)
-    options.refuse_together(flags, "--private", "--cache-disk")
-    options.refuse_together(flags, "--plain", "--inline")
-    if not plain and not has_screen():
+    front = cli_context(context)
+    refuse_together(flags, EXCLUSIVE)
+    if not flags["plain"] and not has_screen():
         front.output.note("no terminal that shows a screen: this is the line mode, as with --plain")
-        plain = True
-    if system is not None:
-        flags["system"] = argument_text(system, "--system")
-    resumed = _resumed(front, resume) if resume is not None else None
-    selection = _select(front, model, flags, resumed)
+        flags["plain"] = True
+    if flags["system"] is not None:
+        flags["system"] = argument_text(flags["system"], "--system")
+    resumed = _resumed(front, flags["resume"]) if flags["resume"] is not None else None
+    selection = _select(front, flags["model"], flags, resumed)
     selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
-    if not plain:
+    if not flags["plain"]:
         assert front.resolved is not None
         run_screen(front, selection, front.resolved, flags, resumed)
     reader = LineReader(front.output, user_directories().data / "history")
     with (
-        attaching(front, selection, Opening(keeps_pages=True), attaches=not no_attach) as load,
+        attaching(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load,
         contextlib.ExitStack() as stack,
     ):
         keeper = keeper_of(front.output, selection, resumed)
@@ -151,12 +129,12 @@ def chat_command(
         effort_of(selection.resolved, engine.template, "--think")  # raises UsageError for what cannot be had
         chat = Chat(front, selection, load.service, engine, reader, flags, keeper)
         if resumed is not None:
-            resumed.restore(chat.dialogue, system and flags["system"])
+            resumed.restore(chat.dialogue, flags["system"])
             _show_resumed(front.output, resumed)
         chat.run()
 
 
-def _resumed(front: Front, word: str) -> Resumed:
+def _resumed(front: CliContext, word: str) -> Resumed:
     try:
         return look_up(front.output, word)
     except HistoryError as error:
@@ -165,7 +143,7 @@ def _resumed(front: Front, word: str) -> Resumed:
         raise
 
 
-def _select(front: Front, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
+def _select(front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
     try:
         again = f"localllm chat {BUILT_IN} --resume {resumed.session.id}" if resumed else ""
         return select_resumed(front, word, flags, resumed, again)
@@ -201,7 +179,7 @@ class Chat:
 
     def __init__(
         self,
-        front: Front,
+        front: CliContext,
         selection: Selection,
         service: EngineHandle,
         engine: LoadedEngine,

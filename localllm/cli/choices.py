@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,40 +15,61 @@ from localllm.chat.context import evicted_fields, grown_text
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import miss_fields
 from localllm.chat.recorder import Keeper, kept_answer
-from localllm.cli.following import follow
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.generate import Printing, answer_fields, event_fields, explained, print_whole
+from localllm.cli.options import option, refuse_together
 from localllm.cli.output import SCHEMA_VERSION
+from localllm.cli.stream import follow
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import UsageError
+from localllm.settings import Accepts
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles
     from localllm.runtime.engine_handle import EngineHandle
 
 SEPARATOR = "---"
-# Of a draw, that a search has no use for.
-_DRAWING = ("top_k", "top_p", "min_p", "typical_p", "seed", "speculate", "draft_tokens")
-
-N = Annotated[
-    int | None,
-    typer.Option("--n", metavar="N", help=f"N answers, with a line {SEPARATOR} between two. The chat keeps the first."),
-]
-BestOf = Annotated[
-    int | None,
-    typer.Option("--best-of", metavar="N", help="Have N answers computed and print the likeliest one, or --n of them."),
-]
-Beams = Annotated[
-    int | None,
-    typer.Option(
-        "--beams", metavar="N", help="Search the likeliest answer with N beams instead of drawing it; --n prints more."
+_SEARCHING = {
+    "--beams --best-of": "a search finds the best of many more answers",
+    "--beams --top-k --top-p --min-p --typical-p --seed --speculate --draft-tokens": (
+        "a search draws nothing and guesses nothing"
     ),
-]
+}
+_SEVERAL = {
+    "--batch": "a line of a job has one answer; write it down once for each that you want",
+    "--show-prompt": "nothing is answered",
+}
+_ONE_ANSWER = "a chat goes on with one answer: --best-of and --beams give one"
+_KNOWN_LATE = "which answers are the best is known when all are whole: --json"
+
+CHOICE_OPTIONS = (
+    option(
+        "--n",
+        f"N answers, with a line {SEPARATOR} between two. The chat keeps the first.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, MAX_ANSWERS, usual="3"),
+    ),
+    option(
+        "--best-of",
+        "Have N answers computed and print the likeliest one, or --n of them.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, MAX_ANSWERS, usual="3"),
+    ),
+    option(
+        "--beams",
+        "Search the likeliest answer with N beams instead of drawing it; --n prints more.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, MAX_BEAMS, usual="4"),
+    ),
+)
 
 
 @dataclass(frozen=True)
-class Choice:
+class AnswerChoice:
     """n: answers that are printed; count: that are drawn. beams: more than 1 has them searched."""
 
     n: int = 1
@@ -57,7 +78,7 @@ class Choice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one answer and nothing to choose."""
+        """True for one answer, among which nothing is chosen."""
         return self.n == self.count == self.beams == 1
 
     @property
@@ -65,7 +86,7 @@ class Choice:
         return self.count > self.n
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """As each answer is drawn. Raises UsageError where they would all be the same."""
+        """Return how each answer is sampled. Raises UsageError where all would be the same."""
         if self.beams > 1:
             return replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
         if self.count > 1 and sampling.temperature == 0:
@@ -81,54 +102,30 @@ class Choice:
         return [several[0], *(replace(each, explains_miss=False) for each in several[1:])]
 
 
-def choice_of(flags: Mapping[str, Any]) -> Choice:
-    """Raises UsageError for what is out of range or contradicts itself."""
-    for flag, most in (("n", MAX_ANSWERS), ("best_of", MAX_ANSWERS), ("beams", MAX_BEAMS)):
-        if flags[flag] is not None and not 1 <= flags[flag] <= most:
-            raise UsageError(f"{_typed(flag)} is {flags[flag]}", why=f"it must lie between 1 and {most}")
+def choice_of(flags: Mapping[str, Any]) -> AnswerChoice:
+    """Raises UsageError for flags that contradict each other."""
     n, beams = flags["n"] or 1, flags["beams"] or 1
-    choice = Choice(n, n if beams == 1 and flags["best_of"] is None else flags["best_of"] or 1, beams)
+    choice = AnswerChoice(n, n if beams == 1 and flags["best_of"] is None else flags["best_of"] or 1, beams)
     if beams > 1:
         choice = replace(choice, count=1)
-        _refuse_searching(flags, n, beams)
+        refuse_together(flags, _SEARCHING)
+        if flags["temperature"]:
+            what = f"--beams and --temperature {flags['temperature']:g} cannot go together"
+            raise UsageError(what, why="a search draws nothing")
+        if n > beams:
+            why = "no more answers are found than there are beams"
+            raise UsageError(f"--n {n} is more than --beams {beams}", why=why)
     elif choice.count < n:
         raise UsageError(f"--best-of {choice.count} is less than --n {n}", why="no more can be printed than there are")
     if not choice.is_plain:
-        _refuse_beside(flags, choice)
+        first = next(flag for flag in ("beams", "best_of", "n") if (flags[flag] or 1) > 1)
+        typed = f"--{first.replace('_', '-')}"
+        refuse_together(flags, {f"{typed} {other}": why for other, why in _SEVERAL.items()})
+        if choice.n > 1:
+            refuse_together(flags, {"--n --continue --session": _ONE_ANSWER})
+        if choice.is_best_of:
+            refuse_together(flags, {"--best-of --jsonl": _KNOWN_LATE})
     return choice
-
-
-def _refuse_searching(flags: Mapping[str, Any], n: int, beams: int) -> None:
-    if flags["best_of"] is not None:
-        raise _together("--beams", "--best-of", "a search finds the best of many more answers")
-    if n > beams:
-        raise UsageError(f"--n {n} is more than --beams {beams}", why="no more answers are found than there are beams")
-    for field_name in _DRAWING:
-        if flags[field_name] is not None:
-            raise _together("--beams", _typed(field_name), "a search draws nothing and guesses nothing")
-    if flags["temperature"]:
-        raise _together("--beams", f"--temperature {flags['temperature']:g}", "a search draws nothing")
-
-
-def _refuse_beside(flags: Mapping[str, Any], choice: Choice) -> None:
-    first = next(_typed(flag) for flag in ("beams", "best_of", "n") if (flags[flag] or 1) > 1)
-    if flags["batch"] is not None:
-        raise _together(first, "--batch", "a line of a job has one answer; write it down once for each that you want")
-    if flags["show_prompt"]:
-        raise _together(first, "--show-prompt", "nothing is answered")
-    for flag in ("continue", "session"):
-        if choice.n > 1 and flags[flag]:
-            raise _together("--n", _typed(flag), "a chat goes on with one answer: --best-of and --beams give one")
-    if choice.is_best_of and flags["jsonl"]:
-        raise _together("--best-of", "--jsonl", "which answers are the best is known when all are whole: --json")
-
-
-def _together(first: str, other: str, why: str) -> UsageError:
-    return UsageError(f"{first} and {other} cannot go together", why=why)
-
-
-def _typed(flag: str) -> str:
-    return f"--{flag.replace('_', '-')}"
 
 
 class _Streams:
@@ -155,7 +152,7 @@ class _Streams:
 
 @dataclass
 class _Answers:
-    """What has been said of each."""
+    """Several answers, as far as they have come."""
 
     request_ids: Sequence[int]
     each: list[Answer]
@@ -195,14 +192,14 @@ class _Answers:
 
 
 def print_chosen(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
     service: EngineHandle,
     request: Request,
     printing: Printing,
     dialogue: Dialogue,
     keeper: Keeper,
-    choice: Choice,
+    choice: AnswerChoice,
 ) -> list[Answer]:
     """Shows the answers that are chosen, each when it is known, and keeps the first of them; returns all that were
     shown. Raises the error that ended any. Exits where the user has stopped them."""
@@ -227,10 +224,10 @@ def print_chosen(
 class _Shown:
     """Prints what is chosen."""
 
-    front: Front
+    front: CliContext
     files: ModelFiles
     printing: Printing
-    choice: Choice
+    choice: AnswerChoice
     hear: Callable[[str], None]
     session: str | None
     num_printed: int = 0
@@ -285,7 +282,7 @@ class _Shown:
                 self.front.output.json({**event_fields(self.files, other, told.take(other)), "index": place})
 
     def _print_whole(self, answers: Sequence[Answer]) -> None:
-        """Those that are, in their order, as far as all before them are."""
+        """Print the answers that are whole, in order, up to the first that is not."""
         while self.num_printed < len(answers) and answers[self.num_printed].finished is not None:
             if self.num_printed:
                 self.front.output.line(SEPARATOR)
@@ -308,7 +305,7 @@ class _Shown:
                 self.front.output.note(named + statistics(answer) + _likelihood(_ending(answer)))
 
     def _fields(self, chosen: Sequence[Answer]) -> dict[str, Any]:
-        """Of one answer as without a choice; of several an array."""
+        """Return the JSON fields: of one answer as without a choice, of several as an array."""
         each = []
         for answer in chosen:
             fields = answer_fields(self.files, answer, with_logprobs=self.printing.logprobs)

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cache.miss import CacheMiss
+from localllm.cache.miss_reason import CacheMiss
 from localllm.chat.answer import Answer, Heard, Stream, finished_fields, logprob_fields, silence, statistics
 from localllm.chat.context import evicted_fields, grown_fields, grown_text
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import NEW, Explanation, miss_fields
 from localllm.chat.recorder import Keeper, kept_answer
 from localllm.chat.thoughts import NO_THOUGHTS, Thinking
-from localllm.cli.following import follow
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.output import SCHEMA_VERSION, Output
+from localllm.cli.stream import follow
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Printing:
-    """How an answer is shown. evicted: what left the context for its prompt, which the JSON forms name. thinking: how
-    thoughts are told apart; shows_thoughts: they are printed, too, on stderr."""
+    """The options of printing an answer.
+
+    evicted: the messages that left the context for its prompt, which the JSON forms name.
+    thinking: how thoughts are separated from the answer.
+    shows_thoughts: thoughts are printed on stderr.
+    """
 
     as_json: bool = False
     as_events: bool = False
@@ -48,7 +52,7 @@ class Printing:
 
 
 def print_answer(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
     stream: Stream,
     request: Request,
@@ -100,7 +104,7 @@ def print_answer(
 
 
 def print_kept(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
     service: EngineHandle,
     request: Request,
@@ -132,7 +136,7 @@ def print_whole(output: Output, answer: Answer, printing: Printing) -> None:
 
 
 def _stream_text(
-    front: Front, stream: Stream, answer: Answer, printing: Printing, heard: Callable[[str], None]
+    front: CliContext, stream: Stream, answer: Answer, printing: Printing, heard: Callable[[str], None]
 ) -> None:
     num_words, folds = 0, not printing.shows_thoughts  # of what is thought
     with front.output.progress("reading the prompt") as line:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import Answer
 from localllm.cli.batch_input import BatchLine, Prompts
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.generate import answer_fields
 from localllm.cli.interrupts import Interrupted
 from localllm.cli.journal import SYNC_S, Journal
@@ -43,8 +43,8 @@ class _Asked:
 
 
 @dataclass
-class Tally:
-    """What came of the prompts. Tokens are those of this run; the rest counts answers that were there before, too."""
+class JobTally:
+    """The counts of a job. Tokens are those of this run; the rest counts answers that were there before, too."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -66,8 +66,10 @@ class Tally:
 class Job:
     """The prompts of one job on their way."""
 
-    def __init__(self, front: Front, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal) -> None:
-        self.tally = Tally()
+    def __init__(
+        self, front: CliContext, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal
+    ) -> None:
+        self.tally = JobTally()
         self.num_before = len(journal)
         self.first_seed = journal.seed  # where nobody named one: each prompt's is this and its index
         self._front = front
@@ -86,7 +88,7 @@ class Job:
 
     @property
     def num_answers(self) -> int:
-        """Of this run and the ones before."""
+        """The number of answers of this run and the ones before."""
         return len(self._journal)
 
     def run(self, service: EngineThread, *, window: int) -> None:
@@ -219,9 +221,9 @@ class Job:
 
 
 class _Progress:
-    """How far a job is: a line on the terminal, or now and then one in a log. Silent where the answers show it."""
+    """The progress of a job: a line on the terminal, or now and then one in a log. Silent where the answers show it."""
 
-    def __init__(self, front: Front, total: int) -> None:
+    def __init__(self, front: CliContext, total: int) -> None:
         self.line = front.output.progress("answering")
         self._output = front.output
         self._total = total

@@ -95,7 +95,9 @@ class EngineClient:
 
     def answer(self, message: protocol.Message) -> None:
         """Send the answer to what the peer has asked."""
-        self._connection.answer(message)
+        with self._lock:  # a new peer may ask before its connection has taken the place of the one before
+            connection = self._connection
+        connection.answer(message)
 
     def wait_ended(self) -> BaseException | None:
         return self._connection.wait_ended()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from localllm.config import Settings, format_bytes
+from localllm.config import format_bytes
 from localllm.engine.engine_info import EngineFacts
 from localllm.errors import BusyError, EngineStuckError, LocalLLMError
 from localllm.offload.planner.machine_memory import free_bytes
@@ -19,6 +19,7 @@ from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_process import Caps, Foreseen, foresee, grant
 from localllm.runtime.served_model import ServedModel
+from localllm.settings import Settings
 
 _SHARE = 0.9  # of the memory that is free at the start, as a model by itself would take
 _LOOK_S = 0.2  # between two looks at a model that is to leave: programs that use it by its own socket may

@@ -10,10 +10,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.engine.events import ignore
 from localllm.errors import EngineGoneError, LocalLLMError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.engine_peer import EnginePeer
@@ -26,10 +28,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, tuple[Any, ...]], None]
 
-# The settings of a loaded engine; of these an attached one has to be as somebody has chosen.
-_OF_ENGINES = (
-    "device", "dtype", "weights", "kv", "ctx", "ram", "vram", "speculate", "draft_tokens", "cache_disk", "threads",
-)  # fmt: skip
 _CHOSEN = ("flag", "environment", "file")
 _MENDING = " To mend it: "  # as `server.failures` writes it
 _REPLY_S = 30.0  # for what the server answers at once
@@ -101,9 +99,7 @@ def named_at_server(word: str) -> str | None:
     return None if reply is None else str(reply["name"])
 
 
-def attached(
-    selection: Selection, note: Callable[[str], None], progress: Progress = lambda _kind, _arguments: None
-) -> EngineClient | None:
+def attached(selection: Selection, note: Callable[[str], None], progress: Progress = ignore) -> EngineClient | None:
     """Return a client of the server's engine, which the server loads where it is not loaded. None where there is no
     server, or one whose engine is not as it is wanted, of which `note` is told.
 
@@ -186,7 +182,12 @@ class ServerEngine(EnginePeer):
 
 def _wanted(selection: Selection) -> dict[str, Any]:
     resolved = selection.resolved
-    chosen = {name: getattr(resolved.settings, name) for name in _OF_ENGINES if resolved.origins[name].kind in _CHOSEN}
+    # What of an engine somebody has chosen: one that is attached to has to be so.
+    chosen = {
+        name: value
+        for name, value in asdict(resolved.settings.engine).items()
+        if resolved.origins[name].kind in _CHOSEN
+    }
     return {
         "version": __version__,
         "model": selection.model_name,

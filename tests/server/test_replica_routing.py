@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from starlette.types import Message
 
-from localllm.config import Settings, load_settings
+from localllm.config import load_settings
 from localllm.errors import DoesNotFitError, LocalLLMError, ModelChangedError, UsageError
 from localllm.server.guard import Admission
 from localllm.server.model_server import Capacity
@@ -25,6 +25,7 @@ from localllm.server.replicas.call import ReplicaCall
 from localllm.server.replicas.fleet import _require_listener, _told_by_replica, require_ray, share_of
 from localllm.server.replicas.front import ReplicaFront, ReplicaGoneError, create_front
 from localllm.server.replicas.replica import Replica, ReplicaError, Role
+from localllm.settings import Settings
 from tests.cli_support import run_cli, write_checkpoint
 
 LONG = "Tales of the sea, and of those who sail it. " * 20

@@ -331,19 +331,17 @@ class _Pages:
 
     def by_kernels(self, qkv: Tensor, rope: Rope, rows: int, *, is_prefill: bool) -> Tensor:
         T, H, D = self.count, self.heads.heads, qkv.shape[-1]
-        slots = torch.arange(self.past, self.past + T)
-        numbers = slots // PAGE_TOKENS
+        positions = torch.arange(self.past, self.past + T)
+        numbers = positions // PAGE_TOKENS
         first = self.past // PAGE_TOKENS
         own = torch.tensor([self.own[number - first].data_ptr() for number in numbers.tolist()])
         addresses = torch.tensor([page.data_ptr() for page in self.pages])
         coded = torch.where(numbers > 0, addresses[numbers], 0) if self.coded is not None else torch.zeros_like(own)
         strides = torch.full((T,), self.dense.layer_bytes)
-        position = slots.int().to(self.device)
-        tables = TokenTables(position, position, *(x.to(self.device) for x in (own, strides, coded)))
+        tables = TokenTables(*(x.to(self.device) for x in (positions.int(), own, strides, coded)))
         tasks = list(tasks_of(0, 0, self.past, T, rows // (H // self.heads.kv_heads)))
         history = AttentionHistory(
             torch.tensor(tasks, dtype=torch.int32, device=self.device),
-            torch.tensor([self.past], dtype=torch.int32, device=self.device),
             addresses.unsqueeze(0).to(self.device),
         )
         q, out = (_poisoned(T, *shape, device=self.device) for shape in ((H, D), (H * D,)))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.launch import Launch, is_interpreted
+from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 
 MOST_SLICES = 32
 MOST_ROWS = 4  # of a program; more are further programs, for which the weights are in the second cache
@@ -162,13 +162,13 @@ def _gemv(
 
 def gemv(
     x: Codes, matrix: GpuMatrix, y: Tensor, out_features: int, bias: Tensor | None = None, *, adds: bool = False
-) -> Launch:
+) -> KernelLaunch:
     """x: of M rows, in INT8 codes in the matrix's groups. y [M, >= out_features] of any float type, in rows of any
     stride; bias fp32 [out_features]; adds: to what is in y."""
     rows = len(x.q)
     assert x.scale is not None
     each = min(MOST_ROWS, triton.next_power_of_2(rows))
-    return Launch(
+    return KernelLaunch(
         _gemv,
         (triton.cdiv(rows, each), matrix.tiles),
         {

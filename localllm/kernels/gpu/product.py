@@ -17,7 +17,7 @@ from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.dequantize import dequantize, slab_tiles
 from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.gemv import GpuMatrix
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.tile16 import TILE
 
 FEW_ROWS = 16  # of a step: each has the same bits whatever the others are, in any kernel
@@ -56,7 +56,7 @@ class Dispatch:
 
     def product(
         self, x: Codes, matrix: GpuMatrix, y: Tensor, out_features: int, bias: Tensor | None, *, adds: bool
-    ) -> list[Launch]:
+    ) -> list[KernelLaunch]:
         """x of 1 to MOST_ROWS rows; see `gemv`."""
         rows = len(x.q)
         if rows <= self.gemv_rows and x.bits == 8:

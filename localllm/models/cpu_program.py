@@ -66,7 +66,7 @@ def native_row_bytes(config: ModelConfig, recipe: Recipe) -> int:
 _TapeKey = tuple[int, int, bool, Layouts, AttentionRoom]
 
 
-class CpuStep:
+class CpuProgram:
     """Built once for a decoder; `supports` says for which. One forward at a time."""
 
     def __init__(self, decoder: Decoder, isa: Isa | None = None) -> None:
@@ -407,5 +407,5 @@ def _fills_tiles(linear: Linear) -> bool:
 
 def _required(linear: Linear) -> PackedMatrix:
     packed = _packed(linear)
-    assert packed is not None, "CpuStep.supports said so"
+    assert packed is not None, "CpuProgram.supports said so"
     return packed

@@ -22,8 +22,8 @@ class _Stop:
     """The user has had enough."""
 
 
-class Hearer(Protocol):
-    """What has been said so far; complete once `finished` is set."""
+class StreamedAnswer(Protocol):
+    """An answer that collects events; complete once `finished` is set."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -39,7 +39,7 @@ class Hearer(Protocol):
         ...
 
 
-def follow(stream: Stream, answer: Hearer, interrupts: Interrupts) -> Iterator[tuple[Event, Heard]]:
+def follow(stream: Stream, answer: StreamedAnswer, interrupts: Interrupts) -> Iterator[tuple[Event, Heard]]:
     """Each event with what it adds, the last one a FinishedEvent; `answer` collects them.
 
     The first signal aborts the request and the events go on to its end. Leaving the loop early aborts as well.
@@ -74,7 +74,7 @@ def _pump(stream: Stream, inbox: queue.SimpleQueue[Event | BaseException | _Stop
 
 
 def _next(
-    inbox: queue.SimpleQueue[Event | BaseException | _Stop], deadline: float | None, answer: Hearer
+    inbox: queue.SimpleQueue[Event | BaseException | _Stop], deadline: float | None, answer: StreamedAnswer
 ) -> Event | BaseException | _Stop:
     if deadline is None:
         return inbox.get()

@@ -87,7 +87,7 @@ class _Run:
     is_streamed: bool
 
 
-class GpuStep:
+class GpuProgram:
     """Logits as `Decoder.forward` has them. One forward at a time; the device is the decoder's."""
 
     def __init__(self, decoder: Decoder, *, captures: bool = True) -> None:
