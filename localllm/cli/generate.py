@@ -22,8 +22,8 @@ from localllm.runtime.selection import named
 from localllm.text.eviction import NOTHING_EVICTED, Evicted
 
 if TYPE_CHECKING:
-    from localllm.engine.engine_info import Service
     from localllm.hub import ModelFiles
+    from localllm.runtime.engine_handle import EngineHandle
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def print_answer(
 def print_recorded(
     front: CliContext,
     files: ModelFiles,
-    service: Service,
+    service: EngineHandle,
     request: Request,
     printing: Printing,
     recorder: ChatRecorder,
