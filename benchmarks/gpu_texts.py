@@ -26,7 +26,7 @@ from localllm.models.families import load_config
 from localllm.models.load import DecoderParts, load_decoder
 from localllm.models.packed import PackedModel
 from localllm.models.placed import PlacedModel
-from localllm.offload.planner.plan import NEVER, Placed
+from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
 
@@ -88,7 +88,7 @@ class Texts:
                 raise event.error  # a NaN among the logits is one
         return ids
 
-    def _blocks(self, kind: str, seed: int) -> list[Placed]:
+    def _blocks(self, kind: str, seed: int) -> list[BlockPlacement]:
         """The embedding, which is the head's matrix, is on the device where everything is."""
         shape = model_shape(load_config(self.files.directory), _RECIPE, torch.float32, "tiny")
         choose = random.Random(seed)
@@ -102,9 +102,11 @@ class Texts:
         return [*blocks, vocabulary(shape.head.name, shape.head.num_bytes)]
 
 
-def _placed(kind: str) -> Callable[[str, int], Placed]:
+def _placed(kind: str) -> Callable[[str, int], BlockPlacement]:
     tier, computed_by = cast(tuple[Literal["vram"], Literal["gpu"]], KINDS[kind])
-    return lambda name, num_bytes: Placed(name, num_bytes, tier, computed_by, num_bytes // 2 if kind == "split" else 0)
+    return lambda name, num_bytes: BlockPlacement(
+        name, num_bytes, tier, computed_by, num_bytes // 2 if kind == "split" else 0
+    )
 
 
 def _said(compare: Callable[[], str]) -> str:

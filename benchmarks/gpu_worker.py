@@ -20,19 +20,19 @@ import torch
 from benchmarks.gpu_model import MemoryModel, as_card, written
 from benchmarks.offload_worker import answer, ids
 from benchmarks.peers_protocol import UnavailableError, serve
-from localllm.engine.card import CardPlanning
 from localllm.engine.engine import Engine
 from localllm.engine.memory import choose_device
+from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.residency import Residency
 from localllm.engine.speculative.config import OFF
 from localllm.models.families import load_config
 from localllm.models.load import load_decoder
+from localllm.offload.placement import BlockPlacement
 from localllm.offload.planner.device_rates import gpu
-from localllm.offload.planner.device_search import DeviceSearch
-from localllm.offload.planner.plan import Placed
 from localllm.offload.planner.profile import device_measured, kept_profile, measured
 from localllm.offload.planner.roofline import DeviceFloors, warm_up
+from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 
 CTX = 544
@@ -62,8 +62,22 @@ class Card:
             config = load_config(files.directory)
             self.model = MemoryModel(config, recipe)
             with as_card(self.device, self.model):
-                asked = CardPlanning(self.device, torch.bfloat16, "auto", CTX, None, cap_bytes, None, _untold)
-                self.search = asked.search(config, recipe, files.name, None)
+                asked = ModelPlanner(
+                    files.name,
+                    files,
+                    recipe,
+                    torch.bfloat16,
+                    self.device,
+                    "auto",
+                    CTX,
+                    None,
+                    cap_bytes,
+                    None,
+                    _untold,
+                )
+                self.search = asked.search(config)
+                assert self.search.machine.card is not None
+                self.card_memory = self.search.machine.card.memory
                 plannings = [_planned_ms(self.search) for _ in range(_PLANNINGS)]
                 self._reset_peak()
                 engine = Engine.load(
@@ -76,8 +90,10 @@ class Card:
         self.engine, self.plan, self.placed, self.recipe = engine, plan, placed, recipe
         # Nothing but `decode` moves blocks: the link's own memory, and another side's, come and go on the card as well.
         engine.residency = Residency(engine.model, engine.kv_format, plan.batch_rows, placed)
-        streaming = replace(self.search.card_rates, hop_s=_NO_HANDING_OVER_S)
-        copying = replace(self.search, card_rates=streaming).best()
+        machine = self.search.machine
+        assert machine.card is not None
+        streaming = replace(machine.card, rates=replace(machine.card.rates, hop_s=_NO_HANDING_OVER_S))
+        copying = replace(self.search, machine=replace(machine, card=streaming)).best()
         self.placements = {"found": plan.blocks, "streamed": copying.blocks}
         self.alone: Engine | None = None
         self.floors: DeviceFloors | None = None
@@ -87,7 +103,7 @@ class Card:
             "plan_ms": statistics.median(plannings),
             "layers": config.num_layers,
             "model_bytes": plan.shape.num_bytes,
-            "context_bytes": self.search.card.context_bytes,
+            "context_bytes": self.card_memory.context_bytes,
             "blocks": {name: _kinds(blocks) for name, blocks in self.placements.items()},
             "copied_bytes": {name: _copied_bytes(blocks) for name, blocks in self.placements.items()},
             "decode_s": {"found": plan.costs.decode_s(PROMPT), "streamed": copying.costs.decode_s(PROMPT)},
@@ -106,7 +122,7 @@ class Card:
         reserved, found = torch.cuda.max_memory_reserved(self.device), gpu(self.device)
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
         own_bytes = None if found is None else found.own_bytes
-        return {**facts, "peak_bytes": reserved + self.search.card.context_bytes, "own_bytes": own_bytes}
+        return {**facts, "peak_bytes": reserved + self.card_memory.context_bytes, "own_bytes": own_bytes}
 
     def decode(self, *, placement: str, tokens: int) -> dict[str, float]:
         """placement: found, streamed, or host: a CPU alone. Tokens a second, and what the plan says of so many."""
@@ -121,7 +137,7 @@ class Card:
             warm_up(self.device, self.floors.h2d_gbs)
         return statistics.median(self.floors.h2d_gbs() for _ in range(5))
 
-    def _placed(self, blocks: Sequence[Placed]) -> Engine:
+    def _placed(self, blocks: Sequence[BlockPlacement]) -> Engine:
         if self.placed.blocks != blocks:
             self.engine.move(blocks)
             self.placed.wait_until_pinned()
@@ -147,18 +163,18 @@ def _untold(_text: str) -> None:
     """Nobody listens."""
 
 
-def _planned_ms(search: DeviceSearch) -> float:
+def _planned_ms(search: Search) -> float:
     started = time.perf_counter()
-    search.best()
+    replace(search).best()  # of a search that remembers no plan
     return 1e3 * (time.perf_counter() - started)
 
 
-def _kinds(blocks: Sequence[Placed]) -> dict[str, int]:
+def _kinds(blocks: Sequence[BlockPlacement]) -> dict[str, int]:
     """How many blocks there are of each kind, the embedding aside."""
     return dict(Counter(f"{block.tier}/{block.exec}" for block in blocks[1:]))
 
 
-def _copied_bytes(blocks: Sequence[Placed]) -> int:
+def _copied_bytes(blocks: Sequence[BlockPlacement]) -> int:
     """To the card in each step of one token."""
     return sum(block.num_bytes for block in blocks[1:] if block.tier != "vram" and block.exec == "gpu")
 

@@ -186,8 +186,8 @@ def _measure(front: Front, target: _Target, workload: Workload) -> Report:
 def _set_up(front: Front, target: _Target, workload: Workload, line: ProgressLine) -> _Setup:
     """Imports torch. Refuses what cannot run, before the disk is read or written."""
     from localllm.bench.subject import Caps, require_plan, require_room
-    from localllm.engine.loader import has_card
     from localllm.engine.memory import choose_device, choose_dtype
+    from localllm.engine.planner import has_card
     from localllm.engine.weights import choose_recipe
     from localllm.hub.packed import packed_recipes
     from localllm.models.shapes import Shape

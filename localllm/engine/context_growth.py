@@ -15,7 +15,8 @@ from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.residency import Residency
 from localllm.engine.sequence import Sequence as Running
 from localllm.errors import ContextOverflowError, DoesNotFitError, LocalLLMError
-from localllm.offload.planner.plan import Placed, Plan
+from localllm.offload.placement import BlockPlacement
+from localllm.offload.planner.plan import Plan
 from localllm.text.eviction import wanted_room
 
 _STEP_TOKENS = 256  # a context that is not twice the one before ends at a multiple of this
@@ -159,7 +160,7 @@ def _reserve(residency: Residency, ctx: int) -> None:
                 raise
 
 
-def _moved(before: Sequence[Placed], after: Sequence[Placed]) -> Moved:
+def _moved(before: Sequence[BlockPlacement], after: Sequence[BlockPlacement]) -> Moved:
     """Of an embedding, which comes first, single rows are looked up wherever it is."""
     pairs = zip(before[1:], after[1:], strict=True)
     tiers = [(old.tier, new.tier) for old, new in pairs if old.tier != new.tier]

@@ -54,7 +54,8 @@ from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
 from localllm.models.placed import PlacedModel
-from localllm.offload.planner.plan import JobShape, Placed, Plan
+from localllm.offload.placement import BlockPlacement
+from localllm.offload.planner.plan import JobShape, Plan
 from localllm.quant.recipe import RECIPES
 from localllm.text.chat_template import ChatTemplate, end_of_turn_id
 from localllm.text.detokenizer import Detokenizer
@@ -326,7 +327,7 @@ class Engine:
     def runner(self) -> ModelRunner:
         return self.residency.runner
 
-    def move(self, blocks: SequenceOf[Placed]) -> None:
+    def move(self, blocks: SequenceOf[BlockPlacement]) -> None:
         """Let the model's blocks rest elsewhere from the next step on; answers go on as they were. See Residency."""
         self.residency.move(blocks)
 

@@ -25,7 +25,7 @@ from localllm.models.cpu_step import CpuStep
 from localllm.models.decoder import Block, Decoder
 from localllm.models.load import Progress
 from localllm.models.reduced import without
-from localllm.offload.planner.plan import NEVER
+from localllm.offload.placement import NEVER
 
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
 # costs 0.4 ms of 13.

@@ -88,7 +88,7 @@ def speculation(
         drafters,
         speculate.most_tokens,
         skip_set=skip_set if speculate.adapts else None,
-        forks=plan is None or plan.shape.fork_bytes > 0,
+        forks=True,
         adapts=speculate.adapts,
         growth=None if plan is None else growth(plan),
     )

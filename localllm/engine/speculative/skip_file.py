@@ -11,7 +11,7 @@ from localllm.engine.speculative.layer_importance import Harm, Trial
 from localllm.errors import LocalLLMError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory
-from localllm.offload.planner.plan import ModelShape
+from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.profile import write_whole
 
 NAME = "skip-trials.json"
