@@ -336,7 +336,7 @@ def test_a_longer_context_is_offered_with_a_format_of_keys_and_values_where_that
     assert flags_for_context(search, 1200, smaller) == "--ctx 1200 --kv k8v4"
     assert flags_for_context(search, 1800, smaller) == "--ctx 1800 --kv int4"
     assert flags_for_context(search, 4000, smaller) == ""
-    roomy = replace(search, memory=Memory(memory, 0, 1 << 30, 1 << 30))
+    roomy = replace(search, machine=Machine(Memory(memory, 0, 1 << 30, 1 << 30), Rates(1, 1, 1)))
     assert re.fullmatch(r"--ctx 1800 --ram \d+MiB, or --ctx 1800 --kv int4", flags_for_context(roomy, 1800, smaller))
 
 
