@@ -41,7 +41,7 @@ from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.packed_file import PackedFile
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.planner.device_rates import DeviceRates
-from localllm.offload.planner.device_search import CardMemory
+from localllm.offload.planner.machine import CardMemory
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import RECIPES, Recipe
 

@@ -45,11 +45,11 @@ from benchmarks.peers_protocol import UnavailableError, serve
 from benchmarks.speculation import oracle_row
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.card import CardPlanning
 from localllm.engine.engine import Engine
 from localllm.engine.kv_allocator import KVAllocator
 from localllm.engine.memory import choose_device
 from localllm.engine.placement import model_shape
+from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, UNKNOWN_SOURCE
 from localllm.engine.request import SamplingParams
 from localllm.engine.residency import Residency
@@ -61,11 +61,11 @@ from localllm.models.families import load_config
 from localllm.models.load import DecoderParts, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
+from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.offload.planner.device_rates import gpu
-from localllm.offload.planner.device_search import DeviceSearch
-from localllm.offload.planner.plan import NEVER, Placed
 from localllm.offload.planner.profile import device_measured, kept_profile, measured
 from localllm.offload.planner.roofline import DeviceFloors, warm_up
+from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
 
@@ -96,8 +96,22 @@ class CappedModel:
             config = load_config(files.directory)
             self.model = MemoryModel(config, recipe)
             with as_card(self.device, self.model):
-                asked = CardPlanning(self.device, torch.bfloat16, "auto", CTX, None, cap_bytes, None, ignore)
-                self.search = asked.search(config, recipe, files.name, None)
+                asked = ModelPlanner(
+                    files.name,
+                    files,
+                    recipe,
+                    torch.bfloat16,
+                    self.device,
+                    "auto",
+                    CTX,
+                    None,
+                    cap_bytes,
+                    None,
+                    ignore,
+                )
+                self.search = asked.search(config)
+                assert self.search.machine.card is not None
+                self.card_memory = self.search.machine.card.memory
                 plannings = [_planned_ms(self.search) for _ in range(_PLANNINGS)]
                 _reset_peak(self.device)
                 engine = Engine.load(
@@ -110,8 +124,10 @@ class CappedModel:
         self.engine, self.plan, self.placed, self.recipe = engine, plan, placed, recipe
         # Nothing but `decode` moves blocks: the link's own memory, and another side's, come and go on the card as well.
         engine.residency = Residency(engine.model, engine.kv_format, plan.batch_rows, placed)
-        streaming = replace(self.search.card_rates, hop_s=_NO_HANDING_OVER_S)
-        copying = replace(self.search, card_rates=streaming).best()
+        machine = self.search.machine
+        assert machine.card is not None
+        streaming = replace(machine.card, rates=replace(machine.card.rates, hop_s=_NO_HANDING_OVER_S))
+        copying = replace(self.search, machine=replace(machine, card=streaming)).best()
         self.placements = {"found": plan.blocks, "streamed": copying.blocks}
         self.alone: Engine | None = None
         self.floors: DeviceFloors | None = None
@@ -121,7 +137,7 @@ class CappedModel:
             "plan_ms": statistics.median(plannings),
             "layers": config.num_layers,
             "model_bytes": plan.shape.num_bytes,
-            "context_bytes": self.search.card.context_bytes,
+            "context_bytes": self.card_memory.context_bytes,
             "blocks": {name: _kinds(blocks) for name, blocks in self.placements.items()},
             "copied_bytes": {name: _copied_bytes(blocks) for name, blocks in self.placements.items()},
             "decode_s": {"found": plan.costs.decode_s(PROMPT), "streamed": copying.costs.decode_s(PROMPT)},
@@ -134,7 +150,7 @@ class CappedModel:
         ttft_s = answer(self.engine, [random_ids(LONG_PROMPT, self._vocab_size, 0)], 3).ttft_s
         gave_way = self.placed.blocks != self.plan.blocks
         facts = {"ttft_s": ttft_s, "predicted_ttft_s": self.plan.costs.prompt_s(LONG_PROMPT), "gave_way": gave_way}
-        return facts | _peak(self.device, self.search.card.context_bytes)
+        return facts | _peak(self.device, self.card_memory.context_bytes)
 
     def decode(self, *, placement: str, tokens: int) -> dict[str, float]:
         """Tokens a second, and the plan's prediction. placement: found, streamed, or host, which is a CPU alone."""
@@ -149,7 +165,7 @@ class CappedModel:
             warm_up(self.device, self.floors.h2d_gbs)
         return statistics.median(self.floors.h2d_gbs() for _ in range(5))
 
-    def _placed(self, blocks: Sequence[Placed]) -> Engine:
+    def _placed(self, blocks: Sequence[BlockPlacement]) -> Engine:
         if self.placed.blocks != blocks:
             self.engine.move(blocks)
             self.placed.wait_until_pinned()
@@ -181,18 +197,18 @@ def _peak(device: torch.device, context_bytes: int) -> dict[str, Any]:
     return {"peak_bytes": reserved + context_bytes, "own_bytes": None if found is None else found.own_bytes}
 
 
-def _planned_ms(search: DeviceSearch) -> float:
+def _planned_ms(search: Search) -> float:
     started = time.perf_counter()
-    search.best()
+    replace(search).best()  # of a search that remembers no plan
     return 1e3 * (time.perf_counter() - started)
 
 
-def _kinds(blocks: Sequence[Placed]) -> dict[str, int]:
+def _kinds(blocks: Sequence[BlockPlacement]) -> dict[str, int]:
     """The number of blocks of each kind, the embedding aside."""
     return dict(Counter(f"{block.tier}/{block.exec}" for block in blocks[1:]))
 
 
-def _copied_bytes(blocks: Sequence[Placed]) -> int:
+def _copied_bytes(blocks: Sequence[BlockPlacement]) -> int:
     """Bytes copied to the card in each step of one token."""
     return sum(block.num_bytes for block in blocks[1:] if block.tier != "vram" and block.exec == "gpu")
 
@@ -407,7 +423,7 @@ class Texts:
     def _text(self, engine: Engine, max_tokens: int) -> list[int]:
         return list(answer(engine, [_TEXT_PROMPT], max_tokens).ids)
 
-    def _blocks(self, kind: str, seed: int) -> list[Placed]:
+    def _blocks(self, kind: str, seed: int) -> list[BlockPlacement]:
         """Blocks of this kind. The embedding, which is the head's matrix, is on the device where everything is."""
         shape = model_shape(load_config(self.files.directory), _RECIPE, torch.float32, "tiny")
         choose = random.Random(seed)
@@ -421,9 +437,11 @@ class Texts:
         return [*blocks, vocabulary(shape.head.name, shape.head.num_bytes)]
 
 
-def _placed(kind: str) -> Callable[[str, int], Placed]:
+def _placed(kind: str) -> Callable[[str, int], BlockPlacement]:
     tier, computed_by = cast(tuple[Literal["vram"], Literal["gpu"]], KINDS[kind])
-    return lambda name, num_bytes: Placed(name, num_bytes, tier, computed_by, num_bytes // 2 if kind == "split" else 0)
+    return lambda name, num_bytes: BlockPlacement(
+        name, num_bytes, tier, computed_by, num_bytes // 2 if kind == "split" else 0
+    )
 
 
 def _outcome(compare: Callable[[], str]) -> str:

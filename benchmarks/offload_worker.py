@@ -24,7 +24,6 @@ from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.speculative.config import OFF
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory
-from localllm.offload.planner.costs import StepCosts
 from localllm.offload.planner.disk_speed import files_read_gbs
 from localllm.offload.planner.plan import JobShape, Plan
 from localllm.offload.planner.profile import Profile, machine_key, measured
@@ -100,7 +99,7 @@ def by_rates_now(plan: Plan, spec: Spec) -> float:
     recipe, costs = RECIPES[plan.shape.weights], plan.costs
     dtype = torch.float32 if spec.weights == "fp32" else torch.bfloat16
     rates = measured(Profile(machine_key()), recipe.name, recipe.blocks, dtype, lambda _text: None).rates(recipe.name)
-    assert isinstance(costs, StepCosts) and rates is not None
+    assert rates is not None
     costs = replace(costs, rates=replace(rates, cached_share=costs.rates.cached_share))
     return plan.sequences / costs.decode_s(spec.prompt_tokens + spec.gen_tokens // 2, plan.sequences)
 

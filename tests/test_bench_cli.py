@@ -25,7 +25,7 @@ from localllm.bench.workload import Workload
 from localllm.errors import ContextOverflowError, UsageError
 from localllm.models.shapes import find_shape
 from localllm.offload.planner import roofline as floors
-from localllm.offload.planner.plan import Memory
+from localllm.offload.planner.machine import Memory
 from localllm.quant.recipe import recipe
 from tests.cli_support import Result, environment, run_cli, start_cli, write_checkpoint
 from tests.conftest import REPOSITORY
@@ -355,7 +355,7 @@ def test_under_a_cap_a_random_model_lies_on_the_disk_and_is_gone_afterwards(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(home / "shape", hidden=64, layers=4)
-    monkeypatch.setattr("localllm.engine.loader.process_memory", lambda *_, **__: Memory(180_000, 0, 1 << 30))
+    monkeypatch.setattr("localllm.engine.planner.process_memory", lambda *_, **__: Memory(180_000, 0, 1 << 30))
     outcome = bench(folder, "--random-weights", "--weights", "int4", "--ram", "3GiB", *QUICK, "--json")
     assert outcome.code == 0, outcome.err
     run = outcome.json["runs"][0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from localllm.engine import loader
+from localllm.engine import planner
 from localllm.engine.engine import Engine
 from localllm.engine.events import TokenEvent
 from localllm.engine.request import SamplingParams
@@ -21,7 +21,7 @@ from localllm.hub import locate
 from localllm.hub.packed import packed_recipes
 from localllm.kernels import bf12, cpu_bf12, cpu_isa, cpu_linear
 from localllm.kernels.bf12 import ManyExceptionsError
-from localllm.offload.planner.plan import Memory
+from localllm.offload.planner.machine import Memory
 from localllm.quant.bf12 import BF12, NotCompactError
 from localllm.quant.dense import Dense
 from tests.cli_support import write_checkpoint
@@ -138,8 +138,8 @@ def engine(checkpoint: Path, memory_bytes: int | None, weights: str = "bf16") ->
     with pytest.MonkeyPatch.context() as patch:
         if memory_bytes is not None:
             memory = Memory(memory_bytes, 0, memory_bytes)
-            patch.setattr(loader, "process_memory", lambda *_, **__: memory)
-            patch.setattr(loader, "as_stored", lambda _files, _name, config, _weights: (config, None))
+            patch.setattr(planner, "process_memory", lambda *_, **__: memory)
+            patch.setattr(planner, "as_stored", lambda _files, _name, config, _weights: (config, None))
         loaded = Engine.load(checkpoint, device="cpu", weights=weights, ctx=128)
     try:
         yield loaded

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
-from localllm.engine import card, loader, planning, residency
+from localllm.engine import card, loader, planner, planning, residency
 from localllm.errors import DoesNotFitError
 from localllm.offload.planner import device_rates
 from localllm.offload.planner import plan as plan_module
-from localllm.offload.planner.device_search import CardMemory
 from localllm.offload.planner.format_rates import FormatRates
-from localllm.offload.planner.plan import GIB, Memory
+from localllm.offload.planner.machine import CardMemory, Memory
+from localllm.offload.planner.plan import GIB
 from localllm.offload.planner.profile import Profile
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
@@ -37,11 +37,13 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     def card_memory(_device: object, vram: int | None, found: device_rates.DeviceRates, workspace: int) -> CardMemory:
         return CardMemory(vram or 80 * GIB, found.context_bytes, workspace, 80 * GIB, 80 * GIB)
 
-    for module in (card, planning):
+    for module in (card, planner, planning):
         monkeypatch.setattr(module, "kept_profile", lambda: profile)
-    for module in (loader, planning):
+    for module in (loader, planner):
         monkeypatch.setattr(module, "has_card", lambda _device: True)
-    monkeypatch.setattr(card, "process_memory", lambda cap, *_, **__: Memory(cap or 32 * GIB, 1000, 32 * GIB, 32 * GIB))
+    monkeypatch.setattr(
+        planner, "process_memory", lambda cap, *_, **__: Memory(cap or 32 * GIB, 1000, 32 * GIB, 32 * GIB)
+    )
     monkeypatch.setattr(card, "card_memory", card_memory)
     monkeypatch.setattr(plan_module, "_CAP_STEP_BYTES", 1 << 20)  # these models are smaller than the step of a cap
     monkeypatch.setattr(loader, "cap_allocator", lambda _device, _card: None)
@@ -172,7 +174,7 @@ def test_a_plan_made_anew_does_not_count_the_hosts_blocks_twice(
     assert placed is not None and placed.host_bytes == roomy.plan.ledger["ram"]["weights"]
     start = placed.blocks
     held = 1000 + placed.host_bytes
-    monkeypatch.setattr(card, "process_memory", lambda cap, *_, **__: Memory(cap, held, 32 * GIB, 32 * GIB))
+    monkeypatch.setattr(planner, "process_memory", lambda cap, *_, **__: Memory(cap, held, 32 * GIB, 32 * GIB))
     monkeypatch.setattr(residency, "_MUCH_BYTES", 0)
     assert list(engine.generate(PROMPT, SamplingParams(max_tokens=2, temperature=0)))
     assert placed.blocks == start

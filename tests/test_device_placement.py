@@ -37,7 +37,7 @@ from localllm.models.families import load_config
 from localllm.models.load import DecoderParts
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.split_mlp import can_be_split
-from localllm.offload.planner.plan import NEVER, Placed
+from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.streaming.pinned import Pinning
 from localllm.offload.streaming.ring import Ring
@@ -251,10 +251,10 @@ class Packed:
     def can_be_split(self) -> bool:
         return can_be_split(load_config(self.checkpoint), RECIPES[self.weights])
 
-    def blocks(self, kinds: Callable[[int], str]) -> list[Placed]:
+    def blocks(self, kinds: Callable[[int], str]) -> list[BlockPlacement]:
         """The kind of each block by its number; what a kind does not suit stays on the device."""
         shape = model_shape(load_config(self.checkpoint), RECIPES[self.weights], torch.float32, "it")
-        placed = [Placed(shape.embed.name, shape.embed.num_bytes, "ram", "cpu")]
+        placed = [BlockPlacement(shape.embed.name, shape.embed.num_bytes, "ram", "cpu")]
         is_tied = load_config(self.checkpoint).tie_word_embeddings
         for index, block in enumerate((*shape.blocks, shape.head)):
             kind = kinds(index)
@@ -262,7 +262,7 @@ class Packed:
                 kind = "resident"
             tier, computed_by = KINDS["computed" if block.name == "head" and is_tied else kind]
             device_bytes = block.num_bytes // 2 if kind == "split" else 0
-            placed.append(Placed(block.name, block.num_bytes, tier, computed_by, device_bytes))
+            placed.append(BlockPlacement(block.name, block.num_bytes, tier, computed_by, device_bytes))
         return placed
 
 
@@ -462,7 +462,7 @@ def test_everything_that_a_memory_has_of_a_model_can_be_given_up(
             replace(block, tier="vram", exec="gpu") if block.name in ("embed", "head") else block for block in start
         ]
 
-    def has_some(block: Placed) -> bool:
+    def has_some(block: BlockPlacement) -> bool:
         if tier == "ram" and is_tied and block.name in ("embed", "head"):
             return False
         return block.tier == tier or block.exec == "split"

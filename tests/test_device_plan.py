@@ -17,9 +17,12 @@ from localllm.errors import DoesNotFitError
 from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.planner.calibration import Corrections, Term
-from localllm.offload.planner.device_costs import CardRates, DeviceCosts, Work
-from localllm.offload.planner.device_search import CardMemory, DeviceSearch, _Amount
-from localllm.offload.planner.plan import GIB, JobShape, Memory, ModelShape, Packing, Plan, Rates, cap
+from localllm.offload.planner.card_placements import CardPlacements, _Amount
+from localllm.offload.planner.costs import Costs, Work
+from localllm.offload.planner.machine import Card, CardMemory, CardRates, Machine, Memory, Rates
+from localllm.offload.planner.model_shape import ModelShape, Packing
+from localllm.offload.planner.plan import GIB, JobShape, Plan, cap
+from localllm.offload.planner.search import Search
 from localllm.offload.streaming.ring import ring_bytes
 from localllm.quant.recipe import RECIPES
 
@@ -53,7 +56,7 @@ def test_what_attention_leaves_for_its_last_step_is_in_the_ledger() -> None:
     shape = model_shape(config, RECIPES["int4-g64"], torch.bfloat16, "it", torch.device("cuda"))
     for ctx, sequences in ((200, 1), (257, 2), (8192, 8), (100_000, 1)):
         with_them, without = (
-            replace(search("llama-3.1-8b", 70.0, ctx=ctx), shape=one)._vram_owners(
+            CardPlacements(one, search("llama-3.1-8b", 70.0).machine)._vram_owners(
                 _Amount(ctx, sequences, ctx * sequences, 512, 512, config.num_layers)
             )["activations"]
             for one in (shape, replace(shape, section_bytes=0))
@@ -64,13 +67,21 @@ def test_what_attention_leaves_for_its_last_step_is_in_the_ledger() -> None:
 
 
 def search(
-    name: str, vram: float, ram: float = 32.0, ctx: int | None = None, job: JobShape | None = None, **changes: object
-) -> DeviceSearch:
+    name: str,
+    vram: float,
+    ram: float = 32.0,
+    ctx: int | None = None,
+    job: JobShape | None = None,
+    *,
+    shape: ModelShape | None = None,
+    rates: Rates = RATES,
+    card_rates: CardRates = CARD,
+) -> Search:
     """vram, ram: GiB."""
-    shape = SHAPES[name]
     card = CardMemory(int(vram * GIB), CONTEXT, 64 << 20, 80 * GIB, 80 * GIB)
-    found = DeviceSearch(shape, Memory(int(ram * GIB), GIB, 64 * GIB, 64 * GIB), card, RATES, CARD, ctx, job)
-    return replace(found, **changes)  # type: ignore[arg-type]
+    memory = Memory(int(ram * GIB), GIB, 64 * GIB, 64 * GIB)
+    machine = Machine(memory, rates, Card(card, card_rates))
+    return Search(shape or SHAPES[name], machine, ctx, job)
 
 
 def check(plan: Plan) -> None:
@@ -113,8 +124,8 @@ def test_a_plan_stays_within_both_memories_or_says_what_would_do(
     except DoesNotFitError as error:
         assert "iB" in error.why
         if error.fix.startswith("--vram"):
-            least = replace(of, card=replace(of.card, vram_bytes=of.least_vram_bytes() + (16 << 20)), job=None)
-            check(replace(least, memory=replace(least.memory, ram_bytes=64 * GIB)).best())
+            least = replace(of.with_vram(of.least_vram_bytes() + (16 << 20)), job=None)
+            check(least.with_ram(64 * GIB).best())
         return
     check(plan)
 
@@ -128,8 +139,8 @@ def test_a_plan_is_as_fast_as_streaming_alone_and_as_the_host_alone(name: str, v
     computing = search(name, vram, ram=48.0, ctx=2048, card_rates=replace(CARD, link_gbs=1e-3)).best()
     for other in (streaming, computing):
         check(other)
-        work = other.costs.work  # type: ignore[attr-defined]
-        again = DeviceCosts(other.shape, RATES, CARD, work, other.pass_tokens)
+        work = other.costs.work
+        again = Costs(other.shape, RATES, CARD, work, other.pass_tokens)
         assert best.decode_s <= 1.02 * again.decode_s(best.prompt_tokens)
 
 
@@ -158,7 +169,7 @@ def test_a_prompt_waits_for_what_is_copied_where_the_device_computes_everything(
     """Also where the host computes nothing, and where more tokens are read than pass at once."""
     shape = SHAPES["llama-3.1-8b"]
     work = Work(3_600_000_000, 64, 0, 2_400_000_000, 0, 0, 2_400_000_000, 0, 1.0)
-    costs = DeviceCosts(shape, RATES, replace(CARD, link_gbs=2.4), work, 256)
+    costs = Costs(shape, RATES, replace(CARD, link_gbs=2.4), work, 256)
     assert costs.prompt_s(256) == pytest.approx(1.0, rel=0.01)
     assert costs.prompt_s(512) == pytest.approx(2.0, rel=0.01)
     assert replace(costs, work=replace(work, disk_bytes=6_000_000_000)).prompt_s(256) == pytest.approx(2.0, rel=0.01)
@@ -168,10 +179,10 @@ def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:
     shape = SHAPES["llama-3.1-8b"]
     work = Work(2_000_000_000, 20, 900_000_000, 1_200_000_000, 0, 0, 2_100_000_000, 10, 1.0)
     card = replace(CARD, launch_s=0.0, hop_s=1e-4)
-    costs = DeviceCosts(shape, RATES, card, work, 2048)
+    costs = Costs(shape, RATES, card, work, 2048)
     serial = 2 / 400 + 0.9 / 45 + 10e-4 + 0.7e-3
     assert costs.decode_s(0) == pytest.approx(max(serial, 1.2 / 24), rel=1e-6) and costs.bound_by() == "link"
-    faster = replace(costs, card_rates=replace(card, link_gbs=240.0))
+    faster = replace(costs, card=replace(card, link_gbs=240.0))
     assert faster.decode_s(0) == pytest.approx(max(serial, 2.1 / 45), rel=1e-6)
     assert replace(costs, work=replace(work, copied_bytes=0)).decode_s(0) == pytest.approx(serial, rel=1e-6)
     assert replace(costs, work=replace(work, disk_bytes=900_000_000)).bound_by() == "disk"
@@ -180,8 +191,8 @@ def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:
     )
 
 
-def check_best(of: DeviceSearch) -> None:
-    check(of.best())
+def check_best(of: Search) -> None:
+    check(replace(of).best())  # of a search that remembers no plan
 
 
 def least_cpu_s(work: Callable[[], object]) -> float:
@@ -209,7 +220,7 @@ def test_too_little_memory_beside_the_device_names_what_takes_it_and_the_least_t
     assert "the program 1.00 GiB" in caught.value.why and "the embedding" in caught.value.why
     least = of.least_ram_bytes()
     assert caught.value.fix.split(", or ")[0] == f"--ram {cap(least)}"
-    check(replace(of, memory=replace(of.memory, ram_bytes=least)).best())
+    check(of.with_ram(least).best())
 
 
 def test_what_must_be_packed_first_needs_the_hosts_memory_for_that() -> None:
@@ -219,7 +230,7 @@ def test_what_must_be_packed_first_needs_the_hosts_memory_for_that() -> None:
     with pytest.raises(DoesNotFitError, match=r"cannot be packed in 4.00 GiB") as caught:
         unpacked.best()
     assert caught.value.fix == "--ram 5GiB, or localllm quantize it"
-    check(replace(unpacked, memory=replace(of.memory, ram_bytes=5 * GIB)).best())
+    check(unpacked.with_ram(5 * GIB).best())
 
 
 def test_a_context_that_does_not_fit_is_named_among_what_takes_the_memory_and_so_is_one_that_fits() -> None:
@@ -242,7 +253,7 @@ def test_what_the_device_computes_alone_is_corrected_apart_from_what_the_host_he
     shape = SHAPES["llama-3.1-8b"]
     shared = Work(2_000_000_000, 20, 900_000_000, 0, 0, 0, 900_000_000, 10, 1.0)
     corrections = Corrections({Term("gpu", "step", "memory"): 3.0, Term("gpu", "prompt", "compute"): 3.0})
-    plain, corrected = (DeviceCosts(shape, RATES, CARD, shared, 2048, given) for given in (Corrections(), corrections))
+    plain, corrected = (Costs(shape, RATES, CARD, shared, 2048, given) for given in (Corrections(), corrections))
     assert corrected.decode_s(100) == plain.decode_s(100) and corrected.prompt_s(900) == plain.prompt_s(900)
     plain, corrected = (replace(costs, work=replace(shared, host_bytes=0, hops=0)) for costs in (plain, corrected))
     assert corrected.decode_s(100) == pytest.approx(3 * plain.decode_s(100))

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
-from localllm.engine import loader
+from localllm.engine import planner
 from localllm.engine.speculative.config import OFF
 from localllm.errors import CheckpointError
-from localllm.offload.planner.plan import Memory, Rates
+from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.search import Search
 from localllm.offload.streaming import disk_stream
 from localllm.text.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ def least_bytes(directory: Path) -> int:
     whole = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128, speculate=OFF)
     assert whole.plan is not None
     whole.close()
-    return Search(whole.plan.shape, Memory(1, 0, 1), Rates(1, 1, 1), 128).least_bytes()
+    return Search(whole.plan.shape, Machine(Memory(1, 0, 1), Rates(1, 1, 1)), 128).least_ram_bytes()
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def streaming(kind: str, directory: Path) -> Iterator[Engine]:
         return
     least = least_bytes(directory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "process_memory", lambda *_, **__: Memory(least, 0, least))
+        patch.setattr(planner, "process_memory", lambda *_, **__: Memory(least, 0, least))
         engine = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128)
     assert engine.plan is not None and engine.plan.streamed
     yield engine
@@ -177,7 +177,7 @@ def test_a_block_file_that_is_replaced_under_a_running_engine_changes_no_answer(
 @pytest.mark.usefixtures("nothing_mapped")
 def test_the_command_line_keeps_the_text_and_names_the_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = least_bytes(directory)
-    monkeypatch.setattr(loader, "process_memory", lambda *_, **__: Memory(least, 0, least))
+    monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(least, 0, least))
     flags = (
         "-p",
         "A fox",

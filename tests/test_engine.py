@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from localllm import Engine, EngineThread, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
-from localllm.engine import loader, sampler
+from localllm.engine import planner, sampler
 from localllm.engine.events import Event
 from localllm.engine.step_types import Chunk, Limits
 from localllm.errors import (
@@ -29,7 +29,7 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.layers.mlp import MLP
-from localllm.offload.planner.plan import Memory
+from localllm.offload.planner.machine import Memory
 from tests.checkpoints import write_checkpoint
 from tests.patience import PATIENCE_S
 
@@ -312,9 +312,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(loader, "process_memory", lambda *_, **__: Memory(num_bytes, 0, num_bytes))
+    monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(num_bytes, 0, num_bytes))
     # What packing takes is a hundred times what such a model does.
-    monkeypatch.setattr(loader, "as_stored", lambda _files, _name, config, _weights: (config, None))
+    monkeypatch.setattr(planner, "as_stored", lambda _files, _name, config, _weights: (config, None))
 
 
 @pytest.mark.usefixtures("own_cache")

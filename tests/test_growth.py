@@ -14,16 +14,18 @@ import torch
 from localllm import Engine, EngineThread, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.paged_kv import KVPages
 from localllm.engine import context_growth as growth
-from localllm.engine import loader, placement
-from localllm.engine.advice import flags_for_context
+from localllm.engine import placement, planner
 from localllm.engine.events import Event
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.prefix_config import KVReuse
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError
 from localllm.models.families import load_config
 from localllm.models.offloaded_model import OffloadedModel
+from localllm.offload.planner.advice import flags_for_context
 from localllm.offload.planner.format_rates import FormatRates
-from localllm.offload.planner.plan import KEPT_PAGES, BlockShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.planner.machine import Machine, Memory, Rates
+from localllm.offload.planner.model_shape import BlockShape, ModelShape
+from localllm.offload.planner.plan import KEPT_PAGES, Plan
 from localllm.offload.planner.profile import Profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
@@ -46,19 +48,21 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         rates = Profile("this machine", disk_read_gbs=1.0, formats=dict.fromkeys(RECIPES, FormatRates(20.0, 500.0)))
-        patch.setattr(placement, "kept_profile", lambda: rates)
+        patch.setattr(planner, "kept_profile", lambda: rates)
         patch.setattr(placement, "BATCH_ROWS", 8)
         yield
 
 
 def least(directory: Path, weights: str, ctx: int) -> int:
-    return Search(shape_of(directory, weights), Memory(1, 0, 1), Rates(1, 1, 1), ctx).least_bytes()
+    return Search(shape_of(directory, weights), Machine(Memory(1, 0, 1), Rates(1, 1, 1)), ctx).least_ram_bytes()
 
 
 def whole(directory: Path, weights: str, ctx: int) -> int:
     """Where every block stays in memory, and not one more would."""
     return (
-        Search(shape_of(directory, weights), Memory(1 << 40, 0, 1 << 40), Rates(1, 1, 1), ctx).best().total_bytes("ram")
+        Search(shape_of(directory, weights), Machine(Memory(1 << 40, 0, 1 << 40), Rates(1, 1, 1)), ctx)
+        .best()
+        .total_bytes("ram")
     )
 
 
@@ -66,8 +70,8 @@ def whole(directory: Path, weights: str, ctx: int) -> int:
 def capped(directory: Path, weights: str, memory_bytes: int) -> Iterator[Engine]:
     """With so much memory, also for what is planned later."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, memory_bytes))
-        patch.setattr(loader, "as_stored", lambda _files, _name, config, _weights: (config, None))
+        patch.setattr(planner, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, memory_bytes))
+        patch.setattr(planner, "as_stored", lambda _files, _name, config, _weights: (config, None))
         with engine(directory, weights, ctx=CTX) as loaded:
             yield loaded
 
@@ -278,7 +282,7 @@ def test_blocks_leave_a_devices_memory_for_the_longer_context(directory: Path, t
     packed = Packed(directory, pack(directory, tmp_path / "packed", "int4-g32"), "int4-g32")
     tokenizer, kinds = Tokenizer.load(directory), ("resident", "computed", "streamed", "disk")
     shape = shape_of(directory, "int4")
-    roomy = Search(shape, Memory(1 << 40, 0, 1 << 40), Rates(1, 1, 1), CTX).best()
+    roomy = Search(shape, Machine(Memory(1 << 40, 0, 1 << 40), Rates(1, 1, 1)), CTX).best()
     mixed = tuple(packed.blocks(lambda index: kinds[index % len(kinds)]))
 
     def replan(ctx: int, kv: str, held_bytes: int) -> Plan:
@@ -327,12 +331,12 @@ def test_a_longer_context_is_offered_with_a_format_of_keys_and_values_where_that
         "int4": replace(shape, kv_bytes_per_token=500),
     }
     memory = 1_000_000
-    search = Search(shape, Memory(memory, 0, memory), Rates(1, 1, 1), 512)
+    search = Search(shape, Machine(Memory(memory, 0, memory), Rates(1, 1, 1)), 512)
     assert flags_for_context(search, 700, smaller) == "--ctx 700"
     assert flags_for_context(search, 1200, smaller) == "--ctx 1200 --kv k8v4"
     assert flags_for_context(search, 1800, smaller) == "--ctx 1800 --kv int4"
     assert flags_for_context(search, 4000, smaller) == ""
-    roomy = replace(search, memory=Memory(memory, 0, 1 << 30, 1 << 30))
+    roomy = replace(search, machine=Machine(Memory(memory, 0, 1 << 30, 1 << 30), Rates(1, 1, 1)))
     assert re.fullmatch(r"--ctx 1800 --ram \d+MiB, or --ctx 1800 --kv int4", flags_for_context(roomy, 1800, smaller))
 
 

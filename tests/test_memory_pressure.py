@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
-from localllm.engine import loader
+from localllm.engine import planner
 from localllm.engine.residency import Residency
 from localllm.engine.speculative.config import OFF
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
+from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.machine_memory import LEAST_ADDRESS_SPACE_BYTES
-from localllm.offload.planner.plan import Memory, Rates
 from localllm.offload.planner.search import Search
 from localllm.offload.streaming import host_buffer as host_buffer_module
 from localllm.offload.streaming.host_buffer import give_back_freed
@@ -103,9 +103,9 @@ def placed_engine(kind: str, directory: Path, folder: Path) -> Iterator[Engine]:
         if kind == "streamed":
             engine = Engine.load(directory, device="cpu", weights=weights, ctx=128, speculate=OFF)
             assert engine.plan is not None
-            least = Search(engine.plan.shape, Memory(1, 0, 1), Rates(1, 1, 1), 128).least_bytes()
+            least = Search(engine.plan.shape, Machine(Memory(1, 0, 1), Rates(1, 1, 1)), 128).least_ram_bytes()
             engine.close()
-            patch.setattr(loader, "process_memory", lambda *_, **__: Memory(least, 0, least))
+            patch.setattr(planner, "process_memory", lambda *_, **__: Memory(least, 0, least))
         engine = Engine.load(directory, device="cpu", weights=weights, ctx=128)
     assert engine.plan is not None and bool(engine.plan.streamed) == (kind == "streamed")
     yield engine

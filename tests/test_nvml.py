@@ -87,6 +87,6 @@ def test_every_session_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("module", ["nvml", "machine_memory", "disk_speed"])
 def test_the_machine_is_asked_without_torch(module: str, tmp_path: Path) -> None:
-    loaded = loaded_by(f"import localllm.offload.{module}", tmp_path)
+    loaded = loaded_by(f"import localllm.offload.planner.{module}", tmp_path)
     assert not loaded & HEAVY
     assert "pynvml" not in loaded

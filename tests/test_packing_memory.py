@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.offload.planner.plan import Memory
+from localllm.offload.planner.machine import Memory
 from localllm.settings import parse_bytes
 from tests.cli_support import environment, run_cli, write_checkpoint
 

@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from localllm import Engine, EngineThread, FinishedEvent, Request, SamplingParams, TokenEvent
-from localllm.engine import loader, placement
+from localllm.engine import placement, planner
 from localllm.engine.placement import model_shape
 from localllm.engine.step_types import Limits
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError, UsageError
 from localllm.models.families import load_config
 from localllm.offload.planner.format_rates import FormatRates
-from localllm.offload.planner.plan import Memory, ModelShape, Plan, Rates
+from localllm.offload.planner.machine import Machine, Memory, Rates
+from localllm.offload.planner.model_shape import ModelShape
+from localllm.offload.planner.plan import Plan
 from localllm.offload.planner.profile import Profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
@@ -43,7 +45,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         rates = Profile("this machine", disk_read_gbs=1.0, formats=dict.fromkeys(RECIPES, FormatRates(20.0, 500.0)))
-        patch.setattr(placement, "kept_profile", lambda: rates)
+        patch.setattr(planner, "kept_profile", lambda: rates)
         # So that what is computed at once does not outweigh these small models.
         patch.setattr(placement, "BATCH_ROWS", 8)
         yield
@@ -63,10 +65,10 @@ def engine(
     with pytest.MonkeyPatch.context() as patch:
         if memory_bytes is not None:
             patch.setattr(
-                loader, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, most_bytes or memory_bytes)
+                planner, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, most_bytes or memory_bytes)
             )
             # What packing takes is a thousand times what such a model does.
-            patch.setattr(loader, "as_stored", lambda _files, _name, config, _weights: (config, None))
+            patch.setattr(planner, "as_stored", lambda _files, _name, config, _weights: (config, None))
         loaded = Engine.load(directory, device="cpu", weights=weights, dtype=dtype, **options)  # type: ignore[arg-type]
     try:
         yield loaded
@@ -87,7 +89,7 @@ def tokens(engine: Engine, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 8
 def test_whatever_is_streamed_the_text_is_the_same(directory: Path, weights: str) -> None:
     """Under caps from the least that the model runs in to where all of it fits."""
     shape = shape_of(directory, weights)
-    least = Search(shape, Memory(1, 0, 1), Rates(1, 1, 1), 128).least_bytes()
+    least = Search(shape, Machine(Memory(1, 0, 1), Rates(1, 1, 1)), 128).least_ram_bytes()
     with engine(directory, weights, ctx=128) as whole:
         assert whole.plan is not None and not whole.plan.streamed
         expected = tokens(whole, temperature=0), tokens(whole, temperature=0.9, seed=7)
@@ -101,7 +103,7 @@ def test_whatever_is_streamed_the_text_is_the_same(directory: Path, weights: str
 
 
 def least_of(directory: Path, weights: str, ctx: int = 128) -> int:
-    return Search(shape_of(directory, weights), Memory(1, 0, 1), Rates(1, 1, 1), ctx).least_bytes()
+    return Search(shape_of(directory, weights), Machine(Memory(1, 0, 1), Rates(1, 1, 1)), ctx).least_ram_bytes()
 
 
 def test_less_than_the_least_is_refused_with_what_would_do(directory: Path) -> None:

@@ -16,31 +16,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine import planning
-from localllm.engine.advice import advise, flags_for_context
+from localllm.engine import planner, planning
 from localllm.engine.placement import model_shape
 from localllm.engine.planning import Wishes, consider, plan_model
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
+from localllm.offload.planner.advice import advise, flags_for_context
 from localllm.offload.planner.calibration import Corrections, Term
-from localllm.offload.planner.costs import RUN_S, StepCosts
+from localllm.offload.planner.costs import RUN_S, Costs, Work
 from localllm.offload.planner.format_rates import FormatRates
-from localllm.offload.planner.plan import (
-    GIB,
-    BlockShape,
-    JobShape,
-    Memory,
-    ModelShape,
-    Packing,
-    Plan,
-    Rates,
-    cap,
-)
+from localllm.offload.planner.host_placements import LOGIT_ROWS
+from localllm.offload.planner.machine import Machine, Memory, Rates
+from localllm.offload.planner.model_shape import BlockShape, ModelShape, Packing
+from localllm.offload.planner.plan import GIB, JobShape, Plan, cap
 from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, Profile, Taken, keep, kept_profile
-from localllm.offload.planner.search import LOGIT_ROWS, Search
-from localllm.offload.streaming.page_map import ALIGN_BYTES
-from localllm.offload.streaming.ring import ring_bytes
+from localllm.offload.planner.search import Search
+from localllm.offload.streaming.ring import ALIGN_BYTES, ring_bytes
 from localllm.quant.recipe import RECIPES
 from localllm.settings import parse_bytes
 from tests.cli_support import run_cli
@@ -73,7 +65,14 @@ def shape(layers: int = 4, attention: int = 2, mlp: int = 7, head: int = 9, embe
 
 
 def search(it: ModelShape, ram_bytes: int, ctx: int | None = None, job: JobShape | None = None) -> Search:
-    return Search(it, Memory(ram_bytes, 1000, 1 << 40, 1 << 40), RATES, ctx, job)
+    return Search(it, Machine(Memory(ram_bytes, 1000, 1 << 40, 1 << 40), RATES), ctx, job)
+
+
+def costs(
+    it: ModelShape, rates: Rates, disk_bytes: int, runs: int, pass_tokens: int, corrections: Corrections | None = None
+) -> Costs:
+    work = Work.of_host(it, disk_bytes, runs)
+    return Costs(it, rates, None, work, pass_tokens, corrections or Corrections())
 
 
 shapes = st.builds(
@@ -111,17 +110,17 @@ def test_a_plan_stays_within_its_memory_and_there_is_one_from_the_least_on(
     try:
         plan = wanted.best()
     except DoesNotFitError as error:
-        assert ram_bytes < wanted.least_bytes()
-        assert error.fix.split(", or ")[0] == f"--ram {cap(wanted.least_bytes())}"
+        assert ram_bytes < wanted.least_ram_bytes()
+        assert error.fix.split(", or ")[0] == f"--ram {cap(wanted.least_ram_bytes())}"
         return
-    assert ram_bytes >= wanted.least_bytes()
+    assert ram_bytes >= wanted.least_ram_bytes()
     check(plan, ram_bytes)
     assert ctx is None or plan.ctx == ctx
 
 
 @given(shapes)
 def test_at_the_least_as_many_tokens_pass_at_once_as_have_room(it: ModelShape) -> None:
-    least = search(it, 0, 1024).least_bytes()
+    least = search(it, 0, 1024).least_ram_bytes()
     plan = search(it, least, 1024).best()
     check(plan, least)
     assert not plan.streamed or plan.pass_tokens == plan.batch_rows == 8
@@ -131,7 +130,7 @@ def test_at_the_least_as_many_tokens_pass_at_once_as_have_room(it: ModelShape) -
 def test_no_other_choice_of_whole_kinds_would_stream_less(it: ModelShape, extra_bytes: int) -> None:
     """Against every count of attention and MLP blocks, with and without the head."""
     wanted = search(it, 0, 128)
-    ram_bytes = wanted.least_bytes() + extra_bytes
+    ram_bytes = wanted.least_ram_bytes() + extra_bytes
     plan = search(it, ram_bytes, 128).best()
     fixed = plan.total_bytes("ram") - plan.ledger["ram"].get("weights", 0) - plan.ring_bytes
     attention, mlp = it.blocks[::2], it.blocks[1::2]
@@ -161,15 +160,15 @@ def test_a_context_that_was_asked_for_is_kept_and_one_that_was_not_gives_way_to_
 
 def test_a_conversation_has_room_before_weights_have() -> None:
     large = replace(shape(layers=20, mlp=400), kv_bytes_per_token=3000, default_ctx=8192)
-    tight = search(large, search(large, 0, 2048).least_bytes()).best()
+    tight = search(large, search(large, 0, 2048).least_ram_bytes()).best()
     assert tight.ctx == 2048 and tight.streamed
-    assert search(large, search(large, 0, 2048).least_bytes() - 1).best().ctx < 2048
+    assert search(large, search(large, 0, 2048).least_ram_bytes() - 1).best().ctx < 2048
 
 
 def test_a_job_answers_as_many_at_once_as_give_the_most_tokens() -> None:
     large = replace(shape(layers=20, mlp=400), kv_bytes_per_token=3000)
     job = JobShape(sequences=32, tokens=100, longest=300)
-    ram_bytes = search(large, 0, 300).least_bytes() + (4 << 20)
+    ram_bytes = search(large, 0, 300).least_ram_bytes() + (4 << 20)
     plan = search(large, ram_bytes, None, job).best()
     check(plan, ram_bytes)
     alone = search(large, ram_bytes, 300).best()
@@ -184,7 +183,7 @@ def test_every_model_of_the_registry_is_planned_in_milliseconds() -> None:
         for gib in (1, 4, 16):
             started = time.process_time()
             try:
-                plan = Search(it, Memory(gib * GIB, 300 << 20, 1 << 40), RATES).best()
+                plan = Search(it, Machine(Memory(gib * GIB, 300 << 20, 1 << 40), RATES)).best()
                 check(plan, gib * GIB)
             except DoesNotFitError:
                 continue
@@ -193,19 +192,19 @@ def test_every_model_of_the_registry_is_planned_in_milliseconds() -> None:
 
 def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:
     it = shape()
-    read = StepCosts(it, RATES, 3_000_000_000, 50, 2048)
+    read = costs(it, RATES, 3_000_000_000, 50, 2048)
     assert read.decode_s(0) == pytest.approx(2.0 + 50 * RUN_S)
     assert read.bound_by() == "disk"
     slower = Corrections({Term("cpu", "step", "disk"): 1.5})
-    assert StepCosts(it, RATES, 3_000_000_000, 0, 2048, slower).decode_s(0) == pytest.approx(3.0)
-    assert StepCosts(it, RATES, 3_000_000_000, 0, 2048, slower).prompt_s(8) == pytest.approx(3.0, rel=0.01)
-    assert StepCosts(it, RATES, 0, 0, 512).bound_by() == "memory"
-    assert StepCosts(it, replace(RATES, compute_gops=1e-3), 0, 0, 512).bound_by(rows=64) == "compute"
+    assert costs(it, RATES, 3_000_000_000, 0, 2048, slower).decode_s(0) == pytest.approx(3.0)
+    assert costs(it, RATES, 3_000_000_000, 0, 2048, slower).prompt_s(8) == pytest.approx(3.0, rel=0.01)
+    assert costs(it, RATES, 0, 0, 512).bound_by() == "memory"
+    assert costs(it, replace(RATES, compute_gops=1e-3), 0, 0, 512).bound_by(rows=64) == "compute"
     assert replace(read, pass_tokens=8).prompt_s(512) == pytest.approx(
         32 * replace(read, pass_tokens=256).prompt_s(512), rel=0.01
     )
-    cached = StepCosts(it, replace(RATES, cached_share=1.0), 3_000_000_000, 50, 2048)
-    assert cached.decode_s(0) == StepCosts(it, RATES, 0, 0, 2048).decode_s(0)
+    cached = costs(it, replace(RATES, cached_share=1.0), 3_000_000_000, 50, 2048)
+    assert cached.decode_s(0) == costs(it, RATES, 0, 0, 2048).decode_s(0)
 
 
 def test_a_tied_embedding_is_read_and_multiplied_as_a_head_of_its_own_would_be() -> None:
@@ -214,7 +213,7 @@ def test_a_tied_embedding_is_read_and_multiplied_as_a_head_of_its_own_would_be()
         model_shape(config, RECIPES["int8"], torch.bfloat16, "it")
         for config in (tied, replace(tied, tie_word_embeddings=False))
     )
-    one, other = (StepCosts(it, RATES, 0, 0, 2048) for it in shapes)
+    one, other = (costs(it, RATES, 0, 0, 2048) for it in shapes)
     assert one.decode_s(0) == pytest.approx(other.decode_s(0), rel=0.01)
     assert one.prompt_s(1) == pytest.approx(other.prompt_s(1), rel=0.01)
 
@@ -232,7 +231,7 @@ def test_a_cap_is_the_next_round_amount(num_bytes: int, text: str) -> None:
 
 def test_advice_names_what_keeps_everything_and_nothing_where_all_is_well() -> None:
     it = shape(layers=20, mlp=400)
-    tight = search(it, search(it, 0, 1024).least_bytes() + (3 << 20), 1024)
+    tight = search(it, search(it, 0, 1024).least_ram_bytes() + (3 << 20), 1024)
     plan = tight.best()
     texts = [str(advice) for advice in advise(tight, plan, None, [])]
     assert any(text.startswith("--ram ") and "stays in memory" in text for text in texts)
@@ -243,7 +242,7 @@ def test_advice_names_what_keeps_everything_and_nothing_where_all_is_well() -> N
 def test_advice_is_of_a_smaller_model_that_fits_and_of_int4() -> None:
     big, small = replace(shape(layers=20, mlp=900), weights="bf16"), replace(shape(layers=2), name="small")
     int4 = shape(layers=20, mlp=225)
-    tight = search(big, search(big, 0, 1024).least_bytes() + (1 << 20), 1024)
+    tight = search(big, search(big, 0, 1024).least_ram_bytes() + (1 << 20), 1024)
     texts = [str(advice) for advice in advise(tight, tight.best(), int4, [small, big])]
     assert any(text.startswith("localllm plan small --ram ") and ": fits" in text for text in texts)
     assert any(text.startswith("--weights int4: ") for text in texts)
@@ -251,10 +250,10 @@ def test_advice_is_of_a_smaller_model_that_fits_and_of_int4() -> None:
 
 def test_what_must_be_packed_first_is_part_of_the_least_memory() -> None:
     it = shape(layers=20, mlp=400)
-    packed = search(it, 0, 1024).least_bytes()
+    packed = search(it, 0, 1024).least_ram_bytes()
     packing = Packing(20_000_000, "localllm quantize it")
     unpacked = replace(it, packing=packing)
-    assert packed < search(unpacked, 0, 1024).least_bytes() == 1000 + packing.num_bytes
+    assert packed < search(unpacked, 0, 1024).least_ram_bytes() == 1000 + packing.num_bytes
     with pytest.raises(DoesNotFitError, match="it cannot be packed in") as caught:
         search(unpacked, packed, 1024).best()
     assert caught.value.fix == "--ram 32MiB, or localllm quantize it"
@@ -269,9 +268,9 @@ def test_weights_that_are_read_as_they_are_need_packing_only_where_they_are_stre
     try:
         plan = wanted.best()
     except DoesNotFitError:
-        assert ram_bytes < wanted.least_bytes()
+        assert ram_bytes < wanted.least_ram_bytes()
         return
-    assert ram_bytes >= wanted.least_bytes()
+    assert ram_bytes >= wanted.least_ram_bytes()
     assert plan.is_whole or 1000 + packing_bytes <= ram_bytes
 
 
@@ -285,22 +284,22 @@ def test_what_fits_whole_where_it_cannot_be_packed_is_said_to_need_that() -> Non
 
 def test_a_refusal_names_the_context_and_a_shorter_one_that_fits() -> None:
     it = replace(shape(layers=20, mlp=400), kv_bytes_per_token=30_000, default_ctx=8192)
-    room = search(it, 0, 2048).least_bytes()
+    room = search(it, 0, 2048).least_ram_bytes()
     with pytest.raises(DoesNotFitError) as caught:
         search(it, room, 100_000).best()
     assert "100000 tokens of context 2.79 GiB" in caught.value.why and "the program" not in caught.value.why
     more, shorter = caught.value.fix.split(", or ")
-    assert shorter == "--ctx 2048" and more == f"--ram {cap(search(it, 0, 100_000).least_bytes())}"
+    assert shorter == "--ctx 2048" and more == f"--ram {cap(search(it, 0, 100_000).least_ram_bytes())}"
     check(search(it, room, 2048).best(), room)
     assert flags_for_context(search(it, room), 2048) == "--ctx 2048"
     assert flags_for_context(search(it, room), 100_000) == f"--ctx 100000 {more}"
-    small_machine = replace(search(it, room), memory=Memory(room, 1000, room, room))
+    small_machine = replace(search(it, room), machine=Machine(Memory(room, 1000, room, room), RATES))
     assert flags_for_context(small_machine, 100_000) == ""
 
 
 def test_the_cap_that_keeps_everything_keeps_it_with_the_context_that_is_named_with_it() -> None:
     it = replace(shape(layers=20, mlp=400), kv_bytes_per_token=6000, default_ctx=8192)
-    tight = search(it, search(it, 0, 2048).least_bytes())
+    tight = search(it, search(it, 0, 2048).least_ram_bytes())
     texts = [str(advice) for advice in advise(tight, tight.best(), None, [])]
     flags = next(text.split(":")[0].split() for text in texts if text.startswith("--ram "))
     assert flags[::2] == ["--ram", "--ctx"]
@@ -326,7 +325,7 @@ def small_process(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def memory(ram_bytes: int | None, *_: object, **__: object) -> Memory:
         return Memory(ram_bytes or 20 * GIB, 300 << 20, 20 * GIB, 24 * GIB)
 
-    monkeypatch.setattr(planning, "process_memory", memory)
+    monkeypatch.setattr(planner, "process_memory", memory)
 
 
 def planned(*arguments: str) -> tuple[int, dict[str, object]]:
@@ -405,7 +404,8 @@ def test_wishes_are_refused_before_anything_is_measured(own_cache: Path) -> None
 
 def test_a_model_that_would_make_room_is_not_counted_as_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
-    monkeypatch.setattr(planning, "kept_profile", lambda: Profile("this machine", 45.0, 3.0, formats=rates))
+    for module in (planner, planning):
+        monkeypatch.setattr(module, "kept_profile", lambda: Profile("this machine", 45.0, 3.0, formats=rates))
     held = psutil.Process().memory_info().rss
     shape, wishes = find_shape("tiny"), Wishes(device="cpu", ram=held + (1 << 30))
     beside, instead = (consider(shape, None, wishes, lambda _: None, placed).planned.plan for placed in (0, held))

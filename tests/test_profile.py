@@ -16,7 +16,7 @@ from localllm.offload.planner import other_work
 from localllm.offload.planner import profile as profile_module
 from localllm.offload.planner.calibration import Term
 from localllm.offload.planner.format_rates import FormatRates, format_rates
-from localllm.offload.planner.plan import Rates
+from localllm.offload.planner.machine import Rates
 from localllm.offload.planner.profile import Profile, keep, kept_profile
 from localllm.quant.recipe import RECIPES
 

@@ -14,11 +14,11 @@ from localllm.engine.events import FinishedEvent, Timings, Usage
 from localllm.engine.runner import ModelRunner
 from localllm.engine.scores import Scores
 from localllm.offload.planner.calibration import Term
-from localllm.offload.planner.device_costs import CardRates
-from localllm.offload.planner.device_search import CardMemory, DeviceSearch
 from localllm.offload.planner.format_rates import FormatRates
-from localllm.offload.planner.plan import Memory, Plan
+from localllm.offload.planner.machine import Card, CardMemory, CardRates, Machine, Memory
+from localllm.offload.planner.plan import Plan
 from localllm.offload.planner.profile import keep, kept_profile
+from localllm.offload.planner.search import Search
 from tests.packed_support import small_checkpoint
 from tests.test_plan import RATES, search, shape
 
@@ -37,6 +37,10 @@ def answer(plan: Plan | None, times_slower: float, prompt: int = 10, cached: int
     return FinishedEvent(0, "length", Usage(prompt, cached, 20), timings)
 
 
+def with_machine(search: Search, **changes: Any) -> Search:
+    return replace(search, machine=replace(search.machine, **changes))
+
+
 def learned(plan: Plan | None, times_slower: float = 2.0, **usage: int) -> dict[Term, float]:
     """The corrections after such an answer."""
     scores = Scores()
@@ -50,7 +54,7 @@ def on_a_card(cached_share: float, ram_bytes: int) -> Plan:
     card = CardMemory(8 << 20, 0, 0, 1 << 40, 1 << 40)
     rates = CardRates(400.0, 40_000.0, 0.01, 0.0, 0.0)
     slow = replace(RATES, cached_share=cached_share, matrix_gbs=0.005, disk_gbs=100.0)
-    return DeviceSearch(IT, Memory(ram_bytes, 1000, 1 << 40), card, slow, rates, 128).best()
+    return Search(IT, Machine(Memory(ram_bytes, 1000, 1 << 40), slow, Card(card, rates)), 128).best()
 
 
 def test_a_step_that_waits_for_the_link_corrects_the_link_also_where_the_files_are_cached() -> None:
@@ -62,13 +66,13 @@ def test_a_step_that_waits_for_the_link_corrects_the_link_also_where_the_files_a
 def test_what_comes_from_the_disk_says_nothing_where_the_page_cache_has_it() -> None:
     cold = search(IT, IT.num_bytes // 2, 128).best()
     assert cold.streamed_bytes
-    cached = replace(search(IT, IT.num_bytes // 2, 128), rates=replace(RATES, cached_share=0.5)).best()
+    cached = with_machine(search(IT, IT.num_bytes // 2, 128), rates=replace(RATES, cached_share=0.5)).best()
     assert learned(cached) == {}
     assert learned(cold)[Term("cpu", "step", "disk")] > 1.2
 
 
 def test_an_answer_under_no_plan_and_rates_that_are_a_guess_teach_nothing() -> None:
-    guessed = replace(search(IT, 1 << 30), rates=replace(RATES, is_measured=False)).best()
+    guessed = with_machine(search(IT, 1 << 30), rates=replace(RATES, is_measured=False)).best()
     assert learned(None) == learned(guessed) == {}
     assert set(learned(search(IT, 1 << 30).best())) == {Term("cpu", "step", "memory")}
 
@@ -80,7 +84,7 @@ def test_a_prompt_corrects_the_time_to_a_first_token_where_it_is_long_and_all_of
         corrections = learned(whole, prompt=600)
     assert corrections[term] == pytest.approx(2.0)
     corrected = search(IT, 1 << 30)
-    corrected = replace(corrected, corrections=kept_profile().corrections(IT.weights))
+    corrected = with_machine(corrected, corrections=kept_profile().corrections(IT.weights))
     assert corrected.best().costs.prompt_s(600) == pytest.approx(2 * whole.costs.prompt_s(600), rel=0.1, abs=1e-3)
     learned(corrected.best(), times_slower=1.0, prompt=600)  # what came true as it was predicted changes nothing
     assert kept_profile().corrections(IT.weights).of(term) == pytest.approx(2.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from localllm import Engine, SamplingParams, TokenEvent
-from localllm.engine import loader
+from localllm.engine import planner
 from localllm.engine.loader import Watcher
 from localllm.engine.weights import choose_recipe
 from localllm.errors import CheckpointError, DoesNotFitError, ModelChangedError, UsageError
@@ -23,7 +23,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.convert import convert
 from localllm.models.families import load_config
 from localllm.models.load import load_decoder
-from localllm.offload.planner.plan import Memory
+from localllm.offload.planner.machine import Memory
 from localllm.quant.recipe import RECIPES
 from tests.packed_support import FORMATS, everything_of, small_checkpoint
 
@@ -207,7 +207,7 @@ def test_damage_is_an_error_whose_command_mends_it(directory, spoil):
 
 
 def test_a_model_that_will_not_fit_is_refused_before_it_is_packed(directory, monkeypatch, tmp_path):
-    monkeypatch.setattr(loader, "process_memory", lambda *_, **__: Memory(100_000, 0, 100_000))
+    monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(100_000, 0, 100_000))
     with pytest.raises(DoesNotFitError):
         Engine.load(directory, device="cpu", weights="int4", watcher=NO_CONVERSION)
     assert not (tmp_path / "cache").exists()
@@ -217,7 +217,7 @@ def test_weights_that_would_fit_as_int4_are_refused_with_that_advice(directory, 
     # Between what it takes in bf16 and in int4, packed already, with two blocks at a time and 128 tokens of context.
     Engine.load(directory, device="cpu", weights="int4")
     for free_bytes, advice in ((205_000, "--weights int4"), (100_000, "choose a smaller model: localllm list --all")):
-        monkeypatch.setattr(loader, "process_memory", lambda *_, free=free_bytes, **__: Memory(free, 0, free))
+        monkeypatch.setattr(planner, "process_memory", lambda *_, free=free_bytes, **__: Memory(free, 0, free))
         with pytest.raises(DoesNotFitError) as caught:
             Engine.load(directory, device="cpu", weights="bf16")
         assert caught.value.fix == advice

@@ -12,7 +12,8 @@ from localllm.history.exchange import format_time
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Guessing, Planned, Prediction
-    from localllm.offload.planner.plan import Placed, Plan, Tier
+    from localllm.offload.placement import BlockPlacement, Tier
+    from localllm.offload.planner.plan import Plan
 
 Tone = Literal["plain", "good", "fair", "poor"]
 
@@ -58,7 +59,7 @@ def when_measured(at_s: float, busy: Sequence[str]) -> str:
     return format_time(at_s) + (f", while the machine was busy: {', '.join(busy)}" if busy else "")
 
 
-def kind(block: Placed) -> Kind:
+def kind(block: BlockPlacement) -> Kind:
     is_looked_up = block.tier == "disk" and block.name == "embed"
     return KINDS["disk", "rows"] if is_looked_up else KINDS[block.tier, block.exec]
 

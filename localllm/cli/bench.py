@@ -168,8 +168,8 @@ class _Bench:
     def _set_up(self, line: ProgressLine) -> TargetSetup:
         """Import torch, and refuse what cannot run before the disk is read or written."""
         from localllm.bench.target import TargetSetup, planned_recipe, require_memory
-        from localllm.engine.loader import has_card
         from localllm.engine.memory import choose_device, choose_dtype
+        from localllm.engine.planner import has_card
         from localllm.engine.weights import choose_recipe
         from localllm.hub.packed import packed_recipes
         from localllm.quant.recipe import recipe

@@ -4,72 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from localllm.config import format_bytes
 from localllm.engine.memory import HEADROOM, is_device_out_of_memory, out_of_memory
-from localllm.engine.placement import model_shape, process_memory
 from localllm.errors import UsageError
 from localllm.kernels.gpu.ready import why_not
-from localllm.models.config import ModelConfig
-from localllm.offload.planner.device_costs import KERNELS, CardRates
 from localllm.offload.planner.device_rates import DeviceRates
-from localllm.offload.planner.device_search import CardMemory, DeviceSearch
 from localllm.offload.planner.format_rates import FormatRates
-from localllm.offload.planner.plan import GIB, JobShape, Packing
+from localllm.offload.planner.machine import KERNELS, Card, CardMemory, CardRates, Machine, Memory
+from localllm.offload.planner.plan import GIB
 from localllm.offload.planner.profile import device_measured, kept_profile, measured
 from localllm.quant.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class CardPlanning:
-    """What a plan on `device` is asked for; ram, vram: caps in bytes."""
+def card_machine(
+    device: torch.device,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    vram: int | None,
+    memory: Callable[[], Memory],
+    say: Callable[[str], None],
+) -> Machine:
+    """Return the machine around this device; what is not known of it is measured first, once.
 
-    device: torch.device
-    dtype: torch.dtype
-    kv: str
-    ctx: int | None
-    ram: int | None
-    vram: int | None
-    job: JobShape | None
-    say: Callable[[str], None]
+    vram: the cap on the device's memory.
+    memory: of the host, asked after the measurement.
 
-    def search(
-        self,
-        config: ModelConfig,
-        recipe: Recipe,
-        name: str,
-        packing: Packing | None,
-        *,
-        cached_share: float = 0.0,
-        placed_bytes: int = 0,
-    ) -> DeviceSearch:
-        """What the machine does is measured where it is not known, once. placed_bytes: of the host's memory that this
-        process holds, the blocks that are placed anew. Raises UsageError for a cap above what exists, DoesNotFitError
-        where the card has not even room for a measurement.
-        """
-        try:
-            with uncapped_allocator(self.device):  # the plan before has nothing to do with a measurement
-                profile = measured(kept_profile(), recipe.name, recipe.blocks, self.dtype, self.say)
-                profile = device_measured(profile, self.device, recipe.name, recipe.blocks, self.dtype, self.say)
-                rates, card = profile.rates(recipe.name), profile.device
-                assert rates is not None and card is not None
-                found = card.formats[recipe.name]
-                vram = card_memory(self.device, self.vram, card, found.workspace_bytes)
-        except RuntimeError as error:
-            raise out_of_memory(self.device, error) if is_device_out_of_memory(error) else error from None
-        return DeviceSearch(
-            shape=model_shape(config, recipe, self.dtype, name, self.device, self.kv, packing),
-            memory=process_memory(self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None),
-            card=vram,
-            rates=replace(rates, cached_share=cached_share),
-            card_rates=_card_rates(found, card, is_fused=not why_not(self.device)),
-            ctx=self.ctx,
-            job=self.job,
-            corrections=profile.corrections(recipe.name),
-        )
+    Raises UsageError for a cap above what exists, DoesNotFitError where the card has no memory for a measurement.
+    """
+    try:
+        with uncapped_allocator(device):  # the plan before has nothing to do with a measurement
+            profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
+            profile = device_measured(profile, device, recipe.name, recipe.blocks, dtype, say)
+            rates, known = profile.rates(recipe.name), profile.device
+            assert rates is not None and known is not None
+            found = known.formats[recipe.name]
+            vram_memory = card_memory(device, vram, known, found.workspace_bytes)
+    except RuntimeError as error:
+        raise out_of_memory(device, error) if is_device_out_of_memory(error) else error from None
+    card = Card(vram_memory, _card_rates(found, known, is_fused=not why_not(device)))
+    return Machine(memory(), rates, card, profile.corrections(recipe.name))
 
 
 def _card_rates(found: FormatRates, card: DeviceRates, *, is_fused: bool) -> CardRates:

@@ -17,7 +17,8 @@ from localllm.engine.residency import Residency
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence as Running
 from localllm.errors import ContextOverflowError, DoesNotFitError, LocalLLMError
-from localllm.offload.planner.plan import Placed, Plan
+from localllm.offload.placement import BlockPlacement
+from localllm.offload.planner.plan import Plan
 from localllm.text.eviction import wanted_room
 
 _STEP_TOKENS = 256  # a context that is not twice the one before ends at a multiple of this
@@ -184,7 +185,7 @@ def _reserve(residency: Residency, ctx: int) -> None:
                 raise
 
 
-def _moved(before: Sequence[Placed], after: Sequence[Placed]) -> Moved:
+def _moved(before: Sequence[BlockPlacement], after: Sequence[BlockPlacement]) -> Moved:
     """Count the blocks that moved. The embedding, which comes first, is looked up row by row wherever it is."""
     pairs = zip(before[1:], after[1:], strict=True)
     tiers = [(old.tier, new.tier) for old, new in pairs if old.tier != new.tier]

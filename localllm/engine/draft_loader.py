@@ -12,9 +12,9 @@ import torch
 from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
-from localllm.config import format_bytes, format_figure
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.placement import model_shape
+from localllm.engine.planner import DraftShape
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS
 from localllm.engine.speculative.draft_model import ModelDrafter
@@ -27,9 +27,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress, load_decoder
-from localllm.offload.planner.plan import ModelShape, Plan
-from localllm.offload.planner.search import LOGIT_ROWS
-from localllm.offload.planner.speculation_gain import USUAL_ALPHAS, gain
+from localllm.offload.planner.model_shape import ModelShape
 from localllm.quant.recipe import RECIPES, Recipe
 from localllm.settings import DRAFT_MODEL
 from localllm.text.tokenizer import Tokenizer
@@ -84,7 +82,7 @@ class DraftModel:
 
     def num_bytes(self, ctx: int, sequences: int = 1) -> int:
         """What it takes where it is computed, with room for so many tokens of each sequence."""
-        return draft_bytes(self.shape, min(ctx, self.config.longest_context), sequences)
+        return DraftShape(self.shape, self.config.longest_context).num_bytes(ctx, sequences)
 
     def load(self, vocab_size: int, sequences: int, watcher: Hearing) -> ModelDrafter | None:
         """vocab_size: of the logits that its own are compared with. sequences: that it has room for at once. None where
@@ -133,24 +131,3 @@ def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -
             why=f"{difference}; a smaller model of the same family has the same one",
             fix="--speculate auto",
         )
-
-
-def draft_bytes(shape: ModelShape, ctx: int, sequences: int = 1) -> int:
-    """Of a model that only guesses: it reads prompts in parts, and never has many logits at once."""
-    activations = BATCH_ROWS * shape.row_bytes + LOGIT_ROWS * shape.logits_bytes
-    return shape.num_bytes + shape.kv_bytes(sequences * ctx, sequences) + activations
-
-
-def why_left_out(num_bytes: int, weight_bytes: int, with_it: Plan | None, without: Plan) -> str:
-    """Why a model had better guess without a second one that takes so many bytes, those of its weights among them; ""
-    where it had not."""
-    taken = f"it takes {format_bytes(num_bytes)}"
-    if with_it is None:
-        return f"{taken}, for which there is no room"
-    found = gain(with_it.costs, with_it.prompt_tokens, USUAL_ALPHAS[0], with_it.costs.fast_s(weight_bytes))
-    alone_tok_s = 1 / without.costs.decode_s(without.prompt_tokens)
-    if found.tok_s > alone_tok_s:
-        return ""
-    return (
-        f"{taken}, with which {format_figure(found.tok_s)} tok/s are expected, and {format_figure(alone_tok_s)} without"
-    )

@@ -46,7 +46,8 @@ from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
 from localllm.models.offloaded_model import OffloadedModel
-from localllm.offload.planner.plan import JobShape, Placed, Plan
+from localllm.offload.placement import BlockPlacement
+from localllm.offload.planner.plan import JobShape, Plan
 from localllm.quant.recipe import RECIPES
 from localllm.text.chat_template import ChatTemplate, end_of_turn_id
 from localllm.text.detokenizer import Detokenizer
@@ -340,7 +341,7 @@ class Engine(StepLoop):
     def runner(self) -> ModelRunner:
         return self.residency.runner
 
-    def move(self, blocks: SequenceOf[Placed]) -> None:
+    def move(self, blocks: SequenceOf[BlockPlacement]) -> None:
         """Place the model's blocks elsewhere from the next step on; answers go on as they were. See Residency."""
         self.residency.move(blocks)
 

@@ -11,19 +11,18 @@ from typing import Protocol
 
 import torch
 
-from localllm.engine.advice import flags_for_context
-from localllm.engine.card import CardPlanning, cap_allocator
-from localllm.engine.draft_loader import DraftModel, why_left_out
+from localllm.engine.card import cap_allocator
+from localllm.engine.draft_loader import DraftModel
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory, require_context
-from localllm.engine.placement import find_search, model_shape, process_memory, smaller_kv
+from localllm.engine.placement import smaller_kv
+from localllm.engine.planner import DraftShape, ModelPlanner, has_card, require_card
 from localllm.engine.runner import operators_compute
 from localllm.engine.speculative.config import OFF, Speculate
 from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.weights import as_stored, compact_form, is_unpacked, open_checkpoint, open_packed
+from localllm.engine.weights import is_unpacked, open_checkpoint, open_packed
 from localllm.errors import DoesNotFitError
 from localllm.hub import ModelFiles
-from localllm.hub.packed import packed_recipes
 from localllm.kernels.gpu.ready import is_known, why_not
 from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
@@ -31,11 +30,10 @@ from localllm.models.decoder import Decoder
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
-from localllm.offload.planner.device_search import AnySearch, with_room_for_forks
-from localllm.offload.planner.fit_errors import idle_vram
+from localllm.offload.planner.advice import flags_for_context
 from localllm.offload.planner.nvml import gpus
-from localllm.offload.planner.plan import JobShape, ModelShape, Plan, with_kept_pages
-from localllm.offload.planner.search import Search, fits_whole, is_better
+from localllm.offload.planner.plan import JobShape, Plan, with_kept_pages
+from localllm.offload.planner.search import Search
 from localllm.quant.bf12 import NotCompactError
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
@@ -96,15 +94,36 @@ class Loading:
         """Raises what is listed at `Engine.load`."""
         require_card(self.device, self.vram)
         try:
-            return self._with_room_for_draft(config)._loaded_with_draft(config)
+            _, reason = self._planner.with_room_for_draft(config)
+            if self.draft is not None and reason:
+                self.watcher.noting(f"{self.draft.files.name} does not guess: {reason}")
+            return (replace(self, draft=None) if reason else self)._loaded_with_draft(config)
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(self.device, error) if is_out_of_memory(error) else error from None
 
+    @property
+    def _planner(self) -> ModelPlanner:
+        draft = None if self.draft is None else DraftShape(self.draft.shape, self.draft.config.longest_context)
+        return ModelPlanner(
+            self.files.name,
+            self.files,
+            self.recipe,
+            self.dtype,
+            self.device,
+            self.kv,
+            self.ctx,
+            self.ram,
+            self.vram,
+            self.job,
+            self.watcher.measuring,
+            draft,
+        )
+
     def _load(self, config: ModelConfig) -> LoadedModel:
         require_context(config, self.ctx)
-        if (compact := self._compact(config)) is not None:
+        if (recipe := self._planner.in_best_form(config).recipe) is not self.recipe:
             with suppress(NotCompactError):
-                return compact._load(config)
+                return replace(self, recipe=recipe)._load(config)
         plan, search = self._plan(config)  # before minutes of conversion, not after
         with ExitStack() as opened:
             if is_unpacked(self.recipe) and plan.is_whole:
@@ -134,30 +153,9 @@ class Loading:
             loaded.held.close()
             raise
 
-    def _with_room_for_draft(self, config: ModelConfig) -> Loading:
-        """The second model is left out, and that is said, where it does not fit or the room that it takes costs more
-        than its guesses give."""
-        if self.draft is None:
-            return self
-        alone = replace(self, draft=None)
-        with_it, without = self._foreseen(config), alone._foreseen(config)
-        if without is None:  # nothing fits: its refusal is to be told
-            return alone
-        name, num_bytes = self.draft.files.name, self.draft.num_bytes(without.ctx)
-        reason = why_left_out(num_bytes, self.draft.shape.num_bytes, with_it, without)
-        if reason:
-            self.watcher.noting(f"{name} does not guess: {reason}")
-        return alone if reason else self
-
-    def _foreseen(self, config: ModelConfig) -> Plan | None:
-        try:
-            return self._plan(config)[0]
-        except DoesNotFitError:
-            return None
-
     def _drafter(self, draft: DraftModel, vocab_size: int) -> ModelDrafter | None:
         watcher = self.watcher
-        drafter = draft.load(vocab_size, self._draft_sequences, watcher)
+        drafter = draft.load(vocab_size, self._planner.sequences, watcher)
         if drafter is None:
             watcher.noting(f"{draft.files.name} does not guess: there is too little memory for it")
         return drafter
@@ -173,21 +171,10 @@ class Loading:
 
         return planned
 
-    def _compact(self, config: ModelConfig) -> Loading | None:
-        """In fewer bytes, where these weights have a form that has, and it is the better one."""
-        own = None if has_card(self.device) or not is_unpacked(self.recipe) else self._search(config, self.recipe)
-        if not isinstance(own, Search) or fits_whole(own):
-            return None
-        recipe = compact_form(self.recipe, config, packed_recipes(self.files))
-        if recipe is None:
-            return None
-        other = self._search(config, recipe)
-        return replace(self, recipe=recipe) if isinstance(other, Search) and is_better(other, own) else None
-
     def _loaded(
         self,
         plan: Plan,
-        search: AnySearch,
+        search: Search,
         decoder: Decoder,
         replan: Replan,
         placed: OffloadedModel | None = None,
@@ -209,12 +196,10 @@ class Loading:
 
     def _plan(
         self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0
-    ) -> tuple[Plan, AnySearch]:
-        """The plan, and the search that it is from. placed_bytes: of what this process holds, the blocks that are
-        placed anew."""
+    ) -> tuple[Plan, Search]:
+        """Return the plan and its search. placed_bytes: of what this process holds, blocks that are placed anew."""
         try:
             search = self._search(config, self.recipe, packed, placed_bytes)
-            search = with_room_for_forks(search) if self._forks else search
             plan = search.best()
             return plan if self.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
@@ -225,44 +210,11 @@ class Loading:
 
     def _search(
         self, config: ModelConfig, recipe: Recipe, packed: PackedModel | None = None, placed_bytes: int = 0
-    ) -> AnySearch:
-        name, say, packing, cached_share = self.files.name, self.watcher.measuring, None, 0.0
-        if packed is None:
-            config, packing = as_stored(self.files, name, config, recipe)
-        else:
-            cached_share = packed.cached_share()
-        if has_card(self.device):
-            card = CardPlanning(self.device, self.dtype, self.kv, self.ctx, self.ram, self.vram, self.job, say)
-            found = card.search(config, recipe, name, packing, cached_share=cached_share, placed_bytes=placed_bytes)
-            cap_allocator(self.device, found.card)  # also where nothing fits: a model that is there goes on under it
-            return self._guessing(replace(found, shape=self._with_draft(found.shape)))
-        shape = model_shape(config, recipe, self.dtype, name, kv=self.kv, packing=packing)
-        memory = partial(process_memory, self.ram, recipe, config.vocab_size, placed_bytes, packs=packing is not None)
-        shape = self._with_draft(shape)
-        return self._guessing(find_search(shape, recipe, self.dtype, memory, self.ctx, self.job, say, cached_share))
-
-    def _with_draft(self, shape: ModelShape) -> ModelShape:
-        """With room for the second model, and its keys and values."""
-        if self.draft is None:
-            return shape
-        num_bytes = self.draft.num_bytes(self.ctx or shape.default_ctx, self._draft_sequences)
-        return replace(shape, draft_bytes=num_bytes)
-
-    @property
-    def _forks(self) -> bool:
-        """Whether there may be a second end of a sequence: where one runs alone."""
-        return self.speculate.is_on and self._draft_sequences == 1
-
-    @property
-    def _draft_sequences(self) -> int:
-        """For which the second model has room at once."""
-        return 1 if self.job is None else self.job.sequences
-
-    def _guessing(self, search: AnySearch) -> AnySearch:
-        """Return the search for a placement in which some blocks may be left out while drafting."""
-        if not self.speculate.skips:
-            return search
-        return replace(search, draft_tokens=self.speculate.most_tokens)
+    ) -> Search:
+        search = replace(self._planner, recipe=recipe).search(config, packed, placed_bytes)
+        if search.machine.card is not None:  # also where nothing fits: a model that is there goes on under it
+            cap_allocator(self.device, search.machine.card.memory)
+        return search
 
     def _packed(self, config: ModelConfig) -> PackedModel:
         return open_packed(self.files, config, self.recipe, self.watcher.packing, self.watcher.waiting, self.ram)
@@ -280,12 +232,6 @@ class Loading:
         )
 
 
-def require_card(device: torch.device, vram: int | None) -> None:
-    """Raises UsageError for a cap on a GPU's memory where none is used."""
-    if vram is not None and not has_card(device):
-        raise idle_vram()
-
-
 def note_device(device: torch.device, watcher: Watcher, *, is_chosen: bool) -> None:
     """Has our kernels checked where a GPU is new to them, and says where they, or the GPU, cannot be used. is_chosen:
     nobody asked for this device."""
@@ -299,8 +245,3 @@ def note_device(device: torch.device, watcher: Watcher, *, is_chosen: bool) -> N
         watcher.measuring("checking the kernels on this graphics card, once")
     if reason := why_not(device):
         watcher.noting(operators_compute(reason))
-
-
-def has_card(device: torch.device) -> bool:
-    """Whether the device has memory of its own, beside the host's."""
-    return device.type != "cpu"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import psutil
@@ -21,9 +20,9 @@ from localllm.models.cpu_program import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
 from localllm.models.split_mlp import can_be_split
-from localllm.offload.planner.plan import GIB, BlockShape, JobShape, Memory, ModelShape, Packing, Rates
-from localllm.offload.planner.profile import kept_profile, measured
-from localllm.offload.planner.search import Search, fitting
+from localllm.offload.planner.machine import Memory
+from localllm.offload.planner.model_shape import BlockShape, ModelShape, Packing
+from localllm.offload.planner.plan import GIB
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.bf12 import BF12
 from localllm.quant.dense import Dense
@@ -46,9 +45,6 @@ _TOKENIZER_BYTES = 500
 _BITSANDBYTES_BYTES = 280 << 20
 _UNPACKING_BYTES = 8 << 20  # slabs of bf12, and what the C library keeps of them
 _STEP_BYTES = 16 << 20  # one that holds more than usual, started again, holds some MB more or less
-# Where nothing is measured and nothing need be: everything fits, whatever the rates are.
-_TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=False)
-
 
 HOST = torch.device("cpu")
 
@@ -148,34 +144,3 @@ def require_cap(ram_bytes: int | None) -> None:
             why=f"it has {format_bytes(total, 2)} of memory",
             fix=f"--ram {total / GIB - 0.01:.2f}GiB",
         )
-
-
-def find_search(
-    shape: ModelShape,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    memory: Callable[[], Memory],
-    ctx: int | None,
-    job: JobShape | None,
-    say: Callable[[str], None],
-    cached_share: float = 0.0,
-) -> Search:
-    """For the best placement; what this machine does is measured only where something has to be chosen: which blocks
-    stay, or whether a second model is worth what it takes.
-
-    memory: what may be used, asked again after a measurement, which leaves something behind. cached_share: of the
-    packed files, in the page cache.
-    """
-    profile = kept_profile()
-    rates = profile.rates(shape.weights)
-    if rates is None:  # measuring takes seconds
-        search = Search(shape, memory(), _TYPICAL, ctx, job)
-        plan = fitting(search)
-        is_whole = plan is not None and not plan.streamed and plan.ctx >= (ctx or shape.default_ctx)
-        if plan is None or (is_whole and not shape.draft_bytes):
-            return search
-    profile = measured(profile, shape.weights, recipe.blocks, dtype, say)
-    rates = profile.rates(shape.weights)
-    assert rates is not None
-    rates = replace(rates, cached_share=cached_share)
-    return Search(shape, memory(), rates, ctx, job, profile.corrections(shape.weights))

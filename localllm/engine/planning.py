@@ -12,24 +12,23 @@ import torch
 
 from localllm import hub
 from localllm.config import format_bytes
-from localllm.engine.advice import advise, other_model
-from localllm.engine.card import CardPlanning
-from localllm.engine.draft_loader import draft_bytes, require_same_tokenizer, why_left_out
-from localllm.engine.loader import has_card, require_card
+from localllm.engine.draft_loader import require_same_tokenizer
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
-from localllm.engine.placement import model_shape, process_memory, require_cap
+from localllm.engine.placement import model_shape
+from localllm.engine.planner import DraftShape, ModelPlanner, require_card
 from localllm.engine.speculative.config import Speculate
-from localllm.engine.weights import as_stored, choose_recipe, compact_form
+from localllm.engine.weights import as_stored, choose_recipe
 from localllm.errors import DoesNotFitError, ModelNotFoundError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
+from localllm.offload.planner.advice import advise, other_model
 from localllm.offload.planner.device_rates import UNKNOWN_CONTEXT_BYTES
-from localllm.offload.planner.device_search import AnySearch, with_room_for_forks
-from localllm.offload.planner.plan import JobShape, ModelShape, Plan, with_kept_pages
-from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, Profile, kept_profile, measured
-from localllm.offload.planner.search import Search, fits_whole, is_better
+from localllm.offload.planner.model_shape import ModelShape
+from localllm.offload.planner.plan import JobShape, Plan, with_kept_pages
+from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, Profile, kept_profile
+from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import (
     USUAL_ALPHAS,
     Gain,
@@ -40,7 +39,7 @@ from localllm.offload.planner.speculation_gain import (
     staging_s,
     usual_harm,
 )
-from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+from localllm.quant.recipe import DEFAULT, RECIPES
 from localllm.text.tokenizer import Tokenizer
 
 _ALL_BYTES = 1 << 62  # more than any process holds
@@ -129,68 +128,76 @@ def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Call
 def consider(
     model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None], placed_bytes: int = 0
 ) -> Considered:
-    """files: where the model is on this disk. What this machine does is measured first, where that is not known.
+    """Plan a model; what this machine does is measured first, where that is not known.
+
+    files: where the model is on this disk.
     placed_bytes: of the host's memory that this process holds, those of a model that would make room for this one.
 
     Raises UsageError for what cannot be honoured.
     """
-    machine = _machine(model, wishes, say, placed_bytes)
-    dtype, device = machine.dtype, machine.device
+    planner = _planner(model, files, wishes, say)
     unsure = _compare_tokenizers(model.name, files, wishes.guessing.draft_model)
-    search = _best_search(model, files, machine)
-    profile, others = kept_profile().of(search.shape.weights), partial(_others, dtype, device, wishes.kv)
+    search, why_no_draft = _best_search(planner, model, placed_bytes)
+    profile = kept_profile().of(search.shape.weights)
     guesses = [*_guesses(profile), *unsure]
     taken: dict[str, Any] = {"measured_at_s": profile.measured_at_s, "measured_busy": profile.busy}
+    others = partial(_others, planner)
     try:
         plan = search.best() if wishes.job is not None else with_kept_pages(search.best())
     except DoesNotFitError as error:
         refused = Planned(search.shape, None, [], error, guesses=guesses, **taken)
         return Considered(refused, lambda: [*search.fixes(), *map(str, other_model(search, others()))])
-    speculation = () if wishes.job is not None else tuple(_speculation(plan, search, wishes, dtype, device))
-    planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, speculation, **taken)
-    int4 = None if search.shape.weights == DEFAULT else _shape(model, files, RECIPES[DEFAULT], dtype, device, wishes.kv)
+    drafting = () if wishes.job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, wishes.guessing))
+    planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, drafting, **taken)
+    int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, recipe=RECIPES[DEFAULT]), model)
     return Considered(planned, lambda: [*map(str, advise(search, plan, int4, others()))])
 
 
 def foresee(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> Plan:
-    """The plan alone, as a process finds it that has no model yet: what this one holds counts as free.
+    """Return the plan alone, as a process finds it that has no model yet: what this one holds counts as free.
 
-    say: hears of each measurement before it begins, and may raise. Raises DoesNotFitError, and as `consider`.
+    say: is told of each measurement before it begins, and may raise.
+
+    Raises DoesNotFitError, and as `consider`.
     """
-    return _best_search(model, files, _machine(model, wishes, say, _ALL_BYTES)).best()
+    return _best_search(_planner(model, files, wishes, say), model, _ALL_BYTES)[0].best()
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """What is asked for of the machine. placed_bytes, say: as `consider` has them."""
-
-    dtype: torch.dtype
-    device: torch.device
-    wishes: Wishes
-    say: Callable[[str], None]
-    placed_bytes: int
-
-
-def _machine(model: Shape, wishes: Wishes, say: Callable[[str], None], placed_bytes: int) -> _Machine:
+def _planner(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> ModelPlanner:
     if wishes.threads is not None:
         torch.set_num_threads(wishes.threads)
     device = choose_device(wishes.device)
     require_card(device, wishes.vram)
     require_context(model.config, wishes.ctx)
     dtype = choose_dtype(wishes.weights if wishes.dtype == "auto" and wishes.weights in DTYPES else wishes.dtype)
-    return _Machine(dtype, device, wishes, say, placed_bytes)
-
-
-def _best_search(model: Shape, files: ModelFiles | None, machine: _Machine) -> AnySearch:
-    """In the format that the wishes come to, or in another with the same numbers where that is faster."""
     packed = () if files is None else tuple(packed_recipes(files))
-    recipe = RECIPES[choose_recipe(machine.wishes.weights, model.config, packed, machine.dtype)]
-    search = _search(model, files, recipe, machine)
-    if isinstance(search, Search) and not fits_whole(search):
-        compact = compact_form(recipe, model.config, packed)
-        other = None if compact is None else _search(model, files, compact, machine)
-        search = other if isinstance(other, Search) and is_better(other, search) else search
-    return search
+    planner = ModelPlanner(
+        model.name,
+        files,
+        RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)],
+        dtype,
+        device,
+        wishes.kv,
+        wishes.ctx,
+        wishes.ram,
+        wishes.vram,
+        wishes.job,
+        say,
+        measures=True,
+    )
+    if not wishes.guessing.is_on or not wishes.guessing.draft_model:
+        return planner
+    draft = find_shape(wishes.guessing.draft_model)
+    recipe = RECIPES[choose_recipe("auto", draft.config, (), dtype)]
+    shape = model_shape(draft.config, recipe, dtype, draft.name, device, wishes.kv)
+    return replace(planner, draft=DraftShape(shape, draft.config.longest_context))
+
+
+def _best_search(planner: ModelPlanner, model: Shape, placed_bytes: int) -> tuple[Search, str]:
+    """Return the search in the best form of the weights, and why the second model is left out; "" where it is not."""
+    planner, reason = planner.with_room_for_draft(model.config, placed_bytes)
+    best = planner.in_best_form(model.config, placed_bytes)
+    return best.search(model.config, placed_bytes=placed_bytes), reason
 
 
 def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[str]:
@@ -213,96 +220,34 @@ def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[
     return []
 
 
-def _speculation(
-    plan: Plan, search: AnySearch, wishes: Wishes, dtype: torch.dtype, device: torch.device
-) -> Iterator[Guessing]:
-    wish = wishes.guessing
-    most = wish.most_tokens
+def _drafting(plan: Plan, draft: DraftShape | None, why_no_draft: str, wish: Speculate) -> Iterator[Guessing]:
+    """Yield what each drafter would give. draft: the second model."""
+    most, depth, staging = wish.most_tokens, plan.prompt_tokens, staging_s(plan)
     if most < 1:
         return
-    depth, staging = plan.prompt_tokens, staging_s(plan)
     if wish.who in ("auto", "ngram"):
         for alpha in USUAL_ALPHAS:
             yield Guessing("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
     if wish.skips and not slow(plan):
-        why = "every block is near: none is left out"
-        yield Guessing("skip", why_not=why)
+        yield Guessing("skip", why_not="every block is near: none is left out")
     elif wish.skips and not (left_out := skipped(plan)):
         yield Guessing("skip", why_not="what stays near is too little to guess with")
     elif wish.skips:
         alpha, found = skipping(plan, usual_harm([block.name for block in plan.shape.blocks]), most)
         yield Guessing("skip", alpha, found, len(left_out))
-    if wish.draft_model:
-        _, second, why_not = _with_second(search, wishes, dtype, device)
-        if not plan.shape.draft_bytes:
-            yield Guessing(wish.who, why_not=f"left out, as {why_not}")
-            return
-        guess_s = plan.costs.fast_s(second.num_bytes)
+    if draft is not None and not plan.shape.draft_bytes:
+        yield Guessing(wish.who, why_not=f"left out, as {why_no_draft}")
+    elif draft is not None:
+        draft_s = plan.costs.fast_s(draft.shape.num_bytes)
         for alpha in USUAL_ALPHAS:
-            found = gain(plan.costs, depth, alpha, guess_s, staging_s=staging, most=most)
+            found = gain(plan.costs, depth, alpha, draft_s, staging_s=staging, most=most)
             yield Guessing(wish.who, alpha, found)
 
 
-def _shape(
-    model: Shape, files: ModelFiles | None, recipe: Recipe, dtype: torch.dtype, device: torch.device, kv: str
-) -> ModelShape:
-    config, packing = as_stored(files, model.name, model.config, recipe)
-    return model_shape(config, recipe, dtype, model.name, device, kv, packing)
-
-
-def _search(model: Shape, files: ModelFiles | None, recipe: Recipe, machine: _Machine) -> AnySearch:
-    dtype, device, wishes, say = machine.dtype, machine.device, machine.wishes, machine.say
-    if has_card(device):
-        config, packing = as_stored(files, model.name, model.config, recipe)
-        card = CardPlanning(device, dtype, wishes.kv, wishes.ctx, wishes.ram, wishes.vram, wishes.job, say)
-        found = card.search(config, recipe, model.name, packing, placed_bytes=machine.placed_bytes)
-        return _with_guesses(found, wishes, dtype, device)
-    require_cap(wishes.ram)  # before seconds of measuring
-    profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
-    rates = profile.rates(recipe.name)
-    assert rates is not None
-    shape = _shape(model, files, recipe, dtype, device, wishes.kv)
-    packs = shape.packing is not None
-    memory = process_memory(wishes.ram, recipe, model.config.vocab_size, machine.placed_bytes, packs=packs)
-    search = Search(shape, memory, rates, wishes.ctx, wishes.job, profile.corrections(recipe.name))
-    return _with_guesses(search, wishes, dtype, device)
-
-
-def _with_guesses(search: AnySearch, wishes: Wishes, dtype: torch.dtype, device: torch.device) -> AnySearch:
-    """With room for what guesses take, where there is any: a model is not refused for it."""
-    wish = wishes.guessing
-    if not wish.is_on:
-        return search
-    if wish.skips:
-        search = replace(search, draft_tokens=wish.most_tokens)
-    if wish.draft_model:
-        search = _with_second(search, wishes, dtype, device)[0]
-    return with_room_for_forks(search) if wishes.job is None else search
-
-
-def _with_second(
-    search: AnySearch, wishes: Wishes, dtype: torch.dtype, device: torch.device
-) -> tuple[AnySearch, ModelShape, str]:
-    """With room for the second model, its shape, and why it had better not guess; then there is no room for it."""
-    draft, ctx = find_shape(wishes.guessing.draft_model), wishes.ctx or search.shape.default_ctx
-    recipe = RECIPES[choose_recipe("auto", draft.config, (), dtype)]
-    second = model_shape(draft.config, recipe, dtype, draft.name, device, wishes.kv)
-    sequences = 1 if wishes.job is None else wishes.job.sequences
-    num_bytes = draft_bytes(second, min(ctx, draft.config.longest_context), sequences)
-    with_it = replace(search, shape=replace(search.shape, draft_bytes=num_bytes))
-    without = replace(search, shape=replace(search.shape, draft_bytes=0))
-    alone = _foreseen(without)
-    if alone is None:  # nothing fits: its refusal is to be told
-        return without, second, ""
-    why_not = why_left_out(num_bytes, second.num_bytes, _foreseen(with_it), alone)
-    return (without if why_not else with_it), second, why_not
-
-
-def _foreseen(search: AnySearch) -> Plan | None:
-    try:
-        return search.best()
-    except DoesNotFitError:
-        return None
+def _shape(planner: ModelPlanner, model: Shape) -> ModelShape:
+    """Return the model's sizes in the planner's format."""
+    config, packing = as_stored(planner.files, model.name, model.config, planner.recipe)
+    return model_shape(config, planner.recipe, planner.dtype, model.name, planner.device, planner.kv, packing)
 
 
 def _guesses(profile: Profile) -> list[str]:
@@ -329,8 +274,8 @@ def _banded(amount: float, band: float) -> Prediction:
     return Prediction(amount / (1 + band), amount, amount * (1 + band))
 
 
-def _others(dtype: torch.dtype, device: torch.device, kv: str) -> Iterator[ModelShape]:
-    """Every model of the registry in INT4, as if none were packed."""
+def _others(planner: ModelPlanner) -> Iterator[ModelShape]:
+    """Yield every model of the registry in INT4, as if none were packed."""
+    planner = replace(planner, files=None, recipe=RECIPES[DEFAULT])
     for name, raw in shipped_shapes().items():
-        shape = Shape(name, parse_config(raw, f"the shape of {name}"), raw)
-        yield _shape(shape, None, RECIPES[DEFAULT], dtype, device, kv)
+        yield _shape(planner, Shape(name, parse_config(raw, f"the shape of {name}"), raw))

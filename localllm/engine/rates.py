@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from localllm.engine.loader import has_card
 from localllm.engine.memory import choose_device, choose_dtype
+from localllm.engine.planner import has_card
 from localllm.offload.planner.profile import Profile, device_measured, machine_key, measured
 from localllm.quant.recipe import DEFAULT, RECIPES
 

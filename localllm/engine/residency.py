@@ -18,8 +18,9 @@ from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
 from localllm.models.offloaded_model import HOST, OffloadedModel
+from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.offload.planner.demotion import demoted
-from localllm.offload.planner.plan import NEVER, Placed, Plan
+from localllm.offload.planner.plan import Plan
 
 _MUCH_BYTES = 256 << 20  # another program that came or went; less is what a desktop's windows take and give back
 
@@ -94,7 +95,7 @@ class Residency:
         return pages
 
     @property
-    def blocks(self) -> Sequence[Placed]:
+    def blocks(self) -> Sequence[BlockPlacement]:
         """Where each block is; none where the model was not planned."""
         return self._planned_blocks if self.placed is None else self.placed.blocks
 
@@ -119,7 +120,7 @@ class Residency:
             measuring("preparing the kernels for this model")
         self.runner.warm_up(self.new_kv)
 
-    def move(self, blocks: Sequence[Placed]) -> None:
+    def move(self, blocks: Sequence[BlockPlacement]) -> None:
         """Place the blocks elsewhere from the next step on, and keys and values with them.
 
         Where there is too little memory for that, more of them go further down. Raises DoesNotFitError where nothing is
@@ -127,7 +128,7 @@ class Residency:
         """
         assert self.placed is not None, "nothing can be moved"
         self.plan, self.is_lost = None, True
-        asked: Sequence[Placed] | None = blocks
+        asked: Sequence[BlockPlacement] | None = blocks
         while asked is not None:
             self.__dict__.pop("model", None)  # the old decoders hold the memory that the new ones need
             self.__dict__.pop("runner", None)
@@ -221,7 +222,7 @@ class Residency:
             return self._has_given_up
         return abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
 
-    def _demoted(self, blocks: Sequence[Placed], on_device: bool) -> list[Placed] | None:
+    def _demoted(self, blocks: Sequence[BlockPlacement], on_device: bool) -> list[BlockPlacement] | None:
         return demoted(blocks, "vram" if on_device else "ram", self.config.tie_word_embeddings)
 
     def _use(self, model: Decoder) -> None:

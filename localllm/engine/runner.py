@@ -27,7 +27,7 @@ from localllm.models.cpu_program import CpuProgram
 from localllm.models.decoder import Block, Decoder
 from localllm.models.layer_skipping import without
 from localllm.models.load import Progress
-from localllm.offload.planner.plan import NEVER
+from localllm.offload.placement import NEVER
 
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
 # costs 0.4 ms of 13.

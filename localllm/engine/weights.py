@@ -22,7 +22,7 @@ from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.load import Progress
 from localllm.models.packed import PackedModel, needs_conversion
 from localllm.offload.planner.fit_errors import cannot_be_packed, more_of
-from localllm.offload.planner.plan import Packing
+from localllm.offload.planner.model_shape import Packing
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.bf12 import BF12
 from localllm.quant.dense import Dense

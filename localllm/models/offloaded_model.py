@@ -21,13 +21,12 @@ from localllm.models.layout import EMBED, HEAD, BlockLayout, block_layouts
 from localllm.models.load import BlockTensors, DecoderParts, Progress
 from localllm.models.packed import PackedModel
 from localllm.models.split_mlp import MlpCut, split_features
-from localllm.offload.planner.plan import Placed
+from localllm.offload.placement import BlockPlacement
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.streaming.disk_stream import DiskStream
 from localllm.offload.streaming.host_buffer import host_buffer
-from localllm.offload.streaming.page_map import ALIGN_BYTES
 from localllm.offload.streaming.pinned import Pinning
-from localllm.offload.streaming.ring import Ring
+from localllm.offload.streaming.ring import ALIGN_BYTES, Ring
 
 HOST = torch.device("cpu")
 
@@ -62,7 +61,7 @@ class OffloadedModel:
         self._from_disk: Tensor | None = None  # the host's memory that it reads into
         self._pinning = Pinning(self._device)
         self._lane = Lane(self._device)
-        self.blocks: tuple[Placed, ...] = ()
+        self.blocks: tuple[BlockPlacement, ...] = ()
 
     @property
     def directory(self) -> Path:
@@ -82,7 +81,9 @@ class OffloadedModel:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def place(self, blocks: Sequence[Placed], many_rows: int, progress: Progress = lambda _done, _total: None) -> None:
+    def place(
+        self, blocks: Sequence[BlockPlacement], many_rows: int, progress: Progress = lambda _done, _total: None
+    ) -> None:
         """Bring every block where it shall rest, and make the decoders anew: whoever has the old ones lets go before.
 
         Raises CheckpointError, and what an allocation raises where there is no room; may be called with less then.
@@ -128,7 +129,7 @@ class OffloadedModel:
 
     # Bytes.
 
-    def _move(self, blocks: Sequence[Placed], progress: Progress) -> None:
+    def _move(self, blocks: Sequence[BlockPlacement], progress: Progress) -> None:
         """Move blocks: what is given up goes first, so that there is room for what comes."""
         for block in blocks:
             if block.exec != "split":
@@ -147,7 +148,7 @@ class OffloadedModel:
             done += block.num_bytes
             progress(done, total)
 
-    def _bring(self, block: Placed) -> None:
+    def _bring(self, block: BlockPlacement) -> None:
         """A block that does not rest on the disk."""
         home = self._device if block.tier == "vram" else HOST
         run = self._runs.get(block.name)
@@ -166,7 +167,7 @@ class OffloadedModel:
         if block.exec == "split":
             self._cut(block, run)
 
-    def _cut(self, block: Placed, run: Tensor) -> None:
+    def _cut(self, block: BlockPlacement, run: Tensor) -> None:
         config, layout = self._parts.config, self._layouts[block.name]
         features = split_features(config, self._parts.recipe, block.device_bytes / block.num_bytes)
         if self._split.get(block.name, (0,))[0] != features:
@@ -175,19 +176,19 @@ class OffloadedModel:
 
     # Streams.
 
-    def _passes(self, block: Placed) -> bool:
+    def _passes(self, block: BlockPlacement) -> bool:
         """Return whether a block is copied to the device for a forward of many rows. An embedding's rows are looked
         up where it is, and only a few tokens of a prompt have logits: a head that the host computes is always
         computed there."""
         stays = block.name == EMBED or (block.name == HEAD and block.exec == "cpu")
         return self.has_device and block.tier != "vram" and not stays
 
-    def _is_read_by_device(self, block: Placed) -> bool:
+    def _is_read_by_device(self, block: BlockPlacement) -> bool:
         """Return whether the device reads the block where it rests on the host: a kernel looks an embedding's rows
         up there by itself."""
         return self._passes(block) or (block.name == EMBED and self.has_device and block.tier == "ram")
 
-    def _streamed(self, blocks: Sequence[Placed]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:
+    def _streamed(self, blocks: Sequence[BlockPlacement]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:
         from_disk = [block for block in blocks[1:] if block.tier == "disk"]
         host: dict[str, Tensor] = {}
         if from_disk:
@@ -218,7 +219,7 @@ class OffloadedModel:
 
     # Tensors.
 
-    def _decode_tensors(self, block: Placed, rings: _Rings) -> BlockTensors:
+    def _decode_tensors(self, block: BlockPlacement, rings: _Rings) -> BlockTensors:
         layout = self._layouts[block.name]
         if block.name == EMBED and block.tier == "disk":
             return BlockTensors(layout, {})
@@ -230,7 +231,7 @@ class OffloadedModel:
             return self._passing(layout, rings.host[block.name])
         return BlockTensors(layout, self._packed.views(layout, self._runs[block.name]))
 
-    def _prefill_tensors(self, block: Placed, rings: _Rings) -> BlockTensors:
+    def _prefill_tensors(self, block: BlockPlacement, rings: _Rings) -> BlockTensors:
         place = rings.prefill.get(block.name)
         return self._decode_tensors(block, rings) if place is None else self._passing(self._layouts[block.name], place)
 
@@ -246,7 +247,7 @@ class OffloadedModel:
         return BlockTensors(layout, self._packed.views(layout, place) | staying)
 
 
-def _places(blocks: Sequence[Placed], ring: Ring, memory: Tensor) -> dict[str, Tensor]:
+def _places(blocks: Sequence[BlockPlacement], ring: Ring, memory: Tensor) -> dict[str, Tensor]:
     return {
         block.name: memory[begin : begin + block.num_bytes] for block, begin in zip(blocks, ring.offsets, strict=True)
     }

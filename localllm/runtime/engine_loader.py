@@ -49,8 +49,8 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     """
     started = time.perf_counter()
     from localllm.engine.engine import Engine
-    from localllm.engine.loader import has_card
     from localllm.engine.memory import choose_device
+    from localllm.engine.planner import has_card
     from localllm.engine.speculative.config import OFF, Speculate
     from localllm.engine.step_types import Limits
 

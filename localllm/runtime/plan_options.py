@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def wishes_of(resolved: ResolvedSettings, tell: Callable[[str], None], job: JobShape | None = None) -> Wishes:
     """tell: as `vram_cap` has it. Imports torch. Raises UsageError for a cap on a GPU's memory where none is used."""
-    from localllm.engine.loader import has_card
     from localllm.engine.memory import choose_device
+    from localllm.engine.planner import has_card
     from localllm.engine.planning import Wishes
 
     settings = resolved.settings

@@ -16,7 +16,8 @@ from localllm.tui.bars import bar, split_bar
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned
-    from localllm.offload.planner.plan import Plan, Tier
+    from localllm.offload.placement import Tier
+    from localllm.offload.planner.plan import Plan
 
 _LABEL = 13  # columns
 _MOST_BAR = 60

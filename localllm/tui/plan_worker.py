@@ -116,8 +116,8 @@ class PlanWorker:
         import psutil
         import torch
 
-        from localllm.engine.loader import has_card
         from localllm.engine.memory import choose_device
+        from localllm.engine.planner import has_card
         from localllm.models.shapes import find_shape
         from localllm.offload.planner.machine_memory import cgroup_limit_bytes
 

@@ -23,7 +23,7 @@ from localllm.models.families import load_config
 from localllm.models.layout import EMBED, HEAD
 from localllm.models.load import DecoderParts
 from localllm.models.offloaded_model import OffloadedModel
-from localllm.offload.planner.plan import NEVER, Placed
+from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
 
@@ -71,13 +71,13 @@ def loaded_in_fp32() -> Engine:
     placed = held.enter_context(OffloadedModel(packed, parts, None))
     shape = model_shape(packed.config, recipe, torch.float32, "tiny")
     blocks = (shape.embed, *shape.blocks, shape.head)
-    placed.place([Placed(block.name, block.num_bytes, "ram", "cpu") for block in blocks], NEVER)
+    placed.place([BlockPlacement(block.name, block.num_bytes, "ram", "cpu") for block in blocks], NEVER)
     return Engine(placed.decode_model, Tokenizer.load(files.directory), ctx=512, placed=placed, held=held)
 
 
 def place(engine: Engine, placement: str) -> None:
     from_disk = PLACEMENTS[placement]
-    blocks: list[Placed] = []
+    blocks: list[BlockPlacement] = []
     for block in engine.residency.blocks:
         blocks.append(replace(block, tier="disk" if from_disk(block.name) else "ram"))
     engine.move(blocks)

@@ -11,11 +11,11 @@ import pytest
 
 from localllm import Engine, SamplingParams, TokenEvent, hub
 from localllm.engine import draft_loader as draft_loading
-from localllm.engine import loader
+from localllm.engine import loader, planner
 from localllm.engine.loader import Watcher
 from localllm.engine.speculative.config import Speculate
 from localllm.errors import ModelNotFoundError, UsageError
-from localllm.offload.planner.plan import Memory
+from localllm.offload.planner.machine import Memory
 from tests.cli_support import run_cli
 
 PROMPT = tuple(range(40, 90))
@@ -109,7 +109,7 @@ def test_one_that_does_not_fit_is_left_out_and_that_is_said(twin: Path, monkeypa
     assert roomy.plan is not None
     taken = roomy.plan.total_bytes("ram") - roomy.plan.ledger["ram"]["program"]
     roomy.close()
-    monkeypatch.setattr(loader, "process_memory", lambda *_, **__: Memory(taken + (1 << 20), 0, taken + (1 << 20)))
+    monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(taken + (1 << 20), 0, taken + (1 << 20)))
     monkeypatch.setattr(draft_loading.DraftModel, "num_bytes", lambda *_: taken)
     notes: list[str] = []
     guessing = engine(f"model:{twin}", notes, ctx=256)

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from localllm.engine import planner
 from localllm.engine import planning as engine_planning
 from localllm.engine.planning import Considered, Guessing, Planned, Prediction
 from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
 from localllm.offload.planner.format_rates import FormatRates
-from localllm.offload.planner.plan import GIB, BlockShape, JobShape, Memory, ModelShape, Plan, Rates
+from localllm.offload.planner.machine import Machine, Memory, Rates
+from localllm.offload.planner.model_shape import BlockShape, ModelShape
+from localllm.offload.planner.plan import GIB, JobShape, Plan
 from localllm.offload.planner.profile import Profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import Gain
@@ -101,7 +104,7 @@ class FakePlanner(PlanWorker):
         ram_bytes = parse_bytes(wish.changes.get("ram")) or 2 * GIB
         memory = Memory(ram_bytes, 300 * _MIB, 2 * GIB, 3 * GIB)
         job = JobShape(4, 1024, 1024) if wish.goal == "throughput" else None
-        search = Search(shape, memory, Rates(40.0, 1200.0, 1.5), wish.changes.get("ctx"), job)
+        search = Search(shape, Machine(memory, Rates(40.0, 1200.0, 1.5)), wish.changes.get("ctx"), job)
         try:
             plan = search.best()
         except DoesNotFitError as error:
@@ -414,7 +417,8 @@ async def test_the_real_model_is_planned_and_loaded_anew_beside_its_conversation
 ) -> None:
     rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
     profile = Profile("this machine", 45.0, 3.0, formats=rates)
-    monkeypatch.setattr(engine_planning, "kept_profile", lambda: profile)
+    for module in (planner, engine_planning):
+        monkeypatch.setattr(module, "kept_profile", lambda: profile)
     async with chatting(serve, device="cpu", max_tokens=8, seed=1, size=(120, 40)) as (app, pilot):
         await say(pilot, "Where did the fox go?")
         said = texts(app)

@@ -1,82 +1,185 @@
-"""What a step costs where the host computes alone: the longest of what goes on side by side, and what cannot."""
+"""What a step costs: the GPU, the host, the link and the disk work side by side, and the slowest of them decides.
+
+FlexGen's cost model (arXiv:2303.06865, section 4.3) for blocks that may also be computed where they rest.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from localllm.offload.placement import NEVER
 from localllm.offload.planner.calibration import Bound, Corrections, Term
-from localllm.offload.planner.plan import ModelShape, Rates
+from localllm.offload.planner.machine import CardRates, Rates
+from localllm.offload.planner.model_shape import ModelShape
 
 STEP_S = 0.7e-3  # of a step, beside its matrices and its attention: batch, rotations, sampling, events
-ATTENTION_SHARE = 0.75  # of what the matrices reach, attention reads its keys and values at
+ATTENTION_SHARE = 0.75  # of the rate of matrices, at which attention reads its keys and values
 # Of a prompt, between two reads of what is streamed: to read 3 GB takes as long as to compute 270 tokens of a 7B model
-# on 2 cores; beyond that little is gained, and the states of all these tokens must be kept.
+# on 2 cores; beyond that little is gained, and the states of all these tokens must be held.
 PASS_TOKENS = 2048
 # Between two runs the disk's queue runs low: files of 12 MB in turn came at 2.7 GB/s where one large one did at 3.6.
 RUN_S = 1e-3
+_MOST_ROWS = 4096
+_Phase = Literal["step", "prompt"]
 
 
 @dataclass(frozen=True)
-class StepCosts:
-    """Of a plan that reads `streamed_bytes` from the disk at every step, in so many runs; of a prompt, once for
-    `pass_tokens` of it."""
+class Work:
+    """The work of a step of one token.
+
+    device_bytes, host_bytes: of the matrices that each computes.
+    device_blocks: computed on the device.
+    copied_bytes: to the device.
+    disk_bytes, disk_runs: read from the disk, in so many runs.
+    passing_bytes: copied in a forward of many tokens.
+    hops: how often the host computes between two blocks of the device.
+    kv_share: of the layers, those whose attention the device computes.
+    """
+
+    device_bytes: int
+    device_blocks: int
+    host_bytes: int
+    copied_bytes: int
+    disk_bytes: int
+    disk_runs: int
+    passing_bytes: int
+    hops: int
+    kv_share: float
+
+    @classmethod
+    def of_host(cls, shape: ModelShape, disk_bytes: int, disk_runs: int) -> Work:
+        """Return the work of a host that computes alone."""
+        return cls(0, 0, shape.block_bytes + shape.lm_head.num_bytes, 0, disk_bytes, disk_runs, 0, 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of steps under one plan.
+
+    card: None where the host computes alone.
+    pass_tokens: of a prompt, between two reads of what is streamed.
+    """
 
     shape: ModelShape
     rates: Rates
-    streamed_bytes: int
-    streamed_runs: int
+    card: CardRates | None
+    work: Work
     pass_tokens: int
     corrections: Corrections = field(default_factory=Corrections)
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
-        """Of a step of `rows` sequences, each with `depth` tokens behind it."""
-        return max(self._computing_s(depth, rows), self._disk_s("step"))
+        """Return the seconds of a step of `rows` sequences, each with `depth` tokens behind it."""
+        return max(self._serial_s("step", depth, rows), self._link_s("step"), self._disk_s("step"))
 
     def fast_s(self, num_bytes: int) -> float:
-        """Of a step of one token of a model of so many bytes, all in memory."""
-        seconds = num_bytes / self.rates.matrix_gbs / 1e9 + STEP_S
-        return seconds * self.corrections.of(Term("cpu", "step", "memory"))
+        """Return the seconds of a step of one token of a model of so many bytes, all in the fastest memory."""
+        if self.card is None:
+            seconds = num_bytes / self.rates.matrix_gbs / 1e9 + STEP_S
+        else:
+            blocks = self.work.device_blocks * num_bytes / max(1, self.work.device_bytes)
+            seconds = num_bytes / self.card.matrix_gbs / 1e9 + blocks * self.card.launches * self.card.launch_s
+        return seconds * self.corrections.of(Term("cpu" if self.card is None else "gpu", "step", "memory"))
 
     def prompt_s(self, num_tokens: int) -> float:
-        """Until a prompt is read and its first token drawn."""
-        return max(self._prompt_computing_s(num_tokens), self._prompt_disk_s(num_tokens)) + STEP_S
+        """Return the seconds until a prompt is computed and its first token sampled."""
+        return max(self._prompt_seconds(num_tokens).values()) + STEP_S
 
     def bound_by(self, rows: int = 1) -> Bound:
-        """What such a step waits for."""
-        if self._disk_s("step") > self._computing_s(0, rows):
-            return "disk"
-        return "memory" if self._computing_s(0, 1) * 1.5 > self._computing_s(0, rows) else "compute"
+        """Return what such a step waits for."""
+        beside: dict[Bound, float] = {"link": self._link_s("step"), "disk": self._disk_s("step")}
+        slowest = max(beside, key=lambda bound: beside[bound])
+        if beside[slowest] > self._serial_s("step", 0, rows):
+            return slowest
+        return "memory" if self._serial_s("step", 0, 1) * 1.5 > self._serial_s("step", 0, rows) else "compute"
 
     def step_term(self, rows: int = 1) -> Term:
-        """What such a step is corrected by."""
-        return Term("cpu", "step", "disk" if self.bound_by(rows) == "disk" else "memory")
+        """Return the term that such a step is corrected by."""
+        bound = self.bound_by(rows)
+        return self._term("step", "memory" if bound == "compute" else bound)
 
     def prompt_term(self, num_tokens: int) -> Term:
-        """What the reading of such a prompt is corrected by."""
-        waits = self._prompt_disk_s(num_tokens) > self._prompt_computing_s(num_tokens)
-        return Term("cpu", "prompt", "disk" if waits else "compute")
+        """Return the term that such a prompt is corrected by."""
+        seconds = self._prompt_seconds(num_tokens)
+        return self._term("prompt", max(seconds, key=lambda bound: seconds[bound]))
 
-    def _passes(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pass_tokens)
+    @property
+    def many_rows(self) -> int:
+        """The number of tokens from which on it is faster to copy what the host would compute."""
+        if self.card is None or not self.work.host_bytes:
+            return NEVER
+        rows = 1
+        while rows < _MOST_ROWS:
+            rows *= 2
+            if max(*self._passing.values(), self._compute_s(rows)) < self._serial_s("prompt", 0, rows):
+                return rows
+        return NEVER
 
-    def _prompt_computing_s(self, num_tokens: int) -> float:
+    def _term(self, phase: _Phase, bound: Bound) -> Term:
+        if self.card is None:
+            return Term("cpu", phase, bound)
+        return Term("both" if self.work.host_bytes else "gpu", phase, bound)
+
+    def _prompt_seconds(self, num_tokens: int) -> dict[Bound, float]:
+        """Return the seconds of a prompt by what it waits for."""
+        passes = -(-num_tokens // self.pass_tokens)
+        if self.card is not None and self.work.host_bytes and num_tokens < self.many_rows:
+            return {
+                "memory": self._serial_s("prompt", num_tokens // 2, num_tokens),
+                "link": passes * self._link_s("prompt"),
+                "disk": passes * self._disk_s("prompt"),
+            }
+        # However few tokens there are, each matrix is read once by the device and each operator begun.
+        compute_s = max(self._compute_s(num_tokens), self._device_s(1))
+        return {"compute": compute_s, **{bound: passes * seconds for bound, seconds in self._passing.items()}}
+
+    def _compute_s(self, num_tokens: int) -> float:
+        """Return the seconds of many tokens' products, all on the device where there is one."""
         flops = num_tokens * self.shape.block_flops + self.shape.lm_head.flops
-        return flops / self.rates.compute_gops / 1e9 * self.corrections.of(Term("cpu", "prompt", "compute"))
+        gops = self.rates.compute_gops if self.card is None else self.card.compute_gops
+        return flops / gops / 1e9 * self.corrections.of(self._term("prompt", "compute"))
 
-    def _prompt_disk_s(self, num_tokens: int) -> float:
-        return self._passes(num_tokens) * self._disk_s("prompt")
+    def _serial_s(self, phase: _Phase, depth: int, rows: int) -> float:
+        """Return the seconds of what is computed, block after block, on the device or on the host."""
+        work, rates, card = self.work, self.rates, self.card
+        kv_bytes = rows * depth * self.shape.kv_bytes_per_token / ATTENTION_SHARE / 1e9
+        seconds = STEP_S + kv_bytes * (1 - work.kv_share) / rates.matrix_gbs
+        seconds += self._matrices_s(rows, work.host_bytes, rates.matrix_gbs, rates.compute_gops)
+        if card is not None:
+            seconds += self._device_s(rows) + kv_bytes * work.kv_share / card.matrix_gbs + work.hops * card.hop_s
+        return seconds * self.corrections.of(self._term(phase, "memory"))
 
-    def _computing_s(self, depth: int, rows: int) -> float:
-        shape, rates = self.shape, self.rates
-        matrices = (*shape.blocks, shape.lm_head)
-        read_s = sum(block.num_bytes for block in matrices) / rates.matrix_gbs / 1e9
-        many_s = rows * sum(block.flops for block in matrices) / rates.compute_gops / 1e9
-        attention_s = rows * depth * shape.kv_bytes_per_token / (ATTENTION_SHARE * rates.matrix_gbs) / 1e9
-        return (max(read_s, many_s) + attention_s + STEP_S) * self.corrections.of(Term("cpu", "step", "memory"))
+    def _device_s(self, rows: int) -> float:
+        """Return the seconds of the device's matrices, and of the operators between them."""
+        work, card = self.work, self.card
+        if card is None:
+            return 0.0
+        launching_s = card.launches * work.device_blocks * card.launch_s
+        matrices_s = self._matrices_s(rows, work.device_bytes, card.matrix_gbs, card.compute_gops)
+        return matrices_s + launching_s if card.is_fused else max(matrices_s, launching_s)
 
-    def _disk_s(self, phase: Literal["step", "prompt"]) -> float:
-        """What the page cache holds is not read, but computed with where it lies."""
-        from_disk = self.streamed_bytes * (1 - self.rates.cached_share)
-        seconds = from_disk / self.rates.disk_gbs / 1e9 + RUN_S * self.streamed_runs * (1 - self.rates.cached_share)
-        return seconds * self.corrections.of(Term("cpu", phase, "disk"))
+    def _matrices_s(self, rows: int, num_bytes: int, matrix_gbs: float, compute_gops: float) -> float:
+        shape, head = self.shape, self.shape.lm_head
+        flops_per_byte = shape.block_flops / shape.block_bytes
+        if self.card is None:  # the host has all of it, the head as well
+            flops_per_byte = (shape.block_flops + head.flops) / (shape.block_bytes + head.num_bytes)
+        return num_bytes * max(1 / matrix_gbs, rows * flops_per_byte / compute_gops) / 1e9
+
+    def _link_s(self, phase: _Phase) -> float:
+        """Return the seconds of copies to the device. The host's memory feeds the link and the host's cores."""
+        work, card = self.work, self.card
+        if card is None or not work.copied_bytes:
+            return 0.0
+        copied = max(work.copied_bytes / card.link_gbs, (work.copied_bytes + work.host_bytes) / self.rates.matrix_gbs)
+        return copied / 1e9 * self.corrections.of(self._term(phase, "link"))
+
+    @property
+    def _passing(self) -> dict[Bound, float]:
+        """The seconds until everything that the device does not hold has passed through it once."""
+        link_s = 0.0 if self.card is None else self.work.passing_bytes / self.card.link_gbs / 1e9
+        return {"link": link_s * self.corrections.of(self._term("prompt", "link")), "disk": self._disk_s("prompt")}
+
+    def _disk_s(self, phase: _Phase) -> float:
+        """Return the seconds of reading. What the page cache holds is computed with where it lies."""
+        seconds = self.work.disk_bytes / self.rates.disk_gbs / 1e9 + RUN_S * self.work.disk_runs
+        return seconds * (1 - self.rates.cached_share) * self.corrections.of(self._term(phase, "disk"))

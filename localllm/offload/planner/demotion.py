@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from localllm.offload.planner.plan import Placed, Tier
+from localllm.offload.placement import BlockPlacement, Tier
 
 # Of the blocks that rest on a device, so many move at once; fewer would be asked for again at the next step.
 _SHARE = 8
 _LEAST = 3  # two of them have room in the ring that they pass through from then on
 
 
-def demoted(blocks: Sequence[Placed], tier: Tier, is_tied: bool) -> list[Placed] | None:
+def demoted(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> list[BlockPlacement] | None:
     """Some of the blocks that have bytes in `tier` one tier further down; None where none has.
 
     From a device's memory blocks go to the host's and are copied at every step, while what was split, and the head, is
@@ -24,7 +24,7 @@ def demoted(blocks: Sequence[Placed], tier: Tier, is_tied: bool) -> list[Placed]
     return [_down(block, tier) if block.name in leaving else block for block in blocks]
 
 
-def _in_turn(blocks: Sequence[Placed], tier: Tier, is_tied: bool) -> Iterator[set[str]]:
+def _in_turn(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> Iterator[set[str]]:
     """The names of those that go together, the cheapest first, and of MLPs the last ones."""
     embed, *layers, head = blocks
     if tier == "vram":
@@ -38,7 +38,7 @@ def _in_turn(blocks: Sequence[Placed], tier: Tier, is_tied: bool) -> Iterator[se
         yield {block.name for block in ((embed, head) if is_tied else (head,)) if block.tier == tier}
 
 
-def _down(block: Placed, tier: Tier) -> Placed:
+def _down(block: BlockPlacement, tier: Tier) -> BlockPlacement:
     if tier == "ram":
         return replace(block, tier="disk", exec="cpu" if block.exec == "cpu" else "gpu", device_bytes=0)
     stays = block.exec == "split" or block.name in ("embed", "head")

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from localllm.config import format_bytes
 from localllm.errors import DoesNotFitError, UsageError
-from localllm.offload.planner.plan import Memory, ModelShape, Packing, cap
+from localllm.offload.planner.machine import Memory
+from localllm.offload.planner.model_shape import ModelShape, Packing
+from localllm.offload.planner.plan import cap
 
 SMALLER = "choose a smaller model: localllm list --all"
 _SMALL = 0.03  # of what is needed: parts that are no larger are not named

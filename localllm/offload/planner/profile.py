@@ -32,7 +32,7 @@ from localllm.offload.planner.calibration import Corrections, Score, Term
 from localllm.offload.planner.device_rates import DeviceRates, device_rates, give_back_cached, gpu
 from localllm.offload.planner.disk_speed import disk_file
 from localllm.offload.planner.format_rates import FormatRates, format_rates
-from localllm.offload.planner.plan import Rates
+from localllm.offload.planner.machine import Rates
 from localllm.offload.planner.roofline import MemoryFloor
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.present import nearest

@@ -1,4 +1,4 @@
-"""What guessing tokens ahead would give under a plan: one reading of the weights verifies several of them."""
+"""What drafting would give under a plan: one reading of the weights verifies several tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from localllm.kernels.kv_page import PAGE_TOKENS
-from localllm.offload.planner.plan import BlockShape, Costs, ModelShape, Plan
+from localllm.config import format_bytes, format_figure
+from localllm.offload.planner.costs import Costs
+from localllm.offload.planner.plan import Plan
 from localllm.settings import DRAFT_TOKENS
 
 # Of drafted tokens that are accepted, before any run: on a text that quotes itself, and on others.
@@ -19,8 +20,7 @@ _ATTENTION_HARM, _MLP_HARM, _EDGE_FACTOR, _EDGE_SHARE = 0.02, 0.06, 5.0, 0.1
 
 @dataclass(frozen=True)
 class Gain:
-    """Of a step of one sequence, with the best number of guesses. speedup: beside a step without; below 1, nobody
-    guesses."""
+    """A step of one sequence with the best number of drafts. speedup: beside a step without; below 1, none is made."""
 
     count: int
     tok_s: float
@@ -30,8 +30,11 @@ class Gain:
 def gain(
     costs: Costs, depth: int, alpha: float, guess_s: float, *, staging_s: float = 0.0, most: int = DRAFT_TOKENS
 ) -> Gain:
-    """alpha: the share of guesses that are right. guess_s: what one takes. staging_s: of what is fetched in that time,
-    as much as there is a place for. (Leviathan et al., arXiv:2211.17192, theorem 3.8, with what is fetched meanwhile.)
+    """Return the best gain (Leviathan et al., arXiv:2211.17192, theorem 3.8, with what is fetched meanwhile).
+
+    alpha: the share of drafts that are accepted.
+    guess_s: seconds of one draft.
+    staging_s: of what is fetched in that time, as much as there is a place for.
     """
     plain_s = costs.decode_s(depth)
     options = []
@@ -43,27 +46,20 @@ def gain(
     return max(options, key=lambda option: option.tok_s)
 
 
-def fork_bytes(shape: ModelShape) -> int:
-    """Of a second end of one sequence, for other guesses and for trials: two pages, and what any sequence has; pools
-    grow by as much again."""
-    return 2 * shape.kv_bytes(2 * PAGE_TOKENS)
-
-
 def slow(plan: Plan) -> frozenset[str]:
-    """The blocks, and perhaps the head, that are not where they are computed fastest."""
+    """Return the blocks, and perhaps the head, that are not where they are computed fastest."""
     return frozenset(block.name for block in plan.blocks[1:] if block.tier != plan.fast or block.exec == "split")
 
 
 def skipped(plan: Plan) -> frozenset[str]:
-    """What is left out while guessing: all that is slow. Nothing where the head is, or no block would stay."""
+    """Return what is left out while drafting: all that is slow; nothing where the head is, or no block would stay."""
     left_out = slow(plan)
     is_possible = plan.blocks[-1].name not in left_out and len(left_out) < len(plan.blocks) - 2
     return left_out if is_possible else frozenset()
 
 
 def skipping(plan: Plan, harm: Mapping[str, float], most: int) -> tuple[float, Gain]:
-    """The share of guesses expected to be right, and what they give. harm: of each block, as `usual_harm`
-    has it."""
+    """Return the expected share of accepted drafts, and their gain. harm: of each block, as `usual_harm` has it."""
     left_out = skipped(plan)
     alpha = expected_alpha(left_out, harm)
     kept = sum(block.num_bytes for block in plan.blocks[1:] if block.name not in left_out)
@@ -82,15 +78,22 @@ def usual_harm(names: Sequence[str]) -> dict[str, float]:
     return harm
 
 
-def rate(plan: Plan, harm: Mapping[str, float], most: int) -> float:
-    """Tokens a second of one sequence, with the guesses of what is near, where they pay; at most so many at once."""
-    guessed = skipping(plan, harm, most)[1].tok_s if harm and most and skipped(plan) else 0.0
-    return max(1 / plan.costs.decode_s(plan.prompt_tokens), guessed)
+def why_left_out(num_bytes: int, weight_bytes: int, with_it: Plan | None, without: Plan) -> str:
+    """Return why a model had better draft without a second one; "" where the second one pays.
 
-
-def needed(blocks: Sequence[BlockShape], count: int, harm: Mapping[str, float]) -> set[str]:
-    """The names of so many of the blocks, those that do the most harm where they are left out."""
-    return set(sorted((block.name for block in blocks), key=lambda name: -harm.get(name, 0.0))[:count])
+    num_bytes: that the second one takes.
+    weight_bytes: of its weights.
+    """
+    taken = f"it takes {format_bytes(num_bytes)}"
+    if with_it is None:
+        return f"{taken}, for which there is no room"
+    found = gain(with_it.costs, with_it.prompt_tokens, USUAL_ALPHAS[0], with_it.costs.fast_s(weight_bytes))
+    alone_tok_s = 1 / without.costs.decode_s(without.prompt_tokens)
+    if found.tok_s > alone_tok_s:
+        return ""
+    return (
+        f"{taken}, with which {format_figure(found.tok_s)} tok/s are expected, and {format_figure(alone_tok_s)} without"
+    )
 
 
 def expected_alpha(left_out: frozenset[str], harm: Mapping[str, float]) -> float:
@@ -98,7 +101,7 @@ def expected_alpha(left_out: frozenset[str], harm: Mapping[str, float]) -> float
 
 
 def staging_s(plan: Plan) -> float:
-    """In which the ring is filled while nothing is taken from it."""
+    """Return the seconds in which the ring is filled while nothing is taken from it."""
     by = "gpu" if plan.fast == "vram" else "cpu"
     fetched_bytes = sum(block.num_bytes for block in plan.blocks[1:] if block.tier != plan.fast and block.exec == by)
     if not fetched_bytes:

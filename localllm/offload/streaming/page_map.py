@@ -20,9 +20,7 @@ import numpy
 from torch import Tensor
 
 from localllm.offload.streaming.disk_read import PAGE_BYTES
-from localllm.offload.streaming.host_buffer import HUGE_PAGE_BYTES
 
-ALIGN_BYTES = HUGE_PAGE_BYTES  # 70 MB of a file are mapped in 1 ms where their place is so aligned, in 4 elsewhere
 _MAP_FIXED = 0x10
 # ext2 to ext4, xfs, btrfs, f2fs, zfs and tmpfs, by statfs(2): nobody writes to them but through this kernel.
 _LOCAL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x01021994})

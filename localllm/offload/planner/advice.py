@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
 
-import torch
-
 from localllm.config import format_bytes, format_figure
-from localllm.errors import DoesNotFitError
-from localllm.offload.planner.device_search import AnySearch, DeviceSearch
-from localllm.offload.planner.plan import GIB, ModelShape, Plan, cap
+from localllm.offload.planner.model_shape import ModelShape
+from localllm.offload.planner.plan import GIB, Plan, cap
+from localllm.offload.planner.search import Search
 
 _WORTH = 1.05  # what gains less is not said
 
@@ -29,8 +26,12 @@ class Advice:
         return f"{self.change}: {self.gain}"
 
 
-def advise(search: AnySearch, plan: Plan, int4: ModelShape | None, others: Iterable[ModelShape]) -> list[Advice]:
-    """What helps most first. int4: the same model in INT4, where that is not what was planned; others: other models."""
+def advise(search: Search, plan: Plan, int4: ModelShape | None, others: Iterable[ModelShape]) -> list[Advice]:
+    """Return what helps most first.
+
+    int4: the same model in INT4, where that is not what was planned.
+    others: other models.
+    """
     if plan.is_whole:
         return []
     found = [
@@ -42,38 +43,41 @@ def advise(search: AnySearch, plan: Plan, int4: ModelShape | None, others: Itera
     return [advice for advice, _ in sorted(found, key=lambda pair: pair[1])]
 
 
-def other_model(search: AnySearch, others: Iterable[ModelShape]) -> list[Advice]:
-    """Where this one does not fit at all."""
+def other_model(search: Search, others: Iterable[ModelShape]) -> list[Advice]:
+    """Return the largest model that fits where this one does not at all."""
     fitting = _largest_that_fits(search, others)
     return [] if fitting is None else [Advice(_command_of(search, fitting), "fits into this memory")]
 
 
-def flags_for_context(search: AnySearch, ctx: int, smaller: Mapping[str, ModelShape] = MappingProxyType({})) -> str:
-    """With which the model fits with so long a context: `--ctx`, and a larger cap or another format of keys and values
-    where it takes one; "" where nothing that this machine has would do.
+def flags_for_context(search: Search, ctx: int, smaller: Mapping[str, ModelShape] = MappingProxyType({})) -> str:
+    """Return the flags with which the model fits with so long a context: `--ctx`, and a larger cap or another format of
+    keys and values where it takes one; "" where nothing that this machine has would do.
 
     smaller: the same model with each of the `--kv` that take less, the largest first.
     """
     longer = replace(search, ctx=ctx)
-    if _tried(longer) is not None:
+    if longer.fitting is not None:
         return f"--ctx {ctx}"
     caps = [f"--ctx {ctx} {fix}" for fix in longer.fixes() if fix.startswith(("--ram ", "--vram "))]
-    formats = (kv for kv, shape in smaller.items() if _tried(replace(longer, shape=shape)) is not None)
+    formats = (kv for kv, shape in smaller.items() if replace(longer, shape=shape).fitting is not None)
     return ", or ".join([*caps[:1], *(f"--ctx {ctx} --kv {kv}" for kv in islice(formats, 1))])
 
 
-def _largest_that_fits(search: AnySearch, others: Iterable[ModelShape]) -> Plan | None:
-    """The plan of the largest of these models that stays in memory as a whole; None where none does."""
-    plans = (_without_streaming(search, other) for other in others)
-    return max((plan for plan in plans if plan is not None), key=lambda plan: plan.shape.num_bytes, default=None)
+def _largest_that_fits(search: Search, others: Iterable[ModelShape]) -> Plan | None:
+    """Return the plan of the largest of these models that stays in memory as a whole; None where none does."""
+    for shape in sorted(others, key=lambda shape: -shape.num_bytes):
+        plan = replace(search, shape=shape, ctx=min(2048, shape.default_ctx)).fitting
+        if plan is not None and plan.is_whole:
+            return plan
+    return None
 
 
-def _more_memory(search: AnySearch, plan: Plan) -> Iterator[tuple[Advice, float]]:
-    """To keep everything; where the machine has not so much, as much as it has."""
-    better = _tried(replace(search.with_room(), ctx=plan.ctx))
+def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
+    """Yield the cap that keeps everything in the fast memory, where the machine has so much."""
+    better = replace(search.without_limit(), ctx=plan.ctx).fitting
     if better is None or not _helps(better, plan):
         return
-    needed, room = better.total_bytes(better.fast), search.room
+    needed, room = better.total_bytes(better.fast), search.machine.fast_memory
     gain = f"every block stays {'on the GPU' if better.fast == 'vram' else 'in memory'}, {_rate(better)}"
     if needed <= room.most_bytes:
         # Of itself it would take a longer context where that costs little of the speed.
@@ -85,9 +89,9 @@ def _more_memory(search: AnySearch, plan: Plan) -> Iterator[tuple[Advice, float]
         yield Advice(f"free {format_bytes(missing)} of {kind} (close other programs)", gain), 1 / better.decode_tok_s
 
 
-def _shorter_context(search: AnySearch, plan: Plan) -> Iterator[tuple[Advice, float]]:
+def _shorter_context(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
     ctx = max(256, 1 << ((plan.ctx - 1).bit_length() - 2))
-    better = _tried(replace(search, ctx=ctx)) if ctx < plan.ctx else None
+    better = replace(search, ctx=ctx).fitting if ctx < plan.ctx else None
     if better is not None and _helps(better, plan):
         yield (
             Advice(f"--ctx {ctx}", f"a shorter context leaves room for weights, {_rate(better)}"),
@@ -95,8 +99,8 @@ def _shorter_context(search: AnySearch, plan: Plan) -> Iterator[tuple[Advice, fl
         )
 
 
-def _int4(search: AnySearch, plan: Plan, int4: ModelShape | None) -> Iterator[tuple[Advice, float]]:
-    better = None if int4 is None else _tried(replace(search, shape=int4, ctx=plan.ctx))
+def _int4(search: Search, plan: Plan, int4: ModelShape | None) -> Iterator[tuple[Advice, float]]:
+    better = None if int4 is None else replace(search, shape=int4, ctx=plan.ctx).fitting
     if better is not None and _helps(better, plan):
         yield (
             Advice("--weights int4", f"{format_bytes(better.shape.num_bytes)} of weights, {_rate(better)}"),
@@ -104,7 +108,7 @@ def _int4(search: AnySearch, plan: Plan, int4: ModelShape | None) -> Iterator[tu
         )
 
 
-def _other_model(search: AnySearch, plan: Plan, others: Iterable[ModelShape]) -> Iterator[tuple[Advice, float]]:
+def _other_model(search: Search, plan: Plan, others: Iterable[ModelShape]) -> Iterator[tuple[Advice, float]]:
     smaller = (other for other in others if other.num_bytes < plan.shape.num_bytes)
     better = _largest_that_fits(search, smaller)
     if better is not None and _helps(better, plan):
@@ -112,30 +116,19 @@ def _other_model(search: AnySearch, plan: Plan, others: Iterable[ModelShape]) ->
         yield Advice(_command_of(search, better), gain), 1 / better.decode_tok_s
 
 
-def _without_streaming(search: AnySearch, shape: ModelShape) -> Plan | None:
-    plan = _tried(replace(search, shape=shape, ctx=min(2048, shape.default_ctx)))
-    return plan if plan is not None and plan.is_whole else None
-
-
-def _command_of(search: AnySearch, plan: Plan) -> str:
-    """What shows the plan of another model, in the same memory, with the context that was found to fit."""
-    limits = {"ram": (search.memory.ram_bytes, search.memory.most_bytes)}
-    if isinstance(search, DeviceSearch):
-        limits["vram"] = (search.card.vram_bytes, search.card.most_bytes)
+def _command_of(search: Search, plan: Plan) -> str:
+    """Return what shows the plan of another model, in the same memory, with the context that was found to fit."""
+    machine = search.machine
+    limits = {"ram": (machine.memory.ram_bytes, machine.memory.most_bytes)}
+    if machine.card is not None:
+        limits["vram"] = (machine.card.memory.vram_bytes, machine.card.memory.most_bytes)
     given = {name: limit for name, (limit, most) in limits.items() if limit < most}
     caps = "".join(
         f" --{name} {f'{at / GIB:g}GiB' if at % GIB == 0 else f'{at >> 20}MiB'}" for name, at in given.items()
     )
     ctx = f" --ctx {plan.ctx}" if plan.ctx < plan.shape.default_ctx else ""
-    # A machine that has a GPU would plan for it.
-    device = "" if isinstance(search, DeviceSearch) or not torch.cuda.is_available() else " --device cpu"
+    device = " --device cpu" if machine.has_idle_card else ""
     return f"localllm plan {plan.shape.name}{caps}{ctx}{device}"
-
-
-def _tried(search: AnySearch) -> Plan | None:
-    with suppress(DoesNotFitError):
-        return search.best()
-    return None
 
 
 def _helps(better: Plan, plan: Plan) -> bool:

@@ -1,0 +1,158 @@
+"""The plan of one model on this machine: the one search behind `plan`, a load, and a model that is placed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from localllm.engine.card import card_machine
+from localllm.engine.placement import model_shape, process_memory, require_cap
+from localllm.engine.runner import BATCH_ROWS
+from localllm.engine.weights import as_stored, compact_form, is_unpacked
+from localllm.hub import ModelFiles
+from localllm.hub.packed import packed_recipes
+from localllm.models.config import ModelConfig
+from localllm.models.packed import PackedModel
+from localllm.offload.planner.fit_errors import idle_vram
+from localllm.offload.planner.host_placements import LOGIT_ROWS
+from localllm.offload.planner.machine import Machine, Memory, Rates
+from localllm.offload.planner.model_shape import ModelShape
+from localllm.offload.planner.plan import JobShape
+from localllm.offload.planner.profile import kept_profile, measured
+from localllm.offload.planner.search import Search
+from localllm.offload.planner.speculation_gain import why_left_out
+from localllm.quant.recipe import Recipe
+
+# Rates for a plan that needs none measured: everything fits, whatever they are.
+_TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=False)
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """A second model that drafts."""
+
+    shape: ModelShape
+    longest_ctx: int
+
+    def num_bytes(self, ctx: int, sequences: int = 1) -> int:
+        """Return its memory: it computes prompts in parts, and never has many logits at once."""
+        activations = BATCH_ROWS * self.shape.row_bytes + LOGIT_ROWS * self.shape.logits_bytes
+        kv_bytes = self.shape.kv_bytes(sequences * min(ctx, self.longest_ctx), sequences)
+        return self.shape.num_bytes + kv_bytes + activations
+
+
+@dataclass(frozen=True)
+class ModelPlanner:
+    """One model in one format, and what the user asked for.
+
+    files: where the model is on this disk, if it is.
+    ctx, ram, vram, job: as `Engine.load` has them.
+    say: is told of each measurement before it begins, and may raise.
+    draft: a second model that drafts.
+    measures: the rates are measured even where the plan does not depend on them, as predictions do.
+    """
+
+    name: str
+    files: ModelFiles | None
+    recipe: Recipe
+    dtype: torch.dtype
+    device: torch.device
+    kv: str
+    ctx: int | None
+    ram: int | None
+    vram: int | None
+    job: JobShape | None
+    say: Callable[[str], None]
+    draft: DraftShape | None = None
+    measures: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """The most sequences at once."""
+        return 1 if self.job is None else self.job.sequences
+
+    def search(self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0) -> Search:
+        """Return the search for the best plan; what it needs to know of the machine is measured first, once.
+
+        packed: the packed model, once it is open.
+        placed_bytes: of the host's memory that this process holds, blocks that are placed anew.
+
+        Raises UsageError for a cap above what exists, DoesNotFitError where a GPU has no memory for a measurement.
+        """
+        packing, cached_share = None, 0.0
+        if packed is None:
+            config, packing = as_stored(self.files, self.name, config, self.recipe)
+        else:
+            cached_share = packed.cached_share()
+        shape = model_shape(config, self.recipe, self.dtype, self.name, self.device, self.kv, packing)
+        if self.draft is not None:
+            draft_bytes = self.draft.num_bytes(self.ctx or shape.default_ctx, self.sequences)
+            shape = replace(shape, draft_bytes=draft_bytes)
+        memory = partial(
+            process_memory, self.ram, self.recipe, config.vocab_size, placed_bytes, packs=packing is not None
+        )
+        if has_card(self.device):
+            machine = card_machine(self.device, self.recipe, self.dtype, self.vram, memory, self.say)
+        else:
+            machine = self._host(shape, memory)
+        machine = replace(machine, rates=replace(machine.rates, cached_share=cached_share))
+        return Search(shape, machine, self.ctx, self.job)
+
+    def in_best_form(self, config: ModelConfig, placed_bytes: int = 0) -> ModelPlanner:
+        """Return the planner for a form of the same weights in fewer bytes, where they have one that is better."""
+        if has_card(self.device) or not is_unpacked(self.recipe):
+            return self
+        own = self.search(config, placed_bytes=placed_bytes)
+        if own.fitting is not None and own.fitting.is_whole:
+            return self
+        recipe = compact_form(self.recipe, config, () if self.files is None else packed_recipes(self.files))
+        if recipe is None:
+            return self
+        other = replace(self, recipe=recipe)
+        return other if other.search(config, placed_bytes=placed_bytes).is_better_than(own) else self
+
+    def with_room_for_draft(self, config: ModelConfig, placed_bytes: int = 0) -> tuple[ModelPlanner, str]:
+        """Return the planner without the second model, and why, where that does not fit or costs more than it gives."""
+        if self.draft is None:
+            return self, ""
+        alone = replace(self, draft=None)
+        with_it = self.search(config, placed_bytes=placed_bytes)
+        without = alone.search(config, placed_bytes=placed_bytes).fitting
+        if without is None:  # nothing fits: that is the error to report
+            return alone, ""
+        draft_bytes, weight_bytes = with_it.shape.draft_bytes, self.draft.shape.num_bytes
+        reason = why_left_out(draft_bytes, weight_bytes, with_it.fitting, without)
+        return alone if reason else self, reason
+
+    def _host(self, shape: ModelShape, memory: Callable[[], Memory]) -> Machine:
+        """Return the machine without a GPU.
+
+        memory: asked again after a measurement, which leaves something behind.
+        """
+        require_cap(self.ram)  # before seconds of measuring
+        profile, weights = kept_profile(), self.recipe.name
+        has_idle_card = torch.cuda.is_available()
+        if not self.measures and profile.rates(weights) is None:
+            typical = Machine(memory(), _TYPICAL, has_idle_card=has_idle_card)
+            plan = Search(shape, typical, self.ctx, self.job).fitting
+            is_whole = plan is not None and not plan.streamed and plan.ctx >= (self.ctx or shape.default_ctx)
+            if plan is None or (is_whole and not shape.draft_bytes):
+                return typical
+        profile = measured(profile, weights, self.recipe.blocks, self.dtype, self.say)
+        rates = profile.rates(weights)
+        assert rates is not None
+        return Machine(memory(), rates, corrections=profile.corrections(weights), has_idle_card=has_idle_card)
+
+
+def has_card(device: torch.device) -> bool:
+    """Return whether the device has memory of its own, beside the host's."""
+    return device.type != "cpu"
+
+
+def require_card(device: torch.device, vram: int | None) -> None:
+    """Raise UsageError for a cap on a GPU's memory where none is used."""
+    if vram is not None and not has_card(device):
+        raise idle_vram()

@@ -1,0 +1,191 @@
+"""The placements of a model in the memory of a machine without a GPU, and over its disk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from localllm.offload.placement import NEVER, BlockPlacement
+from localllm.offload.planner.costs import PASS_TOKENS, Costs, Work
+from localllm.offload.planner.fit_errors import amount, parts
+from localllm.offload.planner.machine import Machine
+from localllm.offload.planner.model_shape import BlockShape, ModelShape
+from localllm.offload.planner.plan import Plan
+from localllm.offload.streaming.ring import ALIGN_BYTES, ring_bytes
+
+PROMPT_TOKENS = 512  # of the prompt whose first token is predicted
+LOGIT_ROWS = 16  # answers that a step may compute the logits of
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One placement: the blocks that stay in memory, and those that are streamed, in the order of a forward."""
+
+    resident: frozenset[str]
+    streamed: tuple[BlockShape, ...]
+    ring_bytes: int
+
+    @property
+    def streamed_bytes(self) -> int:
+        return sum(block.num_bytes for block in self.streamed)
+
+
+@dataclass(frozen=True)
+class HostPlacements:
+    shape: ModelShape
+    machine: Machine
+
+    def best(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
+        """Return the fastest placement with memory for so many tokens of so many sequences; None where none fits.
+
+        Computing fewer tokens at once is better than looking the embedding's rows up on the disk, and that is better
+        than reading blocks at every step; else the most that fit stay.
+        """
+        embeddings = (False,) if self.shape.is_tied else (False, True)  # a tied head reads all rows at every step
+        for stores, rows in itertools.product(embeddings, self.shape.batch_rows):
+            owners = self._owners(kv_tokens, sequences, rows, 0, stores_embedding=stores)
+            if self.shape.streamable_bytes <= self._free(owners):
+                whole = self._choice({block.name for block in self._streamable})
+                return self._plan(ctx, sequences, kv_tokens, (rows, rows), owners, whole)
+        for rows, most_tokens in self._chunks():
+            pass_tokens = min(most_tokens, max(kv_tokens, rows))
+            owners = self._owners(kv_tokens, sequences, rows, pass_tokens, stores_embedding=True)
+            if (choice := self._streaming_least(self._free(owners))) is not None:
+                return self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, choice)
+        return None
+
+    def least_bytes(self, ctx: int) -> int:
+        """Return the least memory in which the model runs with this context, packed in it first."""
+        packing = self.shape.packing
+        streamed = sum(self._least_owners(ctx).values())
+        if packing is None:
+            return streamed
+        least = max(streamed, self.machine.memory.program_bytes + packing.num_bytes)
+        owners = self._owners(ctx, 1, self.shape.batch_rows[-1], 0, stores_embedding=False)
+        return min(least, sum(owners.values()) + self.shape.streamable_bytes) if packing.is_for_streaming else least
+
+    def least_vram_bytes(self, _ctx: int) -> int:
+        return 0
+
+    def reason(self, ctx: int, *, of_vram: bool = False) -> str:
+        """Return what the least memory is needed for."""
+        assert not of_vram
+        largest = max(self._streamable, key=lambda block: block.num_bytes)
+        owners = self._least_owners(ctx)
+        named = {
+            "the program": owners["program"],
+            f"{ctx} tokens of context": owners["kv"],
+            "what is being computed": owners["activations"],
+            "the embedding": owners["embedding"],
+            f"blocks on their way (the largest block, {largest.name}: {amount(largest.num_bytes)})": owners["blocks"],
+        }
+        return f"even where all blocks are streamed from the disk: {parts(named)}"
+
+    def _least_owners(self, ctx: int) -> dict[str, int]:
+        owners = self._owners(ctx, 1, self.shape.batch_rows[-1], 0, stores_embedding=True)
+        # A block that stays takes more than it saves in the ring, but where it is the last of its kind or the head.
+        kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))
+        needed_bytes = []
+        for stay in itertools.product((True, False), repeat=len(kinds)):
+            names = {block.name for kind, stays in zip(kinds, stay, strict=True) if stays for block in kind}
+            choice = self._choice(names)
+            needed_bytes.append(self.shape.streamable_bytes - choice.streamed_bytes + choice.ring_bytes)
+        streams = min(needed_bytes) + self._chunks()[-1][1] * self.shape.state_bytes
+        return {**owners, "blocks": min(streams, self.shape.streamable_bytes)}
+
+    @property
+    def _streamable(self) -> tuple[BlockShape, ...]:
+        return (*self.shape.blocks, self.shape.head)
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """Return how many tokens are computed at once, and how many pass between two reads: the best first."""
+        rows = self.shape.batch_rows
+        return [*((count, max(count, PASS_TOKENS)) for count in rows), (rows[-1], rows[-1])]
+
+    def _free(self, owners: Mapping[str, int]) -> int:
+        return self.machine.memory.ram_bytes - sum(owners.values())
+
+    def _owners(
+        self, kv_tokens: int, sequences: int, rows: int, pass_tokens: int, *, stores_embedding: bool
+    ) -> dict[str, int]:
+        """Return what every placement needs. stores_embedding: on the disk, where it may be."""
+        shape, logit_rows = self.shape, max(LOGIT_ROWS, 2 * sequences)
+        looks_up = stores_embedding and not shape.is_tied
+        at_once = min(rows, max(kv_tokens, sequences))  # a short context never fills a chunk
+        activations = at_once * shape.row_bytes + pass_tokens * shape.state_bytes + logit_rows * shape.logits_bytes
+        if looks_up:  # rows from the disk pass through torch: as they are read, in fp32, and as they are wanted
+            activations += 4 * at_once * shape.state_bytes
+        return {
+            "program": self.machine.memory.program_bytes,
+            "kv": shape.kv_bytes(kv_tokens, sequences),
+            "activations": activations,
+            "embedding": 0 if looks_up else shape.embed.num_bytes,
+            "draft": shape.draft_bytes,
+        }
+
+    def _choice(self, resident: set[str]) -> _Choice:
+        streamed = tuple(block for block in self._streamable if block.name not in resident)
+        return _Choice(frozenset(resident), streamed, ring_bytes([block.num_bytes for block in streamed], ALIGN_BYTES))
+
+    def _streaming_least(self, free_bytes: int) -> _Choice | None:
+        """Return the placement in which the least is read at every step.
+
+        Tried is every number of attention blocks, with as many MLP blocks as then fit beside a ring for the rest.
+        """
+        attention, mlp, head = self.shape.blocks[::2], self.shape.blocks[1::2], self.shape.head
+        best = None
+        for head_bytes, count in itertools.product((head.num_bytes, 0), range(len(attention) + 1)):
+            kept_bytes = head_bytes + count * attention[0].num_bytes
+            for more in range(min((free_bytes - kept_bytes) // mlp[0].num_bytes, len(mlp)), -1, -1):
+                streamed_bytes = self.shape.streamable_bytes - kept_bytes - more * mlp[0].num_bytes
+                if best is not None and streamed_bytes >= best.streamed_bytes:
+                    break
+                resident = {head.name} if head_bytes else set()
+                choice = self._choice(resident | _spread(attention, count) | _spread(mlp, more))
+                if kept_bytes + more * mlp[0].num_bytes + choice.ring_bytes <= free_bytes:
+                    best = choice
+                    break
+        return best
+
+    def _plan(
+        self,
+        ctx: int,
+        sequences: int,
+        kv_tokens: int,
+        chunk: tuple[int, int],
+        owners: Mapping[str, int],
+        choice: _Choice,
+    ) -> Plan:
+        """chunk: as `_chunks` returns it."""
+        shape, machine, (rows, pass_tokens) = self.shape, self.machine, chunk
+        embed_tier, embed = "ram" if owners["embedding"] else "disk", shape.embed
+        tiers = [(embed, embed_tier), *((b, "ram" if b.name in choice.resident else "disk") for b in self._streamable)]
+        placed = tuple(BlockPlacement(block.name, block.num_bytes, tier, "cpu") for block, tier in tiers)  # type: ignore[arg-type]
+        resident_bytes = sum(block.num_bytes for block in placed if block.tier == "ram")
+        ram = {**owners, "weights": resident_bytes, "staging": choice.ring_bytes}
+        del ram["embedding"]
+        work = Work.of_host(shape, choice.streamed_bytes, len(choice.streamed))
+        return Plan(
+            shape=shape,
+            ctx=ctx,
+            kv_tokens=kv_tokens,
+            sequences=sequences,
+            blocks=placed,
+            ring_bytes=choice.ring_bytes,
+            batch_rows=rows,
+            pass_tokens=pass_tokens,
+            many_rows=NEVER,
+            ledger={
+                "ram": {owner: count for owner, count in ram.items() if count},
+                "disk": {"weights": choice.streamed_bytes, "embedding": embed.num_bytes - owners["embedding"]},
+            },
+            limits={"ram": machine.memory.ram_bytes},
+            prompt_tokens=max(1, min(PROMPT_TOKENS, ctx // 2)),
+            costs=Costs(shape, machine.rates, None, work, pass_tokens, machine.corrections),
+        )
+
+
+def _spread(blocks: tuple[BlockShape, ...], count: int) -> set[str]:
+    """Return the names of so many of the blocks, at even distances."""
+    return {blocks[(2 * index + 1) * len(blocks) // (2 * count)].name for index in range(count)}

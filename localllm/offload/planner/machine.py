@@ -1,0 +1,97 @@
+"""What a plan knows of a machine: its memories and its rates. Without a GPU it has no card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from localllm.offload.planner.calibration import Corrections
+
+OPERATORS = 24  # launches of a block: the device is given one operator after the other
+KERNELS = 5.5  # of a block, in a graph: seven of attention, four of an MLP
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The host's memory.
+
+    ram_bytes: the most that the process may hold.
+    program_bytes: held without a model.
+    most_bytes: the most that it could hold now.
+    total_bytes: of the machine.
+    """
+
+    ram_bytes: int
+    program_bytes: int
+    most_bytes: int
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """A GPU's memory.
+
+    vram_bytes: the most that this process may hold.
+    context_bytes: held there without a model.
+    workspace_bytes: taken by a matrix product in passing.
+    most_bytes: the most that it could hold now.
+    total_bytes: of the card.
+    """
+
+    vram_bytes: int
+    context_bytes: int
+    workspace_bytes: int
+    most_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The host's rates in 1e9 a second: bytes of one token's matrices and of the disk, operations of many tokens."""
+
+    matrix_gbs: float
+    compute_gops: float
+    disk_gbs: float
+    cached_share: float = 0.0  # of what is streamed, that the page cache holds
+    is_measured: bool = True  # typical rates serve where nothing has to be chosen
+
+
+@dataclass(frozen=True)
+class CardRates:
+    """A GPU's rates in 1e9 a second: bytes of one token's matrices, operations of many, bytes over the link.
+
+    launch_s: from one launch to the next.
+    hop_s: to let the host compute one block, there and back.
+    launches: of a block, in a step of a few tokens.
+    is_fused: launches are our kernels in a graph, each of which begins when the one before has ended; operators are
+        given to the device while it computes.
+    """
+
+    matrix_gbs: float
+    compute_gops: float
+    link_gbs: float
+    launch_s: float
+    hop_s: float
+    launches: float = OPERATORS
+    is_fused: bool = False
+
+
+@dataclass(frozen=True)
+class Card:
+    memory: CardMemory
+    rates: CardRates
+
+
+@dataclass(frozen=True)
+class Machine:
+    """corrections: of earlier runs with these weights. has_idle_card: there is a GPU, and none is used."""
+
+    memory: Memory
+    rates: Rates
+    card: Card | None = None
+    corrections: Corrections = field(default_factory=Corrections)
+    has_idle_card: bool = False
+
+    @property
+    def fast_memory(self) -> Memory | CardMemory:
+        """The memory that blocks are computed fastest from."""
+        return self.memory if self.card is None else self.card.memory
