@@ -38,7 +38,7 @@ class PageIndex:
         return self._files.get(place)
 
     def children(self, root: str, parent: str) -> list[PageFile]:
-        """Those that were used last first."""
+        """Return the pages behind `parent`, those that were used last first."""
         places = [(root, page) for page in self._children.get((root, parent), ())]
         return [self._files[place] for place in sorted(places, key=self._turns.__getitem__, reverse=True)]
 

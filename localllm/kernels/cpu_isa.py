@@ -25,7 +25,7 @@ class Isa:
 
     @property
     def multiplies_whole_bytes(self) -> bool:
-        """Whether `dot` takes any unsigned byte; else 15 is the most: pairs of products must fit into 16 bits."""
+        """Return whether `dot` takes any unsigned byte; else 15 is the most, as pairs of products must fit 16 bits."""
         return self.name in ("avx512-vnni", "avx-vnni")
 
     def tiles_side_by_side(self, rows: int) -> int:
@@ -91,7 +91,7 @@ def _is_amd() -> bool:
 
 @cache
 def host_isas() -> tuple[Isa, ...]:
-    """Those that this CPU runs, the fastest first; empty where llvmlite is missing or does not load."""
+    """Return those that this CPU runs, the fastest first; empty where llvmlite is missing or does not load."""
     try:
         from llvmlite import binding as llvm
     except (ImportError, OSError):

@@ -24,7 +24,7 @@ class KVStore(Protocol):
 
     @property
     def is_on_host(self) -> bool:
-        """Whether all pages are on the host."""
+        """Return whether all pages are on the host."""
         ...
 
     @property

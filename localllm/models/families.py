@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from localllm.errors import UnsupportedModelError
 from localllm.models.config import Activation, ModelConfig, RopeConfig, RopeKind, StoredDtype
@@ -53,33 +53,26 @@ _DTYPES: dict[str, StoredDtype] = {
 }  # fmt: skip
 
 
-def _every_layer_full(_: Fields, layers: int) -> tuple[str, ...]:
-    return (FULL,) * layers
-
-
-def _every_layer_sliding(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Mistral and Phi-3 have one window for all layers, and no eye for layer_types; a mixture means another family."""
-    kinds = _declared_layer_kinds(fields, layers)
-    if kinds is not None and len(set(kinds)) > 1:
-        raise _unsupported(fields.source, "a mixture of layer_types", "one kind for all layers of this family")
-    return (SLIDING,) * layers
-
-
-def _qwen_layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    if not fields.flag("use_sliding_window"):
-        return (FULL,) * layers
-    first_sliding = fields.integer("max_window_layers", 0, MAX_POSITIONS)
-    return _declared_layer_kinds(fields, layers) or tuple(
-        SLIDING if layer >= first_sliding else FULL for layer in range(layers)
-    )
-
-
-def _gemma_layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Every `sliding_window_pattern`-th layer is full; a file that lists its layers says so itself."""
-    pattern = fields.integer("sliding_window_pattern", 1, MAX_POSITIONS)
-    return _declared_layer_kinds(fields, layers) or tuple(
-        SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)
-    )
+def _layer_kinds(family: Family, fields: Fields, layers: int) -> tuple[str, ...]:
+    """The kind of each layer: by the family's rule, or as a file lists them whose family mixes kinds."""
+    kinds = (FULL,) * layers
+    match family.windows:
+        case "none":
+            return kinds
+        case "all":  # Mistral and Phi-3 have no eye for layer_types; a mixture means another family
+            kinds = (SLIDING,) * layers
+            if len(set(_declared_layer_kinds(fields, layers) or kinds)) > 1:
+                raise _unsupported(fields.source, "a mixture of layer_types", "one kind for all layers of this family")
+            return kinds
+        case "late":
+            if not fields.flag("use_sliding_window"):
+                return kinds
+            first = fields.integer("max_window_layers", 0, MAX_POSITIONS)
+            kinds = tuple(SLIDING if layer >= first else FULL for layer in range(layers))
+        case "pattern":  # every `sliding_window_pattern`-th layer is full
+            pattern = fields.integer("sliding_window_pattern", 1, MAX_POSITIONS)
+            kinds = tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(layers))
+    return _declared_layer_kinds(fields, layers) or kinds
 
 
 def _declared_layer_kinds(fields: Fields, layers: int) -> tuple[str, ...] | None:
@@ -104,7 +97,7 @@ class Family:
 
     defaults: Mapping[str, object]
     traits: Mapping[str, Any] = field(default_factory=dict)
-    layer_kinds: Callable[[Fields, int], tuple[str, ...]] = _every_layer_full
+    windows: Literal["none", "all", "late", "pattern"] = "none"  # which layers have them
     qkv_bias: bool | None = None
     rope_sections: Callable[[Fields], dict[str, Fields]] = rope_sections
     rope_kinds: dict[str, RopeKind] = field(default_factory=lambda: ROPE_KINDS)
@@ -196,25 +189,23 @@ _GEMMA_TRAITS = {"norm_placement": "sandwich", "norm_weight_offset": 1.0}
 _GEMMA3_FAMILY = Family(
     _GEMMA3,
     traits={**_GEMMA_TRAITS, "qk_norm": "head"},
-    layer_kinds=_gemma_layer_kinds,
+    windows="pattern",
     rope_sections=gemma3_rope_sections,
     scales_embedding=True,
 )
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(_LLAMA),
-    "mistral": Family(_MISTRAL, layer_kinds=_every_layer_sliding, qkv_bias=False),
-    "qwen2": Family(_QWEN2, layer_kinds=_qwen_layer_kinds, qkv_bias=True),
-    "qwen3": Family({**_QWEN2, "head_dim": 128}, traits={"qk_norm": "head"}, layer_kinds=_qwen_layer_kinds),
+    "mistral": Family(_MISTRAL, windows="all", qkv_bias=False),
+    "qwen2": Family(_QWEN2, windows="late", qkv_bias=True),
+    "qwen3": Family({**_QWEN2, "head_dim": 128}, traits={"qk_norm": "head"}, windows="late"),
     "phi3": Family(
         _PHI3,
-        layer_kinds=_every_layer_sliding,
+        windows="all",
         qkv_bias=False,
         rope_kinds=PHI3_KINDS,
         rotates_partially=True,
     ),
-    "gemma2": Family(
-        _GEMMA2, traits=_GEMMA_TRAITS, layer_kinds=_gemma_layer_kinds, scales_embedding=True, caps_scores=True
-    ),
+    "gemma2": Family(_GEMMA2, traits=_GEMMA_TRAITS, windows="pattern", scales_embedding=True, caps_scores=True),
     "gemma3_text": _GEMMA3_FAMILY,
     "gemma3": _GEMMA3_FAMILY,
     "olmo2": Family(_OLMO2, traits={"norm_placement": "post", "qk_norm": "full"}),
@@ -272,7 +263,7 @@ def _parse(family: Family, model_type: str, fields: Fields) -> ModelConfig:
     hidden_size = fields.integer("hidden_size", 1, _MAX_HIDDEN)
     heads, kv_heads, head_dim = _attention_shape(fields, hidden_size)
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    kinds = family.layer_kinds(fields, layers)
+    kinds = _layer_kinds(family, fields, layers)
     window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS) if SLIDING in kinds else None
     rotary_dim = _rotary_dim(family, fields, head_dim)
     ropes = _ropes(family, fields, positions, rotary_dim)
