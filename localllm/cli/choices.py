@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from localllm.chat.answer import Answer, Heard, silence, statistics
+from localllm.chat.answer import Answer, Piece, silence, statistics
 from localllm.chat.best_of import MAX_ANSWERS, best, seeded
 from localllm.chat.context import evicted_fields, grown_text
-from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import miss_fields
-from localllm.chat.recorder import Keeper, kept_answer
+from localllm.chat.recorder import AnswerRecording, ChatRecorder
 from localllm.cli.context import CliContext
 from localllm.cli.generate import Printing, answer_fields, event_fields, explained, print_whole
 from localllm.cli.options import option, refuse_together
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.stream import follow
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, Usage
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import UsageError
 from localllm.settings import Accepts
@@ -152,24 +151,11 @@ class _Streams:
 
 @dataclass
 class _Answers:
-    """Several answers, as far as they have come."""
+    """The answers so far. others: the next best of a search."""
 
     request_ids: Sequence[int]
     each: list[Answer]
-    others: list[Answer] = field(default_factory=list)  # of a search
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.each[0].num_prompt_tokens
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.each[0].token_ids
-
-    @property
-    def finished(self) -> FinishedEvent | None:
-        """The end of the first one, when all have ended."""
-        return self.each[0].finished if self.num_whole == len(self.each) else None
+    others: list[Answer] = field(default_factory=list)
 
     @property
     def num_whole(self) -> int:
@@ -178,17 +164,19 @@ class _Answers:
     def index(self, event: Event) -> int:
         return self.request_ids.index(event.request_id)
 
-    def take(self, event: Event) -> Heard:
-        if event.request_id not in self.request_ids:  # an end for want of one: the engine did not stop in time
+    def take(self, event: Event) -> Piece:
+        if event.request_id not in self.request_ids:  # in place of an end: the engine did not stop in time
+            assert isinstance(event, FinishedEvent)
             for answer in self.each:
-                answer.finished = answer.finished or event if isinstance(event, FinishedEvent) else answer.finished
-            return Heard()
-        heard = self.each[self.index(event)].take(event)
+                usage = Usage(answer.num_prompt_tokens, 0, len(answer.token_ids))
+                answer.finished = answer.finished or replace(event, usage=usage)
+            return Piece()
+        piece = self.each[self.index(event)].take(event)
         for events in event.others if isinstance(event, FinishedEvent) else ():
-            self.others.append(Answer(self.num_prompt_tokens, thinking=self.each[0].thinking))
+            self.others.append(Answer(self.each[0].num_prompt_tokens, thinking=self.each[0].thinking))
             for other in events:
                 self.others[-1].take(other)
-        return heard
+        return piece
 
 
 def print_chosen(
@@ -197,24 +185,19 @@ def print_chosen(
     service: EngineHandle,
     request: Request,
     printing: Printing,
-    dialogue: Dialogue,
-    keeper: Keeper,
+    recorder: ChatRecorder,
     choice: AnswerChoice,
 ) -> list[Answer]:
-    """Shows the answers that are chosen, each when it is known, and keeps the first of them; returns all that were
-    shown. Raises the error that ended any. Exits where the user has stopped them."""
+    """Print the answers that are chosen, each when it is known, and record the first of them; return all of them.
+
+    Raises the error that ended any. Exits where the user has stopped them.
+    """
     requests = choice.requests(request)
-    answers: list[Answer] = []
-    chosen: list[Answer] = []
-
-    def show(hear: Callable[[str], None]) -> Answer:
+    answers = [printing.answer(each) for each in requests]
+    with recorder.answering(answers[0]) as record:
         streams = _Streams(service, requests)
-        answers[:] = [printing.answer(each) for each in requests]
-        shown = _Shown(front, files, printing, choice, hear, keeper.session_id)
-        chosen[:] = shown.follow(streams, _Answers(streams.request_ids, answers))
-        return chosen[0]
-
-    kept_answer(dialogue, keeper, show, is_thinking=printing.thinking.is_thinking)
+        shown = _Shown(front, files, printing, choice, record, recorder.session_id)
+        chosen = shown.follow(streams, _Answers(streams.request_ids, answers))
     if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):
         raise typer.Exit(front.interrupts.exit_code or 130)
     return chosen
@@ -222,37 +205,39 @@ def print_chosen(
 
 @dataclass
 class _Shown:
-    """Prints what is chosen."""
+    """Prints the chosen answers."""
 
     front: CliContext
     files: ModelFiles
     printing: Printing
     choice: AnswerChoice
-    hear: Callable[[str], None]
+    record: AnswerRecording
     session: str | None
     num_printed: int = 0
 
     def follow(self, streams: _Streams, answers: _Answers) -> list[Answer]:
-        """To their ends; those that are chosen, the first of which is kept."""
+        """Follow all answers to their ends, and return the chosen ones, the first of which is recorded."""
         in_turn = self.choice.n > 1 and self.choice.beams == 1 and not self.choice.is_best_of
         prints_in_turn = in_turn and self.printing.streams and not (self.printing.as_json or self.printing.as_events)
         if self.printing.as_events:
             self._begin(answers)
         with self.front.output.progress("answering") as line:
-            for event, heard in follow(streams, answers, self.front.interrupts):
+            num_prompt_tokens = answers.each[0].num_prompt_tokens
+            for event, piece in follow(streams, answers.take, self.front.interrupts, num_prompt_tokens):
                 if isinstance(event, GrownEvent):
                     line.interject(grown_text(event))
                 if in_turn and event.request_id == answers.request_ids[0]:
-                    self.hear(heard.text)  # the first one is kept as it comes
+                    self.record.write(piece.text)  # the first one is recorded as it comes
                 if self.printing.as_events:
-                    self._say(event, heard, answers)
+                    self._print_event(event, piece, answers)
                 if prints_in_turn and isinstance(event, FinishedEvent):
                     line.clear()
                     self._print_whole(answers.each)
                 line.show(_progress(event, answers))
         chosen = self._chosen(answers)
         if not in_turn:
-            self.hear(chosen[0].text)
+            self.record.write(chosen[0].text)
+        self.record.answer = chosen[0]
         self._end(chosen)
         failed = next((each.finished.error for each in answers.each if each.finished and each.finished.error), None)
         if failed is not None:
@@ -270,9 +255,9 @@ class _Shown:
         about = {"prompt_tokens": first.num_prompt_tokens, "seed": first.seed, "answers": self.choice.n}
         self.front.output.json({**start, **about, **evicted_fields(self.printing.evicted)})
 
-    def _say(self, event: Event, heard: Heard, answers: _Answers) -> None:
+    def _print_event(self, event: Event, piece: Piece, answers: _Answers) -> None:
         index = answers.index(event) if event.request_id in answers.request_ids else 0
-        fields = {**event_fields(self.files, event, heard), "index": index}
+        fields = {**event_fields(self.files, event, piece), "index": index}
         if isinstance(event, FinishedEvent) and index == 0:
             fields["cache_miss"] = miss_fields(explained(event, self.printing))
         self.front.output.json(fields)

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm.chat.answer import Answer
-from localllm.chat.context import Conversation, can_be_longer, evicted_text, explain_text, is_cut_by_context
+from localllm.chat.context import ChatPrompt, can_be_longer, evicted_text, explain_text, is_cut_by_context
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import explain
-from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
+from localllm.chat.recorder import ChatRecorder, Resumed, look_up, recorder_of
 from localllm.chat.tool_words import told_in_words
 from localllm.cli import options
 from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of, print_chosen
 from localllm.cli.context import CliContext, cli_context
-from localllm.cli.generate import Printing, print_kept
+from localllm.cli.generate import Printing, print_recorded
 from localllm.cli.names import complete_sessions
 from localllm.cli.options import DEFAULT_MAX_TOKENS, argument, extra_sampling, option, refuse_together, takes
 from localllm.cli.prompt import argument_text, has_blanks, split_positionals
@@ -184,13 +184,13 @@ def run_command(context: typer.Context, **flags: Any) -> None:
         _show_prompt(front, selection, source)
         return
     sampling = choice.sampling(selection.sampling(extra_sampling(flags)))
-    keeper = keeper_of(front.output, selection, resumed, keeps=dialogue is not None)
-    with contextlib.closing(keeper):
-        said = dialogue or Dialogue(selection.resolved)
+    said = dialogue or Dialogue(selection.resolved)
+    recorder = recorder_of(said, front.output, selection, resumed, records=dialogue is not None)
+    with contextlib.closing(recorder):
         try:
-            answers = _answers(front, selection, source, sampling, flags, said, keeper, form, choice)
+            answers = _answers(front, selection, source, sampling, flags, recorder, form, choice)
         finally:
-            keeper.catch_up(said)
+            recorder.catch_up()
     endings = [answer.finished for answer in answers if answer.finished is not None]
     if any(finished.finish_reason == "cancelled" for finished in endings):
         raise typer.Exit(front.interrupts.exit_code or 130)
@@ -284,12 +284,11 @@ def _answers(
     source: Source,
     sampling: SamplingParams,
     flags: Mapping[str, Any],
-    dialogue: Dialogue,
-    keeper: Keeper,
+    recorder: ChatRecorder,
     form: Grammar | None,
     choice: AnswerChoice,
 ) -> list[Answer]:
-    """Print the answers and return them; the first of them is kept."""
+    """Return the answers that are printed; the first of them is recorded."""
     from localllm.cli.load_progress import attaching
 
     printing = Printing(
@@ -318,8 +317,8 @@ def _answers(
             front.output.note("--show-thoughts: this model's chat template knows no thoughts, and none are shown")
         request = replace(request, grammar=thinking.grammar(form), shown_ids=thinking.shown_ids)
         printing = replace(printing, thinking=thinking)
-        asked = (front, selection.files, load.service, request, printing, dialogue, keeper)
-        answers = [print_kept(*asked)] if choice.is_plain else print_chosen(*asked, choice)
+        asked = (front, selection.files, load.service, request, printing, recorder)
+        answers = [print_recorded(*asked)] if choice.is_plain else print_chosen(*asked, choice)
         if form is None:
             _warn_of_cut(front, engine, answers, sampling)
     return answers
@@ -363,8 +362,8 @@ def _request(
             is_whole = len(messages) == len(chat.messages)
             return ids if is_whole else encoder.encode(Source(chat=replace(chat, messages=messages)))
 
-        conversation = Conversation(chat.messages, encode, policy, "--overflow", opens_turn=chat.opens_turn)
-        return conversation.request(engine, sampling)
+        prompt = ChatPrompt(chat.messages, encode, policy, "--overflow", opens_turn=chat.opens_turn)
+        return prompt.request(engine, sampling)
     request = Request(ids, sampling, explains_miss=True, grows=policy == "grow")
     try:
         engine.check(request)

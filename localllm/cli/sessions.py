@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from localllm.cache.page_folder import kv_root, root_folders
-from localllm.chat.export import replace_file
 from localllm.chat.recorder import moved_text
+from localllm.chat.text_file import replace_file
 from localllm.chat.thoughts import kept_apart
 from localllm.cli import options
 from localllm.cli.commands import PlainCommand, plain_group
