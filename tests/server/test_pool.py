@@ -359,7 +359,7 @@ def test_an_engine_that_computes_without_end_is_ended_and_one_that_comes_from_bl
     def effort() -> tuple[float, int]:
         nonlocal num_looks
         num_looks += 1
-        watchdog.heard(has_moved=moves)
+        watchdog.received(has_moved=moves)
         return float(num_looks), 0
 
     watchdog._effort = effort  # type: ignore[method-assign]
