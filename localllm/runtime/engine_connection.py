@@ -167,7 +167,7 @@ class EngineConnection:
         with self._lock:
             if self._has_ended:
                 raise self._failure or EngineClosedError("the engine has been closed")
-            if is_look and self._unanswered == self.watchdog.num_heard:
+            if is_look and self._unanswered == self.watchdog.num_received:
                 raise silent
             self._calls[number] = answer
         self.watchdog.begin()
@@ -175,7 +175,7 @@ class EngineConnection:
         try:
             value = answer.get(timeout=patience_s)
         except queue.Empty:
-            self._unanswered = self.watchdog.num_heard
+            self._unanswered = self.watchdog.num_received
             raise silent from None
         finally:
             with self._lock:
@@ -194,7 +194,7 @@ class EngineConnection:
         """Return whether anybody waits for the other side; also where it has said nothing since a look was given up."""
         if self._sock is None or self._is_closed or self._has_ended or self._is_asked:
             return False
-        is_silent = self._unanswered == self.watchdog.num_heard
+        is_silent = self._unanswered == self.watchdog.num_received
         return bool(self._recipients or self._calls or is_silent or not self._settled.is_set())
 
     def _convict(self, why: str) -> None:
@@ -225,7 +225,7 @@ class EngineConnection:
                 while data := lines.readline(protocol.MOST_BYTES):
                     message = protocol.message(data)
                     is_answer = message["op"] in ("answered", "refused")
-                    self.watchdog.heard(has_moved=not (is_answer and self._recipients))
+                    self.watchdog.received(has_moved=not (is_answer and self._recipients))
                     self._take(message)
         except OSError:
             pass

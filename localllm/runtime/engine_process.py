@@ -126,7 +126,7 @@ class EngineProcess(EnginePeer):
                 self._observer.foreseen(protocol.read(Foreseen, message["foreseen"]))
             case "listening":
                 self.socket_path = Path(message["path"])
-            case "told":
+            case "progress":
                 self._observer.progress(message["kind"], tuple(message["arguments"]))
 
     def why_gone(self) -> str:
@@ -269,7 +269,7 @@ def _serve(sock: socket.socket, selection: Selection, opening: Opening) -> None:
     owner: Future[ClientConnection] = Future()
 
     def tell(kind: str, arguments: tuple[Any, ...]) -> None:
-        owner.result().send(_told(kind, arguments))
+        owner.result().send(_progress(kind, arguments))
 
     with contextlib.ExitStack() as stack:
         listener = None
@@ -280,7 +280,7 @@ def _serve(sock: socket.socket, selection: Selection, opening: Opening) -> None:
             sock.sendall(protocol.line({"op": "listening", "path": str(path)}))
         engine = EngineThread(lambda: _load(selection, opening, tell))
         server = EngineServer(engine)
-        engine.moved = server.tell_of_move
+        engine.moved = server.report_move
         if listener is not None:
             server.listen(listener)
         owner.set_result(server.take_owner(sock))
@@ -300,13 +300,13 @@ def _load(selection: Selection, opening: Opening, tell: Callable[[str, tuple[Any
 
 def _telling(sock: socket.socket) -> Callable[[str, tuple[Any, ...]], None]:
     def tell(kind: str, arguments: tuple[Any, ...]) -> None:
-        sock.sendall(protocol.line(_told(kind, arguments)))
+        sock.sendall(protocol.line(_progress(kind, arguments)))
 
     return tell
 
 
-def _told(kind: str, arguments: tuple[Any, ...]) -> protocol.Message:
-    return {"op": "told", "kind": kind, "arguments": list(arguments)}
+def _progress(kind: str, arguments: tuple[Any, ...]) -> protocol.Message:
+    return {"op": "progress", "kind": kind, "arguments": list(arguments)}
 
 
 def _watcher(tell: Callable[[str, tuple[Any, ...]], None]) -> Watcher:

@@ -45,7 +45,7 @@ class ClientConnection:
         """Send a message from any thread, without waiting."""
         self._outbox.put(protocol.line(message))
 
-    def tell_of_move(self) -> None:
+    def report_move(self) -> None:
         if self._streams:
             self.send({"op": "moved"})
 
@@ -181,7 +181,7 @@ class EngineServer:
     def __init__(self, engine: EngineHandle) -> None:
         self._engine = engine
         self._clients: set[ClientConnection] = set()
-        self._told_at = 0.0
+        self._reported_at = 0.0
         self._lock = threading.Lock()
         self.owner_gone = threading.Event()
 
@@ -193,16 +193,16 @@ class EngineServer:
         """Accept other clients, until the socket is closed."""
         threading.Thread(target=self._accept, args=(listener,), name="localllm-accept", daemon=True).start()
 
-    def tell_of_move(self) -> None:
-        """Tell whoever waits for an answer, also behind those of others, that the engine has moved on."""
+    def report_move(self) -> None:
+        """Report to all who wait for an answer, also behind those of others, that the engine has moved on."""
         now = time.monotonic()
-        if now - self._told_at < _MOVE_S:
+        if now - self._reported_at < _MOVE_S:
             return
-        self._told_at = now
+        self._reported_at = now
         with self._lock:
             clients = list(self._clients)
         for client in clients:
-            client.tell_of_move()
+            client.report_move()
 
     def close(self) -> None:
         with self._lock:

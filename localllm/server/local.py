@@ -98,12 +98,11 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
 
     async def rows(call: ApiCall, _body: None) -> JsonReply:
         models = await asyncio.gather(*(_row(call, each) for each in call.pool.models if each.handle is not None))
-        reply: Rows = {"version": __version__, "urls": urls, "models": list(models)}
-        return JsonReply(reply)
+        return JsonReply(Rows(version=__version__, urls=urls, models=list(models)))
 
     async def end(_call: ApiCall, _body: ModelBody) -> JsonReply:
         asyncio.get_running_loop().call_later(0.05, stop)  # when the reply is on its way
-        return JsonReply({"name": ""})
+        return JsonReply(Done(name=""))
 
     return (
         Endpoint("GET", "/models", rows, "What is loaded", reply=Rows),
@@ -120,8 +119,7 @@ async def find(call: ApiCall, body: ModelBody) -> JsonReply:
     served = call.pool.known(body.model or "")
     if served is None:
         raise RequestError(404, "the server has no model of that name", name="model_not_found", param="model")
-    reply: Done = {"name": served.selection.model_name}
-    return JsonReply(reply)
+    return JsonReply(Done(name=served.selection.model_name))
 
 
 async def attach(call: ApiCall, body: AttachBody) -> Response:
@@ -169,8 +167,7 @@ async def load(call: ApiCall, body: ModelBody) -> JsonReply:
     """Load a model, and wait for it."""
     served = await call.pool.find_own(body.model)
     await call.server.make_ready(served, keep_seconds(body.keep_alive))
-    reply: Done = {"name": served.name}
-    return JsonReply(reply)
+    return JsonReply(Done(name=served.name))
 
 
 async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
@@ -184,8 +181,7 @@ async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
         why = "there is nothing to unload"
         raise RequestError(409, f"{served.name} is not loaded", why=why, fix=_WHAT_IS_LOADED, name="not_loaded")
     await call.pool.residents.unload(served)
-    reply: Done = {"name": served.name}
-    return JsonReply(reply)
+    return JsonReply(Done(name=served.name))
 
 
 async def _row(call: ApiCall, served: ServedModel) -> Row:

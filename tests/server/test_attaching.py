@@ -139,9 +139,11 @@ def test_a_refusal_is_the_same_as_without_a_server(home: Home) -> None:
     assert attached.returncode == alone.returncode == 5 and attached.stderr == alone.stderr
 
 
-def test_json_and_grammars_are_the_same_over_there(home: Home) -> None:
-    told = home.localllm("run", "--json", "--regex", "(yes|no)", "-p", "Is it so?", torch=False)
-    assert told.returncode == 0 and json.loads(told.stdout)["text"] in ("yes", "no")
+def test_an_engine_that_has_come_to_what_is_asked_for_answers_in_the_same_forms(home: Home) -> None:
+    chosen = ("--kv", "int8", "--ctx", "1024")
+    answered = home.localllm("run", "--json", "--regex", "(yes|no)", "-p", "Is it so?", *chosen, torch=False)
+    assert answered.returncode == 0 and answered.stderr == b""
+    assert json.loads(answered.stdout)["text"] in ("yes", "no")
 
 
 @pytest.mark.parametrize(
@@ -160,11 +162,6 @@ def test_an_engine_that_is_not_what_is_asked_for_is_left_alone_and_that_is_said(
 ) -> None:
     refused = home.localllm(*ASK, *flags)
     assert refused.returncode == 0 and b"the running server is not used" in refused.stderr and why in refused.stderr
-
-
-def test_an_engine_that_has_come_to_what_is_asked_for_answers(home: Home) -> None:
-    answered = home.localllm(*ASK, "--kv", "int8", "--ctx", "1024", torch=False)
-    assert answered.returncode == 0 and answered.stderr == b""
 
 
 def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:

@@ -66,6 +66,18 @@ def processes(other: Path) -> Iterator[Running]:
         yield server
 
 
+def pulled(hub: Path, *seeds: int, **refs: str) -> list[Path]:
+    """A model as it is pulled: a snapshot for each seed, named aaa..., bbb..., and the references to them."""
+    folder = hub / "models--maker--teller"
+    snapshots = [folder / "snapshots" / ("abc"[number] * 40) for number in range(len(seeds))]
+    for snapshot, seed in zip(snapshots, seeds, strict=True):
+        write_checkpoint(snapshot, seed=seed)
+    (folder / "refs").mkdir()
+    for name, letter in refs.items():
+        (folder / "refs" / name).write_text(letter * 40)
+    return snapshots
+
+
 def said(server: Running, model: str) -> str:
     reply = server.post("/v1/completions", {**TEXT, "model": model})
     assert reply.status_code == 200, reply.text
@@ -113,6 +125,7 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_other_makes_room(
     for name in ("tiny", "other", "tiny"):
         assert said(processes, name) == texts[name]
         assert loaded(processes) == [name]
+        assert [each["id"] for each in processes.get("/v1/models").json()["data"]] == ["tiny", "other"]
 
 
 def test_a_model_that_has_room_beside_the_others_leaves_them_alone(other: Path, texts: dict[str, str]) -> None:
@@ -346,7 +359,7 @@ def test_an_engine_that_computes_without_end_is_ended_and_one_that_comes_from_bl
     def effort() -> tuple[float, int]:
         nonlocal num_looks
         num_looks += 1
-        watchdog.heard(has_moved=moves)
+        watchdog.received(has_moved=moves)
         return float(num_looks), 0
 
     watchdog._effort = effort  # type: ignore[method-assign]
@@ -507,30 +520,28 @@ def test_an_answer_that_is_being_written_is_not_cut_where_the_model_changes(chan
         assert "data: [DONE]" in rest and waiting.result(PATIENCE_S) == _text_of(str(folder))
 
 
-def test_a_model_whose_files_are_gone_is_told_as_gone_and_answers_when_they_are_back(
-    changing: tuple[Running, Path],
+@pytest.mark.parametrize(
+    ("harm", "status", "word"), [("gone", 404, "is gone"), ("half there", 503, "is cut short")], ids=["gone", "half"]
+)
+def test_a_model_that_is_not_whole_is_told_with_the_reason_and_answers_when_it_is(
+    changing: tuple[Running, Path], harm: str, status: int, word: str
 ) -> None:
     server, folder = changing
     said(server, "teller")
-    pid = pid_of(server, "teller")
-    away = folder.rename(folder.with_name("away"))
+    pid, weights = pid_of(server, "teller"), folder / "model.safetensors"
+    whole = weights.read_bytes()
+    if harm == "gone":
+        away = folder.rename(folder.with_name("away"))
+    else:
+        weights.write_bytes(whole[: len(whole) // 2])
     refused = server.post("/v1/completions", TEXT)
-    assert refused.status_code == 404 and "is gone" in refused.json()["error"]["message"]
-    away.rename(folder)
-    assert server.post("/v1/completions", TEXT).status_code == 200 and pid_of(server, "teller") == pid
-
-
-def test_a_model_of_which_a_half_is_there_is_told_with_the_reason_and_loaded_when_it_is_whole(
-    changing: tuple[Running, Path],
-) -> None:
-    server, folder = changing
-    said(server, "teller")
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    refused = server.post("/v1/completions", TEXT)
-    assert refused.status_code == 503 and "is cut short" in refused.json()["error"]["message"]
-    (folder / "model.safetensors").write_bytes(weights)
+    assert refused.status_code == status and word in refused.json()["error"]["message"]
+    if harm == "gone":
+        away.rename(folder)
+    else:
+        weights.write_bytes(whole)
     assert server.post("/v1/completions", TEXT).status_code == 200
+    assert harm != "gone" or pid_of(server, "teller") == pid
 
 
 def test_models_of_one_folder_name_have_different_names_and_each_answers_by_its_own(tmp_path: Path) -> None:
@@ -547,15 +558,10 @@ def test_models_of_one_folder_name_have_different_names_and_each_answers_by_its_
 def test_a_revision_that_is_served_by_its_name_is_not_what_the_plain_name_means(
     own_folders: None, tmp_path: Path
 ) -> None:
-    snapshots = tmp_path / "hub" / "models--maker--teller" / "snapshots"
-    for seed, letter in enumerate("ab"):
-        write_checkpoint(snapshots / (letter * 40), seed=seed)
-    (refs := snapshots.parent / "refs").mkdir()
-    (refs / "main").write_text("a" * 40)
-    (refs / "dev").write_text("b" * 40)
+    plain, other = pulled(tmp_path / "hub", 0, 1, main="a", dev="b")
     with running("maker/teller@dev") as server:
-        for name, letter in (("maker/teller@dev", "b"), ("maker/teller", "a")):
-            assert said(server, name) == _text_of(str(snapshots / (letter * 40)))
+        for name, snapshot in (("maker/teller@dev", other), ("maker/teller", plain)):
+            assert said(server, name) == _text_of(str(snapshot))
 
 
 def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
@@ -624,11 +630,6 @@ def test_no_name_is_suggested_for_one_that_is_like_none(name: str) -> None:
     assert "ask for one of these" in message and "--alias NAME" in message and len(message) < 500
 
 
-def test_all_models_are_listed_at_once_also_while_one_is_loaded(processes: Running) -> None:
-    ids = [each["id"] for each in processes.get("/v1/models").json()["data"]]
-    assert ids == ["tiny", "other"]
-
-
 def resources() -> tuple[int, int, int]:
     """Descriptors, threads and bytes of this process."""
     gc.collect()  # the tests themselves have it done seldom
@@ -680,11 +681,7 @@ def _ended(server: Running, body: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("own_folders")
 def test_a_model_that_was_pulled_is_loaded_by_its_name_and_no_half_of_one(tmp_path: Path) -> None:
-    snapshot = tmp_path / "hub" / "models--maker--teller" / "snapshots" / ("a" * 40)
-    write_checkpoint(snapshot)
-    refs = snapshot.parent.parent / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("a" * 40)
+    [snapshot] = pulled(tmp_path / "hub", 0, main="a")
     half = tmp_path / "hub" / "models--maker--half" / "snapshots" / ("b" * 40)
     half.mkdir(parents=True)
     (half / "config.json").write_text("{}")
@@ -694,7 +691,7 @@ def test_a_model_that_was_pulled_is_loaded_by_its_name_and_no_half_of_one(tmp_pa
         assert server.post("/v1/completions", {**TEXT, "model": "Maker/teller"}).json()["model"] == "Maker/teller"
         assert sorted(loaded(server)) == ["maker/teller", "tiny"]
         later = write_checkpoint(snapshot.with_name("c" * 40), seed=1)
-        (refs / "main").write_text("c" * 40)
+        (snapshot.parent.parent / "refs" / "main").write_text("c" * 40)
         ids = [each["id"] for each in server.get("/v1/models").json()["data"]]
         assert ids[:2] == ["tiny", "maker/teller"] and ids.count("maker/teller") == 1
         assert said(server, "maker/teller") == _text_of(str(later))

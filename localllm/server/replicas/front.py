@@ -17,8 +17,7 @@ from localllm.server.errors import ClientGoneError, Failure, RequestError, body_
 from localllm.server.guard import Admission, Guard
 from localllm.server.metrics import Metrics
 from localllm.server.ollama.common import line
-from localllm.server.replicas.beginning import beginning_of
-from localllm.server.replicas.call import ReplicaCall
+from localllm.server.replicas.call import ReplicaCall, beginning_of
 from localllm.server.replies import EVENT_STREAM, NDJSON, JsonReply, event, unless_gone
 
 # A request that ends a replica would end them all, one after the other, if it were passed on for ever.
