@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from localllm.hub import installed as _installed
-from localllm.hub.installed import InstalledModel, ModelDescription, ModelFiles, contents, current
-from localllm.hub.names import understand
+from localllm.hub.installed import InstalledModel, ModelDescription, contents, current
+from localllm.hub.names import ModelFiles, understand
 from localllm.hub.packed import PackedWeights
 from localllm.hub.progress import Progress, PullProgress
 from localllm.hub.removal import remove as _remove

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Literal
 
 from localllm.errors import CheckpointError, ModelNotFoundError
-from localllm.hub.names import MODEL_FILES, TINY_DIRECTORY, ModelReference, pull_command, understand, without_config
+from localllm.hub.names import (
+    MODEL_FILES,
+    TINY_DIRECTORY,
+    ModelFiles,
+    ModelReference,
+    pull_command,
+    understand,
+    without_config,
+)
 from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_bytes, packed_sources
 from localllm.hub.repo_cache import INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
@@ -26,17 +34,6 @@ from localllm.registry import BUILT_IN, REPO_ID, RUNNABLE_MODEL_TYPES, ModelEntr
 _READ = frozenset({
     *MODEL_FILES, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", INDEX,
 })  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """A model's folder. `repo` and `revision` (a commit) are None for the built-in model and for a user's folder."""
-
-    directory: Path
-    name: str
-    repo: str | None = None
-    revision: str | None = None
-    entry: ModelEntry | None = None
 
 
 @dataclass(frozen=True)

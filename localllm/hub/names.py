@@ -48,6 +48,17 @@ class ModelReference:
     folder_without_config: Path | None = None  # a folder of that name, passed over
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's folder. `repo` and `revision` (a commit) are None for the built-in model and for a user's folder."""
+
+    directory: Path
+    name: str
+    repo: str | None = None
+    revision: str | None = None
+    entry: ModelEntry | None = None
+
+
 def understand(name: str, registry: Registry) -> ModelReference:
     """The built-in model, a directory, a registry entry or `org/repo[@revision]`, in this order.
 

@@ -20,17 +20,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from localllm.config import user_directories
 from localllm.errors import CheckpointError, LocalLLMError, UsageError
 from localllm.hub.exclusive import LOCK, exclusive, unread
+from localllm.hub.names import ModelFiles
 from localllm.hub.repo_cache import COMMIT, INDEX
 from localllm.present import is_file, is_folder, is_link
 from localllm.registry import REPO_ID
-
-if TYPE_CHECKING:
-    from localllm.hub.installed import ModelFiles
 
 PACKED_INDEX = "index.json"  # written last: a folder that has it is whole
 WEIGHTS_NAME = re.compile(r"[a-z0-9]{1,16}(?:-[a-z0-9]{1,16}){0,4}")
