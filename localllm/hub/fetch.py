@@ -12,6 +12,7 @@ from typing import Literal
 
 from localllm.errors import CheckpointError, DownloadError, UnsupportedModelError
 from localllm.hub.http import HubClient, TransferInterruptedError
+from localllm.hub.locks import exclusive
 from localllm.hub.partial_file import RemoteFile, disk_error, file_matches, free_bytes, no_space
 from localllm.hub.progress import Progress, PullProgress
 from localllm.hub.repo_cache import (
@@ -55,7 +56,7 @@ TEMPORARY_LIFETIME_S = 60.0
 
 @dataclass(frozen=True)
 class Listing:
-    """What a repository holds at one commit: the files that a model needs."""
+    """The files of a repository at one commit that a model needs."""
 
     commit: str
     small: tuple[RemoteFile, ...]
@@ -70,7 +71,7 @@ def fetch_repository(client: HubClient, cache: RepoCache, revision: str, progres
     progress(PullProgress("listing", note=f"{client.hub.endpoint}/{cache.repo}"))
     described = client.listing(revision, lambda note: progress(PullProgress("retrying", note=note)))
     try:
-        with cache.exclusive(lambda pid: progress(PullProgress("waiting", note=f"process {pid} is fetching it"))):
+        with exclusive(cache.lock, lambda pid: progress(PullProgress("waiting", note=f"process {pid} is fetching it"))):
             listing = _read_listing(described, client, cache.repo)
             _Pull(client, cache, listing, progress).run(revision)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a model's name stands for, and which names are refused at the door.
+"""Names of models: their meaning, and those that are refused at the door.
 
 Looks at the registry and asks whether a directory exists; opens no file.
 """

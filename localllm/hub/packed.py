@@ -1,4 +1,4 @@
-"""Where packed models rest: which folder belongs to which checkpoint and weight format, and how it is freed.
+"""Folders of packed models: which belongs to which checkpoint and weight format, and how it is freed.
 
     packed/hub/ORG/REPO/@COMMIT/WEIGHTS/                  made from a model of the download cache
     packed/folders/PATH/OF/THE/FOLDER/@FINGERPRINT/WEIGHTS/   made from a folder: the built-in model's, or the user's
@@ -24,7 +24,7 @@ from typing import Literal
 
 from localllm.config import user_directories
 from localllm.errors import CheckpointError, LocalLLMError, UsageError
-from localllm.hub.exclusive import LOCK, exclusive, unread
+from localllm.hub.locks import LOCK, exclusive, unread
 from localllm.hub.names import ModelFiles
 from localllm.hub.repo_cache import COMMIT, INDEX
 from localllm.present import is_file, is_folder, is_link
@@ -64,7 +64,7 @@ def packed_root() -> Path:
 
 
 def packed_directory(files: ModelFiles, recipe_name: str) -> Path:
-    """Where the model's weights are, or will be, in this format. Creates nothing.
+    """Return the folder of the model's weights in this format, which need not be there.
 
     Raises UsageError for a name that is none, CheckpointError where the folder cannot be examined.
     """
@@ -74,7 +74,7 @@ def packed_directory(files: ModelFiles, recipe_name: str) -> Path:
 
 
 def packed_of_folder(folder: Path) -> Path:
-    """Where all is that was packed of a folder with a model, as it is and as it was. Creates nothing."""
+    """Return the folder of all that was packed of a user's folder, as it is and as it was; it need not be there."""
     folder = folder.resolve()
     return packed_root() / "folders" / folder.relative_to(folder.anchor)
 
@@ -92,12 +92,12 @@ def packed_recipes(files: ModelFiles) -> list[str]:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether the packed model in a folder was finished; False too where nobody may look."""
+    """Return whether the packed model in a folder was finished; False too where nobody may look."""
     return is_file(directory / PACKED_INDEX)
 
 
 def packed_models(files: ModelFiles) -> tuple[PackedWeights, ...]:
-    """What was packed of the checkpoint as it is now, whole or not."""
+    """Return what was packed of the checkpoint as it is now, whole or not."""
     return _models_in(_place(files))
 
 

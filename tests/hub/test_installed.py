@@ -15,6 +15,7 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.hub import contents, describe, list_models, locate, remove
+from localllm.hub.locks import exclusive
 from localllm.hub.repo_cache import RepoCache
 from tests.fake_hub import COMMIT, Fault
 from tests.hub.support import PIECE, REPO, REPOSITORY, assert_whole, make_folder, other_tools_snapshot
@@ -114,7 +115,7 @@ def test_a_disk_that_refuses_a_removal_is_told(hub, registry, monkeypatch):
 def test_a_model_that_is_being_fetched_is_not_removed(hub, registry):
     snapshot = other_tools_snapshot(hub)
     with (
-        RepoCache(hub.cache_dir, "maker/sharded").exclusive(lambda _: None),
+        exclusive(RepoCache(hub.cache_dir, "maker/sharded").lock, lambda _: None),
         pytest.raises(LocalLLMError, match="being fetched"),
     ):
         remove("maker/sharded", registry=registry, hub=hub)

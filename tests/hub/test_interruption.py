@@ -19,6 +19,7 @@ from localllm.errors import (
     ModelNotFoundError,
 )
 from localllm.hub import HubSettings, PullProgress, list_models, locate, pull
+from localllm.hub.locks import exclusive
 from localllm.hub.repo_cache import RepoCache
 from localllm.registry import Registry
 from tests.fake_hub import FakeHub
@@ -196,7 +197,7 @@ def test_death_at_every_change_of_the_disk_in_turn_leaves_nothing_to_trip_over(f
 @pytest.mark.parametrize("locks_work", [True, False])
 def test_two_pulls_at_once_end_with_equal_bytes(fake, hub, registry, monkeypatch, locks_work):
     if not locks_work:
-        monkeypatch.setattr("localllm.hub.repo_cache._try_lock", lambda _: True)
+        monkeypatch.setattr("localllm.hub.locks._lock", lambda _, **__: True)
     fake.seconds_per_chunk = 0.002
     found: list[Path | BaseException] = []
 
@@ -238,7 +239,7 @@ def test_a_pull_that_waits_names_the_process_that_it_waits_for(fake, hub, regist
             waited.set()
 
     thread = threading.Thread(target=lambda: pull(REPO, registry=registry, hub=hub, progress=progress))
-    with RepoCache(hub.cache_dir, REPO).exclusive(lambda _: None):
+    with exclusive(RepoCache(hub.cache_dir, REPO).lock, lambda _: None):
         thread.start()
         assert waited.wait(PATIENCE_S)
     thread.join()

@@ -15,7 +15,7 @@ import pytest
 
 from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.hub import HubSettings, ModelFiles, describe, list_models, remove
-from localllm.hub.exclusive import exclusive, reading
+from localllm.hub.locks import exclusive, reading
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.hub.packed import packed_directory, packed_recipes, packed_root, source_id
 from localllm.registry import Registry

@@ -250,13 +250,20 @@ def test_a_redirect_to_anything_but_http_is_not_followed(fake, fetch, target):
         fetch()
 
 
-def test_a_redirect_from_https_to_http_is_refused(hub):
-    from localllm.hub.http import HubClient
+def test_a_redirect_from_https_to_http_is_refused(hub, registry, monkeypatch):
+    import httpx2
 
-    client = HubClient(hub, REPO, REPO)
+    asked: list[str] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(str(request.url))
+        return httpx2.Response(302, headers={"Location": "/y" if len(asked) == 1 else "http://hub.example/x"})
+
+    client = httpx2.Client(transport=httpx2.MockTransport(answer))
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: client)
     with pytest.raises(DownloadError, match="redirect"):
-        client._redirected("https://hub.example/x", "http://hub.example/x")
-    assert client._redirected("https://hub.example/x", "/y") == "https://hub.example/y"
+        pull(REPO, registry=registry, hub=replace(hub, endpoint="https://hub.example"))
+    assert asked == [f"https://hub.example/api/models/{REPO}/revision/main?blobs=true", "https://hub.example/y"]
 
 
 def test_endless_redirects_end(fake, hub, fetch):
