@@ -126,7 +126,7 @@ def _keyed_folders(root: Path, key: re.Pattern[str]) -> Iterator[tuple[Path, str
 
 
 def fingerprint(folder: Path) -> str:
-    """The folder's config, and the names, sizes and times of its weights, in 32 hexadecimal digits.
+    """Hash the folder's config, and the names, sizes and times of its weights, to 32 hexadecimal digits.
 
     Raises CheckpointError where they cannot be examined.
     """
@@ -143,7 +143,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def remove_packed(models: Iterable[PackedWeights]) -> int:
-    """Deletes packed models and returns the bytes that became free. A link is deleted, never followed.
+    """Delete packed models and return the bytes that became free. A link is deleted, never followed.
 
     Raises LocalLLMError where another process makes or reads one of them, or the disk refuses. Nothing is deleted
     unless all can be.
@@ -183,25 +183,22 @@ def _models_in(place: Path) -> tuple[PackedWeights, ...]:
     for entry in entries:
         with suppress(OSError):  # a link that leads to itself
             if WEIGHTS_NAME.fullmatch(entry.name) and entry.is_dir():
-                models.append(_model(Path(entry.path)))
+                directory = Path(entry.path)
+                state: Literal["whole", "unfinished"] = "whole" if is_whole(directory) else "unfinished"
+                models.append(PackedWeights(entry.name, directory, own_bytes(directory), state))
     return tuple(models)
 
 
-def _model(directory: Path) -> PackedWeights:
-    state: Literal["whole", "unfinished"] = "whole" if is_whole(directory) else "unfinished"
-    return PackedWeights(directory.name, directory, own_bytes(directory), state)
-
-
 def own_bytes(folder: Path) -> int:
-    """Bytes of the plain files in a folder that would be freed with it: links count nothing."""
+    """Return the bytes of plain files that would be freed with a folder: links count nothing."""
     if is_link(folder) or not is_folder(folder):
         return 0
-    states = []
+    freed = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # another process is at work here, or nobody may look
-            if not path.is_symlink() and path.is_file():
-                states.append(path.lstat())
-    return sum(state.st_size for state in states if state.st_nlink == 1)
+            if not path.is_symlink() and path.is_file() and (state := path.lstat()).st_nlink == 1:
+                freed += state.st_size
+    return freed
 
 
 def _refuse_linked(root: Path, directory: Path) -> None:
@@ -214,20 +211,16 @@ def _refuse_linked(root: Path, directory: Path) -> None:
 def _hold(model: PackedWeights, held: ExitStack) -> None:
     """Nobody else writes or reads the packed model until `held` is closed. Raises LocalLLMError where somebody does."""
 
-    def refuse(process: str) -> None:
-        raise _busy(model, f"process {process} is packing it")
+    def refuse(why: str) -> None:
+        raise LocalLLMError(f"{model.directory} is not deleted", why=why, fix="wait for it, or stop it")
 
-    held.enter_context(exclusive(model.directory, refuse))
+    held.enter_context(exclusive(model.directory, lambda process: refuse(f"process {process} is packing it")))
     if not held.enter_context(unread(model.directory / PACKED_INDEX)):
-        raise _busy(model, "another process is reading it")
-
-
-def _busy(model: PackedWeights, why: str) -> LocalLLMError:
-    return LocalLLMError(f"{model.directory} is not deleted", why=why, fix="wait for it, or stop it")
+        refuse("another process is reading it")
 
 
 def _empty(directory: Path) -> None:
-    """Deletes all but the lock file, which goes when the lock does."""
+    """Delete all but the lock file, which goes when the lock does."""
     if directory.is_symlink():
         directory.unlink()
         return
@@ -240,7 +233,7 @@ def _empty(directory: Path) -> None:
 
 
 def _remove_empty(root: Path, directory: Path) -> None:
-    """Folders that hold nothing any more. One in which another process has begun to pack since then stays."""
+    """Remove folders that hold nothing any more. One in which another process has begun to pack since then stays."""
     for path in (directory, *(root / parent for parent in list(directory.relative_to(root).parents)[:-1])):
         with suppress(OSError):
             path.rmdir()

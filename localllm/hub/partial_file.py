@@ -86,7 +86,7 @@ class PartialFile:
             verifying(self.position)
 
     def append(self, chunk: bytes) -> None:
-        """Writes and hashes `chunk`; what would pass the promised size is dropped."""
+        """Write and hash `chunk`; what would pass the promised size is dropped."""
         view = memoryview(chunk)[: self.missing_bytes]
         while view:
             try:
@@ -98,7 +98,7 @@ class PartialFile:
             view = view[written:]
 
     def publish(self, destination: Path) -> None:
-        """Gives verified bytes their final name, so that they are there whole or not at all."""
+        """Give verified bytes their final name, so that they are there whole or not at all."""
         try:
             os.fsync(self._descriptor)
             # Where locks do not work another process may have renamed our file already: to the same verified bytes.
@@ -110,7 +110,7 @@ class PartialFile:
                 raise disk_error(error, self.path, 0) from None
 
     def discard(self, destination: Path) -> None:
-        """Drops bytes that turned out wrong, so that the next attempt starts from nothing."""
+        """Drop bytes that turned out wrong, so that the next attempt starts from nothing."""
         # The destination too: without working locks another process may have published the file that we wrote into.
         for path in (self.path, destination):
             if is_at(path, self._descriptor):

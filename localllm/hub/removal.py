@@ -96,7 +96,7 @@ def _checkpoint_bytes(cache: RepoCache, commit: str | None) -> int:
 
 
 def _delete_checkpoint(cache: RepoCache, commit: str | None) -> int:
-    """Deletes one snapshot, or without a commit the whole repository; returns the bytes freed."""
+    """Delete one snapshot, or without a commit the whole repository; return the bytes freed."""
     if cache.folder.is_symlink():
         cache.folder.unlink()
         return 0

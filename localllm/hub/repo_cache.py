@@ -124,7 +124,7 @@ class RepoCache:
         return found
 
     def write_manifest(self, commit: str, sizes: Mapping[str, int]) -> None:
-        """Declares the snapshot whole. To be called when every file is in its place."""
+        """Declare the snapshot whole. To be called when every file is in its place."""
         content = json.dumps({"schema_version": 1, "repo": self.repo, "commit": commit, "files": dict(sizes)}, indent=1)
         self._write_atomically(self.manifest(commit), content + "\n")
 

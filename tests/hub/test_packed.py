@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +18,7 @@ from localllm.hub.names import TINY_DIRECTORY
 from localllm.hub.packed import packed_directory, packed_recipes, packed_root, source_id
 from localllm.registry import Registry
 from tests.fake_hub import COMMIT
-from tests.hub.support import REPO, REPOSITORY, make_folder, names_in, other_tools_snapshot
+from tests.hub.support import REPO, make_folder, names_in, other_tools_snapshot
 from tests.patience import PATIENCE_S
 
 CONFIG = '{"model_type": "llama"}'
@@ -106,20 +104,12 @@ def test_a_folder_that_has_changed_does_not_find_what_was_packed_of_it(folder, c
     assert source_id(files_of(folder)) != before
 
 
-def test_what_is_no_weight_does_not_change_the_key(folder):
+def test_a_folder_is_known_by_a_link_and_with_other_files_but_a_copy_is_another_one(folder, tmp_path):
     pack(files_of(folder))
-    (folder / "README.md").write_text("words")
-    assert packed_recipes(files_of(folder)) == ["int4-g64"]
-
-
-def test_a_folder_reached_by_a_link_is_the_same_folder(folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
-    assert packed_directory(files_of(tmp_path / "link"), "int8") == packed_directory(files_of(folder), "int8")
-
-
-def test_a_copy_of_a_folder_is_another_one(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    assert source_id(files_of(copy)) != source_id(files_of(folder))
+    (folder / "README.md").write_text("words")
+    assert packed_recipes(files_of(tmp_path / "link")) == packed_recipes(files_of(folder)) == ["int4-g64"]
+    assert source_id(files_of(shutil.copytree(folder, tmp_path / "copy"))) != source_id(files_of(folder))
 
 
 def test_a_folder_within_a_folder_has_its_own(folder, registry, hub):
@@ -139,15 +129,7 @@ def test_a_format_that_is_no_name_is_refused(name):
 
 @pytest.mark.parametrize(
     ("repo", "commit"),
-    [
-        ("../x", COMMIT),
-        ("a/../..", COMMIT),
-        ("a/b/c", COMMIT),
-        ("/etc", COMMIT),
-        (REPO, ".."),
-        (REPO, None),
-        (REPO, ""),
-    ],
+    [*((repo, COMMIT) for repo in ("../x", "a/../..", "a/b/c", "/etc")), *((REPO, key) for key in ("..", None, ""))],
 )
 def test_a_repository_or_commit_that_would_climb_out_is_refused(repo, commit):
     with pytest.raises(UsageError):
@@ -161,19 +143,15 @@ def test_a_folder_without_a_config_is_an_error_that_names_it(tmp_path):
     assert caught.value.fix == f"ls -l '{folder}'"
 
 
-def test_only_a_model_with_its_index_is_whole(folder):
-    pack(files_of(folder), "int8")
-    pack(files_of(folder), "nf4", whole=False)
-    assert packed_recipes(files_of(folder)) == ["int8"]
-
-
 # What is listed
 
 
 def test_a_list_has_what_is_packed_of_each_model(registry, hub, folder):
     snapshot = other_tools_snapshot(hub)
-    pack(ModelFiles(snapshot, SHARDED, SHARDED, COMMIT), "int8")
-    pack(ModelFiles(snapshot, SHARDED, SHARDED, COMMIT), "nf4", whole=False)
+    files = ModelFiles(snapshot, SHARDED, SHARDED, COMMIT)
+    pack(files, "int8")
+    pack(files, "nf4", whole=False)
+    assert packed_recipes(files) == ["int8"]
     pack(files_of(folder))
     pack(ModelFiles(TINY_DIRECTORY, "tiny"), "int4-g32")
     assert rows(registry, hub) == {
@@ -403,9 +381,3 @@ def test_who_waits_for_a_deletion_begins_in_a_new_folder(registry, hub):
         shutil.rmtree(directory)
     waiting.join(PATIENCE_S)
     assert names_in(directory) == {"block"}
-
-
-def test_finding_packed_models_loads_neither_torch_nor_huggingface_hub():
-    code = "import localllm.hub.packed, sys; print({'torch', 'numpy', 'huggingface_hub'} & {*sys.modules})"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"set()\n"
