@@ -31,23 +31,12 @@ from localllm.registry import RUNNABLE_MODEL_TYPES
 
 # Nothing but these and the shards is fetched: no pickles, no code, no second copy of the weights.
 SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "README.md",
-    "LICENSE",
-    "LICENSE.md",
-    "LICENSE.txt",
-    INDEX,
-)
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", INDEX,
+)  # fmt: skip
 _MOST_TEMPLATES = 16  # beside the usual one
+_WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".gguf", ".ckpt", ".safetensors"}
 _SHARD = re.compile(r"model-\d{1,6}-of-\d{1,6}\.safetensors")
 # A blob found in the cache is hashed again up to this size; larger ones are believed by their length.
 REHASHED_BYTES = 64 << 20
@@ -196,9 +185,7 @@ def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
     sharded = sorted(name for name in names if _SHARD.fullmatch(name)) if INDEX in names else []
     weights = sharded or [name for name in names if name == SINGLE]
     if not weights or "config.json" not in names:
-        kinds = sorted(
-            {Path(name).suffix for name in names} & {".bin", ".pt", ".pth", ".gguf", ".ckpt", ".safetensors"}
-        )
+        kinds = sorted({Path(name).suffix for name in names} & _WEIGHT_SUFFIXES)
         lacks = "config.json" if weights else "model.safetensors"
         raise UnsupportedModelError(
             f"{repo} has no {lacks}",

@@ -1,6 +1,6 @@
 """Requests to the hub: redirects, retries and refusals.
 
-The token goes to the hub's own origin and nowhere else. Knows no files and no cache.
+The token goes to the hub's own host and nowhere else. Knows no files and no cache.
 """
 
 from __future__ import annotations

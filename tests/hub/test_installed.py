@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from localllm.errors import DownloadError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.errors import DownloadError, LocalLLMError, UsageError
 from localllm.hub import contents, describe, list_models, locate, remove
 from localllm.hub.locks import exclusive
 from localllm.hub.repo_cache import RepoCache
@@ -49,14 +49,6 @@ def test_a_model_that_is_not_here_is_described_by_its_entry(hub, registry):
     assert described.files is None
     assert described.entry is not None
     assert (described.entry.gated, described.context) == (True, 8192)
-
-
-def test_removing_a_model_frees_its_bytes(hub, fetch, registry):
-    fetch()
-    assert remove(REPO, registry=registry, hub=hub) > 3 * PIECE
-    assert list(hub.cache_dir.glob("models--*")) == []
-    with pytest.raises(ModelNotFoundError):
-        remove(REPO, registry=registry, hub=hub)
 
 
 def test_removing_one_revision_keeps_the_files_that_another_shares(fake, hub, fetch, registry):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import ExitStack
 from pathlib import Path
-from threading import Event, Thread
 
 import pytest
 
@@ -19,7 +17,6 @@ from localllm.hub.packed import packed_directory, packed_recipes, packed_root, s
 from localllm.registry import Registry
 from tests.fake_hub import COMMIT
 from tests.hub.support import REPO, make_folder, names_in, other_tools_snapshot
-from tests.patience import PATIENCE_S
 
 CONFIG = '{"model_type": "llama"}'
 SHARDED = "maker/sharded"
@@ -232,7 +229,9 @@ def test_removing_a_model_frees_what_was_packed_of_it(registry, hub, cache):
     files = [path for root in (hub.cache_dir, cache) for path in root.rglob("*") if path.is_file()]
     taken = sum(path.stat().st_size for path in files if not path.is_symlink())
     assert remove(SHARDED, registry=registry, hub=hub) == taken > 12_000
-    assert list(cache.rglob("*")) == [cache / "packed"]
+    assert [*cache.rglob("*"), *hub.cache_dir.glob("models--*")] == [cache / "packed"]
+    with pytest.raises(ModelNotFoundError):
+        remove(SHARDED, registry=registry, hub=hub)
 
 
 def test_removing_one_revision_keeps_what_was_packed_of_another(registry, hub):
@@ -363,21 +362,3 @@ def test_a_lock_that_its_holder_left_behind_holds_nothing(registry, hub):
     (directory / ".lock").write_text("12345")
     remove(REPO, registry=registry, hub=hub)
     assert not directory.exists()
-
-
-def test_who_waits_for_a_deletion_begins_in_a_new_folder(registry, hub):
-    directory = pack(of_the_hub())
-    begun = Event()
-
-    def convert() -> None:
-        with exclusive(directory, lambda _: begun.set()):
-            (directory / "block").touch()
-
-    with ExitStack() as held:
-        held.enter_context(exclusive(directory, lambda _: None))
-        waiting = Thread(target=convert)
-        waiting.start()
-        assert begun.wait(PATIENCE_S)
-        shutil.rmtree(directory)
-    waiting.join(PATIENCE_S)
-    assert names_in(directory) == {"block"}
