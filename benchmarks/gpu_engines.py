@@ -36,7 +36,7 @@ from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.config import ModelConfig
 from localllm.models.families import load_config, parse_config
-from localllm.models.gpu_step import GpuStep
+from localllm.models.gpu_program import GpuProgram
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.packed_file import PackedFile
 from localllm.models.shapes import shipped_shapes
@@ -139,7 +139,7 @@ class MemoryModel:
     def streamed_file(self, layout: BlockLayout) -> None:
         raise UnavailableError(f"{layout.name} would have to be on the disk: the host's memory is too small")
 
-    small_tensors = stored_rows = streamed_file
+    small_tensors = disk_embedding = streamed_file
 
 
 @contextmanager
@@ -176,14 +176,14 @@ def resident(device: torch.device, ctx: int, kv: str, note: Callable[[str], None
         with as_card(device, model):
             engine = Engine.load(files, device=device.type, weights=_WEIGHTS, **options)
     if not is_card:
-        engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)
+        engine.runner.cpu_program, engine.runner.gpu_program = None, GpuProgram(engine.model)
     engine.residency._replan = None  # another side's memory on the card comes and goes: nothing moves for it
-    if engine.runner.gpu_step is None:
+    if engine.runner.gpu_program is None:
         raise UnavailableError(f"our kernels do not compute it with a context of {ctx} tokens")
     return engine
 
 
-def decoded(step: GpuStep, kv: PagedKV, depth: int, tokens: int) -> list[int]:
+def decoded(step: GpuProgram, kv: PagedKV, depth: int, tokens: int) -> list[int]:
     """Decode so many greedy tokens behind the first `depth`.
 
     Each step is begun before the last one's token is known, where it needs nothing of the host.
@@ -200,7 +200,7 @@ def decoded(step: GpuStep, kv: PagedKV, depth: int, tokens: int) -> list[int]:
     return found + ahead.drawn.tokens()
 
 
-class WithoutGraphs(GpuStep):
+class WithoutGraphs(GpuProgram):
     def _is_capturable(self, _run: object) -> bool:
         return False
 

@@ -59,8 +59,8 @@ from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.convert import convert
 from localllm.models.families import load_config
 from localllm.models.load import DecoderParts, load_decoder
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
-from localllm.models.placed import PlacedModel
 from localllm.offload.planner.device_rates import gpu
 from localllm.offload.planner.device_search import DeviceSearch
 from localllm.offload.planner.plan import NEVER, Placed
@@ -217,12 +217,12 @@ class ResidentModel:
         self.engine = resident(self.device, max(self.depths) + _ROOM, _KV, self.notes.append, small=small)
         loaded = time.perf_counter()
         ttft = [self._answer(self._prompt(min(512, self.most_tokens)), 2).ttft_s for _ in range(2)]
-        assert self.engine.plan is not None and self.engine.runner.gpu_step is not None
+        assert self.engine.plan is not None and self.engine.runner.gpu_program is not None
         self.shape = self.engine.plan.shape
         # What is known of earlier prompts, for those that may use it.
         self.known = KVAllocator(self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan)
         self._num_prompts = 0
-        self.steps = {True: self.engine.runner.gpu_step, False: WithoutGraphs(self.engine.model)}
+        self.steps = {True: self.engine.runner.gpu_program, False: WithoutGraphs(self.engine.model)}
         self.pages = {name: self.engine.residency.new_pages(KV_FORMATS[name]) for name in _KV_BYTES}
         self.sequences: dict[tuple[str, int], PagedKV] = {}
         peak = self._peak()
@@ -276,7 +276,7 @@ class ResidentModel:
     def _answer(self, prompt: tuple[int, ...], tokens: int) -> Answers:
         """Raises UnavailableError where operators have computed it."""
         found = answer(self.engine, [prompt], tokens)
-        if self.engine.runner.gpu_step is None:
+        if self.engine.runner.gpu_program is None:
             raise UnavailableError(f"our kernels gave up: {'; '.join(self.notes)}")
         return found
 
@@ -379,16 +379,18 @@ class Texts:
             alone = load_decoder(packed, packed.config, _RECIPE, dtype=torch.float32, device=_HOST)
             expected = self._text(Engine(alone, self.tokenizer, ctx=_TEXT_CTX), self.many_tokens)
             parts = DecoderParts(packed.config, _RECIPE, torch.float32, choose_device(device))
-            with PlacedModel(packed, parts, choose_device(device)) as placed:
+            with OffloadedModel(packed, parts, choose_device(device)) as placed:
                 found = {kind: self._compared(placed, kind, expected) for kind in (*KINDS, "mixed")}
                 found[f"mixed, {many_tokens} tokens twice"] = _outcome(lambda: self._twice(placed))
         return found
 
-    def _compared(self, placed: PlacedModel, kind: str, expected: list[int]) -> str:
+    def _compared(self, placed: OffloadedModel, kind: str, expected: list[int]) -> str:
         def compare() -> str:
             for seed, many_rows in enumerate((NEVER, 8)):
                 placed.place(self._blocks(kind, seed), many_rows)
-                text = self._text(Engine(placed.few, self.tokenizer, ctx=_TEXT_CTX, placed=placed), self.tokens)
+                text = self._text(
+                    Engine(placed.decode_model, self.tokenizer, ctx=_TEXT_CTX, placed=placed), self.tokens
+                )
                 if text != expected[: self.tokens]:
                     at = next(index for index, pair in enumerate(zip(text, expected, strict=False)) if len({*pair}) > 1)
                     return f"FAILED: another token at {at} of {self.tokens}, many_rows {many_rows}"
@@ -396,9 +398,9 @@ class Texts:
 
         return _outcome(compare)
 
-    def _twice(self, placed: PlacedModel) -> str:
+    def _twice(self, placed: OffloadedModel) -> str:
         placed.place(self._blocks("mixed", 2), 8)
-        engine = Engine(placed.few, self.tokenizer, ctx=_TEXT_CTX, placed=placed)
+        engine = Engine(placed.decode_model, self.tokenizer, ctx=_TEXT_CTX, placed=placed)
         first, second = (self._text(engine, self.many_tokens) for _ in range(2))
         return "ok" if first == second else "FAILED: two texts"
 

@@ -15,15 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from localllm.config import (
-    Accepts,
-    Origin,
-    ResolvedSettings,
-    accepted,
-    unknown_key,
-    user_directories,
-)
+from localllm.config import Origin, ResolvedSettings, accepted, unknown_key, user_directories
 from localllm.errors import CheckpointError, SettingsError
+from localllm.settings import Accepts, taken_by
 from localllm.toml_file import TomlFile
 
 BUILT_IN = "tiny"  # in the package: an entry with no repository
@@ -33,17 +27,7 @@ RUNNABLE_MODEL_TYPES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gemma3_text", "olmo2"}
 )
 
-SAMPLING_KEYS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
-SAMPLING_SETTINGS = ("max_tokens", *SAMPLING_KEYS, "seed", "stop")  # with those that no model recommends
+SAMPLING_KEYS = taken_by("models.toml")
 _ENTRY_KEYS: Mapping[str, Accepts] = {
     "name": Accepts("text"),
     "aliases": Accepts("texts"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cache.miss import CacheMiss
+from localllm.cache.miss_reason import CacheMiss
 from localllm.chat.miss_report import Explanation, explain
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent

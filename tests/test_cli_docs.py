@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localllm import errors
-from localllm.cli.app import app
+from localllm.cli.app import COMMANDS, app, load_command
 from localllm.cli.help import read_sections
 from localllm.errors import LocalLLMError
 from tests.cli_support import run_cli, write_checkpoint
@@ -81,3 +81,8 @@ def test_the_page_names_every_key_of_the_json(
 
 def test_the_page_of_the_command_line_is_what_the_commands_say() -> None:
     assert TARGET.read_text(encoding="utf-8") == generate(), "run: python -m tools.generate_cli_docs"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_of_each_what_its_own_help_does(name: str) -> None:
+    assert load_command(name).help.splitlines()[0] == COMMANDS[name][1]

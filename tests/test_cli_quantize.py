@@ -16,7 +16,6 @@ import pytest
 
 from localllm.cli.output import Output
 from localllm.cli.quantize import recipe_name
-from localllm.config import WEIGHTS
 from localllm.hub import ModelFiles
 from localllm.hub.locks import exclusive
 from localllm.hub.names import TINY_DIRECTORY
@@ -24,6 +23,7 @@ from localllm.hub.packed import packed_directory, source_id
 from localllm.models.families import load_config
 from localllm.models.packed import PackedModel
 from localllm.quant.recipe import RECIPES, recipe
+from localllm.settings import WEIGHTS
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
 from tests.patience import PATIENCE_S
 

@@ -17,10 +17,10 @@ import pytest
 
 from localllm.chat.text import one_line
 from localllm.cli.names import complete_sessions
-from localllm.engine.events import FinishedEvent, Timings, Usage
+from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import CheckpointError
 from localllm.history import History, Session
-from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.engine_thread import EngineThread
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
 from tests.history_support import ask, said
 from tests.patience import PATIENCE_S
@@ -215,7 +215,7 @@ def test_an_answer_that_was_stopped_before_its_first_word_is_none(
     def stopped(*_: object) -> Iterator[object]:
         yield FinishedEvent(0, "cancelled", Usage(), Timings())
 
-    monkeypatch.setattr(EngineService, "submit", stopped)
+    monkeypatch.setattr(EngineThread, "submit", stopped)
     assert run_cli("run", model, "-p", "the fox", *SHORT).code == 130
     assert chats(path)[0][1] == [("user", "the fox", "complete")]
 
@@ -260,28 +260,30 @@ def test_a_question_that_does_not_fit_is_not_kept(talk, path: Path) -> None:
 
 
 class BreaksOff:
-    """A stream whose disk vanishes after some events."""
+    """A stream whose disk vanishes after some tokens."""
 
-    def __init__(self, stream: Any, events: int) -> None:
-        self._stream, self._events = stream, events
+    def __init__(self, stream: Any, tokens: int) -> None:
+        self._stream, self._tokens = stream, tokens
 
     def __iter__(self) -> Any:
-        for index, event in enumerate(self._stream):
-            if index == self._events:
+        left = self._tokens
+        for event in self._stream:
+            if not left:
                 raise CheckpointError("a file vanished", why="for a test", fix="df -h")
+            left -= isinstance(event, TokenEvent)
             yield event
 
     def abort(self) -> None:
         self._stream.abort()
 
 
-@pytest.mark.parametrize(("events", "kept"), [(0, []), (3, ["user", "assistant"])])
+@pytest.mark.parametrize(("tokens", "kept"), [(0, []), (2, ["user", "assistant"])])
 @pytest.mark.parametrize("command", ["chat", "run"])
 def test_what_was_said_before_an_error_stays_and_a_question_without_a_word_is_taken_back(
-    model: Path, path: Path, monkeypatch: pytest.MonkeyPatch, events: int, kept: list[str], command: str
+    model: Path, path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, kept: list[str], command: str
 ) -> None:
-    submit = EngineService.submit
-    monkeypatch.setattr(EngineService, "submit", lambda *arguments: BreaksOff(submit(*arguments), events))
+    submit = EngineThread.submit
+    monkeypatch.setattr(EngineThread, "submit", lambda *arguments: BreaksOff(submit(*arguments), tokens))
     line = [command, model, *SHORT, *(["-p", "the fox"] if command == "run" else ["--plain"])]
     result = run_cli(*line, stdin=b"" if command == "run" else b"the fox\n")
     assert result.code == 1 and "a file vanished" in result.err

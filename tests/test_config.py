@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,18 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from localllm.config import (
-    ACCEPTED,
-    OTHER_VARIABLES,
-    Origin,
-    Settings,
-    format_figure,
-    load_settings,
-    parse_bytes,
-    user_directories,
-)
+from localllm.config import OTHER_VARIABLES, Origin, format_figure, load_settings, user_directories
 from localllm.engine.request import SamplingParams
 from localllm.errors import SettingsError, UsageError
+from localllm.settings import SETTINGS, Settings, parse_bytes
 from localllm.toml_file import TomlFile
 
 REPOSITORY = Path(__file__).parent.parent
@@ -67,7 +60,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(config_file):
 
 def test_every_field_of_the_settings_is_accepted_and_reported():
     names = {field.name for field in dataclasses.fields(Settings)}
-    assert names == set(ACCEPTED) == set(load_settings(environ={}, config_file=Path("/nowhere")).origins)
+    assert names == set(SETTINGS) == set(load_settings(environ={}, config_file=Path("/nowhere")).origins)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +81,7 @@ def test_a_figure_has_three_digits_and_no_power_of_ten(value, figure):
 
 
 def meant(name: str, value: object) -> object:
-    if ACCEPTED[name].kind in ("bytes", "bytes or off"):
+    if SETTINGS[name].accepts.kind in ("bytes", "bytes or off"):
         return 3 << 29
     return tuple(value) if isinstance(value, list) else value
 
@@ -141,9 +134,9 @@ def test_what_is_no_room_on_the_disk_is_refused_with_one_that_is(config_file, ty
     assert "or off" in caught.value.why
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_can_be_set_in_the_file(config_file, name):
-    value = ACCEPTED[name].choices[1] if ACCEPTED[name].choices else VALUES[ACCEPTED[name].kind]
+    value = SETTINGS[name].accepts.choices[1] if SETTINGS[name].accepts.choices else VALUES[SETTINGS[name].accepts.kind]
     text = str(value).lower() if isinstance(value, bool) else repr(value).replace("': ", "' = ")
     write(config_file, f"# first\n\n{name} = {text}\n")
     resolved = load_settings(environ={}, config_file=config_file)
@@ -151,9 +144,9 @@ def test_every_setting_can_be_set_in_the_file(config_file, name):
     assert resolved.origins[name].where == f"{config_file}:3"
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_can_be_set_by_a_variable(config_file, name):
-    value = ACCEPTED[name].choices[1] if ACCEPTED[name].choices else VALUES[ACCEPTED[name].kind]
+    value = SETTINGS[name].accepts.choices[1] if SETTINGS[name].accepts.choices else VALUES[SETTINGS[name].accepts.kind]
     text = value[0] if isinstance(value, list) else str(value)
     if isinstance(value, dict):
         text = ";".join(f"{key}={item}" for key, item in value.items())
@@ -163,12 +156,12 @@ def test_every_setting_can_be_set_by_a_variable(config_file, name):
     assert resolved.origins[name].where == variable
 
 
-RANGED = [name for name, accepts in ACCEPTED.items() if accepts.kind in ("integer", "number")]
+RANGED = [name for name, row in SETTINGS.items() if row.accepts.kind in ("integer", "number")]
 
 
 @pytest.mark.parametrize("name", sorted({*RANGED} & {field.name for field in dataclasses.fields(SamplingParams)}))
 def test_a_range_is_the_one_of_the_sampling_parameters(name):
-    accepts = ACCEPTED[name]
+    accepts = SETTINGS[name].accepts
     SamplingParams(**{name: accepts.low})
     SamplingParams(**{name: accepts.high})
     with pytest.raises(UsageError):
@@ -351,3 +344,27 @@ def test_importing_the_settings_loads_no_heavy_library():
     code = "import localllm.registry, sys; print({'torch', 'huggingface_hub', 'platformdirs'} & {*sys.modules})"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"set()\n"
+
+
+def test_a_row_of_the_table_is_a_key_a_variable_and_a_flag(config_file, tmp_path):
+    """A setting is written down once: a copy of the package in which one is added knows it everywhere."""
+    package = tmp_path / "copy" / "localllm"
+    shutil.copytree(REPOSITORY / "localllm", package, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    table = package / "settings.py"
+    row = '    warmth: int | None = setting(None, Accepts("integer", 0, 9), "run plan /set", "N", "How warm it is.")\n'
+    marker = "    model: str = setting("
+    table.write_text(table.read_text("utf-8").replace(marker, row + marker), "utf-8")
+    code = (
+        "from localllm.chat.dialogue import SETTABLE; from localllm.cli.app import load_command;"
+        "from localllm.config import load_settings;"
+        "print('warmth' in SETTABLE, *('--warmth' in str([p.opts for p in load_command(name).params])"
+        " for name in ('run', 'plan', 'serve')),"
+        "load_settings().settings.warmth, load_settings({'warmth': 4}).origins['warmth'].where)"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(package.parent), "LOCALLLM_HOME": str(tmp_path), "LOCALLLM_WARMTH": "3"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert child.stdout.split() == ["True", "True", "True", "False", "3", "--warmth"]

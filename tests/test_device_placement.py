@@ -35,7 +35,7 @@ from localllm.hub import locate
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.models.families import load_config
 from localllm.models.load import DecoderParts
-from localllm.models.placed import PlacedModel
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.split_mlp import can_be_split
 from localllm.offload.planner.plan import NEVER, Placed
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
@@ -241,10 +241,10 @@ class Packed:
     weights: str
 
     @contextmanager
-    def opened(self) -> Iterator[PlacedModel]:
+    def opened(self) -> Iterator[OffloadedModel]:
         with open_packed(self.checkpoint, self.folder, self.weights) as model:
             parts = DecoderParts(model.config, RECIPES[self.weights], torch.float32, CPU)
-            with PlacedModel(model, parts, CPU) as placed:
+            with OffloadedModel(model, parts, CPU) as placed:
                 yield placed
 
     @property
@@ -267,12 +267,12 @@ class Packed:
 
 
 def text(
-    placed: PlacedModel,
+    placed: OffloadedModel,
     checkpoint: Path,
     max_tokens: int = 12,
     guessing: Callable[[Residency], Speculation] | None = None,
 ) -> list[int]:
-    engine = Engine(placed.few, Tokenizer.load(checkpoint), ctx=128, placed=placed)
+    engine = Engine(placed.decode_model, Tokenizer.load(checkpoint), ctx=128, placed=placed)
     if guessing is not None:
         engine.speculation = guessing(engine.residency)
     events = list(engine.generate(PROMPT, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)))
@@ -324,7 +324,7 @@ def test_what_is_released_is_held_by_nobody(packed: Packed) -> None:
         for many_rows in (NEVER, 1):
             placed.place(packed.blocks(lambda index: "streamed" if index % 2 else "computed"), many_rows)
             text(placed, packed.checkpoint)
-            streams = [weakref.ref(decoder.stream) for decoder in (placed.few, placed.many)]
+            streams = [weakref.ref(decoder.stream) for decoder in (placed.decode_model, placed.prefill_model)]
             placed.release()
             gc.collect()
             assert [stream() for stream in streams] == [None, None]
@@ -349,7 +349,9 @@ def test_only_memory_that_is_copied_from_and_still_there_is_registered(
     packed: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Registered] = []
-    monkeypatch.setattr("localllm.models.placed.Pinning", lambda device: made.append(Registered(device)) or made[0])
+    monkeypatch.setattr(
+        "localllm.models.offloaded_model.Pinning", lambda device: made.append(Registered(device)) or made[0]
+    )
     with packed.opened() as placed:
         for kinds in ("streamed", "disk", "computed", "disk-computed", "streamed"):
             blocks = packed.blocks(lambda _index, kinds=kinds: kinds)  # type: ignore[misc]
@@ -368,7 +370,7 @@ def test_blocks_are_moved_while_an_answer_is_written(packed: Packed) -> None:
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), 8)
         expected = text(placed, packed.checkpoint, max_tokens=24)
-        engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
+        engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
         answer = []
         for event in engine.generate(PROMPT, greedy):
             if isinstance(event, TokenEvent):
@@ -406,7 +408,7 @@ def test_where_memory_is_taken_away_blocks_go_down_until_a_forward_comes_through
         start = packed.blocks(lambda index: "resident" if index % 4 < 2 else "computed")
         for failures in (0, 1, 3, 4, 5, 40):
             placed.place(start, 8)
-            engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
+            engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
             left_to_fail = failures
             greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
             finished = [event for event in engine.generate(PROMPT, greedy) if isinstance(event, FinishedEvent)][-1]
@@ -429,7 +431,7 @@ def test_a_model_that_lost_its_place_comes_back_when_there_is_memory(
     """Every request ends in the one error until then, and the engine lives on."""
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), 8)
-        engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
+        engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
         greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         expected = [event.text for event in engine.generate(PROMPT, greedy) if isinstance(event, TokenEvent)]
         with monkeypatch.context() as patch:
@@ -437,7 +439,7 @@ def test_a_model_that_lost_its_place_comes_back_when_there_is_memory(
             def full(*_arguments: Any) -> None:
                 raise MemoryError("none left")
 
-            patch.setattr(PlacedModel, "place", full)
+            patch.setattr(OffloadedModel, "place", full)
             with pytest.raises(DoesNotFitError):
                 engine.move(packed.blocks(lambda _index: "streamed"))
             for _ in range(2):

@@ -60,7 +60,7 @@ def streaming(kind: str, directory: Path) -> Iterator[Engine]:
         packed = Packed(directory, pack(directory, directory / "packed", "int4-g32"), "int4-g32")
         with packed.opened() as placed:
             placed.place(packed.blocks(lambda index: ("disk", "resident")[index % 2]), 8)
-            yield Engine(placed.few, Tokenizer.load(directory), ctx=128, placed=placed)
+            yield Engine(placed.decode_model, Tokenizer.load(directory), ctx=128, placed=placed)
         return
     least = least_bytes(directory)
     with pytest.MonkeyPatch.context() as patch:

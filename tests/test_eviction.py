@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.chat.context import Meter, evicted_text
+from localllm.chat.context import ContextMeter, evicted_text
 from localllm.errors import TemplateError
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.eviction import Evicted, answer_room, fit_turns, num_in_front, turn_starts, turns_too_many
@@ -206,7 +206,7 @@ def test_every_real_template_accepts_what_stays(
 
 
 def test_the_meter_tells_when_four_fifths_are_reached_and_then_only_what_is_five_points_fuller() -> None:
-    meter = Meter()
+    meter = ContextMeter()
     told = [meter.note(used, 100, "stop") for used in (10, 79, 81, 83, 86, 90, 92, 40, 80)]
     assert [note is not None for note in told] == [False, False, True, False, True, False, True, False, True]
     assert told[2] == "the context is 81% full (81 of 100 tokens); /undo, /clear, or /set overflow evict"

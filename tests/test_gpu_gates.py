@@ -19,7 +19,7 @@ OLDER = Path(os.environ.get("LOCALLLM_OLDER_TRITON", REPOSITORY / ".venv" / "tri
 
 PLANTED = """
 import sys, torch, triton, triton.language as tl
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 from tools.check_kernels import faults
 
 @triton.jit
@@ -40,7 +40,7 @@ def _gemv(x, y, SIZE: tl.constexpr):
 x, y = torch.empty(1 << 18, dtype=torch.float16), torch.empty(1 << 18)
 for kernel, size in ((wrong, 3), (crowded, 128), (_gemv, 1024)):
     arguments = {"x": x} if kernel is wrong else {"x": x, "y": y}
-    print("; ".join(faults(Launch(kernel, (1,), arguments, {"SIZE": size}), 89)) or "nothing found")
+    print("; ".join(faults(KernelLaunch(kernel, (1,), arguments, {"SIZE": size}), 89)) or "nothing found")
 """
 
 

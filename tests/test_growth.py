@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm import Engine, EngineService, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
+from localllm import Engine, EngineThread, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.paged_kv import KVPages
 from localllm.engine import context_growth as growth
 from localllm.engine import loader, placement
@@ -21,7 +21,7 @@ from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.prefix_config import KVReuse
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError
 from localllm.models.families import load_config
-from localllm.models.placed import PlacedModel
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.plan import KEPT_PAGES, BlockShape, Memory, ModelShape, Plan, Rates
 from localllm.offload.planner.profile import Profile
@@ -210,7 +210,7 @@ def test_a_request_that_needs_growth_waits_for_those_that_run_and_those_behind_i
     right = expected(directory, "int4", SHORT, LONG, SHORT[:9])
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with capped(directory, "int4", whole(directory, "int4", CTX)) as small:
-        service = EngineService(lambda: small)
+        service = EngineThread(lambda: small)
         streams = [service.submit(Request(prompt, greedy, grows=True)) for prompt in (SHORT, LONG, SHORT[:9])]
         told = [list(stream) for stream in streams]
         service.close()
@@ -236,9 +236,9 @@ def test_a_growth_that_fails_on_its_way_leaves_the_engine_as_it_was(
     right = expected(directory, "int4", SHORT)
     with capped(directory, "int4", whole(directory, "int4", CTX)) as small:
         blocks = small.residency.placed.blocks  # type: ignore[union-attr]
-        plain_place, plain_new = PlacedModel.place, KVPages.new
+        plain_place, plain_new = OffloadedModel.place, KVPages.new
 
-        def place(self: PlacedModel, blocks_then: object, *rest: object) -> None:
+        def place(self: OffloadedModel, blocks_then: object, *rest: object) -> None:
             if blocks_then != blocks:
                 raise failure
             plain_place(self, blocks_then, *rest)  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def test_a_growth_that_fails_on_its_way_leaves_the_engine_as_it_was(
 
         with monkeypatch.context() as patch:
             if where == "blocks":
-                patch.setattr(PlacedModel, "place", place)
+                patch.setattr(OffloadedModel, "place", place)
             else:
                 patch.setattr(KVPages, "new", new)
             (finished,) = answer(small, LONG)
@@ -286,8 +286,8 @@ def test_blocks_leave_a_devices_memory_for_the_longer_context(directory: Path, t
 
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _: "resident"), 8)
-        right = tokens(answer(Engine(placed.few, tokenizer, ctx=LONGEST, placed=placed), LONG))
-        small = Engine(placed.few, tokenizer, ctx=CTX, placed=placed, replan=replan)
+        right = tokens(answer(Engine(placed.decode_model, tokenizer, ctx=LONGEST, placed=placed), LONG))
+        small = Engine(placed.decode_model, tokenizer, ctx=CTX, placed=placed, replan=replan)
         events = answer(small, LONG)
         (event,) = grown(events)
         moved = [block.tier for block in mixed[1:] if block.tier != "vram"]

@@ -17,10 +17,10 @@ import pytest
 
 from localllm.chat.answer import Answer
 from localllm.chat.dialogue import Dialogue
-from localllm.chat.recorder import Keeper
+from localllm.chat.recorder import ChatRecorder
 from localllm.cli.output import Output
 from localllm.config import ResolvedSettings
-from localllm.engine.events import FinishedEvent, Timings, Usage
+from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import HistoryError
 from localllm.history import BusyError, DamagedError, History, Recording, database, schema
 from tests.history_support import SENTENCES, ask, begun, crashed, ended, in_child, said
@@ -37,25 +37,22 @@ def path(tmp_path: Path) -> Path:
 
 
 class Talk:
-    """A dialogue that is kept as `chat` does it, by a model that says the SENTENCES."""
+    """A chat that is recorded as `chat` does it, with a model that says the SENTENCES."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, model: str = "tiny") -> None:
         self.errors = io.StringIO()
-        self.keeper = Keeper(Output(None, self.errors), path, "tiny")
         self.dialogue = Dialogue(ResolvedSettings())
+        self.recorder = ChatRecorder(self.dialogue, Output(None, self.errors), path, model)
 
     def turn(self, question: str, heard: Callable[[str], None] = lambda _: None) -> None:
         self.dialogue.ask(question)
-        self.keeper.sync(self.dialogue)
-        heard(question)
-        self.keeper.begin_answer()
-        for sentence in SENTENCES:
-            for word in re.findall(r"\S+\s*", sentence):
-                self.keeper.hear(word)
-            heard(sentence)
-        self.dialogue.answer(WHOLE)
-        finished = FinishedEvent(0, "stop", Usage(), Timings())
-        self.keeper.end_answer(self.dialogue, Answer(3, finished=finished))
+        with self.recorder.answering(Answer(3)) as record:
+            heard(question)
+            for sentence in SENTENCES:
+                for word in re.findall(r"\S+\s*", sentence):
+                    record.take(TokenEvent(0, 1, word))
+                heard(sentence)
+            record.take(FinishedEvent(0, "stop", Usage(), Timings()))
         heard("end\n")
 
     @property
@@ -97,7 +94,7 @@ def talk_until(path: Path, statement: int) -> tuple[int, str]:
         talk = Talk(path)
         for question in QUESTIONS:
             talk.turn(question, lambda text: os.write(told, text.encode()) and None)
-        talk.keeper.close()
+        talk.recorder.close()
 
     status, written = in_child(work)
     return status, written.decode()
@@ -208,7 +205,7 @@ def test_a_full_disk_is_told_once_and_the_chat_goes_on(path: Path) -> None:
             talk = Talk(path.parent / str(limit) / path.name)
             for _ in range(4):
                 talk.turn(QUESTIONS[0])
-            talk.keeper.close()
+            talk.recorder.close()
             os.write(told, f"{len(talk.warnings)} {len(talk.dialogue.turns)} {talk.warnings}".encode())
 
         status, written = in_child(work)
@@ -236,10 +233,10 @@ def test_what_was_said_while_the_disk_was_full_is_kept_when_it_has_room_again(
         patch.setattr(database.Database, "_begin", full)
         talk.turn("Said meanwhile?")
         talk.turn("And this?")
-        assert talk.keeper.session_id is None
-        assert talk.keeper.fork(talk.dialogue) is None
+        assert talk.recorder.session_id is None
+        assert talk.recorder.fork() is None
     talk.turn(QUESTIONS[1])
-    talk.keeper.close()
+    talk.recorder.close()
     assert len(talk.warnings) == 1 and "disk is full" in talk.warnings[0] and "df -h" in talk.warnings[0]
     assert talk.errors.getvalue().count("all of this chat is kept") == 1
     questions = [content for role, content, _ in kept(path) if role == "user"]
@@ -255,8 +252,8 @@ def test_a_copy_of_a_chat_has_what_was_not_kept_before(path: Path, monkeypatch: 
         holder.execute("BEGIN IMMEDIATE")
         talk.turn(QUESTIONS[1])
         holder.close()
-    name = talk.keeper.fork(talk.dialogue)
-    talk.keeper.close()
+    name = talk.recorder.fork()
+    talk.recorder.close()
     assert name is not None
     with History.open(path) as history:
         assert [len(said(history, session)) for session, _ in history.sessions()] == [4, 4]
@@ -291,7 +288,7 @@ def test_a_lock_that_is_held_is_told_once_and_what_was_said_is_kept_after_it(
     holder = sqlite3.connect(path, isolation_level=None)
     try:
         holder.execute("BEGIN EXCLUSIVE")
-        talk.keeper.close()
+        talk.recorder.close()
         talk.turn("Said meanwhile?")
         with pytest.raises(BusyError, match="locked") as caught, History.open(path, patience_s=0.1) as history:
             ask(history)
@@ -300,7 +297,7 @@ def test_a_lock_that_is_held_is_told_once_and_what_was_said_is_kept_after_it(
     finally:
         holder.close()
     talk.turn(QUESTIONS[1])
-    talk.keeper.close()
+    talk.recorder.close()
     assert len(talk.warnings) == 1 and "locked" in talk.warnings[0]
     assert [content for role, content, _ in kept(path) if role == "user"][1] == "Said meanwhile?"
 
@@ -316,32 +313,32 @@ def test_what_a_lock_kept_from_being_written_is_kept_at_the_end(
     holder = sqlite3.connect(path, isolation_level=None)
     try:
         holder.execute("BEGIN EXCLUSIVE")
-        talk.keeper.close()
+        talk.recorder.close()
         talk.dialogue.ask(QUESTIONS[1])
-        talk.keeper.begin_answer()
-        talk.dialogue.answer("Half an")
-        talk.keeper.end_answer(talk.dialogue, None)
-        assert talk.keeper.session_id is None
+        with pytest.raises(KeyboardInterrupt), talk.recorder.answering(Answer(3)) as record:
+            record.take(TokenEvent(0, 1, "Half an"))
+            raise KeyboardInterrupt
+        assert talk.recorder.session_id is None
         holder.execute("ROLLBACK")
     finally:
         holder.close()
-    talk.keeper.catch_up(talk.dialogue)
+    talk.recorder.catch_up()
     if leaves == "this one for another":
         talk.dialogue.clear()
-        talk.keeper.begin_anew()
-    talk.keeper.close()
+        talk.recorder.begin_anew()
+    talk.recorder.close()
     assert kept(path)[2:] == [("user", QUESTIONS[1], "complete"), ("assistant", "Half an", "interrupted")]
 
 
 def test_a_file_that_is_replaced_while_it_is_not_open_is_begun_anew_with_all_of_it(path: Path) -> None:
     talk = Talk(path)
     talk.turn(QUESTIONS[0])
-    talk.keeper.close()
+    talk.recorder.close()
     path.rename(path.with_name("old.db"))
     with History.open(path) as other:
         assert other.count() == 0
     talk.turn(QUESTIONS[1])
-    talk.keeper.close()
+    talk.recorder.close()
     assert [content for role, content, _ in kept(path) if role == "user"] == list(QUESTIONS)
 
 
@@ -350,14 +347,13 @@ def test_the_title_is_of_a_question_that_was_kept(path: Path) -> None:
     talk.dialogue.ask("a secret " * 1000)
     talk.dialogue.take_back_question()
     talk.turn(QUESTIONS[0])
-    talk.keeper.close()
+    talk.recorder.close()
     with History.open(path) as history:
         assert [session.title for session, _ in history.sessions()] == [QUESTIONS[0]]
 
 
 def test_a_model_whose_name_is_no_text_is_kept_all_the_same(path: Path) -> None:
-    talk = Talk(path)
-    talk.keeper = Keeper(Output(None, talk.errors), path, "/models/\udcff")
+    talk = Talk(path, "/models/\udcff")
     talk.turn(QUESTIONS[0])
     talk.turn(QUESTIONS[1])
     assert not talk.warnings and len(kept(path)) == 4
@@ -409,10 +405,10 @@ def test_a_chat_that_another_process_removes_is_not_brought_back(path: Path) -> 
     talk.turn(QUESTIONS[0])
     talk.turn(QUESTIONS[1])
     assert len(talk.warnings) == 1 and "removed" in talk.warnings[0]
-    talk.keeper.begin_anew()
+    talk.recorder.begin_anew()
     talk.dialogue.clear()
     talk.turn("Something else?")
-    talk.keeper.close()
+    talk.recorder.close()
     assert [content for role, content, _ in kept(path) if role == "user"] == ["Something else?"]
 
 
@@ -422,7 +418,7 @@ def test_a_file_that_is_deleted_under_a_chat_is_begun_anew_with_all_of_it(path: 
     for each in list(path.parent.iterdir()):
         each.unlink()
     talk.turn(QUESTIONS[1])
-    talk.keeper.close()
+    talk.recorder.close()
     assert [content for role, content, _ in kept(path) if role == "user"] == list(QUESTIONS)
 
 
@@ -457,7 +453,7 @@ def test_a_damaged_file_is_moved_aside_told_of_once_and_a_new_one_begun(
         talk = Talk(path)
         talk.turn(QUESTIONS[0])
         talk.turn(QUESTIONS[1])
-        talk.keeper.close()
+        talk.recorder.close()
         aside = path.with_name(f"{path.name}.damaged-{number}")
         assert aside.read_bytes() == damaged
         assert len(talk.warnings) == 1 and str(aside) in talk.warnings[0]
@@ -531,7 +527,7 @@ def test_a_damaged_file_is_not_moved_from_under_another_process(path: Path) -> N
         os.kill(process, signal.SIGKILL)
         ended(process, reader)
     talk.turn(QUESTIONS[1])
-    talk.keeper.close()
+    talk.recorder.close()
     assert [content for role, content, _ in kept(path) if role == "user"] == list(QUESTIONS)
     assert path.with_name(f"{path.name}.damaged-1").exists()
 
@@ -564,7 +560,7 @@ def test_a_damaged_index_costs_no_chat_and_is_built_anew(path: Path) -> None:
     talk = Talk(path)
     talk.turn("A new lantern?")
     talk.turn("Another lantern?")
-    talk.keeper.close()
+    talk.recorder.close()
     with History.open(path) as history:
         assert history.moved_to is None
         assert history.count() == 41

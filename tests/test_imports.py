@@ -187,3 +187,11 @@ def test_a_server_that_is_asked_everything_loads_no_torch_itself(
     codes, has_torch = json.loads(child.stdout.splitlines()[-1])
     assert set(codes.values()) == {200}, codes
     assert not has_torch
+
+
+def test_the_version_is_told_by_a_few_modules(tmp_path: Path) -> None:
+    """A command is imported when it is called."""
+    code = "import sys; sys.argv = ['localllm', '--version']; from localllm.cli import main; main()"
+    line = [sys.executable, "-X", "importtime", "-c", code]
+    child = subprocess.run(line, env=environment(tmp_path), capture_output=True, text=True, check=True)
+    assert sum(row.rpartition("|")[2].strip().startswith("localllm") for row in child.stderr.splitlines()) <= 30

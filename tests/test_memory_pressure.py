@@ -96,7 +96,7 @@ def placed_engine(kind: str, directory: Path, folder: Path) -> Iterator[Engine]:
         with packed.opened() as placed:
             placed.place(packed.blocks(lambda index: kinds[index % len(kinds)]), 8)
             assert {block.exec for block in placed.blocks} == {"gpu", "cpu", "split"}
-            yield Engine(placed.few, Tokenizer.load(directory), ctx=128, placed=placed)
+            yield Engine(placed.decode_model, Tokenizer.load(directory), ctx=128, placed=placed)
         return
     weights = "int4" if kind == "streamed" else kind
     with pytest.MonkeyPatch.context() as patch:

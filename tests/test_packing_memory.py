@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.config import parse_bytes
 from localllm.offload.planner.plan import Memory
+from localllm.settings import parse_bytes
 from tests.cli_support import environment, run_cli, write_checkpoint
 
 GIB = 1 << 30

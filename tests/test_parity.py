@@ -28,14 +28,22 @@ class Pair:
 
     engine: Engine
     peer: Any
-    directory: Path
+    family: str
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp(request.param)
     peer = write_checkpoint(directory, request.param)
-    yield Pair(Engine.load(directory, device="cpu", dtype="fp32"), peer, directory)
+    yield Pair(Engine.load(directory, device="cpu", dtype="fp32"), peer, request.param)
+
+
+# What a family may have of its own: windows, frequencies by the length, heads of odd sizes, layers of two kinds.
+one_of_each_kind = pytest.mark.parametrize(
+    "pair",
+    ["llama-dynamic-rope", "mistral-windowed", "phi3-longrope", "gemma3", "llama-one-kv-head-odd-sizes"],
+    indirect=True,
+)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -61,19 +69,12 @@ def our_logits(engine: Engine, token_ids: list[int], chunk_sizes: list[int]) -> 
     return torch.cat([engine.runner.forward([Chunk(token_ids, kv, n)], all_logits=True) for n in chunk_sizes])
 
 
-@pytest.mark.parametrize("length", [1, 37, 90])
-def test_prefill_computes_the_logits_of_transformers(pair: Pair, length: int) -> None:
-    ids = prompt(length)
-    torch.testing.assert_close(
-        our_logits(pair.engine, ids, [length]), peer_logits(pair.peer, ids), rtol=0, atol=TOLERANCE
-    )
-
-
-@pytest.mark.parametrize("chunk_sizes", [[7] * 10, [64, 6], [1, 68, 1], [33, 1, 1, 35]])
-def test_chunked_prefill_computes_the_same_logits(pair: Pair, chunk_sizes: list[int]) -> None:
-    ids = prompt(70)
-    expected = peer_logits(pair.peer, ids)
-    torch.testing.assert_close(our_logits(pair.engine, ids, chunk_sizes), expected, rtol=0, atol=TOLERANCE)
+def test_prefill_computes_the_logits_of_transformers_whole_and_in_chunks(pair: Pair) -> None:
+    for length, splits in ((1, []), (37, []), (90, [[7] * 12 + [6], [64, 26], [1, 88, 1], [33, 1, 1, 55]])):
+        ids = prompt(length)
+        expected = peer_logits(pair.peer, ids)
+        for sizes in ([length], *splits):
+            torch.testing.assert_close(our_logits(pair.engine, ids, sizes), expected, rtol=0, atol=TOLERANCE)
 
 
 # From 5.24 on transformers calls it `cache`, a name that 5.20 to 5.23 do not know.
@@ -112,7 +113,7 @@ def greedy(engine: Engine, prompts: list[list[int]], max_tokens: int = 64) -> li
 
 def test_greedy_tokens_are_those_of_transformers_over_64_steps(pair: Pair) -> None:
     ids = prompt(21)
-    if pair.directory.name.startswith("llama-dynamic-rope"):
+    if pair.family == "llama-dynamic-rope":
         pair.engine.ctx = 256  # dynamic scaling exists to go past the trained length
     forget_longest_input(pair.peer)
     generated = pair.peer.generate(
@@ -121,17 +122,12 @@ def test_greedy_tokens_are_those_of_transformers_over_64_steps(pair: Pair) -> No
     assert greedy(pair.engine, [ids]) == [generated[0, len(ids) :].tolist()]
 
 
-def test_batched_sequences_get_the_tokens_they_get_alone(pair: Pair) -> None:
-    prompts = [prompt(length, seed=length) for length in (5, 30, 13, 1)]
+@one_of_each_kind
+def test_neither_a_batch_nor_small_chunks_change_a_token(pair: Pair) -> None:
+    prompts = [prompt(length, seed=length) for length in (5, 39, 13, 1)]
     alone = [greedy(pair.engine, [ids], max_tokens=10)[0] for ids in prompts]
-    assert greedy(pair.engine, prompts, max_tokens=10) == alone
-
-
-def test_small_chunks_change_no_token(pair: Pair) -> None:
-    ids = prompt(39)
-    whole = greedy(pair.engine, [ids], max_tokens=10)
     chunked = Engine(pair.engine.model, pair.engine.tokenizer, ctx=256, limits=Limits(chunk_tokens=8))
-    assert greedy(chunked, [ids], max_tokens=10) == whole
+    assert greedy(pair.engine, prompts, max_tokens=10) == greedy(chunked, prompts, max_tokens=10) == alone
 
 
 def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:

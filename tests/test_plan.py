@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.config import parse_bytes
 from localllm.engine import planning
 from localllm.engine.advice import advise, flags_for_context
 from localllm.engine.placement import model_shape
@@ -43,6 +42,7 @@ from localllm.offload.planner.search import LOGIT_ROWS, Search
 from localllm.offload.streaming.page_map import ALIGN_BYTES
 from localllm.offload.streaming.ring import ring_bytes
 from localllm.quant.recipe import RECIPES
+from localllm.settings import parse_bytes
 from tests.cli_support import run_cli
 
 RATES = Rates(matrix_gbs=40.0, compute_gops=1200.0, disk_gbs=1.5)

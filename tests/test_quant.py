@@ -27,7 +27,7 @@ from localllm.quant.weight_format import WeightFormat
 from tests.patience import PATIENCE_S
 
 GROUPS = (32, 64, 128)
-INT4 = [Int4(group, how) for group in GROUPS for how in ("hqq", "rtn")]
+INT4 = [Int4(32, "hqq"), Int4(64, "hqq"), Int4(64, "rtn"), Int4(128, "rtn")]
 QUANTIZED: list[WeightFormat] = [Int8(), NF4(), *INT4]
 FORMATS = list({recipe.blocks.name: recipe.blocks for recipe in RECIPES.values()}.values())
 each_format = pytest.mark.parametrize("weights", FORMATS, ids=lambda weights: weights.name)
@@ -80,41 +80,30 @@ def int4_bound(tensors: dict[str, Tensor], weight: Tensor, group: int) -> Tensor
 
 @each_format
 @odd_shapes
-def test_the_tensors_are_those_that_the_specs_promise(weights: WeightFormat, N: int, K: int) -> None:
+def test_tensors_are_those_of_the_specs_and_rows_those_of_the_dequantized_matrix(
+    weights: WeightFormat, N: int, K: int
+) -> None:
     tensors, specs = weights.quantize(normal(N, K)), weights.specs(N, K)
-    assert list(tensors) == list(specs)
-    assert {name: (t.shape, t.dtype) for name, t in tensors.items()} == {
-        name: (spec.shape, spec.dtype) for name, spec in specs.items()
-    }
+    assert [(name, t.shape, t.dtype) for name, t in tensors.items()] == [
+        (name, spec.shape, spec.dtype) for name, spec in specs.items()
+    ]
     assert all(tensor.is_contiguous() for tensor in tensors.values())
-
-
-@each_format
-@odd_shapes
-def test_rows_are_those_of_the_dequantized_matrix(weights: WeightFormat, N: int, K: int) -> None:
-    tensors = weights.quantize(normal(N, K))
     indices = torch.tensor([0, N - 1, N // 2, 0])
     assert torch.equal(weights.rows(tensors, indices, K), weights.dequantize(tensors, N, K)[indices])
 
 
 @each_quantized
 @odd_shapes
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_linear_is_the_product_with_the_dequantized_matrix(
-    weights: WeightFormat, N: int, K: int, dtype: torch.dtype
-) -> None:
-    tensors, x, bias = weights.quantize(normal(N, K)), normal(3, K, seed=1).to(dtype), normal(N, seed=2).to(dtype)
-    exact = x.double() @ weights.dequantize(tensors, N, K).double().T
-    y = weights.linear(x, tensors, N, bias).double() - bias.double()
-    # Activations in INT8: half a step of 1/127 of the group's largest, against weights of size one; bf16 of both.
-    tolerance = K**0.5 * x.abs().max().double() * (0.5 / 127 + 2**-8) * 2 + 2**-6
-    assert ((y - exact).abs() <= tolerance).all()
-
-
-@each_quantized
-def test_an_empty_batch_has_an_empty_product(weights: WeightFormat) -> None:
-    x = torch.empty((0, 70), dtype=torch.bfloat16)
-    assert weights.linear(x, weights.quantize(normal(20, 70).bfloat16()), 20, None).shape == (0, 20)
+def test_a_linear_is_the_product_with_the_dequantized_matrix(weights: WeightFormat, N: int, K: int) -> None:
+    tensors = weights.quantize(normal(N, K))
+    for dtype in (torch.bfloat16, torch.float32):
+        x, bias = normal(3, K, seed=1).to(dtype), normal(N, seed=2).to(dtype)
+        exact = x.double() @ weights.dequantize(tensors, N, K).double().T
+        y = weights.linear(x, tensors, N, bias).double() - bias.double()
+        # Activations in INT8: half a step of 1/127 of the group's largest, against weights of size one; bf16 of both.
+        tolerance = K**0.5 * x.abs().max().double() * (0.5 / 127 + 2**-8) * 2 + 2**-6
+        assert ((y - exact).abs() <= tolerance).all()
+        assert weights.linear(x[:0], tensors, N, None).shape == (0, N)
 
 
 @each_quantized
@@ -195,10 +184,10 @@ def test_zeros_stay_zeros(weights: WeightFormat) -> None:
 
 
 @each_int4
-@pytest.mark.parametrize("value", [0.3, -1e-3, 1e-6, 65504.0])
-def test_a_constant_group_is_met_as_fp16_meets_the_constant(weights: Int4, value: float) -> None:
-    met = weights.dequantize(weights.quantize(torch.full((2, 256), value)), 2, 256)
-    assert torch.equal(met, torch.full((2, 256), value).half().float())
+def test_a_constant_group_is_met_as_fp16_meets_the_constant(weights: Int4) -> None:
+    for value in (0.3, -1e-3, 1e-6, 65504.0):
+        met = weights.dequantize(weights.quantize(torch.full((2, 256), value)), 2, 256)
+        assert torch.equal(met, torch.full((2, 256), value).half().float())
 
 
 @each_int4
@@ -216,24 +205,22 @@ def test_an_outlier_is_kept_and_costs_its_own_group_alone(weights: Int4, outlier
 
 
 @each_int4
-def test_the_whole_range_of_fp16_has_finite_scales(weights: Int4) -> None:
-    weight = normal(16, 128).sign() * 65504
-    tensors = weights.quantize(weight)
-    met = weights.dequantize(tensors, 16, 128)
-    assert ((met - weight).abs() <= 65504 * 2**-9).all()
+def test_both_ends_of_the_range_of_fp16_have_finite_scales(weights: Int4) -> None:
+    """Weights too small for it are met within its smallest step."""
 
+    def error(weight: Tensor) -> Tensor:
+        return (weights.dequantize(weights.quantize(weight), 16, 128) - weight).abs()
 
-@each_int4
-@pytest.mark.parametrize("size", [1e-8, 1e-20, 1e-42])
-def test_weights_too_small_for_fp16_are_met_within_its_smallest_step(weights: Int4, size: float) -> None:
-    weight = normal(4, 128) * size
-    met = weights.dequantize(weights.quantize(weight), 4, 128)
-    assert ((met - weight).abs() <= weight.abs().max() * 2 + 2**-25).all()
+    assert (error(normal(16, 128).sign() * 65504) <= 65504 * 2**-9).all()
+    for size in (1e-8, 1e-20, 1e-42):
+        weight = normal(16, 128) * size
+        assert (error(weight) <= weight.abs().max() * 2 + 2**-25).all()
 
 
 @each_quantized
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("bad", "dtype"), [(math.nan, torch.float32), (math.inf, torch.bfloat16), (-math.inf, torch.float32)]
+)
 def test_a_weight_that_is_not_finite_is_refused_with_its_place(
     weights: WeightFormat, bad: float, dtype: torch.dtype
 ) -> None:
@@ -256,15 +243,15 @@ def test_a_weight_beyond_fp16_is_refused_with_its_size(weights: Int4) -> None:
 
 
 @each_quantized
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_does_not_show_in_the_bytes(weights: WeightFormat, threads: int) -> None:
-    weight, before = normal(200, 321), torch.get_num_threads()
-    expected = weights.quantize(weight)
+def test_the_number_of_threads_does_not_show_in_the_bytes(weights: WeightFormat) -> None:
+    weight, before, found = normal(200, 321), torch.get_num_threads(), []
     try:
-        torch.set_num_threads(threads)
-        assert same_bytes(weights.quantize(weight), expected)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(weights.quantize(weight))
     finally:
         torch.set_num_threads(before)
+    assert same_bytes(found[1], found[0]) and same_bytes(found[2], found[0])
 
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_kernel), False])
@@ -337,11 +324,17 @@ def test_nf4_means_what_bitsandbytes_says(N: int, K: int) -> None:
         assert torch.equal(functional.dequantize_4bit(packed, state), plain)
 
 
-def test_nf4_products_do_not_depend_on_the_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, x = NF4().quantize(normal(200, 100)), normal(3, 100, seed=1)
-    expected = NF4().linear(x, tensors, 200, None)
+@pytest.mark.parametrize(("N", "K"), [(300, 50), (129, 64), (1, 7)])
+def test_nf4_has_the_same_bytes_and_products_in_slabs_of_any_size(
+    N: int, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = normal(N, K), normal(3, K, seed=1)
+    whole = NF4().quantize(weight)
+    expected = NF4().linear(x, whole, N, None)
+    monkeypatch.setattr(nf4, "SLAB_WEIGHTS", 64 * 64)
+    assert same_bytes(NF4().quantize(weight), whole)
     monkeypatch.setattr(nf4, "SLAB_WEIGHTS", 1)
-    torch.testing.assert_close(NF4().linear(x, tensors, 200, None), expected)
+    torch.testing.assert_close(NF4().linear(x, whole, N, None), expected)
 
 
 def test_without_bitsandbytes_nf4_says_what_to_install(without_module: Callable[[str, Exception], None]) -> None:
@@ -352,40 +345,27 @@ def test_without_bitsandbytes_nf4_says_what_to_install(without_module: Callable[
     assert caught.value.fix.startswith("pip install 'bitsandbytes")
 
 
-def test_bitsandbytes_is_imported_in_silence_and_fetches_nothing() -> None:
+def test_bitsandbytes_is_imported_when_it_is_used_in_silence_and_fetches_nothing() -> None:
     program = (
-        "import sys, torch; from localllm.quant.nf4 import NF4; NF4().quantize(torch.ones(1, 64)); "
+        "import sys, torch; from localllm.quant.recipe import RECIPES; from localllm.quant.nf4 import NF4; "
+        "print('bitsandbytes' in sys.modules); NF4().quantize(torch.ones(1, 64)); "
         "print('bitsandbytes' in sys.modules, 'kernels' in sys.modules)"
     )
     pytest.importorskip("bitsandbytes")
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (result.stdout, result.stderr) == ("True False\n", "")
+    assert (result.stdout, result.stderr) == ("False\nTrue False\n", "")
 
 
-def test_the_formats_are_known_without_importing_bitsandbytes() -> None:
-    program = (
-        "import sys; from localllm.quant.recipe import RECIPES; print([m for m in sys.modules if 'bitsandb' in m])"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (result.stdout, result.stderr) == ("[]\n", "")
-
-
-def test_two_recipes_of_one_name_would_share_their_packed_bytes() -> None:
+def test_recipes_and_formats_have_names_of_their_own_and_an_unknown_one_is_refused_with_the_nearest() -> None:
+    """Two recipes of one name would share their packed bytes."""
     assert [recipe.name for recipe in RECIPES.values()] == list(RECIPES)
     blocks = [recipe.blocks for recipe in RECIPES.values()]
     assert len({weights.name for weights in blocks}) == len(set(blocks))
-
-
-def test_int4_is_short_for_the_default_recipe() -> None:
     assert recipe("int4") is recipe(DEFAULT) is RECIPES["int4-g64"]
     assert not RECIPES.keys() & ALIASES.keys()
-
-
-def test_an_unknown_recipe_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match="'int4-g46'") as caught:
         recipe("int4-g46")
-    assert caught.value.fix == "--weights int4-g64"
-    assert "nf4" in caught.value.why
+    assert caught.value.fix == "--weights int4-g64" and "nf4" in caught.value.why
 
 
 @unhurried
@@ -413,12 +393,3 @@ def test_the_reference_products_are_exact_for_activations_that_int8_holds(group:
     exact = x.double() @ Int8().dequantize(tensors, 37, 250).double().T
     y = reference.int8_linear(x, **tensors, out_features=37, group=group)
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.parametrize(("N", "K"), [(300, 50), (129, 64), (1, 7)])
-def test_nf4_has_the_same_bytes_in_slabs_of_any_size(N: int, K: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = normal(N, K)
-    whole = NF4().quantize(weight)
-    monkeypatch.setattr("localllm.quant.nf4.SLAB_WEIGHTS", 64 * 64)
-    slabs = NF4().quantize(weight)
-    assert all(torch.equal(slabs[name], tensor) for name, tensor in whole.items())

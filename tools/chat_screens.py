@@ -130,8 +130,8 @@ async def _plan(pilot: Pilot[Any]) -> None:
     assert app.worker.selection is not None
     advice = ("--ram 1.1GiB: about 45 tok/s", "--kv int4: twice the context in the same memory")
     planning = FakePlanner("gemma-3-1b", advice=advice)
-    talk: Any = app.worker._talk
-    talk.engine.current_plan = planning._planned(AS_IT_RUNS).plan
+    engine: Any = app.worker.session.engine
+    engine.current_plan = planning._planned(AS_IT_RUNS).plan
     PlanWorker.__init__(planning, app.worker, app.worker.selection)
     screen = PlanScreen(app.worker, app.worker.selection, planning)
     app.push_screen(screen)

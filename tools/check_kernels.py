@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 import triton
 
 from localllm.kernels.gpu import catalog
-from localllm.kernels.gpu.launch import SHARED_BYTES, Launch, is_interpreted
+from localllm.kernels.gpu.launch import SHARED_BYTES, KernelLaunch, is_interpreted
 
 # These read what a token costs: weights, and the pages of keys and values.
 READERS = frozenset({"_gemv", "_gemm", "_attend", "_dequantize"})
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
 
 
-def faults(launch: Launch, capability: int) -> Iterator[str]:
+def faults(launch: KernelLaunch, capability: int) -> Iterator[str]:
     """The faults of one kernel for sm_{capability}."""
     named = f"sm_{capability}: {launch.name} {_shown(launch)}"
     try:
@@ -36,15 +36,15 @@ def faults(launch: Launch, capability: int) -> Iterator[str]:
         yield f"{named}: no load of 128 bits"
 
 
-def _reads_wide(launch: Launch) -> bool:
+def _reads_wide(launch: KernelLaunch) -> bool:
     return launch.name in READERS and launch.constants.get("ROWS", 0) <= _WIDE_ROWS
 
 
-def _shown(launch: Launch) -> str:
+def _shown(launch: KernelLaunch) -> str:
     return ", ".join(f"{name}={value}" for name, value in launch.constants.items() if name.isupper())
 
 
-def all_faults(launches: Iterable[Launch], capabilities: Iterable[int], threads: int) -> list[str]:
+def all_faults(launches: Iterable[KernelLaunch], capabilities: Iterable[int], threads: int) -> list[str]:
     """In the order of the launches. Half of a compilation is an assembler, which is a process of its own."""
     work = [(launch, capability) for launch in launches for capability in capabilities]
     with ThreadPoolExecutor(threads) as pool:

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from localllm.cli.app import app
-from localllm.config import ACCEPTED
+from localllm.cli.app import COMMANDS, load_command
+from localllm.settings import SETTINGS
 
 PREFACE = Path(__file__).parent / "cli_preface.md"
 TARGET = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -21,20 +19,20 @@ TARGET = Path(__file__).parent.parent / "docs" / "cli.md"
 
 def generate() -> str:
     """The whole page."""
-    group = typer.main.get_command(app)
-    settings = ", ".join(f"`LOCALLLM_{name.upper()}`" for name in ACCEPTED)
+    settings = ", ".join(f"`LOCALLLM_{name.upper()}`" for name in SETTINGS)
     lines = [PREFACE.read_text(encoding="utf-8").replace("SETTINGS", settings), "## Commands", ""]
-    for path, command in _commands(group, "localllm"):
-        lines += _describe(path, command)
+    for name in COMMANDS:
+        for path, command in _commands(f"localllm {name}", load_command(name)):
+            lines += _describe(path, command)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from _commands(command, f"{path} {name}")
-        else:
-            yield f"{path} {name}", command
+def _commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """A command, or those of a group."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield f"{path} {name}", inner
+    if not hasattr(command, "commands"):
+        yield path, command
 
 
 def _describe(path: str, command: Any) -> Iterator[str]:

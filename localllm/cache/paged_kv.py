@@ -153,7 +153,6 @@ class PagedKV:
         self.tables: list[list[Page | None]] = [[None] * pages_of(capacity) for _ in pages.groups]
         self.num_sealed = 0  # pages from the first on
         self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
-        self._lent: set[Page] = set()  # that others have, and for which none of its own is spent
         self._scratch: list[dict[int, Page]] = [{} for _ in pages.groups]
         self._addresses = [
             {device: torch.zeros(pages_of(capacity), dtype=torch.int64) for device in group.sealed.devices}
@@ -243,31 +242,30 @@ class PagedKV:
             self._open[index].clear()
             for number in reversed(range(len(self.tables[index]))):
                 if (held := self.tables[index][number]) is not None:
-                    (held.pool.end_loan if held in self._borrowed else held.pool.drop)(held)
+                    held.pool.drop(held)
                     self.tables[index][number] = None
-        self._lent.clear()
         for pool, count in self._promised.items():
             pool.release(count)
             self._promised[pool] = 0
 
-    def _take(self, pool: PagePool) -> Page:
-        if not self._promised[pool]:  # a longer forward than a window's pages were reserved for
+    def _claim(self, pool: PagePool) -> PagePool:
+        """Spend one page of the reservation."""
+        if self._promised[pool]:
+            self._promised[pool] -= 1
+        else:  # a longer forward than a window's pages were reserved for
             pool.reserve(1)
-            self._promised[pool] += 1
-        self._promised[pool] -= 1
-        return pool.take()
+        return pool
+
+    def _take(self, pool: PagePool) -> Page:
+        return self._claim(pool).take()
 
     def _drop(self, page: Page) -> None:
         """Let go of a page. Where there is no memory for another one that it may need, raises what torch does, and
         still has it."""
-        if page in self._borrowed:
-            self._borrowed.discard(page)
-            page.pool.end_loan(page)
-            return
-        is_lent = page in self._lent
-        page.pool.drop(page, keeps_promise=not is_lent)
-        self._lent.discard(page)
-        self._promised[page.pool] += not is_lent
+        is_own = page not in self._borrowed
+        page.pool.drop(page, keeps_promise=is_own)
+        self._borrowed.discard(page)
+        self._promised[page.pool] += is_own
 
     # A forward
 
@@ -354,17 +352,13 @@ class PagedKV:
         self.num_sealed = self.length // PAGE_TOKENS
 
     def share(self, index: int, page: Page) -> Page:
-        """A sealed page of others, in the place of one that was reserved; of a group with a window beside that one,
-        which will be needed when the window has left the page, and others have it still."""
-        if self.pages.groups[index].window is not None and page.owners:
-            page.pool.lend(page)
-            self._lent.add(page)
-            return page
-        if not self._promised[page.pool]:
-            page.pool.reserve(1)
-            self._promised[page.pool] += 1
-        self._promised[page.pool] -= 1
-        page.pool.share(page)
+        """Have a sealed page of others in the place of one that was reserved. Where a window will leave it while others
+        have it still, another one is spared for whoever does so first."""
+        is_spared = self.pages.groups[index].window is not None and page.owners > 0
+        self._claim(page.pool).share(page)
+        if is_spared:
+            page.pool.reserve(1)  # needs no memory: it is the page that sharing has just saved
+            page.spares += 1
         return page
 
     def take_for(self, index: int, number: int) -> Page:
@@ -437,16 +431,14 @@ class PagedKV:
         ]
         return [page for table in tables for page in table()]
 
-    def counted(self, index: int) -> Iterator[Page]:
-        """The pages of a group that it has, and that nothing else was reserved for."""
-        return (page for page in self.tables[index] if page is not None and page not in self._lent)
-
 
 def shared_tokens(sequences: Iterable[PagedKV]) -> int:
     """The room that these need less together than each by itself: pages that several have are there once. Of the group
     of layers in which that is the least."""
     kvs = list(sequences)
-    if not kvs:
-        return 0
-    counts = [Counter(page for kv in kvs for page in kv.counted(index)) for index in range(len(kvs[0].tables))]
-    return PAGE_TOKENS * min(counted.total() - len(counted) for counted in counts)
+
+    def num_saved(index: int) -> int:
+        counts = Counter(page for kv in kvs for page in kv.tables[index] if page is not None)
+        return sum(max(0, count - 1 - page.spares) for page, count in counts.items())
+
+    return PAGE_TOKENS * min((num_saved(index) for index in range(len(kvs[0].tables))), default=0) if kvs else 0

@@ -22,16 +22,20 @@ _SLAB_PAGES = 16  # that a pool grows by, at least
 
 
 class Page:
-    """Room for 64 tokens. owners: block tables that have it; lent: how many of them were promised another one for it;
-    is_sealed: full, known by its tokens, never changed."""
+    """Room for 64 tokens.
 
-    __slots__ = ("is_sealed", "lent", "owners", "parts", "pool", "run")
+    owners: the block tables that have it.
+    spares: pages that are reserved for those owners who let go of it before the others do.
+    is_sealed: full, known by its tokens, never changed.
+    """
+
+    __slots__ = ("is_sealed", "owners", "parts", "pool", "run", "spares")
 
     def __init__(self, pool: PagePool, parts: dict[torch.device, Tensor], run: Tensor | None) -> None:
         self.pool = pool
         self.parts = parts  # uint8 [layers there, layer_bytes] on each device
         self.run = run  # uint8: all of it and what fills the disk's last block, where the host has all layers
-        self.owners = self.lent = 0
+        self.owners = self.spares = 0
         self.is_sealed = False
 
     def layer(self, index: int) -> Tensor:
@@ -140,35 +144,23 @@ class PagePool:
             del self.idle[page]
         page.owners += 1
 
-    def lend(self, page: Page) -> None:
-        """One more block table has it, and keeps what it was promised: another page is reserved, for whoever lets go of
-        this one while others have it. Raises as `reserve` does."""
-        assert page.owners
-        self.reserve(1)
-        page.lent += 1
-        page.owners += 1
-
     def borrow(self, page: Page) -> None:
-        """One more block table has it, that was promised nothing for it and ends before another one of its owners, as a
-        rule."""
+        """One more block table has it, for which none is reserved: it ends before another owner does, as a rule."""
         page.owners += 1
-
-    def end_loan(self, page: Page) -> None:
-        if page.owners > 1:
-            page.owners -= 1
-        else:
-            self.drop(page)
 
     def drop(self, page: Page, *, keeps_promise: bool = False) -> None:
         """A block table lets go of it. keeps_promise: it will want another one, for which, where others still have
         this, memory may be missing: raises what torch does, and has let go of nothing."""
-        if page.owners > 1 and page.lent:
-            page.lent -= 1
-            self.reserved -= not keeps_promise
-        elif page.owners > 1 and keeps_promise:
-            self.reserve(1)
+        if page.owners > 1 and keeps_promise:
+            if page.spares:
+                page.spares -= 1
+            else:
+                self.reserve(1)
         page.owners -= 1
         assert page.owners >= 0
+        if page.spares and page.spares >= page.owners:  # the last owner needs none
+            page.spares -= 1
+            self.reserved -= 1
         if page.owners == 0:
             if page.is_sealed:
                 self.idle[page] = None
@@ -208,7 +200,7 @@ class PagePool:
         or is in two places at once."""
         counts = Counter(map(id, owned))
         for page in self.pages:
-            assert page.lent <= max(0, page.owners - 1), "a page is lent to more than have it"
+            assert page.spares <= max(0, page.owners - 1), "more pages are spared for a page than may be wanted"
             assert page.owners == counts[id(page)], f"a page has {counts[id(page)]} owners and counts {page.owners}"
         free = {id(page) for page in self.free}
         assert len(free) == len(self.free) and all(not page.owners and not page.is_sealed for page in self.free)

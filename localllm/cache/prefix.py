@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from localllm.cache.disk import DiskTier
-from localllm.cache.miss import CacheMiss
+from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.page_file import PageKey
 from localllm.cache.page_folder import ROOT
 from localllm.cache.page_readers import READERS

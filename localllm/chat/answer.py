@@ -1,4 +1,4 @@
-"""One answer: what was said of it so far, and in words and JSON how it went. Knows events, no model and no terminal."""
+"""One answer: its text so far, and its figures in words and in JSON. Knows events, no model and no terminal."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from localllm.engine.events import (
 
 
 class Stream(Protocol):
-    """The stream of an answer's events, as `EngineService.submit` returns it."""
+    """The stream of an answer's events, as `EngineThread.submit` returns it."""
 
     def __iter__(self) -> Iterator[Event]: ...
 
     def abort(self) -> None: ...
 
 
-class Heard(NamedTuple):
-    """More of an answer. text: as it is kept, with the marks of thoughts; said, thought: told apart."""
+class Piece(NamedTuple):
+    """The next piece of an answer. text: as it is saved, with the marks of thoughts; said, thought: its parts."""
 
     text: str = ""
     said: str = ""
@@ -38,8 +38,11 @@ class Heard(NamedTuple):
 
 @dataclass
 class Answer:
-    """The answer so far; complete once `finished` is set. thinking: how thoughts are told apart. parts: the part of
-    it that was there before."""
+    """The answer so far; complete once `finished` is set.
+
+    parts: its pieces; at first the beginning that is continued.
+    thinking: how thoughts are told apart.
+    """
 
     num_prompt_tokens: int
     seed: int | None = None
@@ -55,14 +58,14 @@ class Answer:
         self._said: list[str] = []
         self._thought: list[str] = []
         if self.parts and self._splitter is not None:
-            thought, said, _ = told_apart(self.text, is_thinking=self._is_in_thought and not self.thinking.is_harmony)
+            thought, said, _ = told_apart(self.text, is_thinking=self.begins_in_thought)
             self._thought, self._said = [thought], [said]
             if not self.thinking.is_harmony:
                 self._splitter.feed(self.text)
 
     @property
     def text(self) -> str:
-        """All of it, as it is kept: with the marks of thoughts."""
+        """The whole text as it is saved: with the marks of thoughts."""
         return "".join(self.parts)
 
     @property
@@ -77,42 +80,47 @@ class Answer:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the answer is, or ended, in a thought."""
+        """True where the answer is, or ended, in a thought."""
         return self._splitter is not None and self._splitter.is_thinking
 
-    def take(self, event: Event) -> Heard:
-        """Takes an event in and returns what it adds."""
+    @property
+    def begins_in_thought(self) -> bool:
+        """True where the answer begins in a thought, which the template has opened."""
+        return self.thinking.is_thinking and not self.thinking.is_harmony
+
+    def take(self, event: Event) -> Piece:
+        """Add an event to the answer, and return its piece."""
         if isinstance(event, GrownEvent | PrefillEvent):
-            return Heard()
+            return Piece()
         if isinstance(event, TokenEvent):
             self.token_ids.append(event.token_id)
             if event.logprob is not None:
                 self.logprobs.append(event.logprob)
         else:
             self.finished = event
-        heard = self._told_apart(event.text, is_end=isinstance(event, FinishedEvent))
-        self.parts.append(heard.text)
-        self._said.append(heard.said)
-        self._thought.append(heard.thought)
-        return heard
+        piece = self._split(event.text, is_end=isinstance(event, FinishedEvent))
+        self.parts.append(piece.text)
+        self._said.append(piece.said)
+        self._thought.append(piece.thought)
+        return piece
 
-    def _told_apart(self, text: str, *, is_end: bool) -> Heard:
+    def _split(self, text: str, *, is_end: bool) -> Piece:
         if self._splitter is None:
-            return Heard(text, text)
+            return Piece(text, text)
         found = self._splitter.feed(text) + (self._splitter.end() if is_end else [])
         said, thought = ("".join(part for is_thought, part in found if is_thought is which) for which in (False, True))
-        return Heard(self._marked(found) if self.thinking.is_harmony else text, said, thought)
+        return Piece(self._marked(found) if self.thinking.is_harmony else text, said, thought)
 
     def _marked(self, found: Iterable[tuple[bool, str]]) -> str:
         """Return the saved form of a harmony answer, whose own marks no text may have: thoughts as other models
         write them."""
-        kept = ""
+        saved = ""
         for is_thought, text in found:
             if is_thought is not self._is_in_thought:
-                kept += f"{OPENS}\n" if is_thought else f"\n{CLOSES}\n\n"
+                saved += f"{OPENS}\n" if is_thought else f"\n{CLOSES}\n\n"
                 self._is_in_thought = is_thought
-            kept += text
-        return kept
+            saved += text
+        return saved
 
 
 def silence(answer: Answer) -> str | None:
@@ -130,7 +138,7 @@ def silence(answer: Answer) -> str | None:
 
 
 def statistics(answer: Answer) -> str:
-    """One line: tokens, rates, waiting times, the seed, why it ended."""
+    """Return a line with tokens, rates, waiting times, the seed, and the reason of the end."""
     finished = answer.finished
     assert finished is not None
     usage, timings = finished.usage, finished.timings
@@ -194,7 +202,7 @@ def _rate(tokens_per_s: float | None) -> str:
 
 
 def finished_fields(finished: FinishedEvent) -> dict[str, Any]:
-    """`finish_reason`, `complete`, `context`, `usage`, `timings` and `speculation` as the JSON forms have them."""
+    """Return the figures of an answer for the JSON forms."""
     return {
         "finish_reason": finished.finish_reason,
         "complete": finished.meets_grammar,
@@ -206,7 +214,7 @@ def finished_fields(finished: FinishedEvent) -> dict[str, Any]:
 
 
 def logprob_fields(logprob: TokenLogprob) -> dict[str, Any]:
-    """A token's logprob as the JSON forms have it: the alternatives have no alternatives of their own."""
+    """Return a token's logprob for the JSON forms; alternatives have no alternatives of their own."""
     fields = {"token_id": logprob.token_id, "token": logprob.token, "logprob": logprob.logprob}
     top = [{"token_id": t.token_id, "token": t.token, "logprob": t.logprob} for t in logprob.top]
     return {**fields, "top": top}

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: the seed of each, and which are given out of more."""
+"""Several answers to one prompt: the seed of each, and the choice of the best."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
 
 
 def best(answers: Sequence[T], count: int, ending: Callable[[T], FinishedEvent]) -> list[T]:
-    """Those with the highest log-probability per token, as OpenAI has it, the best first; of equals, the first. What
-    meets its grammar goes before what was cut."""
+    """Return the answers with the highest log-probability per token, the best first; of equals, the first.
+
+    An answer that meets its grammar comes before one that was cut.
+    """
 
     def rank(answer: T) -> tuple[bool, float]:
         finished = ending(answer)

@@ -1,6 +1,6 @@
-"""A conversation and its context: what the policy makes of a prompt that is too long, and how full it is.
+"""The context of a chat: the policy for a prompt that is too long, and notices about how full it is.
 
-Knows messages, counts and what is told of them. Knows no terminal.
+Knows messages and counts. Knows no terminal.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ if TYPE_CHECKING:
     from localllm.engine.events import FinishedEvent
     from localllm.engine.request import Request, SamplingParams
 
-_WARNED = 80  # percent of the context: from here on a chat tells how full it is
-_STEP = 5  # and again each time it is so much fuller
+_WARNED = 80  # percent of the context: from here on a chat reports how full it is
+_STEP = 5  # percent: and again each time it is so much fuller
 _BAR_CELLS = 40
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """What the model is to be given, and how. policy: the setting `overflow`. floor, looks: as in `fit_turns`.
-    opens_turn: as `Request` has it.
+class ChatPrompt:
+    """The messages of a prompt, and the policy for a context that is too short.
 
-    switch: what a policy is chosen with here, "--overflow" or "/set overflow".
+    policy: the setting `overflow`.
+    switch: the words that choose a policy here, "--overflow" or "/set overflow".
+    floor, looks: as in `fit_turns`.
+    opens_turn: as in `Request`.
     """
 
     messages: Sequence[Message]
@@ -51,7 +53,10 @@ class Conversation:
     opens_turn: bool = True
 
     def request(self, engine: LoadedEngine, sampling: SamplingParams) -> tuple[Request, Fitted]:
-        """What the policy makes of it. Raises ContextOverflowError naming what would fit; TemplateError."""
+        """Return the request that the policy makes of the messages.
+
+        Raises ContextOverflowError naming what would fit; TemplateError.
+        """
         from localllm.engine.request import Request
 
         if self.policy == "evict":
@@ -70,7 +75,7 @@ class Conversation:
         return request, fitted
 
     def _explain(self, error: ContextOverflowError, engine: LoadedEngine, num_tokens: int) -> None:
-        """Adds what of this conversation is too much, and the policies that would help."""
+        """Add to the error how much is too much, and the policies that would help."""
         limit = engine.config.longest_context if self.policy == "grow" else engine.ctx
         turns, helping = 0, []
         if self.policy == "evict":
@@ -89,12 +94,12 @@ class Conversation:
 
 
 def growing(error: ContextOverflowError, policy: str) -> list[str]:
-    """The policy `grow`, where a longer context fits as things are."""
+    """Return the policy `grow` where a longer context fits as things are."""
     return ["grow"] if policy != "grow" and re.fullmatch(r"--ctx \d+", error.fix) else []
 
 
 def offer_policies(error: ContextOverflowError, policies: Sequence[str], switch: str) -> None:
-    """Adds them to the error's fix, as they are typed here."""
+    """Add policies to the error's fix, as they are typed here."""
     chosen = [f"{switch} {policy}" for policy in policies]
     if not error.fix.startswith("--"):
         error.fix = ", or ".join(chosen) or error.fix
@@ -105,7 +110,7 @@ def offer_policies(error: ContextOverflowError, policies: Sequence[str], switch:
 
 
 def explain_text(error: ContextOverflowError, text: str, num_tokens: int, ctx: int, policy: str) -> None:
-    """As a conversation's is explained, of a plain text."""
+    """Add to the error how much of a plain text is too much."""
     error.why += _characters_too_many([{"role": "user", "content": text}], num_tokens, ctx)
     offer_policies(error, growing(error, policy), "--overflow")
 
@@ -117,7 +122,7 @@ def _characters_too_many(messages: Sequence[Message], num_tokens: int, ctx: int)
 
 
 def text_of(message: Message) -> str:
-    """What is written in it."""
+    """Return the text of a message."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
@@ -125,19 +130,19 @@ def text_of(message: Message) -> str:
 
 
 def evicted_text(evicted: Evicted) -> str:
-    """What is told of turns that left: "3 turns left the context (1,930 of 8,210 tokens), from 'Why is the sky...'"."""
+    """Return "3 turns left the context (1,930 of 8,210 tokens), from 'Why is the sky...'"."""
     turns = "1 turn" if evicted.turns == 1 else f"{evicted.turns} turns"
     opening = f", from {evicted.opening!r}" if evicted.opening else ""
     return f"{turns} left the context ({evicted.tokens:,} of {evicted.tokens_before:,} tokens){opening}"
 
 
 def evicted_fields(evicted: Evicted) -> dict[str, Any]:
-    """The same in the JSON forms."""
+    """Return the same for the JSON forms."""
     return {"evicted_turns": evicted.turns, "evicted_tokens": evicted.tokens}
 
 
 def grown_text(event: GrownEvent) -> str:
-    """What is told of a context that has become longer, and at which cost."""
+    """Return the notice about a context that has grown, and its cost."""
     from localllm.config import format_figure
 
     moved = {"the disk": event.num_from_disk, "memory": event.num_from_memory}
@@ -152,7 +157,7 @@ def grown_text(event: GrownEvent) -> str:
 
 
 def grown_fields(event: GrownEvent) -> dict[str, Any]:
-    """The same as a line of `run --jsonl`."""
+    """Return the same as a line of `run --jsonl`."""
     return {
         "type": "context",
         "before": event.ctx_before,
@@ -171,30 +176,33 @@ REMEDIES = {
 
 
 @dataclass
-class Meter:
-    """Tells how full the context is when it becomes nearly so, and then only when it is fuller.
+class ContextMeter:
+    """Reports how full the context is when it becomes nearly full, and again each time it is fuller by a step.
 
-    told: percent, the last time.
+    reported: percent, the last time.
     """
 
-    told: int = 0
+    reported: int = 0
 
     def note(self, used: int, limit: int, policy: str) -> str | None:
-        """After an answer: what is to be told, if anything is."""
+        """Return the notice after an answer, if there is one."""
         percent = 100 * used // limit
         if percent < _WARNED:
-            self.told = 0
+            self.reported = 0
             return None
-        if percent < self.told + _STEP:
+        if percent < self.reported + _STEP:
             return None
-        self.told = percent
+        self.reported = percent
         return f"the context is {filled(used, limit)}; {REMEDIES[policy]}"
 
 
 @dataclass(frozen=True)
 class ContextUsage:
-    """Who has how many tokens of a context. parts: system, history, question, answer, template. num_out: messages that
-    have left it."""
+    """The tokens of a context by what they are for.
+
+    parts: system, history, question, answer, template.
+    num_out: messages that have left the context.
+    """
 
     used: int
     limit: int
@@ -205,7 +213,7 @@ class ContextUsage:
 def context_usage(
     messages: Sequence[Message], used: int, limit: int, count: Callable[[str], int], num_out: int
 ) -> ContextUsage:
-    """messages: that the model is given, `used` tokens with its template. count: the tokens of a text."""
+    """Return the usage by these messages, which are `used` tokens with their template. count: the tokens of a text."""
     front, starts = num_in_front(messages), turn_starts(messages)
     last = starts[-1] if starts else len(messages)
     parts = {
@@ -220,7 +228,7 @@ def context_usage(
 
 
 def usage_lines(usage: ContextUsage) -> list[str]:
-    """For `/tokens`: how full the context is, a bar, and of what."""
+    """Return the lines of `/tokens`: how full the context is, a bar, and the parts."""
     used, limit = usage.used, usage.limit
     cells = min(_BAR_CELLS, -(-_BAR_CELLS * used // limit))
     lines = [
@@ -234,10 +242,10 @@ def usage_lines(usage: ContextUsage) -> list[str]:
 
 
 def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:
-    """Whether the answer ended because the context was full, which nobody asked for."""
+    """Return whether the answer ended because the context was full."""
     return finished.finish_reason == "length" and context_used(finished) >= ctx
 
 
 def can_be_longer(engine: LoadedEngine) -> bool:
-    """Whether a larger --ctx would give this model more room."""
+    """Return whether a larger --ctx would give this model a longer context."""
     return engine.ctx < engine.config.longest_context

@@ -1,6 +1,6 @@
-"""A conversation: its messages, its settings, and what each slash command does to them.
+"""The messages and settings of a chat.
 
-Knows messages and settings. Knows no terminal: what a command has to say it returns.
+Knows no model, no history and no terminal.
 """
 
 from __future__ import annotations
@@ -12,36 +12,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localllm.chat.export import replace_file, write_new
-from localllm.chat.text_file import read_text_file
+from localllm.chat.text_file import replace_file, write_new
 from localllm.chat.thoughts import kept_apart, with_thought
-from localllm.config import ACCEPTED, Origin, ResolvedSettings, accepted, unknown_key
+from localllm.config import Origin, ResolvedSettings, accepted, unknown_key
 from localllm.errors import UsageError
+from localllm.settings import SETTINGS, taken_by
 
 Message = dict[str, Any]
 
 _SET = Origin("flag", "/set")
 _THOUGHT = "reasoning_content"  # of a message in a file
-# What `/set` may change while a model is loaded.
-SETTABLE = (
-    "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "seed", "stop", "overflow", "think",
-)  # fmt: skip
+# The settings that `/set` can change while a model is loaded.
+SETTABLE = taken_by("/set")
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A text file that waits for the next question. path: as it was typed."""
+
+    path: str
+    text: str
 
 
 @dataclass
 class Dialogue:
     """Messages in order, the system message apart, and files that wait for the next question.
 
-    opening: the first question without the files in front of it. thinking: answers that begin in a thought, which the
-    template has opened. num_out: how many messages have left the
-    model's context, the first behind the system's; has_room: some were taken back since.
+    opening: the first question without the files in front of it.
+    thinking: the answers that begin in a thought, which the template has opened.
+    num_out: messages that have left the model's context, counted behind the system message.
+    has_room: messages were taken back since some left.
     """
 
     resolved: ResolvedSettings
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
-    attached: list[str] = field(default_factory=list)
+    attached: list[Attachment] = field(default_factory=list)
     opening: str = ""
     thinking: list[Message] = field(default_factory=list)
     num_out: int = 0
@@ -52,23 +58,23 @@ class Dialogue:
 
     @property
     def messages(self) -> list[Message]:
-        """All of them, as they were said."""
+        """All messages, with the thoughts in front of answers."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     @property
     def for_template(self) -> list[Message]:
-        """What the chat template is given of all of them."""
+        """All messages as the chat template is given them."""
         return self.given(self.messages)
 
     def given(self, messages: Sequence[Message]) -> list[Message]:
-        """What it is given of these: of earlier answers not what was thought before them."""
+        """Return messages as the template is given them: without the thoughts of earlier answers."""
         return joined([self._spoken(message) for message in messages])
 
     def _spoken(self, message: Message) -> Message:
         return {**message, "content": self._apart(message)[1]} if _is_answer(message) else message
 
     def _saved(self, message: Message) -> Message:
-        """With what was thought beside the answer."""
+        """Return a message with the thought in a field of its own."""
         if not _is_answer(message):
             return message
         thought, answer = self._apart(message)
@@ -81,41 +87,39 @@ class Dialogue:
         return any(turn is each for each in self.thinking)
 
     def cut(self, length: int) -> None:
-        """Takes back what is behind the first `length` turns."""
+        """Take back all but the first `length` turns."""
         del self.turns[length:]
         self.num_out, self.has_room = self.num_out if self.num_out < length else 0, True
 
     def leave(self, num_out: int) -> None:
-        """So many messages of the turns are out of the context from now on."""
+        """Note that so many messages are out of the context from now on."""
         self.num_out, self.has_room = num_out, False
 
     def ask(self, text: str) -> None:
-        """A question is put, with the attached files in front of it."""
+        """Add a question, with the attached files in front of it."""
         self.opening = self.opening or text
-        parts = [*(part.rstrip("\n") for part in self.attached), text]
+        parts = [*(file.text.rstrip("\n") for file in self.attached), text]
         self.attached.clear()
         self.turns.append({"role": "user", "content": "\n\n".join(parts)})
 
     def answer(self, text: str, *, is_thinking: bool = False) -> None:
-        """is_thinking: it begins in a thought, which the template has opened."""
+        """Add an answer. is_thinking: it begins in a thought, which the template has opened."""
         self.turns.append({"role": "assistant", "content": text})
         if is_thinking:
             self.thinking.append(self.turns[-1])
 
     @property
     def is_asked(self) -> bool:
-        """Whether a question waits for its answer."""
+        """True where a question waits for its answer."""
         return bool(self.turns) and self.turns[-1]["role"] == "user"
 
-    def take_back_answer(self) -> bool:
-        """Removes the last answer; False where the last turn is none."""
-        if not self.turns or self.turns[-1]["role"] != "assistant":
-            return False
-        self.turns.pop()
-        return True
+    @property
+    def is_answered(self) -> bool:
+        """True where the last turn is an answer."""
+        return bool(self.turns) and self.turns[-1]["role"] == "assistant"
 
     def take_back_question(self) -> bool:
-        """Removes the last question and everything after it; False where there is none."""
+        """Remove the last question and everything after it; False where there is none."""
         for index in range(len(self.turns) - 1, -1, -1):
             if self.turns[index]["role"] == "user":
                 self.cut(index)
@@ -130,18 +134,12 @@ class Dialogue:
         self.opening = ""
         self.leave(0)
 
-    def attach(self, path: Path) -> int:
-        """Puts a file's text before the next question; returns its characters. Raises UsageError."""
-        text = read_text_file(path, "/file")
-        self.attached.append(text)
-        return len(text)
-
     def settable(self, key: str, text: str = "") -> Sequence[str]:
-        """The names that `/set KEY` is about: of "" all. text: what it is to be.
+        """Return the setting that `/set KEY` names, or all settable ones for "". text: its wanted value.
 
-        Raises SettingsError for an unknown key, UsageError for what is decided before.
+        Raises SettingsError for an unknown key, UsageError for one that is fixed once a chat has begun.
         """
-        if key in ACCEPTED and key not in (*SETTABLE, "model", "system", "theme", "keys"):
+        if key in SETTINGS and key not in (*SETTABLE, "model", "system", "theme", "keys"):
             flag = f"--{key.replace('_', '-')}"
             why = f"{key} is decided when a chat begins; /set changes {', '.join(SETTABLE)}"
             raise UsageError(
@@ -154,7 +152,7 @@ class Dialogue:
         return [key] if key else SETTABLE
 
     def set(self, key: str, text: str) -> object:
-        """Changes a sampling setting, or with "-" has it as it was at first; returns its new value.
+        """Change a setting and return its new value; "-" restores the first one.
 
         Raises SettingsError for a bad value, and as `settable`.
         """
@@ -169,13 +167,13 @@ class Dialogue:
         return value
 
     def use(self, resolved: ResolvedSettings) -> None:
-        """Goes on under another model's settings, and what `set` has changed since the beginning."""
+        """Take another model's settings; those that `set` has changed stay."""
         self._begun_with = resolved
         changed = [name for name, origin in self.resolved.origins.items() if origin == _SET]
         self.resolved = resolved.overlaid({name: (getattr(self.resolved.settings, name), _SET) for name in changed})
 
     def save(self, path: Path, *, overwrite: bool) -> None:
-        """Writes the messages as `run --messages` reads them. Raises UsageError, ExistsError."""
+        """Write the messages in the form of `run --messages`. Raises UsageError, ExistsError."""
         if not self.messages:
             why = "a file without messages is one that /load refuses"
             raise UsageError("there is nothing to save: no message stands", why=why, fix="ask first, then /save")
@@ -183,18 +181,18 @@ class Dialogue:
         (replace_file if overwrite else write_new)(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, messages: list[Message]) -> None:
-        """Goes on from these messages. Raises UsageError for a system message that is no text."""
+        """Put these messages in place of the present ones. Raises UsageError for a system message that is no text."""
         has_system = bool(messages) and messages[0].get("role") == "system"
         system = messages[0].get("content") if has_system else None
         if has_system and not isinstance(system, str):
             raise UsageError("the system message is no text", why="its content must be one string", fix="/load FILE")
         self.clear()
         self.system = system
-        self.turns = list(map(_kept, messages[1:] if has_system else messages))
+        self.turns = list(map(_loaded, messages[1:] if has_system else messages))
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
-    """A question that was never answered and the next are one to a chat template."""
+    """Join neighbours of one role, such as a question without an answer and the next question."""
     found: list[Message] = []
     for message in messages:
         if found and _is_text(message) and _is_text(found[-1]) and found[-1]["role"] == message["role"]:
@@ -208,8 +206,8 @@ def _is_answer(message: Message) -> bool:
     return message["role"] == "assistant" and isinstance(message.get("content"), str)
 
 
-def _kept(message: Message) -> Message:
-    """With what was thought in front of the answer; one that calls tools stays as it is."""
+def _loaded(message: Message) -> Message:
+    """Return a file's message with the thought in front of the answer; one that calls tools stays as it is."""
     thought = message.get(_THOUGHT)
     if not _is_answer(message) or not isinstance(thought, str) or not thought or message.get("tool_calls"):
         return message
@@ -222,7 +220,7 @@ def _is_text(message: Message) -> bool:
 
 
 def _parsed(key: str, text: str) -> object:
-    kind = ACCEPTED[key].kind
+    kind = SETTINGS[key].accepts.kind
     try:
         return {"integer": int, "number": float}.get(kind, str)(text) if kind != "texts" else [text]
     except ValueError:

@@ -42,11 +42,11 @@ def is_thought(header: str) -> bool:
 
 
 class Messages:
-    """Takes an answer apart, which begins in the header of its first message. However it is cut into pieces, the texts
-    add up to the same."""
+    """Parses an answer, which begins in the header of its first message. The texts add up to the same for any cut into
+    pieces."""
 
     def __init__(self, *, is_open: bool = False) -> None:
-        """is_open: it begins in the text of a message, whose header the prompt has."""
+        """is_open: the answer begins in the text of a message, whose header the prompt has."""
         self._is_open = is_open
         self._pending = ""
 
@@ -96,21 +96,21 @@ class Messages:
 
 
 class HarmonySplitter:
-    """Tells thoughts and answer apart while they are being written, as `thinking.Splitter` does."""
+    """Separates thoughts and answer as the text comes, as `thoughts.Splitter` does."""
 
     def __init__(self, *, is_thinking: bool | None = None) -> None:
-        """is_thinking: of the message that the prompt has opened; None: it has opened none."""
+        """is_thinking: the prompt has opened a thought; False: the final message; None: no message."""
         self._messages = Messages(is_open=is_thinking is not None)
         self.is_thinking = bool(is_thinking)
         self._begun = {False: is_thinking is False, True: is_thinking is True}
 
     def feed(self, text: str) -> list[tuple[bool, str]]:
-        return self._told(self._messages.feed(text))
+        return self._split(self._messages.feed(text))
 
     def end(self) -> list[tuple[bool, str]]:
-        return self._told(self._messages.end())
+        return self._split(self._messages.end())
 
-    def _told(self, steps: Iterable[Step]) -> list[tuple[bool, str]]:
+    def _split(self, steps: Iterable[Step]) -> list[tuple[bool, str]]:
         parts: list[tuple[bool, str]] = []
         for step, text in steps:
             if step == "header":

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.cache.miss import CacheMiss
+from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.page_folder import PAGE_TOKENS
 from localllm.errors import LocalLLMError
 
@@ -22,8 +22,12 @@ _REASONING = ("<think", "</think", "<|channel|>analysis", "[THINK]", "<reasoning
 
 @dataclass(frozen=True)
 class Explanation:
-    """token: the first that differs, from 0. message: its number, from 1; None where the template's own words differ,
-    or the prompt is no chat. before, now: what stood there and stands there."""
+    """The place where a prompt differs from the cached ones, and the cause.
+
+    token: the first that differs, from 0.
+    message: its number, from 1; None where the template's own words differ, or the prompt is no chat.
+    before, now: the texts there.
+    """
 
     token: int
     message: int | None
@@ -41,7 +45,7 @@ class Explanation:
 def explain(
     engine: LoadedEngine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss, *, num_out: int = 0
 ) -> Explanation:
-    """chat: what the prompt was made of, where it was made of messages; num_out: how many have left it."""
+    """Explain a miss. chat: the messages of the prompt, if it has any. num_out: messages that have left the context."""
     if miss.other:
         return Explanation(0, None, None, f"the same beginning is kept with {miss.other}, which this run does not use")
     before, now = (engine.tokenizer.decode(list(ids)) for ids in (miss.before, miss.now))
@@ -87,7 +91,7 @@ def _same_text(one: str, other: str) -> bool:
 
 
 def _message_at(engine: LoadedEngine, chat: ChatInput, prompt_ids: Sequence[int], position: int) -> int | None:
-    """The message in which a token stands; None where it stands in none."""
+    """Return the index of the message that holds a token, or None."""
     from localllm.text.chat_template import encode_chat
 
     for count in range(1, len(chat.messages) + 1):

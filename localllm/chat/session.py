@@ -1,30 +1,34 @@
-"""A conversation with a loaded model: the next question as the context has room for it, and its answer as it is kept.
+"""A chat with a model: its messages and settings, its record in the history, its questions and answers.
 
-Knows engines, dialogues and the history. Knows no terminal: what an answer looks like is its caller's.
+Knows engines, dialogues and the history. Knows no terminal: front ends show what its methods return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import Answer, context_used
 from localllm.chat.context import (
     REMEDIES,
+    ChatPrompt,
+    ContextMeter,
     ContextUsage,
-    Conversation,
-    Meter,
     can_be_longer,
     context_usage,
+    evicted_text,
     is_cut_by_context,
     offer_policies,
     text_of,
 )
-from localllm.chat.dialogue import Dialogue, Message
-from localllm.chat.miss_report import NEW, Explanation, explain
-from localllm.chat.recorder import Keeper, kept_answer
+from localllm.chat.dialogue import Attachment, Dialogue, Message
+from localllm.chat.miss_report import Explanation, explain
+from localllm.chat.recorder import AnswerRecording, Notifier, Resumed, recorder_of
+from localllm.chat.text_file import read_text_file, typed_path
 from localllm.chat.thoughts import (
     NO_THOUGHTS,
     THOUGHT_MARKS,
@@ -35,26 +39,31 @@ from localllm.chat.thoughts import (
     effort_of,
     thinking_of,
 )
+from localllm.config import shown_setting
 from localllm.errors import ContextOverflowError, LocalLLMError, SettingsError, TemplateError, UsageError
 from localllm.runtime.selection import Selection
 from localllm.text.eviction import without
 
 if TYPE_CHECKING:
-    from localllm.cache.miss import CacheMiss
+    from localllm.cache.miss_reason import CacheMiss
     from localllm.engine.engine_info import LoadedEngine
-    from localllm.engine.events import FinishedEvent
     from localllm.engine.request import Request
-    from localllm.hub import ModelFiles
+    from localllm.runtime.engine_handle import EngineHandle, RequestStream
     from localllm.text.eviction import Evicted
 
-_SWITCH = "/set overflow"  # what a policy is chosen with in a chat
+_SWITCH = "/set overflow"  # chooses a policy in a chat
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question on its way. evicted: what left the context for it. explain: why its prompt was not found whole. said:
-    the beginning of the answer, which is gone on with: the last num_said_ids of the prompt. thinking: how thoughts are
-    told apart. note: what is to be told of a setting, once."""
+class PendingTurn:
+    """A question on its way to the model.
+
+    evicted: turns that left the context for it.
+    explain: gives the reason why its prompt was not found whole in the cache.
+    said: the beginning of an answer that is continued, the last num_said_ids of the prompt.
+    thinking: how thoughts are told apart.
+    note: a notice about a setting, given once.
+    """
 
     request: Request
     evicted: Evicted
@@ -65,194 +74,345 @@ class Asked:
     note: str = ""
 
     @property
-    def is_thinking(self) -> bool:
-        """Whether the answer begins in a thought, which the template has opened."""
-        return self.thinking.is_thinking and not self.thinking.is_harmony
-
-    def told_of_cache(self, finished: FinishedEvent) -> str:
-        """How much of the prompt was found among what was computed before, and why not more."""
-        text = f"{finished.usage.cached_tokens} of the last prompt's {finished.usage.prompt_tokens} tokens were found"
-        explanation = None if finished.miss is None else self.explain(finished.miss)
-        return text if explanation is None or explanation.cause == NEW else f"{text}; {explanation}"
+    def notices(self) -> list[str]:
+        """The notices before the answer."""
+        return [*([evicted_text(self.evicted)] if self.evicted.turns else []), *([self.note] if self.note else [])]
 
 
 @dataclass(frozen=True)
 class Fullness:
-    """What is to be told of a context that is nearly full. is_full: the answer was cut for it."""
+    """The notice about a context that is nearly full. is_full: the answer was cut for it."""
 
     text: str
     is_full: bool
 
 
-class Talk:
-    """Of one thread at a time. extra: sampling parameters that are no settings."""
+class ChatSession:
+    """Used by one thread at a time. Its model may be loaded later, or replaced; what needs one is called behind
+    `use_engine`.
+
+    engine: None until the model is loaded.
+    pending: the last question.
+    answer: its answer, None until it has ended.
+    """
 
     def __init__(
-        self, files: ModelFiles, engine: LoadedEngine, dialogue: Dialogue, keeper: Keeper, extra: Mapping[str, Any]
+        self,
+        selection: Selection,
+        notifier: Notifier,
+        extra: Mapping[str, Any],
+        resumed: Resumed | None = None,
+        system: str | None = None,
     ) -> None:
-        _ = engine.template  # raises TemplateError where there is none to talk through
-        self.files = files
-        self.engine = engine
-        self.dialogue = dialogue
-        self.keeper = keeper
+        """extra: sampling parameters that are no settings. system: a typed message in place of the chat's own."""
+        self.selection = selection
+        self._notifier = notifier
         self._extra = extra
-        self._meter = Meter()
-        self._noted = ""  # of the setting `think`
+        self._system = selection.settings.system if system is None else system  # of a new conversation
+        self.dialogue = Dialogue(selection.resolved, self._system)
+        if resumed is not None:
+            resumed.restore(self.dialogue, system)
+        self.recorder = recorder_of(self.dialogue, notifier, selection, resumed)
+        self._service: EngineHandle | None = None
+        self.engine: LoadedEngine | None = None
+        self.pending: PendingTurn | None = None
+        self.answer: Answer | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._meter = ContextMeter()
+        self._noted = ""  # the last notice about the setting `think`
+
+    # The model
 
     @property
-    def policy(self) -> str:
-        """The setting `overflow`."""
-        return self.dialogue.resolved.settings.overflow
+    def _loaded(self) -> LoadedEngine:
+        assert self.engine is not None
+        return self.engine
 
-    @property
-    def _policy_now(self) -> str:
-        """The policy, as far as the model goes along: a context as long as it can be grows no more."""
-        return "stop" if self.policy == "grow" and not can_be_longer(self.engine) else self.policy
+    def use_engine(self, service: EngineHandle, engine: LoadedEngine) -> None:
+        """Take the engine that answers from now on. Raises TemplateError where it has no template."""
+        _ = engine.template
+        self._service, self.engine = service, engine
+        self._reset()
 
-    def ask(self) -> Asked:
-        """The last question, with what was said before it.
+    def use_model(self, selection: Selection) -> None:
+        """Take another model, which is still to be loaded."""
+        self.selection = selection
+        self.engine = self.pending = None
+        self.dialogue.use(selection.resolved)
+        self.recorder.use_model(selection.model_name)
 
-        Raises ContextOverflowError, TemplateError or UsageError where it cannot be asked; it is then taken back.
+    # Questions and answers
+
+    def ask(self) -> PendingTurn:
+        """Prepare the last question, with the messages before it.
+
+        Raises ContextOverflowError, TemplateError or UsageError; the question is then taken back.
         """
         try:
-            return self._asked("")
+            return self._pending("")
         except LocalLLMError:
             self.dialogue.take_back_question()
             raise
 
-    def go_on(self) -> Asked:
-        """The last question with the beginning of its answer, which is the last turn and is taken back.
+    def go_on(self) -> PendingTurn:
+        """Prepare the last question with the beginning of its answer, which is the last turn and is taken back.
 
-        Raises UsageError where the last turn is none, and as `ask`; the answer then stays.
+        Raises UsageError where the last turn is no answer, and as `ask`; the answer then stays.
         """
         turns = self.dialogue.turns
-        if not turns or turns[-1]["role"] != "assistant" or not isinstance(turns[-1].get("content"), str):
+        if not self.dialogue.is_answered or not isinstance(turns[-1].get("content"), str):
             fix = "/regen" if turns else "write a message first"
             raise UsageError("there is no answer to go on with", why="the last message is none", fix=fix)
         answer = turns.pop()
         try:
-            return self._asked(self._begun(answer["content"]))
+            return self._pending(self._begun(answer["content"]))
         except LocalLLMError:
             turns.append(answer)
             raise
 
-    def _begun(self, said: str) -> str:
-        """The beginning of an answer without the mark of a thought that the template opens itself."""
-        opened = next((mark for mark in THOUGHT_MARKS if said.startswith(mark)), None)
-        if opened is None or not begins_in_thought(self.engine.tokenizer, self.encode(self.dialogue.messages)):
-            return said
-        return said.removeprefix(opened).lstrip("\n")
+    def submit(self, pending: PendingTurn) -> RequestStream:
+        """Begin the answer."""
+        assert self._service is not None
+        return self._service.submit(pending.request)
 
-    def _asked(self, said: str) -> Asked:
+    @contextmanager
+    def answering(self, pending: PendingTurn) -> Iterator[AnswerRecording]:
+        """Record the answer to a question, as `ChatRecorder.answering` does; the block takes its events."""
+        request = pending.request
+        begun = [pending.said] if pending.said else []
+        answer = Answer(len(request.prompt_ids), request.sampling.seed, begun, thinking=pending.thinking)
+        try:
+            with self.recorder.answering(answer) as record:
+                yield record
+                if answer.finished is not None and answer.finished.error is not None:
+                    raise answer.finished.error
+        except ContextOverflowError as error:  # it could not grow
+            offer_policies(error, ["evict"], _SWITCH)
+            raise
+        finally:
+            self.answer = answer
+
+    @contextmanager
+    def regenerating(self) -> Iterator[None]:
+        """Take the last answer back; the block asks for another. Raises UsageError where nothing was asked."""
+        before = list(self.dialogue.turns)
+        if self.dialogue.is_answered:
+            self.dialogue.turns.pop()
+        elif not self.dialogue.is_asked:
+            raise UsageError("there is no answer yet", why="nothing was asked", fix="write a message first")
+        with self._restoring(before):
+            yield
+
+    @contextmanager
+    def editing(self, question: Mapping[str, Any], text: str) -> Iterator[None]:
+        """Ask another question in place of this turn; the block asks for its answer. Raises UsageError."""
+        before = list(self.dialogue.turns)
+        index = next((index for index, turn in enumerate(before) if turn is question), None)
+        if index is None:
+            raise UsageError("the question is not there any more", why="the chat shows others", fix="write it anew")
+        self.dialogue.cut(index)
+        self.dialogue.ask(text)
+        with self._restoring(before):
+            yield
+
+    @contextmanager
+    def _restoring(self, before: list[Message]) -> Iterator[None]:
+        """Restore the turns where the block's question, the last turn now, is refused."""
+        question = self.dialogue.turns[-1] if self.dialogue.turns else None
+        try:
+            yield
+        except LocalLLMError:
+            if not any(turn is question for turn in self.dialogue.turns):
+                self.dialogue.turns[:] = before
+            raise
+
+    def _pending(self, said: str) -> PendingTurn:
         from localllm.text.chat_template import ChatInput
 
-        dialogue, tokenizer = self.dialogue, self.engine.tokenizer
-        tail = answer_ids(self.engine.template, tokenizer, said, is_final=self._effort.is_off)
-        sampling = Selection(self.files, dialogue.resolved).sampling(self._extra)
+        dialogue, tokenizer = self.dialogue, self._loaded.tokenizer
+        tail = answer_ids(self._loaded.template, tokenizer, said, is_final=self._effort.is_off)
+        sampling = Selection(self.selection.files, dialogue.resolved).sampling(self._extra)
 
         def encode(messages: Sequence[Message]) -> list[int]:
-            return [*self.encode(messages), *tail]
+            return [*self._encode(messages), *tail]
 
-        conversation = Conversation(
+        prompt = ChatPrompt(
             dialogue.messages,
             encode,
-            self.policy,
+            self._policy,
             _SWITCH,
             dialogue.num_out,
             looks=dialogue.has_room,
             opens_turn=not said,
         )
-        request, fitted = conversation.request(self.engine, sampling)
+        request, fitted = prompt.request(self._loaded, sampling)
         dialogue.leave(fitted.floor)
         given = self._effort.told(ChatInput(dialogue.given(without(dialogue.messages, fitted.floor))))
-        why = partial(explain, self.engine, given, request.prompt_ids, num_out=fitted.floor)
+        why = partial(explain, self._loaded, given, request.prompt_ids, num_out=fitted.floor)
         num_said = len(tail) if said else 0
         in_front = request.prompt_ids[: len(request.prompt_ids) - num_said]
-        thinking = thinking_of(self.engine.template, tokenizer, in_front, said)
+        thinking = thinking_of(self._loaded.template, tokenizer, in_front, said)
         request = replace(request, shown_ids=thinking.shown_ids)
         note = self._effort.note if self._effort.note != self._noted else ""
         self._noted = self._effort.note
-        return Asked(request, fitted.evicted, why, said, num_said, thinking, note)
+        self.answer = None
+        self.pending = PendingTurn(request, fitted.evicted, why, said, num_said, thinking, note)
+        return self.pending
+
+    def _begun(self, said: str) -> str:
+        """Return the beginning of an answer without the mark of a thought that the template opens itself."""
+        opened = next((mark for mark in THOUGHT_MARKS if said.startswith(mark)), None)
+        if opened is None or not begins_in_thought(self._loaded.tokenizer, self._encode(self.dialogue.messages)):
+            return said
+        return said.removeprefix(opened).lstrip("\n")
+
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
+        given, effort = self.dialogue.given(messages), self._effort
+        if not effort.variables:
+            return self._loaded.encode(given)
+        from localllm.text.chat_template import ChatInput, encode_chat
+
+        return encode_chat(self._loaded.template, self._loaded.tokenizer, effort.told(ChatInput(given)))
 
     @property
     def _effort(self) -> Effort:
-        """How much is to be thought now, as far as this model can be had so."""
-        return effort_of(self.dialogue.resolved, self.engine.template)
+        return effort_of(self.dialogue.resolved, self._loaded.template)
 
-    def answer(self, asked: Asked, show: Callable[[Callable[[str], None]], Answer]) -> Answer:
-        """The answer that `show` brings about, kept as `kept_answer` has it. Raises the error that ended it."""
-        try:
-            return kept_answer(self.dialogue, self.keeper, show, is_thinking=asked.is_thinking)
-        except ContextOverflowError as error:  # it could not grow
-            offer_policies(error, ["evict"], _SWITCH)
-            raise
+    # The context
 
-    def fullness(self, finished: FinishedEvent) -> Fullness | None:
-        """What is to be told after an answer, if anything is."""
-        if finished.ctx is None:
+    @property
+    def _policy(self) -> str:
+        return self.dialogue.resolved.settings.overflow
+
+    @property
+    def _policy_now(self) -> str:
+        """The policy as far as the model allows: a context of the greatest length grows no more."""
+        return "stop" if self._policy == "grow" and not can_be_longer(self._loaded) else self._policy
+
+    def fullness(self) -> Fullness | None:
+        """Return the notice about the context after the last answer, if there is one."""
+        finished = None if self.answer is None else self.answer.finished
+        if finished is None or finished.ctx is None:
             return None
         policy = self._policy_now
         note = self._meter.note(context_used(finished), finished.ctx, policy)
         if is_cut_by_context(finished, finished.ctx):
-            larger = ", or start with a larger --ctx" if can_be_longer(self.engine) else ""
+            larger = ", or start with a larger --ctx" if can_be_longer(self._loaded) else ""
             remedy = f"{REMEDIES['stop']}{larger}" if policy == "stop" else REMEDIES[policy]
             return Fullness(f"the context of {finished.ctx} tokens is full: {remedy}", is_full=True)
         return None if note is None else Fullness(note, is_full=False)
 
-    def has_room_behind(self, finished: FinishedEvent) -> bool:
-        """Whether an answer that ended so can be gone on with."""
-        is_full = finished.ctx is not None and is_cut_by_context(finished, finished.ctx)
+    def can_go_on(self) -> bool:
+        """Return whether the context lets the last answer be continued."""
+        finished = None if self.answer is None else self.answer.finished
+        is_full = finished is not None and finished.ctx is not None and is_cut_by_context(finished, finished.ctx)
         return not is_full or self._policy_now != "stop"
 
     def usage(self) -> ContextUsage:
-        """Who has how much of the context now."""
-        num_out = self.dialogue.num_out if self.policy == "evict" else 0
+        """Return how the context is used now."""
+        num_out = self.dialogue.num_out if self._policy == "evict" else 0
         given = self.dialogue.given(without(self.dialogue.messages, num_out))
-        tokenize = self.engine.tokenizer.encode
+        tokenize = self._loaded.tokenizer.encode
 
         def count(text: str) -> int:
             return len(tokenize(text))
 
         try:
-            used = len(self.encode(given)) if given else 0
+            used = len(self._encode(given)) if given else 0
         except TemplateError:  # of a system message alone, which some templates refuse
             used = count("".join(text_of(message) for message in given))
-        return context_usage(given, used, self.engine.ctx, count, num_out)
+        return context_usage(given, used, self._loaded.ctx, count, num_out)
 
     def too_long(self) -> str | None:
-        """What is to be told of a conversation that has no room for another question: one that began elsewhere."""
+        """Return the notice about a chat that leaves no context for a question: one that began elsewhere."""
         usage = self.usage()
         if usage.used < usage.limit or self._policy_now == "grow":
             return None
         return f"this chat has {usage.used:,} tokens, the context {usage.limit:,}: {REMEDIES[self._policy_now]}"
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a prompt."""
-        given, effort = self.dialogue.given(messages), self._effort
-        if not effort.variables:
-            return self.engine.encode(given)
-        from localllm.text.chat_template import ChatInput, encode_chat
+    def cache_lines(self) -> list[str]:
+        """Return how much of the last prompt was found in the cache, and why not more."""
+        if self.pending is None or self.answer is None or self.answer.finished is None:
+            return ["there is no answer yet"]
+        finished = self.answer.finished
+        cached, total = finished.usage.cached_tokens, finished.usage.prompt_tokens
+        line = f"{cached} of the last prompt's {total} tokens were found, the others computed"
+        return [line] if finished.miss is None else [line, str(self.pending.explain(finished.miss))]
 
-        return encode_chat(self.engine.template, self.engine.tokenizer, effort.told(ChatInput(given)))
+    # The conversation
 
-    def think(self, effort: str) -> str:
-        """Changes how much is thought before the next answers, "-" as at first; what is to be told of it. "": as it is.
-        Raises UsageError for what is no such choice, and for what this model cannot be had to."""
-        if effort:
-            before = self.dialogue.resolved
-            try:
-                self.dialogue.set("think", effort)
+    def clear(self) -> None:
+        """Begin a new conversation."""
+        self.recorder.catch_up()
+        self.dialogue.clear()
+        self.dialogue.system = self._system
+        self.recorder.begin_anew()
+
+    def open(self, resumed: Resumed) -> None:
+        """Put a saved chat in place of the present one."""
+        self.recorder.catch_up()
+        self.recorder.close()
+        self.dialogue.clear()
+        resumed.restore(self.dialogue, None)
+        self.recorder = recorder_of(self.dialogue, self._notifier, self.selection, resumed)
+        self._reset()
+
+    def load(self, path: str) -> int:
+        """Continue from messages in a file, and return their number. Raises UsageError."""
+        from localllm.text.chat_template import parse_messages_file
+
+        text = read_text_file(typed_path(path), "/load")
+        self.recorder.catch_up()
+        self.dialogue.load(list(parse_messages_file(text).messages))
+        self.recorder.begin_anew()
+        return len(self.dialogue.turns)
+
+    def save(self, path: str, *, overwrite: bool = False) -> Path:
+        """Write the messages into a file, and return its path. Raises UsageError, ExistsError."""
+        file = typed_path(path or "chat.json")
+        self.dialogue.save(file, overwrite=overwrite)
+        return file
+
+    def attach(self, path: str) -> Attachment:
+        """Put a text file before the next question. Raises UsageError."""
+        self.dialogue.attached.append(Attachment(path, read_text_file(typed_path(path), "/file")))
+        return self.dialogue.attached[-1]
+
+    def set_system(self, text: str | None) -> None:
+        """Replace the system message of this conversation and the next ones."""
+        self.dialogue.system = self._system = text
+
+    def settings_lines(self, key: str = "") -> list[str]:
+        """Return one setting, or all that can be set. Raises as `Dialogue.settable`."""
+        settings = self.dialogue.resolved.settings
+        return [f"{name} = {shown_setting(getattr(settings, name))}" for name in self.dialogue.settable(key)]
+
+    def think(self, effort: str) -> None:
+        """Change how much is thought before the next answers; "-": as at first.
+
+        Raises UsageError for an unknown effort, and for one that the loaded model cannot have.
+        """
+        before = self.dialogue.resolved
+        try:
+            self.dialogue.set("think", effort)
+            if self.engine is not None:
                 effort_of(self.dialogue.resolved, self.engine.template, "/think")
-            except SettingsError as error:
-                raise UsageError(f"/think knows no {effort[:80]!r}", why=error.why, fix="/think on") from None
-            except LocalLLMError:
-                self.dialogue.resolved = before
-                raise
-        return f"thinking: {self.dialogue.resolved.settings.think or 'as the model does'}"
+        except SettingsError as error:
+            raise UsageError(f"/think knows no {effort[:80]!r}", why=error.why, fix="/think on") from None
+        except LocalLLMError:
+            self.dialogue.resolved = before
+            raise
+
+    def close(self) -> None:
+        """Record what was missed, and close the history."""
+        self.recorder.catch_up()
+        self.recorder.close()
 
 
 def mended_in_chat(error: LocalLLMError) -> LocalLLMError:
-    """The error with a fix that can be typed in a chat."""
+    """Return the error with a fix that can be typed in a chat."""
     if error.fix.startswith("--"):
         error.fix = f"start again with {error.fix}"
     match error:

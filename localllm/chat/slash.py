@@ -1,49 +1,125 @@
-"""The slash commands of a chat: their names, what follows them, and a typed line taken apart."""
+"""The slash commands of a chat: a typed line taken apart, and the commands that are the same on every front end."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from localllm.chat.context import usage_lines
+from localllm.chat.session import ChatSession
 from localllm.errors import UsageError
+
+Action = Callable[[ChatSession, str], Sequence[str]]
+
+
+def _system(session: ChatSession, text: str) -> list[str]:
+    if text:
+        session.set_system(None if text == "-" else text)
+    return [f"system message: {session.dialogue.system or 'none'}"]
+
+
+def _undo(session: ChatSession, _: str) -> list[str]:
+    done = session.dialogue.take_back_question()
+    return ["took the last question back" if done else "there is nothing to take back"]
+
+
+def _clear(session: ChatSession, _: str) -> list[str]:
+    session.clear()
+    return ["a new conversation"]
+
+
+def _fork(session: ChatSession, _: str) -> list[str]:
+    name = session.recorder.fork()
+    return [f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands"]
+
+
+def _title(session: ChatSession, text: str) -> list[str]:
+    return [f"title: {session.recorder.rename(text)}"]
+
+
+def _file(session: ChatSession, path: str) -> list[str]:
+    return [f"{len(session.attach(path).text)} characters go before the next question"]
+
+
+def _save(session: ChatSession, path: str) -> list[str]:
+    return [f"wrote {session.save(path)}"]
+
+
+def _load(session: ChatSession, path: str) -> list[str]:
+    return [f"{session.load(path)} messages"]
+
+
+def _set(session: ChatSession, text: str) -> list[str]:
+    key = text.partition(" ")[0].partition("=")[0]  # `top_k 5`, or `top_k=5`
+    value = text[len(key) + 1 :].strip()
+    if key == "think" and value:
+        return _think(session, value)
+    if value:
+        session.dialogue.set(key, value)
+    return session.settings_lines(key)
+
+
+def _think(session: ChatSession, effort: str) -> list[str]:
+    if effort:
+        session.think(effort)
+    return [f"thinking: {session.dialogue.resolved.settings.think or 'as the model does'}"]
+
+
+def _show(session: ChatSession, _: str) -> list[str]:
+    files = session.selection.files
+    tokens = _tokens(session, "") if session.engine is not None else []
+    return [f"model {files.name} in {files.directory}", *tokens, *_system(session, ""), *session.settings_lines()]
+
+
+def _tokens(session: ChatSession, _: str) -> list[str]:
+    return usage_lines(session.usage())
+
+
+def _cache(session: ChatSession, _: str) -> list[str]:
+    return session.cache_lines()
 
 
 @dataclass(frozen=True)
 class Command:
-    """A slash command: what follows it, what it does, in words."""
+    """A slash command.
+
+    parameters: as they are written behind its name.
+    action: returns the lines to show; None where each front end has its own.
+    """
 
     parameters: str
     summary: str
+    action: Action | None = None
 
 
 COMMANDS: Mapping[str, Command] = {
     "help": Command("", "this list"),
-    "system": Command("[TEXT]", "show or replace the system message; `/system -` removes it"),
+    "system": Command("[TEXT]", "show or replace the system message; `/system -` removes it", _system),
     "regen": Command("", "answer the last question again"),
-    "undo": Command("", "take the last question and its answer back"),
-    "clear": Command("", "start a new conversation"),
-    "fork": Command("", "go on in a copy of this conversation"),
-    "title": Command("[TEXT]", "show or change the title under which it is kept"),
+    "undo": Command("", "take the last question and its answer back", _undo),
+    "clear": Command("", "start a new conversation", _clear),
+    "fork": Command("", "go on in a copy of this conversation", _fork),
+    "title": Command("[TEXT]", "show or change the title under which it is kept", _title),
     "sessions": Command("", "the latest chats that are kept"),
-    "file": Command("PATH", "put a text file before the next question"),
-    "save": Command("[PATH]", "write the conversation as JSON"),
-    "load": Command("PATH", "go on from a conversation in JSON"),
-    "set": Command("[KEY VALUE]", "show or change the settings of the next answers; `-`: as at first"),
+    "file": Command("PATH", "put a text file before the next question", _file),
+    "save": Command("[PATH]", "write the conversation as JSON", _save),
+    "load": Command("PATH", "go on from a conversation in JSON", _load),
+    "set": Command("[KEY VALUE]", "show or change the settings of the next answers; `-`: as at first", _set),
     "think": Command(
-        "[on|off|LEVEL]", "how much is thought before the next answers: low, medium, high; `-`: as at first"
+        "[on|off|LEVEL]", "how much is thought before the next answers: low, medium, high; `-`: as at first", _think
     ),
-    "show": Command("", "model, context, system message and settings"),
+    "show": Command("", "model, context, system message and settings", _show),
     "stats": Command("[on|off]", "rates and times of the last answer, or after each: copy, compute, sample, wait"),
-    "tokens": Command("", "how full the context is, and of what"),
-    "cache": Command("", "how much of the last prompt was not computed again, and why not more"),
+    "tokens": Command("", "how full the context is, and of what", _tokens),
+    "cache": Command("", "how much of the last prompt was not computed again, and why not more", _cache),
     "bye": Command("", "leave (also Ctrl-D)"),
 }
 _ALIASES = {"exit": "bye", "quit": "bye", "?": "help"}
 
 
 def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tuple[str, str]:
-    """`/set top_k 5` -> ("set", "top_k 5"). Raises UsageError naming the nearest for one that does not exist."""
+    """Return ("set", "top_k 5") for `/set top_k 5`. Raises UsageError, for an unknown name with the nearest one."""
     name, _, rest = line[1:].strip().partition(" ")
     name = _ALIASES.get(name, name)
     if name not in commands:
@@ -60,12 +136,13 @@ def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tupl
     return name, rest.strip()
 
 
-def setting(text: str) -> tuple[str, str]:
-    """The key and the value behind /set: `top_k 5`, or `top_k=5`."""
-    key = text.partition(" ")[0].partition("=")[0]
-    return key, text[len(key) + 1 :].strip()
+def run(session: ChatSession, name: str, rest: str) -> Sequence[str]:
+    """Run a command that is the same on every front end, and return the lines to show. Raises LocalLLMError."""
+    action = COMMANDS[name].action
+    assert action is not None
+    return action(session, rest)
 
 
 def command_list() -> list[str]:
-    """The commands, a line each."""
+    """Return the commands, a line each."""
     return [f"/{name} {command.parameters}".ljust(20) + command.summary for name, command in COMMANDS.items()]

@@ -1,4 +1,4 @@
-"""Text that no terminal obeys: a model's or a stranger's words, and errors, as a person is shown them."""
+"""Text made safe for a terminal: a model's or a stranger's words, and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _OTHER_COMMAND = re.compile(", or (?=localllm |the same command )")  # each is pasted from a line of its own
-# What an error says where its raiser had no more to tell: an error always has its four lines.
+# The why and fix of errors that were raised without: an error always has its four lines.
 _GENERIC: Mapping[str, tuple[str, str]] = {
     "failure": ("the command could not be finished", "localllm doctor"),
     "usage": ("the command line asks for something that cannot be honoured", "localllm --help"),
@@ -36,13 +36,12 @@ _GENERIC: Mapping[str, tuple[str, str]] = {
 
 
 def printable(text: str) -> str:
-    """The text without control characters: what a terminal may be shown of a model's or a stranger's words."""
+    """Return the text without control characters, which a terminal would obey."""
     return UNSAFE.sub("", text)
 
 
 def visible(text: str) -> str:
-    """The text with a sign in the place of whatever a terminal could obey, or a screen count as a line of its own: for
-    a stranger's words that are to be read as they are."""
+    """Return the text with a sign for each character that a terminal would obey, or a screen count as a line."""
     return _UNSEEN.sub(_sign, text)
 
 
@@ -56,12 +55,12 @@ def _sign(match: re.Match[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line, control characters shown as escapes: for names and messages inside a line of ours."""
+    """Return the text on one line, with escapes for control characters: for names inside a line of ours."""
     return _UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), re.sub(r"[\n\t]", " ", text))
 
 
 def format_seconds(seconds: float) -> str:
-    """75 -> "1:15"."""
+    """Return "1:15" for 75."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -81,8 +80,7 @@ def format_ago(then: float, now: float) -> str:
 
 
 def error_rows(error: LocalLLMError) -> list[tuple[str, str]]:
-    """An error as (label, line): what, why, what to do, where to read more; and one for each other command that would
-    do."""
+    """Return an error as (label, line): what, why, the fix, other fixes, where to read more."""
     why, fix = _GENERIC.get(error.code, _GENERIC["failure"])
     first, *others = _OTHER_COMMAND.split(error.fix or fix)
     fixes = [("fix", first), *(("or", other) for other in others)]

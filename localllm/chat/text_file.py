@@ -1,8 +1,11 @@
-"""Text files that a person names: read whole, or refused with what helps."""
+"""Text files that a user names: read and written whole, or refused with a fix."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from localllm.config import format_bytes
@@ -12,8 +15,12 @@ MAX_INPUT_BYTES = 16 << 20  # about four million tokens: more than any context
 ICONV = "iconv -f ISO-8859-1 -t UTF-8"
 
 
+class ExistsError(UsageError):
+    """A file is there already, and is left as it is."""
+
+
 def typed_path(text: str) -> Path:
-    """A path as it was typed, with the home folder for its ~. Raises UsageError."""
+    """Return a typed path, with the home folder for its ~. Raises UsageError."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -23,9 +30,9 @@ def typed_path(text: str) -> Path:
 
 
 def read_text_file(path: Path, flag: str) -> str:
-    """The whole of a text file. Raises UsageError, naming it, for one that is absent, binary or too large.
+    """Return the whole text of a file. Raises UsageError for one that is absent, binary or too large.
 
-    flag: who wants it, `--file` on a command line or `/file` in a chat.
+    flag: the option or command that names it, `--file` on a command line or `/file` in a chat.
     """
     try:
         if flag.startswith("/") and path.exists() and not path.is_file():  # a pipe would hold a chat up for ever
@@ -43,9 +50,9 @@ def read_text_file(path: Path, flag: str) -> str:
 
 
 def as_text(data: bytes, source: str, convert: str, *, nul_allowed: bool = True, encoding: str = "utf-8-sig") -> str:
-    """Bytes as text. convert: the command that makes UTF-8 of them.
+    """Return bytes as text. Raises UsageError, naming the source, for bytes that are too many or no text.
 
-    Raises UsageError, naming the source, for what is too large or no text.
+    convert: the command that makes UTF-8 of them.
     """
     if len(data) > MAX_INPUT_BYTES:
         why = f"it has more than {format_bytes(MAX_INPUT_BYTES)}; no context holds that"
@@ -58,3 +65,46 @@ def as_text(data: bytes, source: str, convert: str, *, nul_allowed: bool = True,
     except UnicodeDecodeError as error:
         why = f"{error.reason} at byte {error.start}"
         raise UsageError(f"{source} is no UTF-8 text", why=why, fix=convert) from error
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a new file, or none where it cannot be written whole. Raises UsageError, ExistsError."""
+    try:
+        with path.open("x", encoding="utf-8", errors="replace") as stream:
+            try:
+                stream.write(text)
+                stream.flush()
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+    except FileExistsError:
+        why = "it would be lost"
+        other = path.with_stem(f"{path.stem}-2")
+        raise ExistsError(f"{str(path)!r} is there already", why=why, fix=f"another name: {other}") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        fix = "another folder, or name"
+        raise UsageError(f"{str(path)!r} cannot be written", why=why, fix=fix) from None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file, over one that is there; beside the name first, so that no half file ever has it. Raises
+    UsageError."""
+    unfinished = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        look = "df -h" if path.parent.is_dir() else "mkdir -p"
+        fix = f"{look} {shlex.quote(str(path.parent))}"
+        raise UsageError(f"{str(path)!r} cannot be written", why=why, fix=fix) from error
+    finally:
+        with suppress(OSError, ValueError):
+            unfinished.unlink(missing_ok=True)

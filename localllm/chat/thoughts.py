@@ -1,5 +1,4 @@
-"""The thoughts of a model before its answer: how they are asked for, told apart from the answer, and allowed in front
-of a form.
+"""The thoughts of a model before its answer: requested, separated from the answer, and allowed before a grammar.
 
 Knows the marks of thoughts, and which variables chat templates have for them. Knows no model.
 """
@@ -11,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat import harmony
-from localllm.config import THOUGHT_LEVELS
 from localllm.errors import UsageError
+from localllm.settings import THOUGHT_LEVELS
 
 if TYPE_CHECKING:
     from localllm.config import ResolvedSettings
@@ -32,10 +31,15 @@ LEVEL = "reasoning_effort"
 
 @dataclass(frozen=True)
 class Thinking:
-    """The thoughts that one prompt's answer may have. splits: there may be thoughts to tell apart. is_thinking: the
-    answer begins in one, which the template has opened. may_come: one may still be opened. is_harmony: the answer is
-    written in that format, and begins in its header; is_final: in the message that is said. shown_ids: special
-    tokens by which it is told apart."""
+    """The thoughts that the answer to one prompt may have.
+
+    splits: there may be thoughts to separate.
+    is_thinking: the answer begins in a thought, which the template has opened.
+    may_come: a thought may still be opened.
+    is_harmony: the answer has the format of harmony, and begins in the header of a message.
+    is_final: a harmony answer begins in the message that is shown.
+    shown_ids: special tokens that separate thoughts.
+    """
 
     splits: bool = False
     is_thinking: bool = False
@@ -45,13 +49,13 @@ class Thinking:
     shown_ids: frozenset[int] = frozenset()
 
     def splitter(self) -> Splitter | harmony.HarmonySplitter | None:
-        """A new one for each answer; None: all of it is said."""
+        """Return a splitter for one answer; None where there are no thoughts."""
         if self.is_harmony:
             return harmony.HarmonySplitter(is_thinking=self.is_thinking if self.is_thinking or self.is_final else None)
         return Splitter(is_thinking=self.is_thinking) if self.splits else None
 
     def grammar(self, form: Grammar | None) -> Grammar | None:
-        """The form of an answer behind what may be thought."""
+        """Return the grammar with the thoughts that may stand before it."""
         if form is None or self.is_harmony or not (self.is_thinking or self.may_come):
             return form
         return replace(form, thoughts=tuple(THOUGHT_MARKS.items()), is_thinking=self.is_thinking)
@@ -63,8 +67,8 @@ NO_THOUGHTS = Thinking()
 def thinking_of(
     template: ChatTemplate | None, tokenizer: Tokenizer, prompt_ids: Sequence[int], said: str = ""
 ) -> Thinking:
-    """Return the thoughts that the answer to a prompt may have. template: None where the prompt stands without one,
-    and all of the answer is said. said: the beginning of an answer that is continued, behind the prompt."""
+    """Return the thoughts that the answer to a prompt may have. template: None for a raw prompt, which has none. said:
+    the beginning of an answer that is continued, behind the prompt."""
     if template is None:
         return NO_THOUGHTS
     if harmony.is_harmony(template):
@@ -81,7 +85,7 @@ def thinking_of(
 
 def answer_ids(template: ChatTemplate, tokenizer: Tokenizer, said: str = "", *, is_final: bool) -> list[int]:
     """Return the ids of an answer's beginning that stand behind its prompt. said: the beginning, as it is saved.
-    is_final: nothing is thought before, or has been said yet, which harmony has a mark for."""
+    is_final: no thought comes before the answer, which harmony has a mark for."""
     if not harmony.is_harmony(template):
         return tokenizer.encode(said) if said else []
 
@@ -98,7 +102,7 @@ def answer_ids(template: ChatTemplate, tokenizer: Tokenizer, said: str = "", *, 
 
 
 def special_among(tokenizer: Tokenizer, marks: Iterable[str]) -> frozenset[int]:
-    """Those of the marks that are special tokens, of which an answer's text has nothing unless it is asked for."""
+    """Return the marks that are special tokens, which an answer's text omits unless they are asked for."""
     return frozenset(index for mark in marks if (index := tokenizer.token_id(mark)) in tokenizer.special_ids)
 
 
@@ -176,7 +180,7 @@ def effort_of(resolved: ResolvedSettings, template: ChatTemplate, switch: str = 
 
 
 def told_apart(text: str, *, is_thinking: bool = False) -> tuple[str, str, bool]:
-    """(thought, answer, whether it ends in the thought) of what is kept of an answer. is_thinking: it begins in one."""
+    """Split a saved answer into (thought, answer, ends in the thought). is_thinking: it begins in a thought."""
     splitter = Splitter(is_thinking=is_thinking)
     parts = [*splitter.feed(text), *splitter.end()]
     thought, answer = ("".join(part for is_thought, part in parts if is_thought is which) for which in (True, False))
@@ -184,14 +188,13 @@ def told_apart(text: str, *, is_thinking: bool = False) -> tuple[str, str, bool]
 
 
 def kept_apart(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
-    """(thought, answer) of what is kept of an answer; one without a thought stays as it stands."""
+    """Split a saved answer into (thought, answer); one without a thought stays as it is."""
     has_thought = is_thinking or text.lstrip().startswith(tuple(THOUGHT_MARKS))
     return told_apart(text, is_thinking=is_thinking)[:2] if has_thought else ("", text)
 
 
 def with_thought(thought: str, answer: str) -> str:
-    """Return a thought and its answer in the form that `kept_apart` takes. answer: "" where it was cut in its
-    thought."""
+    """Return a thought and its answer as they are saved. answer: "" where it was cut in its thought."""
     pairs = THOUGHT_MARKS.items()
     opened, close = next((pair for pair in pairs if pair[1] not in thought), (OPENS, CLOSES))
     return f"{opened}\n{thought}" + (f"{close}\n\n{answer}" if answer else "")
@@ -224,17 +227,11 @@ def opens_thought(prompt: str) -> bool:
 
 
 def split(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
-    """(thought, answer) of a whole answer, also of one whose opening mark stood in the prompt. is_thinking: it is known
-    that it did, which cannot be seen where the thought was interrupted."""
-    splitter = Splitter(is_thinking=is_thinking or _is_closed_only(text))
-    parts = [*splitter.feed(text), *splitter.end()]
-    return tuple("".join(part for is_thought, part in parts if is_thought is which) for which in (True, False))  # type: ignore[return-value]
-
-
-def _is_closed_only(text: str) -> bool:
-    return any(
-        0 <= text.find(close) and opened not in text[: text.find(close)] for opened, close in THOUGHT_MARKS.items()
-    )
+    """Split an answer into (thought, answer), also where the opening mark stood in the prompt. is_thinking: it is known
+    that it did, which an interrupted thought does not show."""
+    at = {opened: text.find(close) for opened, close in THOUGHT_MARKS.items()}
+    is_closed_only = any(index >= 0 and opened not in text[:index] for opened, index in at.items())
+    return told_apart(text, is_thinking=is_thinking or is_closed_only)[:2]
 
 
 def may_think(template: str) -> bool:
@@ -243,9 +240,9 @@ def may_think(template: str) -> bool:
 
 
 class Splitter:
-    """Tells them apart while the text is being written; at most a mark's length waits until it is known to be none.
+    """Separates thought and answer as the text comes; at most the length of a mark waits.
 
-    A thought is one that begins before anything else was said: an answer may speak of such marks.
+    A thought stands before everything else: an answer may speak of such marks.
     """
 
     def __init__(self, *, is_thinking: bool = False) -> None:
@@ -261,7 +258,7 @@ class Splitter:
         return self._closing is not None
 
     def feed(self, text: str) -> list[tuple[bool, str]]:
-        """The next piece of text, as (is it a thought, text)."""
+        """Return the next pieces as (is it a thought, text)."""
         if self._is_settled and not self._pending:
             return [(False, text)] if text else []
         self._pending += text
@@ -276,7 +273,7 @@ class Splitter:
         return [(self.is_thinking, rest)] if rest else []
 
     def _step(self, found: list[tuple[bool, str]]) -> bool:
-        """Takes as much as is certain off what is pending; False where more has to come."""
+        """Take as much as is certain off the pending text; False where more has to come."""
         if self._closing is not None:
             return self._think(found, tuple(THOUGHT_MARKS.values()) if not self._closing else (self._closing,))
         if self._is_settled:

@@ -53,7 +53,7 @@ def _rendered(template: ChatTemplate, chat: ChatInput) -> str | None:
 
 
 def in_words(messages: Sequence[Message], functions: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """All of it as text of turns that alternate. functions: name, description and parameters of each tool."""
+    """Return the messages as texts of alternating turns. functions: name, description and parameters of each tool."""
     found: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
@@ -69,7 +69,7 @@ def in_words(messages: Sequence[Message], functions: Sequence[Mapping[str, Any]]
 
 
 def loaded(text: str) -> Any:
-    """None for what is no JSON, too deep to be read, or has numbers that could not be written again."""
+    """Return JSON's value; None for other text, too deep JSON, and numbers that JSON cannot hold."""
     try:
         value = json.loads(text, parse_constant=_refuse)
         json.dumps(value, allow_nan=False)
@@ -79,8 +79,7 @@ def loaded(text: str) -> Any:
 
 
 def arguments_of(value: Any) -> dict[str, Any] | None:
-    """Return a call's arguments, given as an object or as its text: null, and nothing, are an empty object. None for
-    anything else."""
+    """Return a call's arguments from an object or its text, {} for null or nothing; None for anything else."""
     if isinstance(value, str):
         said = loaded(value) if value.strip() not in ("", "null") else {}
         return arguments_of(said) if isinstance(said, str) else said if isinstance(said, dict) else None
@@ -88,7 +87,7 @@ def arguments_of(value: Any) -> dict[str, Any] | None:
 
 
 def told_arguments(arguments: object) -> Any:
-    """Those of a call as an object, where they are one or nothing; what was cut, or is none, stays as it is."""
+    """Return a call's arguments as an object where they are one or nothing; others stay as they are."""
     found = arguments_of(arguments)
     return arguments if found is None else found
 
@@ -103,8 +102,7 @@ def _call_text(call: object) -> str:
 
 
 def _with_instructions(messages: list[Message], functions: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Add instructions to the system message, where there is one, else in front of the first question: not every
-    template knows a system."""
+    """Add instructions to the system message, or to the first question: not every template knows a system message."""
     at = next((index for index, each in enumerate(messages) if each["role"] in ("system", "developer", "user")), None)
     text = _instructions(functions)
     if at is None:

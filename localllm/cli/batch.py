@@ -17,10 +17,10 @@ import typer
 
 from localllm.chat.text import format_seconds
 from localllm.cli.batch_input import TOLD, LineRules, Problems, Prompts, read_prompts
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.job import SEEDS, Job
 from localllm.cli.journal import open_journal
-from localllm.cli.opening import loading
+from localllm.cli.load_progress import loading
 from localllm.cli.options import DEFAULT_MAX_TOKENS, extra_sampling
 from localllm.cli.output import ProgressLine
 from localllm.cli.prompt import argument_text
@@ -49,7 +49,7 @@ _TEXT_FILES = (
 )  # fmt: skip
 
 
-def run_batch(front: Front, selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None) -> None:
+def run_batch(front: CliContext, selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None) -> None:
     """Answers every line of a file. Raises what is wrong with lines or with the engine; typer.Exit(1) if one failed;
     SchemaError with --strict if one has not the form of `grammar`."""
     parallel = flags["parallel"] or DEFAULT_PARALLEL
@@ -84,7 +84,7 @@ def incomplete_text(job: Job) -> str:
 
 
 def line_rules(selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None = None) -> LineRules:
-    """What the command line and the settings say about every line. Raises UsageError."""
+    """Return what the command line and the settings say about every line. Raises UsageError."""
     sampling = replace(selection.sampling(extra_sampling(flags)), seed=selection.settings.seed)
     if sampling.max_tokens is None:
         sampling = replace(sampling, max_tokens=DEFAULT_MAX_TOKENS)
@@ -100,7 +100,7 @@ def line_rules(selection: Selection, flags: Mapping[str, Any], grammar: Grammar 
 
 
 def job_shape(prompts: Prompts, rules: LineRules, parallel: int) -> JobShape:
-    """What the memory is shared out by, before anything is encoded."""
+    """Return the shape by which memory is shared out, estimated before anything is encoded."""
     answer = rules.sampling.max_tokens or DEFAULT_MAX_TOKENS
     mean, longest = (size // _BYTES_A_TOKEN + answer for size in (prompts.mean_bytes, prompts.longest_bytes))
     return JobShape(min(parallel, len(prompts)), mean, longest)
@@ -108,7 +108,7 @@ def job_shape(prompts: Prompts, rules: LineRules, parallel: int) -> JobShape:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of every prompt: how many tokens, and the highest id that it needs the model to have."""
+    """The number of tokens of every prompt, and the highest id that it needs the model to have."""
 
     lengths: array[int]
     highest_ids: array[int]
@@ -180,8 +180,8 @@ def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: En
     return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def report(front: Front, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
-    """What came of a job; with `engine`, its statistics too. strict: an error says which answers have no form."""
+def report(front: CliContext, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
+    """Print how a job ended; with `engine`, its statistics too. strict: an error says which answers have no form."""
     tally, output, total = job.tally, front.output, job.num_prompts
     if tally.num_cut_by_max_tokens and selection.settings.max_tokens is None:
         cut = f"{tally.num_cut_by_max_tokens} of {total} answers were cut at {DEFAULT_MAX_TOKENS} tokens"

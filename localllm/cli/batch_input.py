@@ -16,20 +16,20 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from localllm.chat.text_file import MAX_INPUT_BYTES
-from localllm.cli.options import NUMBERS
+from localllm.cli.options import SAMPLING_OPTIONS
 from localllm.cli.output import Output
 from localllm.cli.prompt import patience
 from localllm.cli.source import Source, asked
-from localllm.config import ACCEPTED, Accepts, format_bytes
+from localllm.config import format_bytes
 from localllm.engine.request import MAX_BIAS, SamplingParams
 from localllm.errors import CheckpointError, LocalLLMError, UsageError
 from localllm.models.strict_json import JsonLimits, parse_json
-from localllm.registry import SAMPLING_SETTINGS
+from localllm.settings import SETTINGS, Accepts, SamplingSettings
 from localllm.text.chat_template import as_chat_input
 from localllm.text.grammar.grammar import Grammar
 
@@ -39,8 +39,8 @@ TOLD = 5  # bad lines that an error describes
 _BOM = b"\xef\xbb\xbf"
 
 _SAMPLING: Mapping[str, Accepts] = {
-    **{name: ACCEPTED[name] for name in SAMPLING_SETTINGS},
-    **{name: NUMBERS[name] for name in ("dry_multiplier", "dry_base", "dry_allowed_length", "logprobs")},
+    **{each.name: SETTINGS[each.name].accepts for each in fields(SamplingSettings)},
+    **{each.name: each.accepts for each in SAMPLING_OPTIONS if each.accepts},
 }
 _BIAS = Accepts("number", -MAX_BIAS, MAX_BIAS)
 _KEYS = ("id", "prompt", "messages", "tools", "system", "logit_bias", *_SAMPLING)
@@ -51,7 +51,7 @@ _OPENAI_URL = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class LineRules:
-    """What the command line says about every line. system: typed, or the setting, as `system_is_typed` tells."""
+    """The command line's say about every line. system: typed, or the setting, as `system_is_typed` tells."""
 
     model: str
     sampling: SamplingParams
@@ -91,7 +91,7 @@ class Prompts:
 
     @property
     def digest(self) -> str:
-        """Of all lines: other prompts have another one."""
+        """The hash of all lines: other prompts have another one."""
         return self._hash.hexdigest()
 
     @property

@@ -10,20 +10,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 from localllm.chat.text import one_line
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
+from localllm.cli.context import CliContext, cli_context
+from localllm.cli.load_progress import PackingProgress
+from localllm.cli.options import option, takes
 from localllm.cli.output import Output, ProgressLine
-from localllm.cli.packing import Packing
-from localllm.cli.selection import select
-from localllm.cli.settings import read_settings
-from localllm.config import Settings
+from localllm.cli.selection import read_settings, select
 from localllm.errors import LocalLLMError, UsageError
 from localllm.runtime.vram import vram_cap
+from localllm.settings import Accepts, EngineConfig, Settings
 
 if TYPE_CHECKING:
     from localllm.bench.report import BenchmarkReport
@@ -43,75 +43,68 @@ EXAMPLES = """Examples:
 """
 
 
-def bench_command(
-    context: typer.Context,
-    model: options.Model = None,
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Random weights of the model's shape: nothing need be downloaded.")
-    ] = False,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", metavar="N", help="Length of the prompt. Default: 512.")
-    ] = None,
-    gen_tokens: Annotated[
-        int | None, typer.Option("--gen-tokens", metavar="N", help="Tokens to generate in a round. Default: 128.")
-    ] = None,
-    depth: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--context",
-            metavar="N",
-            help="Tokens that come before the generated ones; may be repeated. Default: as many as the prompt has.",
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option("--rounds", metavar="N", help="Number of rounds of measuring. Default: 5.")
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option(
-            "--ram",
-            metavar="SIZE",
-            help="Most memory for the program and the model, 4GiB; the floors' buffers take 1.3 GiB on top.",
-        ),
-    ] = None,
-    vram: options.Vram = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object: schema_version, machine, floors, runs.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write that object to FILE.")] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="A B", help="Show two such files side by side, and measure nothing."),
-    ] = None,
-) -> None:
+_MOST_TOKENS = 1 << 30  # no cache holds as many; beyond, sizes leave the range of a float
+_LENGTH = Accepts("integer", 1, _MOST_TOKENS, usual="512")
+
+
+@takes(
+    options.MODEL,
+    option("--random-weights", "Random weights of the model's shape: nothing need be downloaded."),
+    "weights",
+    "kv",
+    option("--prompt-tokens", "Length of the prompt. Default: 512.", "N", int, accepts=_LENGTH),
+    option(
+        "--gen-tokens",
+        "Tokens to generate in a round. Default: 128.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, _MOST_TOKENS, usual="128"),
+    ),
+    option(
+        "--context",
+        "Tokens that come before the generated ones; may be repeated. Default: as many as the prompt has.",
+        "N",
+        list[int],
+        accepts=Accepts("integer", 0, _MOST_TOKENS, usual="512"),
+        name="depth",
+    ),
+    option(
+        "--rounds",
+        "Number of rounds of measuring. Default: 5.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, 1000, usual="5"),
+    ),
+    option(
+        "--ram",
+        "Most memory for the program and the model, 4GiB; the floors' buffers take 1.3 GiB on top.",
+        "SIZE",
+    ),
+    EngineConfig,
+    option("--json", "One JSON object: schema_version, machine, floors, runs.", name="as_json"),
+    option("--output", "Write that object to FILE.", "FILE", Path),
+    option("--compare", "Show two such files side by side, and measure nothing.", "A B", tuple[Path, Path]),
+)
+def bench_command(context: typer.Context, **flags: Any) -> None:
     """Measure how fast a model is on this machine.
 
     Each rate stands beside what bounds it, measured in the same minute: reading memory and disk, copying to and on a
     GPU, multiplying matrices. Medians of several rounds, with the slowest and the fastest.
     """
-    flags = dict(locals())
-    front = front_of(context)
-    if compare is not None:
+    front = cli_context(context)
+    if flags["compare"] is not None:
         _refuse_beside_compare(flags)
-        _compare(front.output, *compare)
+        _compare(front.output, *flags["compare"])
         return
     from localllm.bench.workload import Workload
 
-    workload = Workload.of(
-        Workload.prompt_tokens if prompt_tokens is None else prompt_tokens,
-        Workload.gen_tokens if gen_tokens is None else gen_tokens,
-        depth or (),
-        Workload.rounds if rounds is None else rounds,
-    )
+    lengths = ("prompt_tokens", "gen_tokens", "rounds")
+    prompt, generated, rounds = (getattr(Workload, name) if flags[name] is None else flags[name] for name in lengths)
+    workload, output = Workload.of(prompt, generated, flags["depth"] or (), rounds), flags["output"]
     if output is not None:
         _require_writable(output)
-    bench = _chosen(front, model, flags, workload)
-    if not random_weights:  # random ones were trained for no context: their speed can be measured at any depth
+    bench = _chosen(front, flags["model"], flags, workload)
+    if not flags["random_weights"]:  # random ones were trained for no context: their speed can be measured at any depth
         workload.check(bench.shape.name, bench.shape.config)
     report = bench.measure()
     if output is not None:
@@ -120,13 +113,13 @@ def bench_command(
         except OSError as error:
             why = error.strerror or str(error)
             raise LocalLLMError(f"{output} could not be written", why=why, fix=f"df -h {output.parent}") from None
-    if as_json:
+    if flags["as_json"]:
         front.output.json(report.fields())
     else:
         _show(front.output, report)
 
 
-def _chosen(front: Front, word: str | None, flags: Mapping[str, Any], workload: Workload) -> _Bench:
+def _chosen(front: CliContext, word: str | None, flags: Mapping[str, Any], workload: Workload) -> _Bench:
     if flags["random_weights"]:
         from localllm.models.shapes import find_shape
 
@@ -145,7 +138,7 @@ def _chosen(front: Front, word: str | None, flags: Mapping[str, Any], workload: 
 class _Bench:
     """files: None where the weights are random."""
 
-    front: Front
+    front: CliContext
     shape: Shape
     settings: Settings
     files: ModelFiles | None
@@ -154,7 +147,7 @@ class _Bench:
     def measure(self) -> BenchmarkReport:
         from localllm.bench.random_folder import random_folder, remove_abandoned
 
-        packing = Packing(self.front, f"packing {self.shape.name}", again="the same command", is_first_use=True)
+        packing = PackingProgress(self.front, f"packing {self.shape.name}", again="the same command", is_first_use=True)
         held = contextlib.ExitStack()
         label = f"{'loading' if self.files else 'making'} {self.shape.name}"
         with self.front.output.progress(label) as line:
@@ -195,7 +188,9 @@ class _Bench:
             workload.check(shape.name, shape.config)
         return replace(setup, recipe=planned_recipe(shape, self.files, setup, line.show))
 
-    def _run(self, setup: TargetSetup, packing: Packing, line: ProgressLine, folder: Path | None) -> BenchmarkReport:
+    def _run(
+        self, setup: TargetSetup, packing: PackingProgress, line: ProgressLine, folder: Path | None
+    ) -> BenchmarkReport:
         """Measure on this thread, for which alone the number of threads is set. folder: of a random model's files."""
         import torch
 
@@ -245,7 +240,7 @@ def _refuse_beside_compare(flags: Mapping[str, Any]) -> None:
     """Raises UsageError naming what was typed beside --compare, which measures nothing and prints no JSON."""
     names = {"model": "MODEL", "depth": "--context", "as_json": "--json"}
     for name, value in flags.items():
-        if name not in ("context", "compare") and value not in (None, False, []):
+        if name != "compare" and value not in (None, False, []):
             flag = names.get(name, "--" + name.replace("_", "-"))
             why = "it shows two files side by side, and measures nothing"
             fix = shlex.join(["localllm", "bench", "--compare", *map(str, flags["compare"])])

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli import options
-from localllm.cli.commands import PlainCommand, PlainGroup
-from localllm.cli.consent import ask_to_delete
-from localllm.cli.front import Front, front_of
+from localllm.cli.commands import PlainCommand, plain_group
+from localllm.cli.confirm import ask_to_delete
+from localllm.cli.context import CliContext, cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes, load_settings
 from localllm.errors import LocalLLMError, ModelNotFoundError
@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 _LATEST_S = 253_000_000_000  # in the year 9987: no date is later, a file's time may be
 
-cache_app = typer.Typer(
-    name="cache",
-    cls=PlainGroup,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+cache_app = plain_group("cache")
 
 
 @cache_app.callback(invoke_without_command=True)
@@ -40,7 +35,7 @@ def cache(context: typer.Context, as_json: options.AsJson = False) -> None:
     the disk. Without a command: `info`.
     """
     if context.invoked_subcommand is None:
-        _info(front_of(context), as_json)
+        _info(cli_context(context), as_json)
 
 
 @cache_app.command("info", cls=PlainCommand)
@@ -49,7 +44,7 @@ def info(context: typer.Context, as_json: options.AsJson = False) -> None:
 
     What was used longest ago goes first where the limit is reached (the setting `cache_disk`).
     """
-    _info(front_of(context), as_json or _typed_before(context))
+    _info(cli_context(context), as_json or _typed_before(context))
 
 
 @cache_app.command("clear", cls=PlainCommand)
@@ -67,7 +62,7 @@ def clear(
     """
     from localllm.cache.page_folder import kept_pages, kv_root, quarantined_sizes, root_folders
 
-    front, directory = front_of(context), kv_root()
+    front, directory = cli_context(context), kv_root()
     kept = kept_pages(directory)
     chosen = _of_model(kept, model) if model is not None else kept
     size_bytes = sum(pages.num_bytes for pages in chosen) + (
@@ -92,7 +87,7 @@ def _typed_before(context: typer.Context) -> bool:
     return context.parent is not None and bool(context.parent.params.get("as_json"))
 
 
-def _info(front: Front, as_json: bool) -> None:
+def _info(front: CliContext, as_json: bool) -> None:
     from localllm.cache.page_folder import default_limit_bytes, free_bytes, kept_pages, kv_root, quarantined_sizes
 
     directory = kv_root()

@@ -5,34 +5,29 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import typer
 
 from localllm.chat import slash
-from localllm.chat.answer import Answer, statistics
-from localllm.chat.context import evicted_text, usage_lines
-from localllm.chat.dialogue import Dialogue
-from localllm.chat.export import ExistsError
-from localllm.chat.miss_report import Explanation
-from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
-from localllm.chat.session import Talk, mended_in_chat
-from localllm.chat.text_file import read_text_file, typed_path
+from localllm.chat.answer import statistics
+from localllm.chat.recorder import Resumed, look_up
+from localllm.chat.session import ChatSession, mended_in_chat
+from localllm.chat.text_file import ExistsError, typed_path
 from localllm.chat.thoughts import effort_of, told_apart
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
-from localllm.cli.generate import Printing, explained, print_answer
+from localllm.cli.context import CliContext, cli_context
+from localllm.cli.generate import Printing, print_answer
 from localllm.cli.interrupts import Interrupted
-from localllm.cli.lines import LineReader
+from localllm.cli.line_reader import LineReader
 from localllm.cli.names import complete_sessions
-from localllm.cli.options import extra_sampling
+from localllm.cli.options import extra_sampling, option, refuse_together, takes
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, has_blanks
 from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
-from localllm.config import shown_setting, user_directories
+from localllm.config import user_directories
 from localllm.errors import (
     HistoryError,
     LocalLLMError,
@@ -43,9 +38,7 @@ from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.selection import Selection, is_model, named
-
-if TYPE_CHECKING:
-    from localllm.engine.engine_info import LoadedEngine, Service
+from localllm.settings import EngineConfig, SamplingSettings
 
 _LISTED = 10  # by /sessions
 _SHOWN_LINES = 12  # of each message that a resumed chat begins with
@@ -63,99 +56,75 @@ On the screen F1 lists the keys, a slash the commands. Line by line: /help lists
 backslash goes on, three double quotes open and close a block. Ctrl-C stops an answer, Ctrl-D leaves."""
 
 
-def chat_command(
-    context: typer.Context,
-    model: options.Model = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Line by line; for screen readers, simple terminals and pipes.")
-    ] = False,
-    inline: Annotated[
-        bool, typer.Option("--inline", help="The full-screen chat below the prompt, not in the place of the screen.")
-    ] = False,
-    system: options.System = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="[ID]",
-            autocompletion=complete_sessions,
-            help="Go on with a chat of `localllm sessions list`: by its id, the beginning of one, or a part of its "
-            "title. Without one, or with `last`: the latest.",
-        ),
-    ] = None,
-    private: options.Private = None,
-    overflow: options.Overflow = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Print tokens, rates and times after each answer.")] = False,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    typical_p: options.TypicalP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    dry_multiplier: options.DryMultiplier = None,
-    dry_base: options.DryBase = None,
-    dry_allowed_length: options.DryAllowedLength = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    think: options.Think = None,
-    show_thoughts: options.ShowThoughts = None,
-    stop: options.Stop = None,
-    ctx: options.Ctx = None,
-    ram: options.Ram = None,
-    vram: options.Vram = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    speculate: options.Speculate = None,
-    draft_tokens: options.DraftTokens = None,
-    cache_disk: options.CacheDisk = None,
-    threads: options.Threads = None,
-    no_attach: options.NoAttach = False,
-) -> None:
+EXCLUSIVE = {
+    "--private --cache-disk": "what is private is not kept on the disk",
+    "--plain --inline": "one is line by line, the other a screen below the prompt",
+}
+
+
+@takes(
+    options.MODEL,
+    option("--plain", "Line by line; for screen readers, simple terminals and pipes."),
+    option("--inline", "The full-screen chat below the prompt, not in the place of the screen."),
+    "system",
+    option(
+        "--resume",
+        "Go on with a chat of `localllm sessions list`: by its id, the beginning of one, or a part of its title. "
+        "Without one, or with `last`: the latest.",
+        "[ID]",
+        completion=complete_sessions,
+    ),
+    "private",
+    "overflow",
+    option("--stats", "Print tokens, rates and times after each answer."),
+    SamplingSettings,
+    *options.DRY,
+    options.LOGIT_BIAS,
+    "seed",
+    "think",
+    "show_thoughts",
+    "stop",
+    EngineConfig,
+    options.NO_ATTACH,
+)
+def chat_command(context: typer.Context, **flags: Any) -> None:
     """Talk with a model, on the full screen, or line by line.
 
     What was said before is part of each question. The chat is kept as it happens, on this disk alone.
     """
-    flags = dict(locals())  # by name: they are passed on as one
-    from localllm.cli.opening import attaching
+    from localllm.cli.load_progress import attaching
 
-    front = front_of(context)
-    options.refuse_together(flags, "--private", "--cache-disk")
-    options.refuse_together(flags, "--plain", "--inline")
-    if not plain and not has_screen():
+    front = cli_context(context)
+    refuse_together(flags, EXCLUSIVE)
+    if not flags["plain"] and not has_screen():
         front.output.note("no terminal that shows a screen: this is the line mode, as with --plain")
-        plain = True
-    if system is not None:
-        flags["system"] = argument_text(system, "--system")
-    resumed = _resumed(front, resume) if resume is not None else None
-    selection = _select(front, model, flags, resumed)
+        flags["plain"] = True
+    if flags["system"] is not None:
+        flags["system"] = argument_text(flags["system"], "--system")
+    resumed = _resumed(front, flags["resume"]) if flags["resume"] is not None else None
+    selection = _select(front, flags["model"], flags, resumed)
     selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
-    if not plain:
+    if not flags["plain"]:
         assert front.resolved is not None
         run_screen(front, selection, front.resolved, flags, resumed)
     reader = LineReader(front.output, user_directories().data / "history")
     with (
-        attaching(front, selection, Opening(keeps_pages=True), attaches=not no_attach) as load,
+        attaching(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load,
         contextlib.ExitStack() as stack,
     ):
-        keeper = keeper_of(front.output, selection, resumed)
-        stack.callback(keeper.close)
+        session = ChatSession(selection, front.output, extra_sampling(flags), resumed, flags["system"])
+        stack.callback(session.close)
         if not selection.private:
             stack.callback(reader.save_history)
         engine = load.wait()
         effort_of(selection.resolved, engine.template, "--think")  # raises UsageError for what cannot be had
-        chat = Chat(front, selection, load.service, engine, reader, flags, keeper)
+        session.use_engine(load.service, engine)
         if resumed is not None:
-            resumed.restore(chat.dialogue, system and flags["system"])
             _show_resumed(front.output, resumed)
-        chat.run()
+        LineChat(front, session, reader, shows_statistics=flags["stats"]).run()
 
 
-def _resumed(front: Front, word: str) -> Resumed:
+def _resumed(front: CliContext, word: str) -> Resumed:
     try:
         return look_up(front.output, word)
     except HistoryError as error:
@@ -164,7 +133,7 @@ def _resumed(front: Front, word: str) -> Resumed:
         raise
 
 
-def _select(front: Front, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
+def _select(front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
     try:
         again = f"localllm chat {BUILT_IN} --resume {resumed.session.id}" if resumed else ""
         return select_resumed(front, word, flags, resumed, again)
@@ -175,7 +144,7 @@ def _select(front: Front, word: str | None, flags: Mapping[str, Any], resumed: R
 
 
 def _show_resumed(output: Output, resumed: Resumed) -> None:
-    """Tells which chat it is, and how it ended."""
+    """Show which chat it is, and how it ended."""
     from localllm.history import content_of
 
     output.note(f"going on with {resumed.session.id}: {resumed.session.title}")
@@ -195,44 +164,38 @@ def _show_resumed(output: Output, resumed: Resumed) -> None:
         output.note("(not answered: /regen answers it)")
 
 
-class Chat:
-    """The loop: a message or a command in, an answer out; an error is told and the conversation goes on."""
+class LineChat:
+    """The chat line by line: a message or a command in, an answer out. Errors are shown, and the chat goes on."""
 
-    def __init__(
-        self,
-        front: Front,
-        selection: Selection,
-        service: Service,
-        engine: LoadedEngine,
-        reader: LineReader,
-        flags: dict[str, Any],
-        keeper: Keeper,
-    ) -> None:
+    def __init__(self, front: CliContext, session: ChatSession, reader: LineReader, *, shows_statistics: bool) -> None:
         self._front = front
         self._output = front.output
-        self._selection = selection
-        self._service = service
-        self._engine = engine
+        self._session = session
         self._reader = reader
-        self._keeper = keeper
-        self._shows_statistics = bool(flags["stats"])
-        self._last: Answer | None = None
-        self._why_missed: Callable[[], Explanation | None] | None = None
+        self._shows_statistics = shows_statistics
         self._leaving = False
         self._exit_code = 0
-        self.dialogue = Dialogue(selection.resolved, selection.settings.system)
-        self._talk = Talk(selection.files, engine, self.dialogue, keeper, extra_sampling(flags))
+        self._own_commands: Mapping[str, Callable[[str], None]] = {
+            "help": lambda _: self._note(slash.command_list()),
+            "regen": lambda _: self._regenerate(),
+            "sessions": lambda _: self._list_sessions(),
+            "save": self._save,
+            "stats": self._statistics,
+            "bye": lambda _: self._leave(),
+        }
 
     def run(self) -> None:
-        if self._reader.interactive:
-            private = "private: nothing is kept; " if self._keeper.is_private else ""
-            self._output.note(f"{self._selection.files.name}, context {self._engine.ctx} tokens; {private}/help, /bye")
+        recorder, engine = self._session.recorder, self._session.engine
+        if self._reader.interactive and engine is not None:
+            private = "private: nothing is kept; " if recorder.is_private else ""
+            name = self._session.selection.files.name
+            self._output.note(f"{name}, context {engine.ctx} tokens; {private}/help, /bye")
         try:
             self._converse()
         finally:
-            self._keeper.catch_up(self.dialogue)
-        if self._reader.interactive and self._keeper.session_id is not None:
-            self._output.note(f"localllm chat --resume {self._keeper.session_id} goes on with this chat")
+            recorder.catch_up()
+        if self._reader.interactive and recorder.session_id is not None:
+            self._output.note(f"localllm chat --resume {recorder.session_id} goes on with this chat")
         if not self._reader.interactive:  # a script wants to know; a person has read it
             raise typer.Exit(self._exit_code)
 
@@ -252,8 +215,8 @@ class Chat:
                 if hinted:
                     self._output.note("Ctrl-C again leaves; so do /bye and Ctrl-D")
             except LocalLLMError as error:
-                error = named(error, self._selection.files)
-                with_origins(error, self.dialogue.resolved)
+                error = named(error, self._session.selection.files)
+                with_origins(error, self._session.dialogue.resolved)
                 self._output.error(mended_in_chat(error))
                 self._exit_code = error.exit_code
             if self._terminated:
@@ -267,102 +230,60 @@ class Chat:
     def _turn(self) -> None:
         message = self._reader.message()
         if message is None:
-            self._leaving = True
-        else:
-            self._take(message)
-
-    def _take(self, message: str) -> None:
-        if message.startswith("/"):
+            self._leave()
+        elif message.startswith("/"):
             name, rest = slash.split_command(message)
-            getattr(self, f"_do_{name}")(rest)
-            self._keeper.sync(self.dialogue)
+            if name in self._own_commands:
+                self._own_commands[name](rest)
+            else:
+                self._note(slash.run(self._session, name, rest))
+            self._session.recorder.sync()
         elif message.strip():
-            self.dialogue.ask(argument_text(message, "the message").strip())
-            self._reply()
+            self._session.dialogue.ask(argument_text(message, "the message").strip())
+            self._answer()
 
-    def _reply(self) -> None:
-        """Answers the last question. One that cannot be answered is taken back, and the conversation kept; of an
-        answer that an error ended what was said stays."""
-        asked = self._talk.ask()
-        if asked.evicted.turns:
-            self._output.note(evicted_text(asked.evicted))
-        if asked.note:
-            self._output.note(asked.note)
+    def _note(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._output.note(line)
+
+    def _answer(self) -> None:
+        """Print the answer to the last question."""
+        session = self._session
+        pending = session.ask()
+        self._note(pending.notices)
         printing = Printing(
             statistics=self._shows_statistics,
-            explain=asked.explain,
-            evicted=asked.evicted,
-            thinking=asked.thinking,
-            shows_thoughts=self._selection.settings.show_thoughts,
+            explain=pending.explain,
+            evicted=pending.evicted,
+            thinking=pending.thinking,
+            shows_thoughts=session.selection.settings.show_thoughts,
         )
-
-        def show(hear: Callable[[str], None]) -> Answer:
-            stream = self._service.submit(asked.request)
-            files, session_id = self._selection.files, self._keeper.session_id
-            return print_answer(self._front, files, stream, asked.request, printing, hear, session_id)
-
-        answer = self._talk.answer(asked, show)
-        self._last = answer
-        self._why_missed = partial(explained, answer.finished, printing) if answer.finished is not None else None
-        fullness = self._talk.fullness(answer.finished) if answer.finished is not None else None
-        if fullness is not None:
+        with session.answering(pending) as record:
+            print_answer(self._front, session.selection.files, session.submit(pending), record, printing)
+        if (fullness := session.fullness()) is not None:
             (self._output.warn if fullness.is_full else self._output.note)(fullness.text)
 
-    # Slash commands
+    # Commands of the line mode alone
 
-    def _do_help(self, _: str) -> None:
-        for line in slash.command_list():
-            self._output.note(line)
+    def _leave(self) -> None:
+        self._leaving = True
 
-    def _do_system(self, text: str) -> None:
-        if text:
-            self.dialogue.system = None if text == "-" else text
-        self._output.note(f"system message: {self.dialogue.system or 'none'}")
-
-    def _do_regen(self, _: str) -> None:
-        before = list(self.dialogue.turns)
-        if not (self.dialogue.take_back_answer() or self.dialogue.is_asked):
+    def _regenerate(self) -> None:
+        if not (self._session.dialogue.is_answered or self._session.dialogue.is_asked):
             self._output.note("there is no answer yet")
             return
-        try:
-            self._reply()
-        except LocalLLMError:
-            if len(self.dialogue.turns) < len(before):  # nothing was said in its place
-                self.dialogue.turns[:] = before
-            raise
+        with self._session.regenerating():
+            self._answer()
 
-    def _do_undo(self, _: str) -> None:
-        done = self.dialogue.take_back_question()
-        self._output.note("took the last question back" if done else "there is nothing to take back")
-
-    def _do_clear(self, _: str) -> None:
-        self._keeper.catch_up(self.dialogue)
-        self.dialogue.clear()
-        self._keeper.begin_anew()
-        self._output.note("a new conversation")
-
-    def _do_fork(self, _: str) -> None:
-        name = self._keeper.fork(self.dialogue)
-        self._output.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
-
-    def _do_title(self, text: str) -> None:
-        self._output.note(f"title: {self._keeper.rename(self.dialogue, text)}")
-
-    def _do_sessions(self, _: str) -> None:
+    def _list_sessions(self) -> None:
         from localllm.cli.sessions import listed
 
-        for line in listed(_LISTED):
-            self._output.note(line)
-        self._output.note("localllm chat --resume ID goes on with one of them")
+        self._note([*listed(_LISTED), "localllm chat --resume ID goes on with one of them"])
 
-    def _do_file(self, path: str) -> None:
-        count = self.dialogue.attach(typed_path(path))
-        self._output.note(f"{count} characters go before the next question")
-
-    def _do_save(self, path: str) -> None:
+    def _save(self, path: str) -> None:
         target = typed_path(path or "chat.json")
         try:
-            self.dialogue.save(target, overwrite=False)
+            self._session.save(path)
         except ExistsError:
             if not self._reader.interactive:
                 why = "nobody can be asked whether to overwrite it"
@@ -370,64 +291,20 @@ class Chat:
             if not self._confirms(f"{target} is there already. Overwrite it? [y/N] "):
                 self._output.note("nothing was written")
                 return
-            self.dialogue.save(target, overwrite=True)
+            self._session.save(path, overwrite=True)
         self._output.note(f"wrote {target}")
 
-    def _do_load(self, path: str) -> None:
-        from localllm.text.chat_template import parse_messages_file
-
-        text = read_text_file(typed_path(path), "/load")
-        self._keeper.catch_up(self.dialogue)
-        self.dialogue.load(list(parse_messages_file(text).messages))
-        self._keeper.begin_anew()
-        self._output.note(f"{len(self.dialogue.turns)} messages")
-
-    def _do_set(self, text: str) -> None:
-        key, value = slash.setting(text)
-        if key == "think" and value:
-            self._do_think(value)
-        elif value:
-            self._output.note(f"{key} = {self.dialogue.set(key, value)}")
-        else:
-            for name in self.dialogue.settable(key):
-                self._output.note(f"{name} = {shown_setting(getattr(self.dialogue.resolved.settings, name))}")
-
-    def _do_think(self, effort: str) -> None:
-        self._output.note(self._talk.think(effort))
-
-    def _do_show(self, _: str) -> None:
-        self._output.note(f"model {self._selection.files.name} in {self._selection.files.directory}")
-        self._do_tokens("")
-        self._do_system("")
-        self._do_set("")
-
-    def _do_stats(self, switch: str) -> None:
-        if not switch:
-            self._output.note(statistics(self._last) if self._last else "there is no answer yet")
-            return
-        if switch not in ("on", "off"):
+    def _statistics(self, switch: str) -> None:
+        answer = self._session.answer
+        if switch in ("on", "off"):
+            self._shows_statistics = switch == "on"
+            self._output.note(f"statistics after each answer: {switch}")
+        elif switch:
             why = "on: statistics after each answer; off: none; nothing behind it: of the last answer"
             raise UsageError(f"/stats is followed by {switch!r}", why=why, fix="/stats on")
-        self._shows_statistics = switch == "on"
-        self._output.note(f"statistics after each answer: {switch}")
-
-    def _do_cache(self, _: str) -> None:
-        if self._last is None or self._last.finished is None:
-            self._output.note("there is no answer yet")
-            return
-        usage = self._last.finished.usage
-        self._output.note(
-            f"{usage.cached_tokens} of the last prompt's {usage.prompt_tokens} tokens were found, the others computed"
-        )
-        if self._why_missed is not None and (explanation := self._why_missed()) is not None:
-            self._output.note(str(explanation))
-
-    def _do_tokens(self, _: str) -> None:
-        for line in usage_lines(self._talk.usage()):
-            self._output.note(line)
-
-    def _do_bye(self, _: str) -> None:
-        self._leaving = True
+        else:
+            is_whole = answer is not None and answer.finished is not None
+            self._output.note(statistics(answer) if answer is not None and is_whole else "there is no answer yet")
 
     def _confirms(self, question: str) -> bool:
         return (self._reader.line(question) or "").strip().lower() in ("y", "yes")

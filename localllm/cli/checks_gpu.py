@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from localllm.cli.findings import Finding, ok, sm_name, warn
-from localllm.cli.remedies import install_driver, is_container, is_wsl
+from localllm.cli.check_result import Finding, ok, sm_name, warn
+from localllm.cli.fix_commands import install_driver, is_container, is_wsl
 from localllm.config import format_bytes
 from localllm.offload.planner.nvml import Gpu, gpus, refusal
 
@@ -22,7 +22,7 @@ _SEE_LINK = "sudo lspci -vv -d 10de: | grep -E 'LnkCap:|LnkSta:'"
 
 
 def check_gpu(cards: tuple[Gpu, ...], torch_devices: int, root: Path = Path("/")) -> Finding:
-    """Whether there are cards, and a driver that answers for them. root: of the file system."""
+    """Check that there are cards, and a driver that answers for them. root: of the file system."""
     if cards:
         return ok("; ".join(_described(card) for card in cards))
     if find_spec("pynvml") is None and (torch_devices or _driver_version(root)):
@@ -56,7 +56,7 @@ def check_vram(card: Gpu) -> Finding:
 
 @dataclass(frozen=True)
 class LinkTrial:
-    """What came of a copy to a card. after: the card right then, its link awake; error: why nothing could be pinned."""
+    """The result of a copy to a card. after: the card then, its link awake; error: why nothing could be pinned."""
 
     gbs: float | None = None
     after: Gpu | None = None
@@ -104,7 +104,7 @@ def check_link(card: Gpu, trial: LinkTrial) -> Finding:
 
 
 def check_pinned(trial: LinkTrial, limit_bytes: int | None = None, root: Path = Path("/")) -> Finding:
-    """Whether memory can be pinned. limit_bytes: of mlock; None stands for this process's own.
+    """Check that memory can be pinned. limit_bytes: of mlock; None stands for this process's own.
 
     CUDA's driver pins pages in the kernel and does not count them against RLIMIT_MEMLOCK. Windows does limit WSL.
     """
@@ -120,7 +120,7 @@ def check_pinned(trial: LinkTrial, limit_bytes: int | None = None, root: Path = 
 
 
 def check_kernels() -> Finding:
-    """Whether every kernel computes on the card what torch does."""
+    """Check that every kernel computes on the card what torch does."""
     import torch
 
     from localllm.kernels.gpu import ready
@@ -140,14 +140,14 @@ def _described(card: Gpu) -> str:
 
 
 def _driver_version(root: Path) -> str:
-    """Of the module that the kernel has loaded: "" for none."""
+    """Return the version of the loaded kernel module, "" for none."""
     with suppress(OSError, UnicodeDecodeError, IndexError):
         return (root / "proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
     return ""
 
 
 def _has_card(root: Path) -> bool:
-    """Whether the bus has one, driver or not."""
+    """Return whether the bus has a card, with a driver or without."""
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with suppress(OSError, UnicodeDecodeError):
             vendor = (device / "vendor").read_text(encoding="ascii").strip()

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localllm.chat.plan_text import when_measured
-from localllm.cli.findings import Finding, fail, ok, warn
-from localllm.cli.remedies import raise_cgroup_limit
+from localllm.cli.check_result import Finding, fail, ok, warn
+from localllm.cli.fix_commands import raise_cgroup_limit
 from localllm.config import format_bytes, format_figure
 from localllm.offload.planner.machine_memory import ROOT, SELF_CGROUP, memory_limits
 from localllm.present import nearest
@@ -106,7 +106,7 @@ def check_disk() -> Finding:
 
 
 def check_packed() -> Finding:
-    """Whether weights can be packed, and what the packed ones take."""
+    """Check that weights can be packed, and tell how much space packed ones take."""
     from localllm.hub.packed import packed_root, packed_sources
 
     folder = packed_root()
@@ -122,7 +122,7 @@ def check_packed() -> Finding:
 
 
 def check_disk_speed(measure: Callable[[Path], tuple[float, str] | None] | None = None) -> Finding:
-    """Of the disk from which weights are streamed. measure: GB/s and how they were measured."""
+    """Check the speed of the disk from which weights are streamed. measure: GB/s and how they were measured."""
     from localllm.hub.packed import packed_root
 
     measured = (measure or disk_speed)(packed_root())
@@ -139,7 +139,7 @@ def check_disk_speed(measure: Callable[[Path], tuple[float, str] | None] | None 
 
 
 def check_rates(measuring: Callable[[str], None] | None = None) -> Finding:
-    """What plans are predicted from. measuring: hears of it where that is measured anew."""
+    """Tell which rates plans are predicted from. measuring: is told of a new measurement."""
     from localllm.engine.rates import measure_again
     from localllm.offload.planner.profile import kept_profile
 

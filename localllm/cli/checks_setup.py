@@ -1,10 +1,10 @@
-"""What was installed and set up: Python, the packages, the settings, the network, the terminal."""
+"""Checks of the installation: Python, the packages, the settings, the network, the terminal."""
 
 from __future__ import annotations
 
 import os
 
-from localllm.cli.findings import Finding, fail, ok, warn
+from localllm.cli.check_result import Finding, fail, ok, warn
 from localllm.cli.output import Output
 from localllm.config import load_settings, user_directories
 from localllm.errors import LocalLLMError
@@ -46,7 +46,7 @@ def check_settings() -> Finding:
 
 
 def check_token() -> Finding:
-    """Whether there is a token; never what it is."""
+    """Tell whether there is a token, and never print it."""
     from localllm.hub.settings import found_token
 
     return ok("set" if found_token() else "none: open models only")

@@ -1,4 +1,4 @@
-"""Whether torch, the driver, the card and Triton go together. What each of them is by itself is not known here."""
+"""Checks that torch, the driver, the card and Triton go together. Each of them by itself is checked elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localllm.cli.findings import Finding, fail, ok, sm_name, warn
-from localllm.cli.remedies import TRITON, install_compiler, install_python_headers, install_torch
+from localllm.cli.check_result import Finding, fail, ok, sm_name, warn
+from localllm.cli.fix_commands import TRITON, install_compiler, install_python_headers, install_torch
 from localllm.kernels.child import run_within
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ _LACKS = {
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What torch says of itself. version is empty where it cannot be imported; error: why that, or CUDA, does not work.
+    """The build of torch, by its own account.
 
-    architectures: what it has machine code for, as "sm_86", or code to be translated, as "compute_120".
+    version: empty where it cannot be imported.
+    architectures: those with machine code, as "sm_86", or with code to be translated, as "compute_120".
+    error: why torch, or CUDA, does not work.
     """
 
     version: str = ""
@@ -79,7 +81,7 @@ def check_torch(build: TorchBuild) -> Finding:
 
 
 def check_driver(cards: tuple[Gpu, ...], build: TorchBuild) -> Finding:
-    """Whether the driver serves this build of torch: it does every CUDA of its own number, and the older ones."""
+    """Check that the driver serves this build of torch: it serves every CUDA of its own number, and older ones."""
     card = cards[0]
     driver = f"driver {card.driver_version or 'of an unknown version'}"
     if card.driver_cuda is not None:
@@ -100,7 +102,7 @@ def check_driver(cards: tuple[Gpu, ...], build: TorchBuild) -> Finding:
 
 
 def check_capability(card: Gpu, build: TorchBuild) -> Finding:
-    """What this generation of cards can do, and whether torch has code for it."""
+    """Tell what this generation of cards lacks, and check that torch has code for it."""
     capability = card.compute_capability
     if capability is None:
         return ok("this card does not tell")
@@ -114,7 +116,7 @@ def check_capability(card: Gpu, build: TorchBuild) -> Finding:
 
 
 def check_triton(cards: tuple[Gpu, ...], probe: Callable[[int], str] | None = None) -> Finding:
-    """Whether a kernel really compiles, for each kind of card that is here. probe: what is wrong, "" for nothing."""
+    """Check that a kernel compiles for each kind of card that is here. probe: returns what is wrong, "" for nothing."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -132,7 +134,7 @@ def check_triton(cards: tuple[Gpu, ...], probe: Callable[[int], str] | None = No
 
 
 def probe_triton(capability: int) -> str:
-    """What a fresh compilation says, "" where it succeeds. It takes nothing from Triton's cache, and leaves nothing."""
+    """Compile a kernel without Triton's cache; return the error, or ""."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "localllm.kernels.triton_probe", str(capability)]
     with tempfile.TemporaryDirectory() as cache:

@@ -3,52 +3,72 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from localllm.chat.answer import Answer, Heard, silence, statistics
+from localllm.chat.answer import Answer, Piece, silence, statistics
 from localllm.chat.best_of import MAX_ANSWERS, best, seeded
 from localllm.chat.context import evicted_fields, grown_text
-from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import miss_fields
-from localllm.chat.recorder import Keeper, kept_answer
-from localllm.cli.following import follow
-from localllm.cli.front import Front
+from localllm.chat.recorder import AnswerRecording, ChatRecorder
+from localllm.cli.context import CliContext
 from localllm.cli.generate import Printing, answer_fields, event_fields, explained, print_whole
+from localllm.cli.options import option, refuse_together
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
+from localllm.cli.stream import follow
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, Usage
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import UsageError
+from localllm.settings import Accepts
 
 if TYPE_CHECKING:
-    from localllm.engine.engine_info import Service
     from localllm.hub import ModelFiles
+    from localllm.runtime.engine_handle import EngineHandle
 
 SEPARATOR = "---"
-# Of a draw, that a search has no use for.
-_DRAWING = ("top_k", "top_p", "min_p", "typical_p", "seed", "speculate", "draft_tokens")
-
-N = Annotated[
-    int | None,
-    typer.Option("--n", metavar="N", help=f"N answers, with a line {SEPARATOR} between two. The chat keeps the first."),
-]
-BestOf = Annotated[
-    int | None,
-    typer.Option("--best-of", metavar="N", help="Have N answers computed and print the likeliest one, or --n of them."),
-]
-Beams = Annotated[
-    int | None,
-    typer.Option(
-        "--beams", metavar="N", help="Search the likeliest answer with N beams instead of drawing it; --n prints more."
+_SEARCHING = {
+    "--beams --best-of": "a search finds the best of many more answers",
+    "--beams --top-k --top-p --min-p --typical-p --seed --speculate --draft-tokens": (
+        "a search draws nothing and guesses nothing"
     ),
-]
+}
+_SEVERAL = {
+    "--batch": "a line of a job has one answer; write it down once for each that you want",
+    "--show-prompt": "nothing is answered",
+}
+_ONE_ANSWER = "a chat goes on with one answer: --best-of and --beams give one"
+_KNOWN_LATE = "which answers are the best is known when all are whole: --json"
+
+CHOICE_OPTIONS = (
+    option(
+        "--n",
+        f"N answers, with a line {SEPARATOR} between two. The chat keeps the first.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, MAX_ANSWERS, usual="3"),
+    ),
+    option(
+        "--best-of",
+        "Have N answers computed and print the likeliest one, or --n of them.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, MAX_ANSWERS, usual="3"),
+    ),
+    option(
+        "--beams",
+        "Search the likeliest answer with N beams instead of drawing it; --n prints more.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, MAX_BEAMS, usual="4"),
+    ),
+)
 
 
 @dataclass(frozen=True)
-class Choice:
+class AnswerChoice:
     """n: answers that are printed; count: that are drawn. beams: more than 1 has them searched."""
 
     n: int = 1
@@ -57,7 +77,7 @@ class Choice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one answer and nothing to choose."""
+        """True for one answer, among which nothing is chosen."""
         return self.n == self.count == self.beams == 1
 
     @property
@@ -65,7 +85,7 @@ class Choice:
         return self.count > self.n
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """As each answer is drawn. Raises UsageError where they would all be the same."""
+        """Return how each answer is sampled. Raises UsageError where all would be the same."""
         if self.beams > 1:
             return replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
         if self.count > 1 and sampling.temperature == 0:
@@ -81,60 +101,36 @@ class Choice:
         return [several[0], *(replace(each, explains_miss=False) for each in several[1:])]
 
 
-def choice_of(flags: Mapping[str, Any]) -> Choice:
-    """Raises UsageError for what is out of range or contradicts itself."""
-    for flag, most in (("n", MAX_ANSWERS), ("best_of", MAX_ANSWERS), ("beams", MAX_BEAMS)):
-        if flags[flag] is not None and not 1 <= flags[flag] <= most:
-            raise UsageError(f"{_typed(flag)} is {flags[flag]}", why=f"it must lie between 1 and {most}")
+def choice_of(flags: Mapping[str, Any]) -> AnswerChoice:
+    """Raises UsageError for flags that contradict each other."""
     n, beams = flags["n"] or 1, flags["beams"] or 1
-    choice = Choice(n, n if beams == 1 and flags["best_of"] is None else flags["best_of"] or 1, beams)
+    choice = AnswerChoice(n, n if beams == 1 and flags["best_of"] is None else flags["best_of"] or 1, beams)
     if beams > 1:
         choice = replace(choice, count=1)
-        _refuse_searching(flags, n, beams)
+        refuse_together(flags, _SEARCHING)
+        if flags["temperature"]:
+            what = f"--beams and --temperature {flags['temperature']:g} cannot go together"
+            raise UsageError(what, why="a search draws nothing")
+        if n > beams:
+            why = "no more answers are found than there are beams"
+            raise UsageError(f"--n {n} is more than --beams {beams}", why=why)
     elif choice.count < n:
         raise UsageError(f"--best-of {choice.count} is less than --n {n}", why="no more can be printed than there are")
     if not choice.is_plain:
-        _refuse_beside(flags, choice)
+        first = next(flag for flag in ("beams", "best_of", "n") if (flags[flag] or 1) > 1)
+        typed = f"--{first.replace('_', '-')}"
+        refuse_together(flags, {f"{typed} {other}": why for other, why in _SEVERAL.items()})
+        if choice.n > 1:
+            refuse_together(flags, {"--n --continue --session": _ONE_ANSWER})
+        if choice.is_best_of:
+            refuse_together(flags, {"--best-of --jsonl": _KNOWN_LATE})
     return choice
-
-
-def _refuse_searching(flags: Mapping[str, Any], n: int, beams: int) -> None:
-    if flags["best_of"] is not None:
-        raise _together("--beams", "--best-of", "a search finds the best of many more answers")
-    if n > beams:
-        raise UsageError(f"--n {n} is more than --beams {beams}", why="no more answers are found than there are beams")
-    for field_name in _DRAWING:
-        if flags[field_name] is not None:
-            raise _together("--beams", _typed(field_name), "a search draws nothing and guesses nothing")
-    if flags["temperature"]:
-        raise _together("--beams", f"--temperature {flags['temperature']:g}", "a search draws nothing")
-
-
-def _refuse_beside(flags: Mapping[str, Any], choice: Choice) -> None:
-    first = next(_typed(flag) for flag in ("beams", "best_of", "n") if (flags[flag] or 1) > 1)
-    if flags["batch"] is not None:
-        raise _together(first, "--batch", "a line of a job has one answer; write it down once for each that you want")
-    if flags["show_prompt"]:
-        raise _together(first, "--show-prompt", "nothing is answered")
-    for flag in ("continue", "session"):
-        if choice.n > 1 and flags[flag]:
-            raise _together("--n", _typed(flag), "a chat goes on with one answer: --best-of and --beams give one")
-    if choice.is_best_of and flags["jsonl"]:
-        raise _together("--best-of", "--jsonl", "which answers are the best is known when all are whole: --json")
-
-
-def _together(first: str, other: str, why: str) -> UsageError:
-    return UsageError(f"{first} and {other} cannot go together", why=why)
-
-
-def _typed(flag: str) -> str:
-    return f"--{flag.replace('_', '-')}"
 
 
 class _Streams:
     """The events of several requests in the order in which they come."""
 
-    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
+    def __init__(self, service: EngineHandle, requests: Sequence[Request]) -> None:
         self._inbox: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._streams = [service.submit(request, self._inbox) for request in requests]
         self.request_ids = [stream.request_id for stream in self._streams]
@@ -155,24 +151,11 @@ class _Streams:
 
 @dataclass
 class _Answers:
-    """What has been said of each."""
+    """The answers so far. others: the next best of a search."""
 
     request_ids: Sequence[int]
     each: list[Answer]
-    others: list[Answer] = field(default_factory=list)  # of a search
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.each[0].num_prompt_tokens
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.each[0].token_ids
-
-    @property
-    def finished(self) -> FinishedEvent | None:
-        """The end of the first one, when all have ended."""
-        return self.each[0].finished if self.num_whole == len(self.each) else None
+    others: list[Answer] = field(default_factory=list)
 
     @property
     def num_whole(self) -> int:
@@ -181,43 +164,40 @@ class _Answers:
     def index(self, event: Event) -> int:
         return self.request_ids.index(event.request_id)
 
-    def take(self, event: Event) -> Heard:
-        if event.request_id not in self.request_ids:  # an end for want of one: the engine did not stop in time
+    def take(self, event: Event) -> Piece:
+        if event.request_id not in self.request_ids:  # in place of an end: the engine did not stop in time
+            assert isinstance(event, FinishedEvent)
             for answer in self.each:
-                answer.finished = answer.finished or event if isinstance(event, FinishedEvent) else answer.finished
-            return Heard()
-        heard = self.each[self.index(event)].take(event)
+                usage = Usage(answer.num_prompt_tokens, 0, len(answer.token_ids))
+                answer.finished = answer.finished or replace(event, usage=usage)
+            return Piece()
+        piece = self.each[self.index(event)].take(event)
         for events in event.others if isinstance(event, FinishedEvent) else ():
-            self.others.append(Answer(self.num_prompt_tokens, thinking=self.each[0].thinking))
+            self.others.append(Answer(self.each[0].num_prompt_tokens, thinking=self.each[0].thinking))
             for other in events:
                 self.others[-1].take(other)
-        return heard
+        return piece
 
 
 def print_chosen(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
-    service: Service,
+    service: EngineHandle,
     request: Request,
     printing: Printing,
-    dialogue: Dialogue,
-    keeper: Keeper,
-    choice: Choice,
+    recorder: ChatRecorder,
+    choice: AnswerChoice,
 ) -> list[Answer]:
-    """Shows the answers that are chosen, each when it is known, and keeps the first of them; returns all that were
-    shown. Raises the error that ended any. Exits where the user has stopped them."""
+    """Print the answers that are chosen, each when it is known, and record the first of them; return all of them.
+
+    Raises the error that ended any. Exits where the user has stopped them.
+    """
     requests = choice.requests(request)
-    answers: list[Answer] = []
-    chosen: list[Answer] = []
-
-    def show(hear: Callable[[str], None]) -> Answer:
+    answers = [printing.answer(each) for each in requests]
+    with recorder.answering(answers[0]) as record:
         streams = _Streams(service, requests)
-        answers[:] = [printing.answer(each) for each in requests]
-        shown = _Shown(front, files, printing, choice, hear, keeper.session_id)
-        chosen[:] = shown.follow(streams, _Answers(streams.request_ids, answers))
-        return chosen[0]
-
-    kept_answer(dialogue, keeper, show, is_thinking=printing.thinking.is_thinking)
+        shown = _Shown(front, files, printing, choice, record, recorder.session_id)
+        chosen = shown.follow(streams, _Answers(streams.request_ids, answers))
     if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):
         raise typer.Exit(front.interrupts.exit_code or 130)
     return chosen
@@ -225,37 +205,39 @@ def print_chosen(
 
 @dataclass
 class _Shown:
-    """Prints what is chosen."""
+    """Prints the chosen answers."""
 
-    front: Front
+    front: CliContext
     files: ModelFiles
     printing: Printing
-    choice: Choice
-    hear: Callable[[str], None]
+    choice: AnswerChoice
+    record: AnswerRecording
     session: str | None
     num_printed: int = 0
 
     def follow(self, streams: _Streams, answers: _Answers) -> list[Answer]:
-        """To their ends; those that are chosen, the first of which is kept."""
+        """Follow all answers to their ends, and return the chosen ones, the first of which is recorded."""
         in_turn = self.choice.n > 1 and self.choice.beams == 1 and not self.choice.is_best_of
         prints_in_turn = in_turn and self.printing.streams and not (self.printing.as_json or self.printing.as_events)
         if self.printing.as_events:
             self._begin(answers)
         with self.front.output.progress("answering") as line:
-            for event, heard in follow(streams, answers, self.front.interrupts):
+            num_prompt_tokens = answers.each[0].num_prompt_tokens
+            for event, piece in follow(streams, answers.take, self.front.interrupts, num_prompt_tokens):
                 if isinstance(event, GrownEvent):
                     line.interject(grown_text(event))
                 if in_turn and event.request_id == answers.request_ids[0]:
-                    self.hear(heard.text)  # the first one is kept as it comes
+                    self.record.write(piece.text)  # the first one is recorded as it comes
                 if self.printing.as_events:
-                    self._say(event, heard, answers)
+                    self._print_event(event, piece, answers)
                 if prints_in_turn and isinstance(event, FinishedEvent):
                     line.clear()
                     self._print_whole(answers.each)
                 line.show(_progress(event, answers))
         chosen = self._chosen(answers)
         if not in_turn:
-            self.hear(chosen[0].text)
+            self.record.write(chosen[0].text)
+        self.record.answer = chosen[0]
         self._end(chosen)
         failed = next((each.finished.error for each in answers.each if each.finished and each.finished.error), None)
         if failed is not None:
@@ -273,9 +255,9 @@ class _Shown:
         about = {"prompt_tokens": first.num_prompt_tokens, "seed": first.seed, "answers": self.choice.n}
         self.front.output.json({**start, **about, **evicted_fields(self.printing.evicted)})
 
-    def _say(self, event: Event, heard: Heard, answers: _Answers) -> None:
+    def _print_event(self, event: Event, piece: Piece, answers: _Answers) -> None:
         index = answers.index(event) if event.request_id in answers.request_ids else 0
-        fields = {**event_fields(self.files, event, heard), "index": index}
+        fields = {**event_fields(self.files, event, piece), "index": index}
         if isinstance(event, FinishedEvent) and index == 0:
             fields["cache_miss"] = miss_fields(explained(event, self.printing))
         self.front.output.json(fields)
@@ -285,7 +267,7 @@ class _Shown:
                 self.front.output.json({**event_fields(self.files, other, told.take(other)), "index": place})
 
     def _print_whole(self, answers: Sequence[Answer]) -> None:
-        """Those that are, in their order, as far as all before them are."""
+        """Print the answers that are whole, in order, up to the first that is not."""
         while self.num_printed < len(answers) and answers[self.num_printed].finished is not None:
             if self.num_printed:
                 self.front.output.line(SEPARATOR)
@@ -308,7 +290,7 @@ class _Shown:
                 self.front.output.note(named + statistics(answer) + _likelihood(_ending(answer)))
 
     def _fields(self, chosen: Sequence[Answer]) -> dict[str, Any]:
-        """Of one answer as without a choice; of several an array."""
+        """Return the JSON fields: of one answer as without a choice, of several as an array."""
         each = []
         for answer in chosen:
             fields = answer_fields(self.files, answer, with_logprobs=self.printing.logprobs)

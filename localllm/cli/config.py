@@ -8,24 +8,19 @@ from typing import Annotated
 import typer
 
 from localllm.cli import options
-from localllm.cli.commands import PlainCommand, PlainGroup
-from localllm.cli.front import front_of
+from localllm.cli.commands import PlainCommand, plain_group
+from localllm.cli.context import cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import load_settings, shown_setting, user_directories
 
-config_app = typer.Typer(
-    name="config",
-    cls=PlainGroup,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+config_app = plain_group("config")
 
 
 @config_app.callback(invoke_without_command=True)
 def config(context: typer.Context) -> None:
     """Show the settings."""
     if context.invoked_subcommand is None:
-        front_of(context).output.line(context.get_help())
+        cli_context(context).output.line(context.get_help())
 
 
 @config_app.command("show", cls=PlainCommand)
@@ -40,7 +35,7 @@ def show_settings(
 
     One that is `-` is left to the model.
     """
-    output = front_of(context).output
+    output = cli_context(context).output
     resolved = load_settings()
     values = asdict(resolved.settings)
     origins = {name: resolved.origins[name].where for name in values}

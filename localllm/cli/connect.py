@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
+from localllm.cli.context import CliContext, cli_context
 from localllm.cli.names import complete_connections
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.server import own_url
@@ -22,12 +22,12 @@ from localllm.runtime.client_configs import (
     PLACEHOLDER_KEY,
     USUAL_CTX,
     YOUR_KEY,
-    Connection,
+    ClientConfig,
     Filled,
     Target,
     names,
 )
-from localllm.runtime.server_probe import Answering, ServedModel, ask_models
+from localllm.runtime.server_probe import Answering, ProbedModel, ask_models
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 
@@ -70,7 +70,7 @@ def connect_command(
     Settings that were tested, for the server's address, model and key: those for a file to stdout, where they go and
     all else to stderr. Nothing is written anywhere.
     """
-    front = front_of(context)
+    front = cli_context(context)
     if name is None:
         _refuse_without_name(url, model)
         _list(front, as_json=as_json)
@@ -105,7 +105,7 @@ def _refuse_without_name(url: str | None, model: str | None) -> None:
             )
 
 
-def _list(front: Front, *, as_json: bool) -> None:
+def _list(front: CliContext, *, as_json: bool) -> None:
     if as_json:
         rows = [
             {"name": each.name, "title": each.title, "speaks": each.speaks, "tested": each.tested}
@@ -118,7 +118,7 @@ def _list(front: Front, *, as_json: bool) -> None:
     front.output.note("localllm connect NAME prints what to put where")
 
 
-def _connection(name: str) -> Connection:
+def _connection(name: str) -> ClientConfig:
     found = next((each for each in CONNECTIONS if each.name == name.casefold()), None)
     if found is None:
         near = difflib.get_close_matches(name.casefold()[:100], names(), n=1, cutoff=0)[0]
@@ -146,22 +146,22 @@ def _address(url: str) -> str:
 _URL_FIX = f"--url {DEFAULT_URL}"
 
 
-def _chosen(answering: Answering, model: str | None) -> ServedModel:
+def _chosen(answering: Answering, model: str | None) -> ProbedModel:
     """The one that is asked for, with what the server says of it; else the first that it has."""
     if model is not None:
-        return next((each for each in answering.models if each.name == model), ServedModel(model))
-    return answering.models[0] if answering.models else ServedModel(load_settings().settings.model)
+        return next((each for each in answering.models if each.name == model), ProbedModel(model))
+    return answering.models[0] if answering.models else ProbedModel(load_settings().settings.model)
 
 
 def _key(answering: Answering, url: str) -> str:
-    """What stands for it: the key itself is printed nowhere."""
+    """Return a placeholder of the key: the key itself is printed nowhere."""
     is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
     is_open = answering.state == "ready" or (is_local and answering.state == "absent")
     return PLACEHOLDER_KEY if is_open and not os.environ.get("LOCALLLM_API_KEY") else YOUR_KEY
 
 
-def _print(front: Front, parts: Sequence[Filled]) -> None:
-    """What goes into a file to stdout, of two files the first, so that it can be sent there; all else to stderr."""
+def _print(front: CliContext, parts: Sequence[Filled]) -> None:
+    """Print the text of the (first) file to stdout, so that it can be redirected, and all else to stderr."""
     whole = next((part for part in parts if part.language != "sh"), parts[0])
     for part in parts:
         front.output.note(f"# {part.where}")
@@ -173,7 +173,9 @@ def _print(front: Front, parts: Sequence[Filled]) -> None:
         front.output.note("")
 
 
-def _tell(front: Front, connection: Connection, answering: Answering, served: ServedModel, target: Target) -> None:
+def _tell(
+    front: CliContext, connection: ClientConfig, answering: Answering, served: ProbedModel, target: Target
+) -> None:
     note, warn = front.output.note, front.output.warn
     note(f"{connection.tested}; docs/connect.md says how")
     if answering.state == "ready":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output, ReaderGoneError
 from localllm.cli.prompt import THIS_COMMAND
@@ -41,7 +41,7 @@ def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
     """The exit code of one command line. 0 too where the reader of stdout went away: it had what it wanted."""
     output = Output.of_process()
     arguments, debug = _without_debug(arguments)
-    front = Front(output, interrupts)
+    front = CliContext(output, interrupts)
     try:
         return _run(arguments, front)
     except KeyboardInterrupt:
@@ -71,11 +71,10 @@ def end_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _run(arguments: Sequence[str], front: Front) -> int:
-    from localllm.cli.app import app_of
+def _run(arguments: Sequence[str], front: CliContext) -> int:
+    from localllm.cli.app import root_command
 
-    command = typer.main.get_command(app_of(arguments))
-    result = command.main(args=list(arguments), prog_name="localllm", standalone_mode=False, obj=front)
+    result = root_command().main(args=list(arguments), prog_name="localllm", standalone_mode=False, obj=front)
     if front.interrupts.exit_code is not None and result == 130:  # typer's own reading of KeyboardInterrupt
         return _interrupted(front.output, front.interrupts)
     return result if isinstance(result, int) else 0
@@ -180,10 +179,9 @@ def _line(arguments: Sequence[str], otherwise: str) -> str:
 
 def _command(arguments: Sequence[str]) -> list[str]:
     """The command that a line names, as a list of one; none where it names none."""
-    from localllm.cli.app import app
+    from localllm.cli.app import COMMANDS
 
-    names = getattr(typer.main.get_command(app), "commands", {})
-    return [argument for argument in arguments[:1] if argument in names]
+    return [argument for argument in arguments[:1] if argument in COMMANDS]
 
 
 def _as_usage_error(error: typer.TyperException) -> UsageError:

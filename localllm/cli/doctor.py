@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from localllm.cli.findings import Check, Finding
-from localllm.cli.front import front_of
+from localllm.cli.check_result import Check, Finding
+from localllm.cli.context import cli_context
 from localllm.cli.output import SCHEMA_VERSION, Output
 
 
@@ -29,7 +29,7 @@ def doctor_command(
     Python and torch, the GPU and its driver, Triton (which compiles for it), memory and its limits, the disk and its
     speed, settings, network and terminal.
     """
-    output = front_of(context).output
+    output = cli_context(context).output
     rows = []
     for check in all_checks(output, measure):
         finding = check.finding()

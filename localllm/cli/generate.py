@@ -1,4 +1,4 @@
-"""Prints one answer: as text while it comes, as one JSON object, or as one object for each event."""
+"""Prints an answer: as text while it comes, as one JSON object, or as an object for each event."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cache.miss import CacheMiss
-from localllm.chat.answer import Answer, Heard, Stream, finished_fields, logprob_fields, silence, statistics
+from localllm.cache.miss_reason import CacheMiss
+from localllm.chat.answer import Answer, Piece, Stream, finished_fields, logprob_fields, silence, statistics
 from localllm.chat.context import evicted_fields, grown_fields, grown_text
-from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import NEW, Explanation, miss_fields
-from localllm.chat.recorder import Keeper, kept_answer
+from localllm.chat.recorder import AnswerRecording, ChatRecorder
 from localllm.chat.thoughts import NO_THOUGHTS, Thinking
-from localllm.cli.following import follow
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.output import SCHEMA_VERSION, Output
+from localllm.cli.stream import follow
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
@@ -23,62 +22,64 @@ from localllm.runtime.selection import named
 from localllm.text.eviction import NOTHING_EVICTED, Evicted
 
 if TYPE_CHECKING:
-    from localllm.engine.engine_info import Service
     from localllm.hub import ModelFiles
+    from localllm.runtime.engine_handle import EngineHandle
 
 
 @dataclass(frozen=True)
 class Printing:
-    """How an answer is shown. evicted: what left the context for its prompt, which the JSON forms name. thinking: how
-    thoughts are told apart; shows_thoughts: they are printed, too, on stderr."""
+    """How an answer is printed.
+
+    explain: gives the reason why the prompt was not found whole in the cache.
+    evicted: turns that left the context for the prompt, which the JSON forms name.
+    thinking: how thoughts are told apart.
+    shows_thoughts: thoughts are printed, too, on stderr.
+    """
 
     as_json: bool = False
     as_events: bool = False
     streams: bool = True
     statistics: bool = False
     logprobs: bool = False
-    explain: Callable[[CacheMiss], Explanation] | None = None  # where the prompt was not found whole
+    explain: Callable[[CacheMiss], Explanation] | None = None
     evicted: Evicted = NOTHING_EVICTED
     thinking: Thinking = NO_THOUGHTS
     shows_thoughts: bool = False
 
     def answer(self, request: Request) -> Answer:
-        """To a request, before anything is said."""
+        """Return the answer to a request, still empty."""
         return Answer(len(request.prompt_ids), request.sampling.seed, thinking=self.thinking)
 
 
 def print_answer(
-    front: Front,
+    front: CliContext,
     files: ModelFiles,
     stream: Stream,
-    request: Request,
+    record: AnswerRecording,
     printing: Printing,
-    heard: Callable[[str], None] = lambda _: None,
     session: str | None = None,
-) -> Answer:
-    """Shows an answer to its end. Raises the error that ended it, after what there is of it has been printed.
+) -> None:
+    """Print an answer to its end. Raises the error that ended it, after its beginning has been printed.
 
-    heard: is given each text before it is printed: what a full disk behind stdout refuses is kept all the same.
-    session: the kept chat that the JSON forms name.
+    record: takes each event before it is printed: a text that a full disk behind stdout refuses is recorded.
+    session: the saved chat that the JSON forms name.
     """
-    answer = printing.answer(request)
+    answer = record.answer
     if printing.as_events:
         start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": files.name, "session": session}
         about = {"prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed}
         front.output.json({**start, **about, **evicted_fields(printing.evicted)})
-        for event, told in follow(stream, answer, front.interrupts):
-            fields = event_fields(files, event, told)
+        for event, piece in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
+            fields = event_fields(files, event, piece)
             if isinstance(event, FinishedEvent):
                 fields["cache_miss"] = miss_fields(explained(event, printing))
-            heard(told.text)
             front.output.json(fields)
     elif printing.as_json or not printing.streams:
-        for event, told in follow(stream, answer, front.interrupts):
+        for event, _ in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
             if isinstance(event, GrownEvent):
                 front.output.note(grown_text(event))
-            heard(told.text)
     else:
-        _stream_text(front, stream, answer, printing, heard)
+        _stream_text(front, stream, record, printing)
     finished = answer.finished
     assert finished is not None
     if printing.as_json:
@@ -96,67 +97,60 @@ def print_answer(
         front.output.note(str(explanation))
     if finished.error is not None:
         raise finished.error
-    return answer
 
 
-def print_kept(
-    front: Front,
+def print_recorded(
+    front: CliContext,
     files: ModelFiles,
-    service: Service,
+    service: EngineHandle,
     request: Request,
     printing: Printing,
-    dialogue: Dialogue,
-    keeper: Keeper,
+    recorder: ChatRecorder,
 ) -> Answer:
-    """`print_answer` of the answer to the dialogue's last question; both are kept."""
-
-    def answer(hear: Callable[[str], None]) -> Answer:
-        return print_answer(front, files, service.submit(request), request, printing, hear, keeper.session_id)
-
-    return kept_answer(dialogue, keeper, answer, is_thinking=printing.thinking.is_thinking)
+    """Print the answer to the last question, as `print_answer` does, and record it."""
+    with recorder.answering(printing.answer(request)) as record:
+        print_answer(front, files, service.submit(request), record, printing, recorder.session_id)
+    return record.answer
 
 
 def explained(finished: FinishedEvent, printing: Printing) -> Explanation | None:
-    """Why the prompt was not found whole, in words; None where nothing more was known."""
+    """Return the reason why the prompt was not found whole; None where nothing more was known."""
     if finished.miss is None or printing.explain is None:
         return None
     return printing.explain(finished.miss)
 
 
 def print_whole(output: Output, answer: Answer, printing: Printing) -> None:
-    """An answer that has ended, behind what was thought."""
+    """Print an answer that has ended, behind its thought."""
     if printing.shows_thoughts:
         output.thought(answer.thought)
     output.answer(answer.said)
     output.end_answer()
 
 
-def _stream_text(
-    front: Front, stream: Stream, answer: Answer, printing: Printing, heard: Callable[[str], None]
-) -> None:
-    num_words, folds = 0, not printing.shows_thoughts  # of what is thought
+def _stream_text(front: CliContext, stream: Stream, record: AnswerRecording, printing: Printing) -> None:
+    num_words, folds = 0, not printing.shows_thoughts  # of the thought
     with front.output.progress("reading the prompt") as line:
-        for event, told in follow(stream, answer, front.interrupts):
-            num_words += len(told.thought.split())
+        for event, piece in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
+            num_words += len(piece.thought.split())
             if isinstance(event, GrownEvent):
                 line.interject(grown_text(event))
             elif isinstance(event, PrefillEvent) and event.done < event.total:
                 line.show(f"reading the prompt: {event.done} of {event.total} tokens")
-            elif folds and answer.is_thinking:
+            elif folds and record.answer.is_thinking:
                 line.show(f"thinking: {num_words} words")
             else:
                 line.clear()
-            heard(told.text)
             if not folds:
-                front.output.thought(told.thought)
-            elif num_words and told.said and front.output.animated:
+                front.output.thought(piece.thought)
+            elif num_words and piece.said and front.output.animated:
                 front.output.note(f"thought: {num_words} words; --show-thoughts shows them")
                 folds = False
-            front.output.answer(told.said)
+            front.output.answer(piece.said)
 
 
 def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> dict[str, Any]:
-    """The object of `run --json`."""
+    """Return the object of `run --json`."""
     assert answer.finished is not None
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -178,22 +172,22 @@ def _reasoning(thought: str) -> dict[str, str]:
     return {"reasoning": thought} if thought else {}
 
 
-def event_fields(files: ModelFiles, event: Event, heard: Heard) -> dict[str, Any]:
-    """One line of `run --jsonl`. heard: what the event adds to its answer."""
+def event_fields(files: ModelFiles, event: Event, piece: Piece) -> dict[str, Any]:
+    """Return a line of `run --jsonl`. piece: of the answer, as the event adds it."""
     if isinstance(event, GrownEvent):
         return grown_fields(event)
     if isinstance(event, PrefillEvent):
         return {"type": "prefill", "done": event.done, "total": event.total}
     if isinstance(event, TokenEvent):
-        fields: dict[str, Any] = {"type": "token", "token_id": event.token_id, "text": heard.said}
-        fields |= _reasoning(heard.thought)
+        fields: dict[str, Any] = {"type": "token", "token_id": event.token_id, "text": piece.said}
+        fields |= _reasoning(piece.thought)
         return fields if event.logprob is None else {**fields, "logprob": logprob_fields(event.logprob)}
-    fields = {"type": "finish", "text": heard.said, **_reasoning(heard.thought), **finished_fields(event)}
+    fields = {"type": "finish", "text": piece.said, **_reasoning(piece.thought), **finished_fields(event)}
     return fields if event.error is None else {**fields, "error": error_fields(files, event.error)}
 
 
 def error_fields(files: ModelFiles, error: Exception) -> Mapping[str, str]:
-    """An error's four lines, as the JSON forms have them."""
+    """Return an error's four lines for the JSON forms."""
     if isinstance(error, LocalLLMError):
         named(error, files)
         return {"code": error.code, "what": error.what, "why": error.why, "fix": error.fix, "more": error.more}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from localllm.cli.front import front_of
+from localllm.cli.context import cli_context
 from localllm.errors import LocalLLMError, UsageError
 
 
@@ -23,14 +23,15 @@ def help_command(
 
     The last line of an error message names its code.
     """
-    output = front_of(context).output
+    output = cli_context(context).output
     root = context.find_root()
     if topic is None:
         output.line(root.get_help())
         output.line(f"\nErrors explained by `localllm help CODE`: {', '.join(read_sections())}")
         return
-    command = getattr(root.command, "commands", {}).get(topic)
-    if command is not None:
+    group: Any = root.command
+    if topic in group.commands:
+        command = group.loaded(topic)
         output.line(command.get_help(typer.Context(command, info_name=topic, parent=root)))
         return
     sections = read_sections()

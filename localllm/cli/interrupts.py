@@ -32,7 +32,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """What a signal does now.
+    """The current effect of a signal.
 
     Outside `stopping` the first signal raises Interrupted in the main thread; inside, it calls back and the work goes
     on to its own end. A watcher thread, woken by the interpreter's C handler, ends the process where the main thread

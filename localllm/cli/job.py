@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import Answer
 from localllm.cli.batch_input import BatchLine, Prompts
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.generate import answer_fields
 from localllm.cli.interrupts import Interrupted
 from localllm.cli.journal import SYNC_S, Journal
@@ -25,7 +25,8 @@ from localllm.engine.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles
-    from localllm.runtime.engine_thread import EngineService, Inbox
+    from localllm.runtime.engine_handle import Inbox
+    from localllm.runtime.engine_thread import EngineThread
 
 _DRAW_S, _LOG_S = 0.1, 30.0  # between two reports of progress: on a terminal, and in a log
 SEEDS = 2**31
@@ -42,8 +43,8 @@ class _Asked:
 
 
 @dataclass
-class Tally:
-    """What came of the prompts. Tokens are those of this run; the rest counts answers that were there before, too."""
+class JobTally:
+    """The counts of a job. Tokens are those of this run; the rest counts answers that were there before, too."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -65,8 +66,10 @@ class Tally:
 class Job:
     """The prompts of one job on their way."""
 
-    def __init__(self, front: Front, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal) -> None:
-        self.tally = Tally()
+    def __init__(
+        self, front: CliContext, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal
+    ) -> None:
+        self.tally = JobTally()
         self.num_before = len(journal)
         self.first_seed = journal.seed  # where nobody named one: each prompt's is this and its index
         self._front = front
@@ -85,10 +88,10 @@ class Job:
 
     @property
     def num_answers(self) -> int:
-        """Of this run and the ones before."""
+        """The number of answers of this run and the ones before."""
         return len(self._journal)
 
-    def run(self, service: EngineService, *, window: int) -> None:
+    def run(self, service: EngineThread, *, window: int) -> None:
         """Answers what is not answered; at most `window` prompts are in the engine's hands.
 
         The journal is removed when every prompt has its answer and all are printed. Raises Interrupted, what broke the
@@ -112,7 +115,7 @@ class Job:
             self._front.output.settle()
             self._journal.remove()
 
-    def _answer(self, service: EngineService, window: int) -> None:
+    def _answer(self, service: EngineThread, window: int) -> None:
         waiting = (index for index in range(len(self._prompts)) if index not in self._journal)
         progress = _Progress(self._front, len(self._prompts))
         began = time.monotonic()
@@ -129,7 +132,7 @@ class Job:
                 self.tally.elapsed_s = time.monotonic() - began
                 progress.show(len(self._journal) + self.tally.num_failed, self.tally.tokens_per_s)
 
-    def _submit(self, service: EngineService, waiting: Iterator[int], window: int) -> None:
+    def _submit(self, service: EngineThread, waiting: Iterator[int], window: int) -> None:
         while len(self._asked) < window and (index := next(waiting, None)) is not None:
             line = self._prompts[index]
             sampling = replace(line.sampling, seed=self._seed(index, line))
@@ -218,9 +221,9 @@ class Job:
 
 
 class _Progress:
-    """How far a job is: a line on the terminal, or now and then one in a log. Silent where the answers show it."""
+    """The progress of a job: a line on the terminal, or now and then one in a log. Silent where the answers show it."""
 
-    def __init__(self, front: Front, total: int) -> None:
+    def __init__(self, front: CliContext, total: int) -> None:
         self.line = front.output.progress("answering")
         self._output = front.output
         self._total = total

@@ -1,4 +1,4 @@
-"""What a job has answered so far, in a file that outlives the process: a kill costs what was being computed, no more.
+"""The finished answers of a job, in a file that outlives the process: a kill costs only what was being computed.
 
 A line is a checksum and a JSON object: the first one says what the job decided for itself, each other one is a finished
 answer. A line that was cut, or torn by a loss of power, ends what is believed; it is written anew. Knows no engine, and
@@ -107,7 +107,7 @@ class Journal:
         self._unsynced_since = None
 
     def close(self) -> None:
-        """What has no answer yet is not worth a file."""
+        """Close the file, and delete it where it has no answer yet."""
         with suppress(OSError):
             if self._count == 0:
                 self.remove()
@@ -125,7 +125,7 @@ class Journal:
         os.ftruncate(self._descriptor, self._end)
 
     def _take(self, record: Mapping[str, Any], size: int) -> bool:
-        """Whether a line of an earlier run is one of this job's."""
+        """Take in a line of an earlier run; return False where it is not this job's."""
         num_prompts = len(self._starts)
         if self._end == 0:
             if record.get("prompts") != num_prompts:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import front_of
+from localllm.cli.context import cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.runtime.model_catalog import ModelRow, licence_text, model_rows, packed_text, row_fields, size_text
 
@@ -23,7 +23,7 @@ def list_command(
 
     With their sizes, what was only partly fetched, and what is packed of each: everything that takes space.
     """
-    output = front_of(context).output
+    output = cli_context(context).output
     rows = model_rows(has_available=everything)
     if as_json:
         output.json({"schema_version": SCHEMA_VERSION, "models": [row_fields(row) for row in rows]}, indent=2)

@@ -1,4 +1,4 @@
-"""Which words may stand on a command line, for the shell's completion. Imports the registry when asked."""
+"""Completions of words on a command line. The registry is imported when one is asked for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def complete_installed(incomplete: str) -> list[str]:
 
 def complete_weights(incomplete: str) -> list[str]:
     """Formats that weights can be kept in that begin so."""
-    from localllm.config import WEIGHTS
+    from localllm.settings import WEIGHTS
 
     return _beginning(incomplete, list(WEIGHTS))
 
 
 def complete_speculate(incomplete: str) -> list[str]:
-    """Those who can guess, models among them, that begin so."""
-    from localllm.config import DRAFT_MODEL, SPECULATE
+    """Return the drafters, models among them, that begin so."""
+    from localllm.settings import DRAFT_MODEL, SPECULATE
 
     return _beginning(incomplete, [*SPECULATE, *(f"{DRAFT_MODEL}{name}" for name in _installed())])
 

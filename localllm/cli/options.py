@@ -1,4 +1,4 @@
-"""The flags that several commands share, and which of them are settings or sampling parameters.
+"""The parameters of commands: those of the table of settings, those that several commands share, and how one is made.
 
 A flag that was not typed is None: what stands in config.toml, the registry or the checkpoint is then used.
 """
@@ -6,300 +6,194 @@ A flag that was not typed is None: what stands in config.toml, the registry or t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Annotated, Any, Literal
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from localllm.chat.best_of import MAX_ANSWERS
-from localllm.cli.names import complete_installed, complete_models, complete_speculate, complete_weights
-from localllm.config import ACCEPTED, DRAFT_TOKENS, MOST_DRAFT_TOKENS, Accepts
-from localllm.engine.request import MAX_BEAMS
+from localllm.cli import names
 from localllm.errors import UsageError
-from localllm.registry import SAMPLING_SETTINGS
+from localllm.settings import SETTINGS, Accepts, Settings
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        show_default=False,
-        autocompletion=complete_models,
-        help="A name of `localllm list --all`, ORG/REPOSITORY, or a folder. Default: the setting `model` (tiny).",
-    ),
-]
-RequiredModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        show_default=False,
-        autocompletion=complete_models,
-        help="A name of `localllm list --all`, ORG/REPOSITORY, or a folder.",
-    ),
-]
-InstalledModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", show_default=False, autocompletion=complete_installed, help="A name of `localllm list`."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-System = Annotated[str | None, typer.Option("-s", "--system", metavar="TEXT", help="The system message.")]
-Ctx = Annotated[
-    int | None,
-    typer.Option(
-        "--ctx",
-        metavar="N",
-        help="Context size in tokens. Default: the model's own, at most 8192; less where memory is short.",
-    ),
-]
-Ram = Annotated[
-    str | None,
-    typer.Option(
-        "--ram",
-        metavar="SIZE",
-        help="Most memory that this process may hold: 8GiB. What does not fit is read from the disk at every step; "
-        "without --ctx the context shrinks, too.",
-    ),
-]
-Vram = Annotated[
-    str | None, typer.Option("--vram", metavar="SIZE", help="Most of the GPU's memory that may be used: 6GiB.")
-]
-CacheDisk = Annotated[
-    str | None,
-    typer.Option(
-        "--cache-disk",
-        metavar="SIZE",
-        help="Most of the disk for what was computed of conversations, so that a later run need not compute it again: "
-        "20GiB, or off for none. Default: 8GiB, or a tenth of what is free where that is less.",
-    ),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None,
-    typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute. auto: on a GPU if there is one."),
-]
-Dtype = Annotated[
-    Literal["auto", "bf16", "fp32"] | None,
-    typer.Option(
-        "--dtype",
-        metavar="auto|bf16|fp32",
-        help="Precision of what is computed: fp32 is slower and takes twice the memory. auto: bf16. The weights have "
-        "--weights, the context --kv.",
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        "--weights",
-        metavar="auto|bf16|int8|int4|nf4|bf12",
-        autocompletion=complete_weights,
-        help="Format of the weights: fewer bits take less memory and are faster, at some cost of quality; bf12 is bf16 "
-        "without loss in 12 bits; int4-g32, -g64, -g128 too. Packed at first use. auto: what is packed already, else "
-        "int4 if it has 512 MiB or more.",
-    ),
-]
-KV = Annotated[
-    Literal["auto", "bf16", "int8", "k8v4", "int4"] | None,
-    typer.Option(
-        "--kv",
-        metavar="auto|bf16|int8|k8v4|int4",
-        help="Format of the context's keys and values: with fewer bits a longer one fits. k8v4: keys in 8 bits, values "
-        "in 4; bf16: as they are computed. auto: int8, with --dtype fp32 as they are computed.",
-    ),
-]
-Speculate = Annotated[
-    str | None,
-    typer.Option(
-        "--speculate",
-        metavar="auto|off|ngram|skip|model:NAME",
-        autocompletion=complete_speculate,
-        help="Who guesses tokens ahead, of which one pass of the model then keeps those that it would have drawn: the "
-        "text stays the same, and comes faster. ngram: what followed the last words before. skip: the model without "
-        "some of its blocks. model:NAME: a second, smaller model of the same tokenizer. auto: ngram and skip, as far "
-        "as they pay.",
-    ),
-]
-DraftTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--draft-tokens",
-        metavar="N",
-        help=f"Most tokens that are guessed at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
-    ),
-]
-Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads. Default: torch's choice.")]
-Offline = Annotated[bool | None, typer.Option("--offline", help="Never use the network.")]
-Overflow = Annotated[
-    Literal["stop", "evict", "grow"] | None,
-    typer.Option(
-        "--overflow",
-        metavar="stop|evict|grow",
-        help="What to do where the conversation is longer than the context. stop: an error says what would fit. evict: "
-        "the oldest questions and answers leave the model's view, which is told each time; the kept chat stays whole. "
-        "grow: the context becomes longer, and weights make room for it. Default: stop.",
-    ),
-]
-Private = Annotated[
-    bool | None,
-    typer.Option(
-        "--private",
-        help="Keep nothing: neither the conversation, nor what was computed of it, nor the lines that were typed.",
-    ),
-]
-NoAttach = Annotated[
-    bool,
-    typer.Option("--no-attach", help="Load the model here also where `localllm serve` runs and would answer."),
-]
+Command = TypeVar("Command", bound=Callable[..., Any])
+Completion = Callable[[str], list[str]]
 
 # A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
 # few prompts of a job would have room at once.
 DEFAULT_MAX_TOKENS = 512
-
-# The defaults here are those of a model that recommends none.
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", metavar="N", help="Longest answer, in tokens. Default: to the context's end."),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        metavar="T",
-        help="0 to 100. 0: always the likeliest; above 1: wild. Default: the model's own, or 0.8.",
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k", metavar="N", help="Draw from the N likeliest tokens; 0: from all. Default: the model's own, or 0."
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p", metavar="P", help="0 to 1: draw from the likeliest that sum to P. Default: the model's own, or 1."
-    ),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option("--min-p", metavar="P", help="0 to 1: drop tokens below P times the likeliest one's. Default: 0."),
-]
-TypicalP = Annotated[
-    float | None,
-    typer.Option(
-        "--typical-p",
-        metavar="P",
-        help="0 to 1: draw from the tokens, P in sum, that surprise as much as is usual there. Default: 1, off.",
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--repetition-penalty", metavar="X", help="0.01 to 100. Above 1: seen tokens less likely. Default: 1."
-    ),
-]
-FrequencyPenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--frequency-penalty",
-        metavar="X",
-        help="-100 to 100: taken off a token's score each time it was used. Default: 0.",
-    ),
-]
-PresencePenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--presence-penalty", metavar="X", help="-100 to 100: taken off a token's score once it was used. Default: 0."
-    ),
-]
-DryMultiplier = Annotated[
-    float | None,
-    typer.Option(
-        "--dry-multiplier",
-        metavar="X",
-        help="0 to 100: how much a token is held back that would go on repeating a passage (DRY). Default: 0, off.",
-    ),
-]
-DryBase = Annotated[
-    float | None,
-    typer.Option(
-        "--dry-base", metavar="X", help="1 to 100: growth of the DRY penalty with each repeated token. Default: 1.75."
-    ),
-]
-DryAllowedLength = Annotated[
-    int | None,
-    typer.Option(
-        "--dry-allowed-length",
-        metavar="N",
-        help="From 1: length of a repetition that costs nothing of the DRY penalty. Default: 2.",
-    ),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--logit-bias",
-        metavar="ID=X",
-        help="Added to the score of the token ID, as `tokenize` prints it; -100 rules it out. May be repeated.",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option("--seed", metavar="N", help="The same seed gives the same text. Default: drawn; --stats tells it."),
-]
-Think = Annotated[
-    Literal["on", "off", "low", "medium", "high"] | None,
-    typer.Option(
-        "--think",
-        metavar="on|off|low|medium|high",
-        help="How much the model thinks before it answers, where its chat template has a choice: an error where it has "
-        "none. Default: as the model does.",
-    ),
-]
-ShowThoughts = Annotated[
-    bool | None,
-    typer.Option("--show-thoughts", help="Print what is thought, too: on stderr, dimmed. The answer stays alone."),
-]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer before TEXT; may be repeated.")
-]
-
-# Flags that are settings too (config.toml, LOCALLLM_*), by their name in both.
-_SETTING_NAMES = (
-    "system", "ctx", "ram", "vram", "cache_disk", "device", "dtype", "weights", "kv", "speculate",
-    "draft_tokens", "threads", "offline",
-    "private", "overflow", "think", "show_thoughts", *SAMPLING_SETTINGS,
-)  # fmt: skip
-_MOST_TOKENS = 1 << 30  # of a measurement: no cache holds as many; beyond, sizes leave the range of a float
-# What a flag that takes a number accepts, by the name of its parameter: every one of every command.
-NUMBERS: Mapping[str, Accepts] = MappingProxyType(
-    {
-        **{name: accepts for name, accepts in ACCEPTED.items() if accepts.kind in ("integer", "number")},
-        "dry_multiplier": Accepts("number", 0, 100, usual="0.8"),
-        "dry_base": Accepts("number", 1, 100, usual="1.75"),
-        "dry_allowed_length": Accepts("integer", 1, 2**31, usual="2"),
-        "logprobs": Accepts("integer", 0, 100, usual="3"),
-        "parallel": Accepts("integer", 1, 1024, usual="8"),
-        "port": Accepts("integer", 0, 65535, usual="8420"),
-        "queue": Accepts("integer", 0, 10_000, usual="64"),
-        "replicas": Accepts("integer", 1, 1024, usual="2"),
-        "n": Accepts("integer", 1, MAX_ANSWERS, usual="3"),
-        "best_of": Accepts("integer", 1, MAX_ANSWERS, usual="3"),
-        "beams": Accepts("integer", 1, MAX_BEAMS, usual="4"),
-        "group": Accepts("text", choices=("32", "64", "128")),
-        "prompt_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="512"),
-        "gen_tokens": Accepts("integer", 1, _MOST_TOKENS, usual="128"),
-        "depth": Accepts("integer", 0, _MOST_TOKENS, usual="512"),
-        "rounds": Accepts("integer", 1, 1000, usual="5"),
-    }
-)
+_KINDS: Mapping[str, Any] = {"integer": int, "number": float, "switch": bool, "texts": list[str]}
+PARALLEL = Accepts("integer", 1, 1024, usual="8")  # answers at once
 _MOST_BIAS = Accepts("number", -1e6, 1e6)
-_DRY_NAMES = ("dry_multiplier", "dry_base", "dry_allowed_length")
+
+
+def _name_of(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class CommandParameter:
+    """A flag or a positional of a command.
+
+    kind: its type; a switch that is no setting is False where it is not typed, all else None.
+    info: how typer is told of it.
+    accepts: the values that are checked while the line is read; None: all that typer can read.
+    """
+
+    name: str
+    kind: Any
+    info: Any
+    accepts: Accepts | None = None
+    default: Any = None
+
+    @property
+    def for_typer(self) -> inspect.Parameter:
+        kind: Any = self.kind if self.default is not None else self.kind | None
+        annotated: Any = Annotated
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=annotated[kind, self.info]
+        )
+
+
+def option(
+    flags: str,
+    about: str,
+    metavar: str | None = None,
+    kind: Any = str,
+    *,
+    accepts: Accepts | None = None,
+    completion: Completion | None = None,
+    default: Any = None,
+    name: str = "",
+    required: bool = False,
+) -> CommandParameter:
+    """A flag. flags: as it is typed, with blanks between; the last one names it, unless `name` does.
+
+    kind: without a metavar it is a switch.
+    """
+    spelled = flags.split()
+    kind, default = (bool, False) if metavar is None else (kind, inspect.Parameter.empty if required else default)
+    info = typer.Option(*spelled, metavar=metavar, autocompletion=completion, help=about)
+    return CommandParameter(name or _name_of(spelled[-1]), kind, info, accepts, default)
+
+
+def argument(
+    name: str,
+    metavar: str,
+    about: str,
+    kind: Any = str,
+    *,
+    completion: Completion | None = None,
+    required: bool = False,
+) -> CommandParameter:
+    """A positional."""
+    info = typer.Argument(metavar=metavar, show_default=False, autocompletion=completion, help=about)
+    return CommandParameter(name, kind, info, default=inspect.Parameter.empty if required else None)
+
+
+_NAMED = "A name of `localllm list --all`, ORG/REPOSITORY, or a folder."
+MODEL = argument("model", "MODEL", f"{_NAMED} Default: the setting `model` (tiny).", completion=names.complete_models)
+REQUIRED_MODEL = argument("model", "MODEL", _NAMED, completion=names.complete_models, required=True)
+INSTALLED_MODEL = argument(
+    "model", "MODEL", "A name of `localllm list`.", completion=names.complete_installed, required=True
+)
+AS_JSON = option("--json", "Print one JSON object.", name="as_json")
+NO_ATTACH = option("--no-attach", "Load the model here also where `localllm serve` runs and would answer.")
+# For functions that write their few parameters down themselves.
+Model = Annotated[str | None, MODEL.info]
+RequiredModel = Annotated[str, REQUIRED_MODEL.info]
+InstalledModel = Annotated[str, INSTALLED_MODEL.info]
+AsJson = Annotated[bool, AS_JSON.info]
+
+DRY = (
+    option(
+        "--dry-multiplier",
+        "0 to 100: how much a token is held back that would go on repeating a passage (DRY). Default: 0, off.",
+        "X",
+        float,
+        accepts=Accepts("number", 0, 100, usual="0.8"),
+    ),
+    option(
+        "--dry-base",
+        "1 to 100: growth of the DRY penalty with each repeated token. Default: 1.75.",
+        "X",
+        float,
+        accepts=Accepts("number", 1, 100, usual="1.75"),
+    ),
+    option(
+        "--dry-allowed-length",
+        "From 1: length of a repetition that costs nothing of the DRY penalty. Default: 2.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, 2**31, usual="2"),
+    ),
+)
+LOGIT_BIAS = option(
+    "--logit-bias",
+    "Added to the score of the token ID, as `tokenize` prints it; -100 rules it out. May be repeated.",
+    "ID=X",
+    list[str],
+)
+LOGPROBS = option(
+    "--logprobs",
+    "With --json, --jsonl or --batch: log-probabilities of each token and of the N likeliest there.",
+    "N",
+    int,
+    accepts=Accepts("integer", 0, 100, usual="3"),
+)
+# Of a request, beside the settings.
+SAMPLING_OPTIONS = (*DRY, LOGPROBS)
+
+
+def takes(*entries: CommandParameter | str | type) -> Callable[[Command], Command]:
+    """Gives a function of `**flags` the parameters of its command, in the order of its help.
+
+    entries: a parameter; the name of a setting; or a class of settings, for those of it that the command takes and
+    that are not named. Settings that no entry stands for come last.
+    """
+
+    def decorate(function: Command) -> Command:
+        command = function.__name__.rpartition("_")[0]
+        named = {entry if isinstance(entry, str) else getattr(entry, "name", "") for entry in entries}
+        left = [name for name, row in SETTINGS.items() if command in row.taken_by and name not in named]
+        parameters: list[CommandParameter] = []
+        for entry in (*entries, Settings):
+            if isinstance(entry, CommandParameter):
+                parameters.append(entry)
+            elif isinstance(entry, str):
+                parameters.append(setting_option(entry))
+            else:
+                inside = {each.name for each in fields(entry)} & set(left)
+                parameters += [setting_option(name) for name in left if name in inside]
+                left = [name for name in left if name not in inside]
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        kept = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        shown: Any = function
+        shown.__signature__ = inspect.Signature([*kept, *(each.for_typer for each in parameters)])
+        shown.accepted = {each.name: each.accepts for each in parameters if each.accepts is not None}
+        return function
+
+    return decorate
+
+
+def setting_option(name: str) -> CommandParameter:
+    """The flag of a setting. What is completed by a function is checked when the settings are read."""
+    row = SETTINGS[name]
+    accepts = row.accepts
+    kind: Any = _KINDS.get(accepts.kind, str)
+    choices: Any = Literal
+    if accepts.choices and not row.completion:
+        kind = choices[accepts.choices]
+    completion = getattr(names, row.completion) if row.completion else None
+    flags = row.flags or (f"--{name.replace('_', '-')}",)
+    info = typer.Option(*flags, metavar=row.metavar, autocompletion=completion, help=row.help)
+    return CommandParameter(name, kind, info, accepts if accepts.kind in ("integer", "number") else None)
 
 
 def setting_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of a command that are settings, as `load_settings` takes them: None where one was not typed."""
-    chosen = {name: flags.get(name) for name in _SETTING_NAMES}
+    chosen = {name: flags.get(name) for name, row in SETTINGS.items() if row.taken_by}
     return {name: (tuple(value) or None) if isinstance(value, list) else value for name, value in chosen.items()}
 
 
@@ -316,16 +210,13 @@ def require_accepted(flag: str, text: str, accepts: Accepts) -> None:
 
 def extra_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling parameters of a command line that are no settings. Raises UsageError for one without effect."""
-    idle = [name for name in _DRY_NAMES if flags.get(name) is not None and not flags["dry_multiplier"]]
-    if idle and idle != ["dry_multiplier"]:
-        flag = "--" + idle[-1].replace("_", "-")
+    typed = [each.name for each in DRY if flags.get(each.name) is not None]
+    if typed and typed != ["dry_multiplier"] and not flags["dry_multiplier"]:
         why = "it shapes the DRY penalty, which is off"
-        raise UsageError(f"{flag} needs --dry-multiplier above 0", why=why, fix="--dry-multiplier 0.8")
-    extra = {name: flags[name] for name in _DRY_NAMES if flags.get(name) is not None}
+        raise UsageError(f"{_flag_of(typed[-1])} needs --dry-multiplier above 0", why=why, fix="--dry-multiplier 0.8")
+    extra = {name: flags[name] for name in (*typed, "logprobs") if flags.get(name) is not None}
     if flags.get("logit_bias"):
         extra["logit_bias"] = parse_logit_bias(flags["logit_bias"])
-    if flags.get("logprobs") is not None:
-        extra["logprobs"] = flags["logprobs"]
     return extra
 
 
@@ -347,44 +238,18 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def refuse_together(flags: Mapping[str, Any], first: str, *others: str) -> None:
-    """Raises UsageError naming both where flag `first` and one of `others` are typed."""
-    if not flags.get(_field(first)):
-        return
-    for other in others:
-        value = flags.get(_field(other))
-        if value is not None and value is not False and value != []:
-            raise UsageError(f"{first} and {other} cannot go together", why=_WHY.get((first, other)) or _WHY[first, ""])
+def refuse_together(flags: Mapping[str, Any], exclusive: Mapping[str, str]) -> None:
+    """Raises UsageError for two flags that contradict each other.
+
+    exclusive: why, by the flags: "--raw --think --stop" says that --raw goes with neither of the other two.
+    """
+    for line, why in exclusive.items():
+        first, *others = line.split()
+        for other in others if flags.get(_name_of(first)) else ():
+            value = flags.get(_name_of(other))
+            if value is not None and value is not False and value != []:
+                raise UsageError(f"{first} and {other} cannot go together", why=why)
 
 
-def _field(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
-
-
-_KEPT_JOB = "a job keeps its answers in a journal until it is done, to go on where it was interrupted"
-_WHY = {
-    ("--json", "--jsonl"): "one prints a single object, the other one object for each event",
-    ("--jsonl", "--no-stream"): "--jsonl is the stream of events",
-    ("--raw", "--messages"): "--raw knows no template, and messages need one",
-    ("--raw", "--system"): "--raw knows no template, and a system message needs one",
-    ("--raw", ""): "--raw knows no template, and its answer is printed as it is",
-    ("--show-thoughts", ""): "JSON has them as `reasoning`",
-    ("--show-thoughts", "--show-prompt"): "nothing is generated",
-    ("--messages", ""): "the messages are the prompt",
-    ("--messages", "--system"): "write the system message into the file",
-    ("--continue", ""): "the last chat is gone on with by its messages, and through the chat template",
-    ("--session", ""): "a chat is gone on with by its messages, and through the chat template",
-    ("--continue", "--session"): "--continue goes on with the last chat, --session with the one that it names",
-    ("--batch", "--private"): _KEPT_JOB,
-    ("--batch", "--cache-disk"): "a job keeps no pages on the disk",
-    ("--plain", "--inline"): "one is line by line, the other a screen below the prompt",
-    ("--private", "--cache-disk"): "what is private is not kept on the disk",
-    ("--show-prompt", "--private"): "nothing is computed, and nothing kept",
-    ("--show-prompt", "--cache-disk"): "nothing is computed, and nothing kept",
-    ("--batch", "--overflow"): "each prompt of a job stands alone, and one that does not fit is named before any runs",
-    ("--show-prompt", "--overflow"): "no model is loaded, so that the size of its context is not known",
-    ("--schema", ""): "an answer has one form",
-    ("--regex", ""): "an answer has one form",
-    ("--batch", ""): "the prompts are the lines of its file, and the output is a JSON object for each",
-    ("--show-prompt", ""): "the prompt is printed byte for byte, and nothing is generated",
-}
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -13,14 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from localllm.chat.plan_text import Tone
 from localllm.chat.text import UNSAFE, error_rows, format_seconds, one_line, printable
 from localllm.chat.throughput import Pace
 from localllm.cli.wrap import WordWrap
 from localllm.config import format_bytes
 from localllm.errors import LocalLLMError, UnwrittenError
+
+if TYPE_CHECKING:
+    from localllm.chat.plan_text import Tone
 
 SCHEMA_VERSION = 1
 
@@ -62,7 +64,7 @@ class Output:
 
     @property
     def columns(self) -> int:
-        """Of the terminal that stdout is; 80 where it is none."""
+        """The width of the terminal that stdout is; 80 where it is none."""
         return _columns(1)
 
     # stdout
@@ -146,7 +148,7 @@ class Output:
     # stderr
 
     def thought(self, text: str) -> None:
-        """What a model thinks before it answers, as it comes; the answer begins on a line of its own."""
+        """Print a model's thought as it comes; the answer begins on a line of its own."""
         if text:
             self._thought_open = True
             self._write_stderr(self._styled(_DIM, self._thought_wrap.feed(printable(text)) if self.animated else text))
@@ -165,7 +167,7 @@ class Output:
         self._write_lines(self._styled(_YELLOW, "warning:") + f" {one_line(text)}\n")
 
     def prompt(self, text: str) -> None:
-        """What a question ends with: no newline."""
+        """Print a question, without a newline."""
         self._write_stderr(one_line(text))
 
     def error(self, error: LocalLLMError) -> None:

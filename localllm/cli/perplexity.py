@@ -6,16 +6,18 @@ import math
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import front_of
+from localllm.cli.context import cli_context
+from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION, ProgressLine
 from localllm.cli.prompt import read_input
 from localllm.cli.selection import select
 from localllm.runtime.engine_loader import Opening
+from localllm.settings import EngineConfig
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -28,32 +30,22 @@ EXAMPLES = """Examples:
 """
 
 
-def perplexity_command(
-    context: typer.Context,
-    model: options.RequiredModel,
-    file: Annotated[Path, typer.Option("-f", "--file", metavar="FILE", help="A text file in UTF-8; -: stdin.")],
-    ctx: options.Ctx = None,
-    ram: options.Ram = None,
-    vram: options.Vram = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    threads: options.Threads = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object: schema_version, model, perplexity, nll, tokens, ctx.")
-    ] = False,
-) -> None:
+@takes(
+    options.REQUIRED_MODEL,
+    option("-f --file", "A text file in UTF-8; -: stdin.", "FILE", Path, required=True),
+    EngineConfig,
+    option("--json", "One JSON object: schema_version, model, perplexity, nll, tokens, ctx.", name="as_json"),
+)
+def perplexity_command(context: typer.Context, **flags: Any) -> None:
     """Measure how well a model foretells a text.
 
     Perplexity is exp of the mean negative log-likelihood of the tokens: lower is better.
     """
-    flags = dict(locals())
-    from localllm.cli.opening import loading
+    from localllm.cli.load_progress import loading
 
-    front = front_of(context)
-    text = read_input(file, "--file", front.output)
-    selection = select(front, model, flags)
+    front = cli_context(context)
+    text = read_input(flags["file"], "--file", front.output)
+    selection = select(front, flags["model"], flags)
     with (
         loading(front, selection, Opening(speculates=False)) as load,  # what is asked for is measured
         front.output.progress("measuring") as line,
@@ -61,7 +53,7 @@ def perplexity_command(
         result = _measure(load.wait(), text, selection.settings.ctx, line)
     shown = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity
     fields = {"perplexity": shown, "nll": result.nll, "tokens": result.tokens, "ctx": result.ctx}
-    if as_json:
+    if flags["as_json"]:
         front.output.json({"schema_version": SCHEMA_VERSION, "model": selection.files.name, **fields})
     else:
         front.output.line(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.chat import plan_text
 from localllm.cli import options
-from localllm.cli.front import front_of
+from localllm.cli.context import cli_context
+from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine
-from localllm.cli.settings import read_settings
+from localllm.cli.selection import read_settings
 from localllm.config import ResolvedSettings, format_bytes
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.plan_request import Goal, considered
+from localllm.settings import EngineConfig
 
 if TYPE_CHECKING:
     from localllm.engine.planning import Planned
@@ -32,40 +34,33 @@ _BAR_COLUMNS = 30
 _MAP_COLUMNS = 64
 
 
-def plan_command(
-    context: typer.Context,
-    model: options.Model = None,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    speculate: options.Speculate = None,
-    draft_tokens: options.DraftTokens = None,
-    ctx: options.Ctx = None,
-    ram: options.Ram = None,
-    vram: options.Vram = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    goal: Annotated[
+@takes(
+    options.MODEL,
+    "weights",
+    "kv",
+    "speculate",
+    "draft_tokens",
+    EngineConfig,
+    option(
+        "--goal",
+        "latency: one answer, as fast as can be. throughput: `run --batch` with 32 prompts of 1024 tokens.",
+        "latency|throughput",
         Goal,
-        typer.Option(
-            "--goal",
-            metavar="latency|throughput",
-            help="latency: one answer, as fast as can be. throughput: `run --batch` with 32 prompts of 1024 tokens.",
-        ),
-    ] = "latency",
-    as_json: options.AsJson = False,
-) -> None:
+        default="latency",
+    ),
+    options.AS_JSON,
+)
+def plan_command(context: typer.Context, **flags: Any) -> None:
     """Show where a model would rest, and how fast it would be.
 
     Nothing is downloaded or loaded: a model's shape is enough. What this machine can do is measured once, in a few
     seconds; predictions are corrected by what later runs measure.
     """
-    flags = dict(locals())
-    front = front_of(context)
+    front = cli_context(context)
     resolved = read_settings(front, flags)
     with front.output.progress("planning") as line:
-        planned = _planned(model, resolved, goal, line)
-    if as_json:
+        planned = _planned(flags["model"], resolved, flags["goal"], line)
+    if flags["as_json"]:
         if planned.refusal is not None:
             with_origins(planned.refusal, resolved)
         front.output.json({"schema_version": SCHEMA_VERSION, **_fields(planned)}, indent=2)

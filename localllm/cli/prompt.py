@@ -1,4 +1,4 @@
-"""What the model is asked: the prompt from arguments, files and a pipe, and which word of the line names the model.
+"""The prompt from arguments, files and a pipe, and the word of the line that names the model.
 
 Knows no tokenizer and no template.
 """
@@ -52,7 +52,7 @@ def split_positionals(
 
 
 def has_blanks(word: str) -> bool:
-    """Whether it reads like a prompt: no name of a model has white space, only a folder may."""
+    """Return whether a word reads like a prompt: no model's name has white space, only a folder's may."""
     return any(character.isspace() for character in word)
 
 

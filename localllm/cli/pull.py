@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import front_of
+from localllm.cli.context import cli_context
+from localllm.cli.options import takes
 from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine
 from localllm.config import format_bytes, load_settings
 from localllm.runtime.download import fetch
@@ -25,23 +26,19 @@ EXAMPLES = """Examples:
 """
 
 
-def pull_command(
-    context: typer.Context,
-    model: options.RequiredModel,
-    offline: options.Offline = None,
-    as_json: options.AsJson = False,
-) -> None:
+@takes(options.REQUIRED_MODEL, "offline", options.AS_JSON)
+def pull_command(context: typer.Context, **flags: Any) -> None:
     """Fetch a model from the Hugging Face hub.
 
     A pull that was interrupted goes on where it stopped.
     """
-    front = front_of(context)
-    resolved = load_settings({"offline": offline})
+    front, model = cli_context(context), flags["model"]
+    resolved = load_settings({"offline": flags["offline"]})
     front.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(model)}"
     with front.output.progress(f"pulling {model}", plain_lines=True) as line:
         files = fetch(model, resolved, _Teller(front.output, line).tell)
     size_bytes = sum(path.stat().st_size for path in files.directory.iterdir() if path.is_file())
-    if as_json:
+    if flags["as_json"]:
         fields = {"model": files.name, "repo": files.repo, "revision": files.revision}
         where = {"directory": str(files.directory), "size_bytes": size_bytes}
         front.output.json({"schema_version": SCHEMA_VERSION, **fields, **where})

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
+from localllm.cli.context import CliContext, cli_context
+from localllm.cli.load_progress import PackingProgress
 from localllm.cli.names import complete_weights
+from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.cli.packing import Packing
 from localllm.cli.selection import select
-from localllm.config import WEIGHTS, Accepts, accepted, format_bytes
+from localllm.config import accepted, format_bytes
 from localllm.errors import UsageError
+from localllm.settings import WEIGHTS, Accepts
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles
@@ -32,39 +34,31 @@ _UNPACKED = ("auto", "bf16")
 _PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in _UNPACKED))
 
 
-def quantize_command(
-    context: typer.Context,
-    model: options.RequiredModel,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            "--weights",
-            metavar="int4|int8|nf4|bf12",
-            autocompletion=complete_weights,
-            help="The format. Default: the setting `weights` if it names one of these, else int4.",
-        ),
-    ] = None,
-    group: Annotated[
-        int | None,
-        typer.Option(
-            "--group",
-            metavar="32|64|128",
-            help="int4: weights that share a scale; fewer are larger and more exact. Default: 64.",
-        ),
-    ] = None,
-    method: Annotated[
-        Literal["hqq", "rtn"] | None,
-        typer.Option(
-            "--method",
-            metavar="hqq|rtn",
-            help="int4: hqq (half-quadratic) is more exact, rtn (round to nearest) quicker. Default: hqq.",
-        ),
-    ] = None,
-    ram: Annotated[
-        str | None, typer.Option("--ram", metavar="SIZE", help="Most memory that this process may hold: 2GiB.")
-    ] = None,
-    as_json: options.AsJson = False,
-) -> None:
+@takes(
+    options.REQUIRED_MODEL,
+    option(
+        "--weights",
+        "The format. Default: the setting `weights` if it names one of these, else int4.",
+        "int4|int8|nf4|bf12",
+        completion=complete_weights,
+    ),
+    option(
+        "--group",
+        "int4: weights that share a scale; fewer are larger and more exact. Default: 64.",
+        "32|64|128",
+        int,
+        accepts=Accepts("text", choices=("32", "64", "128")),
+    ),
+    option(
+        "--method",
+        "int4: hqq (half-quadratic) is more exact, rtn (round to nearest) quicker. Default: hqq.",
+        "hqq|rtn",
+        Literal["hqq", "rtn"],
+    ),
+    option("--ram", "Most memory that this process may hold: 2GiB.", "SIZE"),
+    options.AS_JSON,
+)
+def quantize_command(context: typer.Context, **flags: Any) -> None:
     """Pack a model's weights ahead of time.
 
     `run` and `chat` do it at first use, too. A conversion that was interrupted goes on where it stopped.
@@ -72,17 +66,18 @@ def quantize_command(
     from localllm import hub
     from localllm.hub.packed import own_bytes, packed_directory, packed_recipes
 
-    front = front_of(context)
+    front = cli_context(context)
+    weights = flags["weights"]
     if weights is not None and weights not in WEIGHTS:
         accepted("weights", weights, "--weights", _PACKED)
-    selection = select(front, model, {"weights": weights, "ram": ram})
-    name = recipe_name(weights, selection.settings.weights, group, method)
+    selection = select(front, flags["model"], flags)
+    name = recipe_name(weights, selection.settings.weights, flags["group"], flags["method"])
     files = selection.files
     target = packed_directory(files, name)
     was_there = name in packed_recipes(files)
     was_packed = not _convert(front, files, name, selection.settings.ram, was_there=was_there)
-    sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(model).size_bytes}
-    if as_json:
+    sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(flags["model"]).size_bytes}
+    if flags["as_json"]:
         fields = {"model": files.name, "weights": name, "was_packed": was_packed, "directory": str(target)}
         front.output.json({"schema_version": SCHEMA_VERSION, **fields, **sizes})
         return
@@ -110,7 +105,7 @@ def recipe_name(weights: str | None, setting: str, group: int | None, method: st
     return asked
 
 
-def _convert(front: Front, files: ModelFiles, name: str, ram_bytes: int | None, *, was_there: bool) -> bool:
+def _convert(front: CliContext, files: ModelFiles, name: str, ram_bytes: int | None, *, was_there: bool) -> bool:
     """Makes the packed model, or verifies the one that is there and mends it; returns whether anything was written."""
     from localllm.hub.packed import packed_directory
     from localllm.models.families import load_config
@@ -122,7 +117,7 @@ def _convert(front: Front, files: ModelFiles, name: str, ram_bytes: int | None, 
         front.output.note(f"{files.name} is packed to {name} already; verifying it")
         label = f"verifying {files.name} in {name}"
     again = f"localllm quantize {shlex.quote(files.name)} --weights {name}"
-    packing = Packing(front, label, again=again, is_first_use=False)
+    packing = PackingProgress(front, label, again=again, is_first_use=False)
     packing.begin()
     try:
         from localllm.engine.weights import pack_model
@@ -138,7 +133,7 @@ def _convert(front: Front, files: ModelFiles, name: str, ram_bytes: int | None, 
 
 
 def _last_written(target: Path) -> tuple[int, int] | None:
-    """Which index file is there: another one after everything that was made or mended."""
+    """Return the identity of the index file: it changes with everything that is made or mended."""
     from localllm.hub.packed import PACKED_INDEX
 
     try:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from localllm.runtime.selection import Selection
     from localllm.server.guard import Admission
+    from localllm.server.model_server import Capacity
     from localllm.server.replicas.fleet import Fleet
-    from localllm.server.served import Capacity
 
 
 def require_sense(flags: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ def require_sense(flags: Mapping[str, Any]) -> None:
 
 
 def serve_replicas(
-    front: Front,
+    front: CliContext,
     selection: Selection,
     flags: Mapping[str, Any],
     capacity: Capacity,
@@ -90,7 +90,7 @@ def serve_replicas(
 
 
 def _tell(
-    front: Front, selection: Selection, fleet: Fleet, addresses: Sequence[str], clear: Callable[[], None]
+    front: CliContext, selection: Selection, fleet: Fleet, addresses: Sequence[str], clear: Callable[[], None]
 ) -> None:
     clear()
     many = "1 replica" if fleet.num_replicas == 1 else f"{fleet.num_replicas} replicas"
@@ -102,14 +102,14 @@ def _tell(
 class _Waiting:
     """For the replicas, while the server answers already that they are being started. failure: why they are not."""
 
-    def __init__(self, front: Front, fleet: Fleet, started: Callable[[], None]) -> None:
+    def __init__(self, front: CliContext, fleet: Fleet, started: Callable[[], None]) -> None:
         self.failure: BaseException | None = None
         self._front = front
         self._fleet = fleet
         self._started = started
 
     def begin(self, stop: Callable[[], None]) -> Callable[[], None]:
-        """What a signal calls."""
+        """Start to wait; return the function that a signal calls."""
 
         def wait() -> None:
             try:

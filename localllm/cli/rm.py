@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from localllm.cli import options
-from localllm.cli.consent import ask_to_delete
-from localllm.cli.front import front_of
+from localllm.cli.confirm import ask_to_delete
+from localllm.cli.context import cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes
 
@@ -32,7 +32,7 @@ def rm_command(
     """
     from localllm import hub
 
-    front = front_of(context)
+    front = cli_context(context)
 
     def confirm(checkpoint_bytes: int, packed_bytes: int) -> None:
         if not yes:

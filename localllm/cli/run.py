@@ -8,31 +8,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.chat.answer import Answer
-from localllm.chat.context import Conversation, can_be_longer, evicted_text, explain_text, is_cut_by_context
+from localllm.chat.context import ChatPrompt, can_be_longer, evicted_text, explain_text, is_cut_by_context
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import explain
-from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
+from localllm.chat.recorder import ChatRecorder, Resumed, look_up, recorder_of
 from localllm.chat.tool_words import told_in_words
 from localllm.cli import options
-from localllm.cli.choices import Beams, BestOf, Choice, N, choice_of, print_chosen
-from localllm.cli.front import Front, front_of
-from localllm.cli.generate import Printing, print_kept
+from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of, print_chosen
+from localllm.cli.context import CliContext, cli_context
+from localllm.cli.generate import Printing, print_recorded
 from localllm.cli.names import complete_sessions
-from localllm.cli.options import DEFAULT_MAX_TOKENS, extra_sampling, refuse_together
+from localllm.cli.options import DEFAULT_MAX_TOKENS, argument, extra_sampling, option, refuse_together, takes
 from localllm.cli.prompt import argument_text, has_blanks, split_positionals
 from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import Encoder, Source, read_source
-from localllm.cli.structured import refuse_form_conflicts, require_met, typed_grammar
+from localllm.cli.structured import FORM_OPTIONS, refuse_idle_strict, require_met, typed_grammar
 from localllm.errors import ContextOverflowError, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.plan_request import DEFAULT_PARALLEL
 from localllm.runtime.selection import Selection, is_model
+from localllm.settings import SETTINGS, EngineConfig, SamplingSettings
 from localllm.text.eviction import Fitted, Message
 
 if TYPE_CHECKING:
@@ -55,230 +56,171 @@ EXAMPLES = """Examples:
 """
 
 
-def run_command(
-    context: typer.Context,
-    model: options.Model = None,
-    prompt_argument: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROMPT",
-            show_default=False,
-            help="The prompt: piped text, files and this, in this order. One word alone is a MODEL: use -p for it.",
-        ),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt, also of one word.")
-    ] = None,
-    file: Annotated[
-        list[Path] | None,
-        typer.Option("-f", "--file", metavar="FILE", help="Text before the prompt; may be repeated. -: stdin."),
-    ] = None,
-    system: options.System = None,
-    messages: Annotated[
-        Path | None,
-        typer.Option(
-            "--messages",
-            metavar="FILE",
-            help="Chat messages as JSON: an array, or {messages, tools, ...}. -: stdin, which is not read otherwise.",
-        ),
-    ] = None,
-    batch: Annotated[
-        Path | None,
-        typer.Option(
-            "--batch",
-            metavar="FILE",
-            help="Many prompts, a line of JSON each; goes on where it was interrupted. -: stdin.",
-        ),
-    ] = None,
-    parallel: Annotated[
-        int | None,
-        typer.Option(
-            "--parallel",
-            metavar="N",
-            help=f"With --batch: answers at once. Default: {DEFAULT_PARALLEL}, or as many as memory has room for.",
-        ),
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="With --batch: what an interrupted run answered counts as nothing.")
-    ] = False,
-    continues: Annotated[
-        bool,
-        typer.Option("-c", "--continue", help="Go on with the last kept chat, and with its model unless one is named."),
-    ] = False,
-    session: Annotated[
-        str | None,
-        typer.Option(
-            "--session",
-            metavar="ID",
-            autocompletion=complete_sessions,
-            help="Go on with this chat of `localllm sessions list`: its id, the beginning of one, or a part of its "
-            "title.",
-        ),
-    ] = None,
-    private: options.Private = None,
-    overflow: options.Overflow = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
-    show_prompt: Annotated[
-        bool, typer.Option("--show-prompt", help="Print what the model would be given, and generate nothing.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the answer is complete.")] = False,
-    jsonl: Annotated[bool, typer.Option("--jsonl", help="Print a JSON object for each event as it comes.")] = False,
-    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer when it is complete.")] = False,
-    stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats", help="Print on stderr how many tokens there were, how fast, and what the time went to."
-        ),
-    ] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            "--logprobs",
-            metavar="N",
-            help="With --json, --jsonl or --batch: log-probabilities of each token and of the N likeliest there.",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            metavar="N",
-            help=f"Longest answer, in tokens. Default: to the context's end; with --batch {DEFAULT_MAX_TOKENS}.",
-        ),
-    ] = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    typical_p: options.TypicalP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    dry_multiplier: options.DryMultiplier = None,
-    dry_base: options.DryBase = None,
-    dry_allowed_length: options.DryAllowedLength = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    think: options.Think = None,
-    show_thoughts: options.ShowThoughts = None,
-    n: N = None,
-    best_of: BestOf = None,
-    beams: Beams = None,
-    stop: options.Stop = None,
-    schema: Annotated[
-        Path | None,
-        typer.Option("--schema", metavar="FILE", help="The answer is JSON that this JSON Schema allows. -: stdin."),
-    ] = None,
-    regex: Annotated[
-        str | None,
-        typer.Option(
-            "--regex", metavar="PATTERN", help="The answer is a text that this regular expression matches whole."
-        ),
-    ] = None,
-    grammar: Annotated[
-        Path | None,
-        typer.Option(
-            "--grammar",
-            metavar="FILE",
-            help="The answer is a text of this grammar, in Lark or llama.cpp's GBNF: by its ending, or by its rules. "
-            "-: stdin.",
-        ),
-    ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict", help="Exit code 7 where an answer was cut before it had the form of one of these three."
-        ),
-    ] = False,
-    ctx: options.Ctx = None,
-    ram: options.Ram = None,
-    vram: options.Vram = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    speculate: options.Speculate = None,
-    draft_tokens: options.DraftTokens = None,
-    cache_disk: options.CacheDisk = None,
-    threads: options.Threads = None,
-    no_attach: options.NoAttach = False,
-) -> None:
+# Why flags contradict each other, in the order in which they are looked at.
+_RAW_ALONE = "--raw knows no template, and its answer is printed as it is"
+_ONE_FORM = "an answer has one form"
+_NOTHING_GENERATED = "the prompt is printed byte for byte, and nothing is generated"
+_NOTHING_KEPT = "nothing is computed, and nothing kept"
+_BY_MESSAGES = "a chat is gone on with by its messages, and through the chat template"
+_LINES_OF_A_FILE = "the prompts are the lines of its file, and the output is a JSON object for each"
+KEPT_JOB = {
+    "--batch --private": "a job keeps its answers in a journal until it is done, to go on where it was interrupted"
+}
+EXCLUSIVE = {
+    "--json --jsonl": "one prints a single object, the other one object for each event",
+    "--jsonl --no-stream": "--jsonl is the stream of events",
+    "--raw --messages": "--raw knows no template, and messages need one",
+    "--raw --system": "--raw knows no template, and a system message needs one",
+    "--raw --think --show-thoughts": _RAW_ALONE,
+    "--show-thoughts --json --jsonl --batch": "JSON has them as `reasoning`",
+    "--show-thoughts --show-prompt": "nothing is generated",
+    "--messages --prompt --file": "the messages are the prompt",
+    "--messages --system": "write the system message into the file",
+    "--continue --raw --messages --batch": f"the last {_BY_MESSAGES[2:]}",
+    "--session --raw --messages --batch": _BY_MESSAGES,
+    "--continue --session": "--continue goes on with the last chat, --session with the one that it names",
+    **KEPT_JOB,
+    "--batch --cache-disk": "a job keeps no pages on the disk",
+    "--private --cache-disk": "what is private is not kept on the disk",
+    "--batch --prompt --file --messages --show-prompt --json --jsonl --no-stream": _LINES_OF_A_FILE,
+    "--show-prompt --json --jsonl --no-stream --stats --logprobs": _NOTHING_GENERATED,
+    "--show-prompt --overflow": "no model is loaded, so that the size of its context is not known",
+    "--show-prompt --private --cache-disk": _NOTHING_KEPT,
+    "--batch --overflow": "each prompt of a job stands alone, and one that does not fit is named before any runs",
+    "--schema --regex --grammar": _ONE_FORM,
+    "--regex --grammar": _ONE_FORM,
+    "--show-prompt --schema --regex --grammar --strict": _NOTHING_GENERATED,
+}
+
+
+@takes(
+    options.MODEL,
+    argument(
+        "prompt_argument",
+        "PROMPT",
+        "The prompt: piped text, files and this, in this order. One word alone is a MODEL: use -p for it.",
+    ),
+    option("-p --prompt", "The prompt, also of one word.", "TEXT", list[str]),
+    option("-f --file", "Text before the prompt; may be repeated. -: stdin.", "FILE", list[Path]),
+    "system",
+    option(
+        "--messages",
+        "Chat messages as JSON: an array, or {messages, tools, ...}. -: stdin, which is not read otherwise.",
+        "FILE",
+        Path,
+    ),
+    option("--batch", "Many prompts, a line of JSON each; goes on where it was interrupted. -: stdin.", "FILE", Path),
+    option(
+        "--parallel",
+        f"With --batch: answers at once. Default: {DEFAULT_PARALLEL}, or as many as memory has room for.",
+        "N",
+        int,
+        accepts=options.PARALLEL,
+    ),
+    option("--fresh", "With --batch: what an interrupted run answered counts as nothing."),
+    option("-c --continue", "Go on with the last kept chat, and with its model unless one is named.", name="continues"),
+    option(
+        "--session",
+        "Go on with this chat of `localllm sessions list`: its id, the beginning of one, or a part of its title.",
+        "ID",
+        completion=complete_sessions,
+    ),
+    "private",
+    "overflow",
+    option("--raw", "The prompt as it is, without the chat template."),
+    option("--show-prompt", "Print what the model would be given, and generate nothing."),
+    option("--json", "Print one JSON object when the answer is complete."),
+    option("--jsonl", "Print a JSON object for each event as it comes."),
+    option("--no-stream", "Print the answer when it is complete."),
+    option("--stats", "Print on stderr how many tokens there were, how fast, and what the time went to."),
+    options.LOGPROBS,
+    option(
+        "--max-tokens",
+        f"Longest answer, in tokens. Default: to the context's end; with --batch {DEFAULT_MAX_TOKENS}.",
+        "N",
+        int,
+        accepts=SETTINGS["max_tokens"].accepts,
+    ),
+    SamplingSettings,
+    *options.DRY,
+    options.LOGIT_BIAS,
+    "seed",
+    "think",
+    "show_thoughts",
+    *CHOICE_OPTIONS,
+    "stop",
+    *FORM_OPTIONS,
+    EngineConfig,
+    options.NO_ATTACH,
+)
+def run_command(context: typer.Context, **flags: Any) -> None:
     """Answer one prompt, or with --batch many.
 
     For scripts and pipes: the answer goes to stdout, everything else to stderr. Question and answer are kept as a chat,
     on this disk alone, but those of --raw, --messages and --batch.
     """
-    flags = dict(locals())  # by name: they are passed on as one
     flags["continue"] = flags.pop("continues")
-    front = front_of(context)
+    front = cli_context(context)
     refuse_conflicts(flags)
     form = typed_grammar(flags, front.output)
     choice = choice_of(flags)
-    positionals = [part for part in (model, prompt_argument) if part is not None]
-    word, text = split_positionals(positionals, prompt[0] if prompt else None, is_model)
-    if messages is not None and text is not None:
-        raise UsageError(
-            "--messages and a prompt cannot go together",
-            why="the messages are the prompt",
-            fix="localllm run MODEL --messages FILE.json",
-        )
-    if batch is not None and text is not None:
-        why = "the prompts are the lines of its file"
-        raise UsageError("--batch and a prompt cannot go together", why=why, fix="localllm run MODEL --batch FILE")
+    word, text = _positionals(flags)
     resumed = _resumed(front, flags)
     selection = _select(front, word, text, flags, resumed)
-    if batch is not None:
+    if flags["batch"] is not None:
         from localllm.cli.batch import run_batch
 
-        refuse_together({"batch": batch, "private": selection.private}, "--batch", "--private")
+        refuse_together({"batch": True, "private": selection.private}, KEPT_JOB)
         run_batch(front, selection, flags, form)
         return
     source = read_source(front.output, text, flags, selection.settings.system)
     dialogue = None
-    if not raw and messages is None:
+    if not flags["raw"] and flags["messages"] is None:
         from localllm.text.chat_template import ChatInput
 
-        dialogue = _dialogue(selection, source, text, system, resumed)
+        dialogue = _dialogue(selection, source, text, flags["system"], resumed)
         source = Source(chat=ChatInput(dialogue.for_template))
-    if show_prompt:
-        front.output.verbatim(source.render(selection.files.directory, selection.resolved))
-        if source.chat is not None and source.chat.add_generation_prompt is None:
-            front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
+    if flags["show_prompt"]:
+        _show_prompt(front, selection, source)
         return
     sampling = choice.sampling(selection.sampling(extra_sampling(flags)))
-    keeper = keeper_of(front.output, selection, resumed, keeps=dialogue is not None)
-    with contextlib.closing(keeper):
-        said = dialogue or Dialogue(selection.resolved)
+    said = dialogue or Dialogue(selection.resolved)
+    recorder = recorder_of(said, front.output, selection, resumed, records=dialogue is not None)
+    with contextlib.closing(recorder):
         try:
-            answers = _answers(front, selection, source, sampling, flags, said, keeper, form, choice)
+            answers = _answers(front, selection, source, sampling, flags, recorder, form, choice)
         finally:
-            keeper.catch_up(said)
+            recorder.catch_up()
     endings = [answer.finished for answer in answers if answer.finished is not None]
     if any(finished.finish_reason == "cancelled" for finished in endings):
         raise typer.Exit(front.interrupts.exit_code or 130)
-    require_met(front, endings, strict=strict)
+    require_met(front, endings, strict=flags["strict"])
+
+
+def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The model and the prompt that the line names. Raises UsageError for a prompt beside a file of prompts."""
+    positionals = [part for part in (flags["model"], flags["prompt_argument"]) if part is not None]
+    word, text = split_positionals(positionals, (flags["prompt"] or [None])[0], is_model)
+    for flag, why, file in (
+        ("messages", "the messages are the prompt", "FILE.json"),
+        ("batch", "the prompts are the lines of its file", "FILE"),
+    ):
+        if flags[flag] is not None and text is not None:
+            fix = f"localllm run MODEL --{flag} {file}"
+            raise UsageError(f"--{flag} and a prompt cannot go together", why=why, fix=fix)
+    return word, text
+
+
+def _show_prompt(front: CliContext, selection: Selection, source: Source) -> None:
+    front.output.verbatim(source.render(selection.files.directory, selection.resolved))
+    if source.chat is not None and source.chat.add_generation_prompt is None:
+        front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
 
 
 def refuse_conflicts(flags: Mapping[str, Any]) -> None:
     """Raises UsageError for flags that contradict each other, and for one that would have no effect."""
-    refuse_together(flags, "--json", "--jsonl")
-    refuse_together(flags, "--jsonl", "--no-stream")
-    refuse_together(flags, "--raw", "--messages", "--system")
-    refuse_together(flags, "--raw", "--think", "--show-thoughts")
-    refuse_together(flags, "--show-thoughts", "--json", "--jsonl", "--batch", "--show-prompt")
-    refuse_together(flags, "--messages", "--prompt", "--file", "--system")
-    for flag in ("--continue", "--session"):
-        refuse_together(flags, flag, "--raw", "--messages", "--batch")
-    refuse_together(flags, "--continue", "--session")
-    refuse_together(flags, "--batch", "--private", "--cache-disk")
-    refuse_together(flags, "--private", "--cache-disk")
-    refuse_together(
-        flags, "--batch", "--prompt", "--file", "--messages", "--show-prompt", "--json", "--jsonl", "--no-stream"
-    )
-    refuse_together(flags, "--show-prompt", "--json", "--jsonl", "--no-stream", "--stats", "--logprobs", "--overflow")
-    refuse_together(flags, "--show-prompt", "--private", "--cache-disk")
-    refuse_together(flags, "--batch", "--overflow")
-    refuse_form_conflicts(flags)
+    refuse_together(flags, EXCLUSIVE)
+    refuse_idle_strict(flags)
     if flags["raw"] and flags["overflow"] == "evict":
         why = "a plain text has no turns that could leave the context"
         raise UsageError("--raw and --overflow evict cannot go together", why=why, fix="--overflow grow")
@@ -291,13 +233,11 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
             fix = f"localllm run MODEL --batch FILE --{flag}{number}"
             raise UsageError(f"--{flag} needs --batch", why="one prompt is one answer", fix=fix)
     if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"] or flags["batch"]):
-        why = "text alone has no place for them"
-        raise UsageError(
-            "--logprobs needs --json, --jsonl or --batch", why=why, fix="localllm run --json --logprobs 3 -p TEXT"
-        )
+        fix = "localllm run --json --logprobs 3 -p TEXT"
+        raise UsageError("--logprobs needs --json, --jsonl or --batch", why="text alone has no place for them", fix=fix)
 
 
-def _resumed(front: Front, flags: Mapping[str, Any]) -> Resumed | None:
+def _resumed(front: CliContext, flags: Mapping[str, Any]) -> Resumed | None:
     from localllm.history import LAST
 
     word = LAST if flags["continue"] else flags["session"]
@@ -307,7 +247,7 @@ def _resumed(front: Front, flags: Mapping[str, Any]) -> Resumed | None:
 def _dialogue(
     selection: Selection, source: Source, text: str | None, system: str | None, resumed: Resumed | None
 ) -> Dialogue:
-    """What was said before, and the question."""
+    """Return the conversation so far, with the question at its end."""
     assert source.chat is not None
     *before, question = source.chat.messages
     given = before[0]["content"] if before else None
@@ -320,7 +260,7 @@ def _dialogue(
 
 
 def _select(
-    front: Front, word: str | None, text: str | None, flags: Mapping[str, Any], resumed: Resumed | None
+    front: CliContext, word: str | None, text: str | None, flags: Mapping[str, Any], resumed: Resumed | None
 ) -> Selection:
     again = f"localllm run {BUILT_IN} --session {resumed.session.id} -p TEXT" if resumed else ""
     try:
@@ -339,18 +279,17 @@ def _select(
 
 
 def _answers(
-    front: Front,
+    front: CliContext,
     selection: Selection,
     source: Source,
     sampling: SamplingParams,
     flags: Mapping[str, Any],
-    dialogue: Dialogue,
-    keeper: Keeper,
+    recorder: ChatRecorder,
     form: Grammar | None,
-    choice: Choice,
+    choice: AnswerChoice,
 ) -> list[Answer]:
-    """Those that are printed; the first of them is kept."""
-    from localllm.cli.opening import attaching
+    """Return the answers that are printed; the first of them is recorded."""
+    from localllm.cli.load_progress import attaching
 
     printing = Printing(
         as_json=flags["json"],
@@ -378,14 +317,14 @@ def _answers(
             front.output.note("--show-thoughts: this model's chat template knows no thoughts, and none are shown")
         request = replace(request, grammar=thinking.grammar(form), shown_ids=thinking.shown_ids)
         printing = replace(printing, thinking=thinking)
-        asked = (front, selection.files, load.service, request, printing, dialogue, keeper)
-        answers = [print_kept(*asked)] if choice.is_plain else print_chosen(*asked, choice)
+        asked = (front, selection.files, load.service, request, printing, recorder)
+        answers = [print_recorded(*asked)] if choice.is_plain else print_chosen(*asked, choice)
         if form is None:
             _warn_of_cut(front, engine, answers, sampling)
     return answers
 
 
-def _warn_of_cut(front: Front, engine: LoadedEngine, answers: Sequence[Answer], sampling: SamplingParams) -> None:
+def _warn_of_cut(front: CliContext, engine: LoadedEngine, answers: Sequence[Answer], sampling: SamplingParams) -> None:
     endings = [answer.finished for answer in answers if answer.finished is not None]
     num_cut = sum(
         finished.usage.completion_tokens != sampling.max_tokens and is_cut_by_context(finished, engine.ctx)
@@ -410,7 +349,10 @@ def _given(source: Source, encoder: Encoder, fitted: Fitted) -> ChatInput | None
 def _request(
     engine: LoadedEngine, source: Source, encoder: Encoder, ids: tuple[int, ...], sampling: SamplingParams, policy: str
 ) -> tuple[Request, Fitted]:
-    """What is asked as the context has room for it. ids: of all of it. Raises ContextOverflowError, TemplateError."""
+    """Return the request as far as the context has room for it. ids: of the whole prompt.
+
+    Raises ContextOverflowError, TemplateError.
+    """
     from localllm.engine.request import Request
 
     chat = source.chat
@@ -420,8 +362,8 @@ def _request(
             is_whole = len(messages) == len(chat.messages)
             return ids if is_whole else encoder.encode(Source(chat=replace(chat, messages=messages)))
 
-        conversation = Conversation(chat.messages, encode, policy, "--overflow", opens_turn=chat.opens_turn)
-        return conversation.request(engine, sampling)
+        prompt = ChatPrompt(chat.messages, encode, policy, "--overflow", opens_turn=chat.opens_turn)
+        return prompt.request(engine, sampling)
     request = Request(ids, sampling, explains_miss=True, grows=policy == "grow")
     try:
         engine.check(request)

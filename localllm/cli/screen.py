@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.cli.options import extra_sampling
 from localllm.config import ResolvedSettings
 from localllm.tui.background import Background
@@ -33,7 +33,7 @@ _RESET = "\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?2004l\x1b
 
 
 def has_screen(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether there is a terminal on both ends that can show a screen."""
+    """Return whether stdin and stdout are a terminal that can show a screen."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() and environ.get("TERM", "") != "dumb"
 
 
@@ -44,7 +44,7 @@ def tune() -> None:
 
 
 def run_screen(
-    front: Front,
+    front: CliContext,
     selection: Selection,
     resolved: ResolvedSettings,
     flags: Mapping[str, Any],
@@ -70,7 +70,7 @@ def run_screen(
 
 
 def _app(
-    front: Front,
+    front: CliContext,
     selection: Selection,
     resolved: ResolvedSettings,
     flags: Mapping[str, Any],

@@ -1,20 +1,22 @@
-"""Which model a command line works with."""
+"""The model that a command line works with, and its settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.front import Front
-from localllm.cli.settings import read_settings
+from localllm.cli.context import CliContext
+from localllm.cli.options import setting_flags
+from localllm.config import ResolvedSettings, load_settings
 from localllm.errors import ModelNotFoundError
 from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.runtime.vram import refuse_idle_vram
 
 if TYPE_CHECKING:
     from localllm.chat.recorder import Resumed
 
 
-def select(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selection:
+def select(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
     """The model `word`, or the one that the settings name, and the settings under these flags; `front` hears of it.
 
     Raises ModelNotFoundError, SettingsError, CheckpointError. Uses no network.
@@ -24,17 +26,17 @@ def select(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selectio
     return with_defaults(resolved, front.model)
 
 
-def select_text_only(front: Front, word: str | None, flags: Mapping[str, Any]) -> Selection:
-    """As `select`, for what needs a tokenizer and a template but no model: a folder with only those will do."""
+def select_text_only(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
+    """Select a model of which only tokenizer and template are needed: a folder with these will do."""
     resolved = read_settings(front, flags)
     front.model = locate(resolved, word, needs_config=False)
     return Selection(front.model, resolved)
 
 
 def select_resumed(
-    front: Front, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: str
+    front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: str
 ) -> Selection:
-    """As `select`: the model `word`, also by a name that the server alone has for it where its engine may be used, or
+    """Select the model `word`, also by a name that the server alone has for it where its engine may be used, or
     the one that the resumed chat was held with.
 
     again: the line that would go on with the chat by the built-in model. Raises what `select` does.
@@ -52,3 +54,23 @@ def select_resumed(
         if there is None:
             raise
         return select(front, there, flags)
+
+
+def read_settings(front: CliContext, flags: Mapping[str, Any]) -> ResolvedSettings:
+    """The settings under the flags of a command; `front` hears of them. Raises SettingsError, UsageError."""
+    front.resolved = load_settings(setting_flags(flags))
+    _warn_of_idle_guessing(front, flags)
+    if front.resolved.settings.device == "cpu":  # whether there is a GPU is known when torch is there
+        refuse_idle_vram(front.resolved)
+    return front.resolved
+
+
+def _warn_of_idle_guessing(front: CliContext, flags: Mapping[str, Any]) -> None:
+    """Warn of a flag without effect beside one that turns drafting off. No error: both mean plain decoding."""
+    who, count = flags.get("speculate"), flags.get("draft_tokens")
+    if who is None or count is None or (who == "off") == (count == 0):
+        return
+    off, idle = f"--speculate {who}", f"--draft-tokens {count}"
+    if count == 0:
+        off, idle = idle, off
+    front.output.warn(f"{idle} has no effect: with {off} nothing is guessed")

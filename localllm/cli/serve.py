@@ -8,29 +8,31 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
-from localllm.cli.opening import LoadLine
-from localllm.cli.options import refuse_together
+from localllm.cli.context import CliContext, cli_context
+from localllm.cli.load_progress import LoadLine
+from localllm.cli.options import option, refuse_together, takes
 from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select
 from localllm.config import user_directories
-from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, UsageError
+from localllm.errors import BusyError, EngineClosedError, EngineGoneError, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.settings import SETTINGS, Accepts, EngineConfig, SamplingSettings
 
 if TYPE_CHECKING:
     import asyncio
     import socket
 
-    from localllm.engine.engine_info import Service
+    from localllm.runtime.engine_handle import EngineHandle
     from localllm.runtime.engine_process import Caps, Foreseen
+    from localllm.runtime.model_pool import LaunchEngine
     from localllm.server.guard import Admission
-    from localllm.server.pool import Launch, Pool
+    from localllm.server.model_server import ModelServer
 
 DEFAULT_HOST, DEFAULT_PORT, OLLAMA_PORT = "127.0.0.1", 8420, 11434
 DEFAULT_PARALLEL, DEFAULT_QUEUE = 8, 64
@@ -47,174 +49,128 @@ EXAMPLES = """Examples:
 """
 
 
-def serve_command(
-    context: typer.Context,
-    model: options.Model = None,
-    host: Annotated[
-        str | None,
-        typer.Option(
-            "--host",
-            metavar="ADDRESS",
-            help="Where to listen. Default: 127.0.0.1, which this machine alone reaches; others need an API key.",
-        ),
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option("--port", metavar="N", help=f"The port; 0: one that is free. Default: {DEFAULT_PORT}.")
-    ] = None,
-    also_ollama_port: Annotated[
-        bool,
-        typer.Option("--also-ollama-port", help=f"Listen on {OLLAMA_PORT} too, for programs that look nowhere else."),
-    ] = False,
-    alias: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--alias", metavar="NAME", help="Another name for the model, as clients ask for it. May be repeated."
-        ),
-    ] = None,
-    parallel: Annotated[
-        int | None,
-        typer.Option(
-            "--parallel", metavar="N", help=f"Answers that are computed at once. Default: {DEFAULT_PARALLEL}."
-        ),
-    ] = None,
-    queue: Annotated[
-        int | None,
-        typer.Option(
-            "--queue",
-            metavar="N",
-            help=f"Answers that may wait for their turn; more are refused. Default: {DEFAULT_QUEUE}.",
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--api-key-file",
-            metavar="FILE",
-            help="The key that clients have to send, also from LOCALLLM_API_KEY. Where one is needed and none given, "
-            "one is made and shown once.",
-        ),
-    ] = None,
-    new_key: Annotated[
-        bool, typer.Option("--new-key", help="Make another key in place of the one that was shown before.")
-    ] = False,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-host",
-            metavar="NAME",
-            help="Another name of this server, with any port or with one: box.local, localhost:9000. May be repeated.",
-        ),
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-origin",
-            metavar="URL",
-            help="Let pages from there talk to the server, as those of this machine may: app://obsidian.md. May be "
-            "repeated.",
-        ),
-    ] = None,
-    also: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--also",
-            metavar="MODEL",
-            help="Another model that may be asked for, as a folder of yours: what was pulled may be anyhow. May be "
-            "repeated.",
-        ),
-    ] = None,
-    idle_unload: Annotated[
-        str | None,
-        typer.Option(
-            "--idle-unload",
-            metavar="TIME",
-            help="Unload a model that nobody has asked for so long: 10m, 1h30m. Default: when its room is needed.",
-        ),
-    ] = None,
-    pooling: Annotated[
-        Literal["mean", "last"] | None,
-        typer.Option(
-            "--pooling",
-            metavar="mean|last",
-            help="What an embedding is made of: all tokens, or the last one. Default: mean.",
-        ),
-    ] = None,
-    metrics: Annotated[bool, typer.Option("--metrics", help="Serve /metrics for Prometheus.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
-    overflow: Annotated[
-        Literal["stop", "evict"] | None,
-        typer.Option(
-            "--overflow",
-            metavar="stop|evict",
-            help="What to do where a chat is longer than the context. stop: an error says what would fit. evict: the "
-            "oldest turns leave the model's view. Default: stop.",
-        ),
-    ] = None,
-    ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray", help="Serve replicas of the model on Ray Serve: one for each GPU, or machine of a cluster."
-        ),
-    ] = False,
-    replicas: Annotated[
-        int | None,
-        typer.Option(
-            "--replicas",
-            metavar="N",
-            help="How many, with --ray. Default: one for each GPU; without any, one for each machine.",
-        ),
-    ] = None,
-    private: options.Private = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            metavar="N",
-            help="Longest answer where a request does not say. Default: to the context's end, for which room is kept.",
-        ),
-    ] = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    ctx: options.Ctx = None,
-    ram: options.Ram = None,
-    vram: options.Vram = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    speculate: options.Speculate = None,
-    draft_tokens: options.DraftTokens = None,
-    cache_disk: options.CacheDisk = None,
-    threads: options.Threads = None,
-) -> None:
+@takes(
+    options.MODEL,
+    option(
+        "--host",
+        "Where to listen. Default: 127.0.0.1, which this machine alone reaches; others need an API key.",
+        "ADDRESS",
+    ),
+    option(
+        "--port",
+        f"The port; 0: one that is free. Default: {DEFAULT_PORT}.",
+        "N",
+        int,
+        accepts=Accepts("integer", 0, 65535, usual="8420"),
+    ),
+    option("--also-ollama-port", f"Listen on {OLLAMA_PORT} too, for programs that look nowhere else."),
+    option("--alias", "Another name for the model, as clients ask for it. May be repeated.", "NAME", list[str]),
+    option(
+        "--parallel",
+        f"Answers that are computed at once. Default: {DEFAULT_PARALLEL}.",
+        "N",
+        int,
+        accepts=options.PARALLEL,
+    ),
+    option(
+        "--queue",
+        f"Answers that may wait for their turn; more are refused. Default: {DEFAULT_QUEUE}.",
+        "N",
+        int,
+        accepts=Accepts("integer", 0, 10_000, usual="64"),
+    ),
+    option(
+        "--api-key-file",
+        "The key that clients have to send, also from LOCALLLM_API_KEY. Where one is needed and none given, one is "
+        "made and shown once.",
+        "FILE",
+        Path,
+    ),
+    option("--new-key", "Make another key in place of the one that was shown before."),
+    option(
+        "--allow-host",
+        "Another name of this server, with any port or with one: box.local, localhost:9000. May be repeated.",
+        "NAME",
+        list[str],
+    ),
+    option(
+        "--allow-origin",
+        "Let pages from there talk to the server, as those of this machine may: app://obsidian.md. May be repeated.",
+        "URL",
+        list[str],
+    ),
+    option(
+        "--also",
+        "Another model that may be asked for, as a folder of yours: what was pulled may be anyhow. May be repeated.",
+        "MODEL",
+        list[str],
+    ),
+    option(
+        "--idle-unload",
+        "Unload a model that nobody has asked for so long: 10m, 1h30m. Default: when its room is needed.",
+        "TIME",
+    ),
+    option(
+        "--pooling",
+        "What an embedding is made of: all tokens, or the last one. Default: mean.",
+        "mean|last",
+        Literal["mean", "last"],
+    ),
+    option("--metrics", "Serve /metrics for Prometheus."),
+    option("--quiet", "No line for each request."),
+    option(
+        "--overflow",
+        "What to do where a chat is longer than the context. stop: an error says what would fit. evict: the oldest "
+        "turns leave the model's view. Default: stop.",
+        "stop|evict",
+        Literal["stop", "evict"],
+    ),
+    option("--ray", "Serve replicas of the model on Ray Serve: one for each GPU, or machine of a cluster."),
+    option(
+        "--replicas",
+        "How many, with --ray. Default: one for each GPU; without any, one for each machine.",
+        "N",
+        int,
+        accepts=Accepts("integer", 1, 1024, usual="2"),
+    ),
+    "private",
+    option(
+        "--max-tokens",
+        "Longest answer where a request does not say. Default: to the context's end, for which room is kept.",
+        "N",
+        int,
+        accepts=SETTINGS["max_tokens"].accepts,
+    ),
+    SamplingSettings,
+    EngineConfig,
+)
+def serve_command(context: typer.Context, **flags: Any) -> None:
     """Serve a model to the applications of this machine, and others on this disk when they are asked for.
 
     OpenAI's, Anthropic's and Ollama's clients are answered at the same address. Ctrl-C ends it.
     """
-    flags = dict(locals())
-    front = front_of(context)
+    front = cli_context(context)
     require_sense(flags)
-    selection = select(front, model, flags)
-    if "" in (alias or ()):
+    selection = select(front, flags["model"], flags)
+    if "" in (flags["alias"] or ()):
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix="--alias NAME")
-    flags["idle_s"] = _idle_seconds(idle_unload)
-    refuse_together({"private": selection.private, "cache_disk": cache_disk}, "--private", "--cache-disk")
+    flags["idle_s"] = _idle_seconds(flags["idle_unload"])
+    chosen = {"private": selection.private, "cache_disk": flags["cache_disk"]}
+    refuse_together(chosen, {"--private --cache-disk": "what is private is not kept on the disk"})
     if selection.settings.overflow == "grow":
         why = "its answers share the memory of one context, which stays as long as it is at the start"
         raise UsageError("a server's context cannot grow", why=why, fix="--overflow evict")
-    ports = dict.fromkeys([DEFAULT_PORT if port is None else port, *([OLLAMA_PORT] if also_ollama_port else [])])
-    _serve(front, selection, flags, host or DEFAULT_HOST, tuple(ports))
+    port = DEFAULT_PORT if flags["port"] is None else flags["port"]
+    ports = dict.fromkeys([port, *([OLLAMA_PORT] if flags["also_ollama_port"] else [])])
+    _serve(front, selection, flags, flags["host"] or DEFAULT_HOST, tuple(ports))
 
 
-def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
+def _serve(front: CliContext, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
+    from localllm.runtime.model_pool import ModelPool
     from localllm.server.app import create_app, create_router
     from localllm.server.http_server import bound, serve
     from localllm.server.local import Doors, endpoints
-    from localllm.server.pool import Pool
-    from localllm.server.served import Capacity
+    from localllm.server.model_server import Capacity, ModelServer
 
     parallel, queue = flags["parallel"] or DEFAULT_PARALLEL, flags["queue"]
     capacity = Capacity(parallel, DEFAULT_QUEUE if queue is None else queue)
@@ -233,22 +189,21 @@ def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: s
             return
         check(selection)
         assert front.resolved is not None
-        pool = Pool(
+        pool = ModelPool(
             selection,
             front.resolved,
             _launch(front, Opening(keeps_pages=True, parallel=parallel)),
-            capacity,
             aliases=flags["alias"] or (),
             also=[with_defaults(front.resolved, locate(front.resolved, word)) for word in flags["also"] or ()],
-            pooling=flags["pooling"] or "mean",
             idle_s=flags["idle_s"],
             note=front.output.note,
         )
-        stack.callback(pool.close)
-        first = _First(front, pool, [f"http://{_shown(sock)}" for sock in sockets])
+        server = ModelServer(pool, capacity, flags["pooling"] or "mean")
+        stack.callback(server.close)
+        first = _First(front, server, [f"http://{_shown(sock)}" for sock in sockets])
         log = front.output.note if not flags["quiet"] else lambda _line: None
-        inner = create_router(endpoints(first.addresses, first.stop), pool)
-        app = Doors(create_app(pool, admission, log=log, with_metrics=flags["metrics"]), inner)
+        inner = create_router(endpoints(first.addresses, first.stop), server)
+        app = Doors(create_app(server, admission, log=log, with_metrics=flags["metrics"]), inner)
         local = _local_socket(front, stack)
         listened = [*sockets, *([] if local is None else [local])]
         serve(app, listened, lambda stop: stack.enter_context(first.stopping(stop)), pool.stop, first.begin)
@@ -257,11 +212,11 @@ def _serve(front: Front, selection: Selection, flags: Mapping[str, Any], host: s
     front.output.note("stopped")
 
 
-def _launch(front: Front, opening: Opening) -> Launch:
+def _launch(front: CliContext, opening: Opening) -> LaunchEngine:
     """Loads a model in a process of its own, of which a line tells, as of its end where nobody wanted that."""
 
-    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
-        from localllm.runtime.engine_process import EngineProcess, Hearer
+    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
+        from localllm.runtime.engine_process import LoadObserver, start_engine
 
         shown = LoadLine(front, selection)
 
@@ -273,14 +228,14 @@ def _launch(front: Front, opening: Opening) -> Launch:
                 again = "the next request loads it again"
                 front.output.warn(f"the engine of {selection.files.name} has ended: {failure.why}; {again}")
 
-        process = EngineProcess(selection, opening, caps, Hearer(foreseen, shown.hear))
+        process = start_engine(selection, opening, caps, LoadObserver(foreseen, shown.hear))
         threading.Thread(target=ended, name="localllm-watching", daemon=True).start()
         return process
 
     return launch
 
 
-def _local_socket(front: Front, stack: contextlib.ExitStack) -> socket.socket | None:
+def _local_socket(front: CliContext, stack: contextlib.ExitStack) -> socket.socket | None:
     """At which this user's own programs reach the server; None where another of this user's has it."""
     from localllm.runtime.sockets import IS_SUPPORTED, forget, identity, listening, runtime_folder, server_socket
 
@@ -301,11 +256,11 @@ class _First:
     """The load of the model that the server was started with, while it answers already; a server that has none ends.
     failure: why there is none."""
 
-    def __init__(self, front: Front, pool: Pool, addresses: list[str]) -> None:
+    def __init__(self, front: CliContext, server: ModelServer, addresses: list[str]) -> None:
         self.failure: BaseException | None = None
         self.addresses = addresses
         self._front = front
-        self._pool = pool
+        self._server = server
         self._stop: Callable[[], None] = lambda: None
         self._task: asyncio.Task[None] | None = None
 
@@ -323,22 +278,20 @@ class _First:
         self._task = asyncio.create_task(self._load())
 
     async def _load(self) -> None:
-        from localllm.server.errors import RequestError
-
-        served = self._pool.first
+        served = self._server.pool.first
         try:
-            await served.load()
+            await self._server.pool.load(served)
             engine, where = served.engine(), " and ".join(self.addresses)
         except EngineClosedError:  # the server was stopped meanwhile
             return
-        except (EngineGoneError, RequestError) as error:  # killed twice, or unloaded by hand: it may be asked for again
+        except (EngineGoneError, BusyError) as error:  # killed twice, or unloaded by hand: it may be asked for again
             self._front.output.warn(f"{error.what}: {error.why}")
             return
         except Exception as error:
             self.failure = error
             self.stop()
             return
-        room = f"{engine.ctx} tokens of context, {served.capacity.parallel} answers at once"
+        room = f"{engine.ctx} tokens of context, {self._server.capacity.parallel} answers at once"
         self._front.output.note(f"serving {served.name} ({engine.weights}, {room}) on {where}")
         self._front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
 
@@ -348,7 +301,7 @@ def _shown(sock: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _admission(front: Front, flags: Mapping[str, Any], sockets: Sequence[socket.socket]) -> Admission:
+def _admission(front: CliContext, flags: Mapping[str, Any], sockets: Sequence[socket.socket]) -> Admission:
     """Who is let in. Raises UsageError."""
     from localllm.server.guard import Admission
     from localllm.server.http_server import is_loopback

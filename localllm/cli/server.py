@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import front_of
+from localllm.cli.context import cli_context
 from localllm.cli.names import complete_installed
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes
@@ -31,7 +31,7 @@ def ps_command(context: typer.Context, as_json: options.AsJson = False) -> None:
     With the memory that each may come to have by its plan (RESERVED), and until when it stays. A model that has ended
     was killed, and the next request loads it again; one that is silent does not answer, as its process was stopped.
     """
-    output = front_of(context).output
+    output = cli_context(context).output
     told = _asked("GET", "/models", is_needed=False)
     rows = [] if told is None else told["models"]
     if as_json:
@@ -53,7 +53,7 @@ def load_command(context: typer.Context, model: Model) -> None:
 
     Others leave where their room is needed.
     """
-    output = front_of(context).output
+    output = cli_context(context).output
     with output.progress(f"loading {model}") as line:
         line.show(f"loading {model} ...")
         told = _asked("POST", "/load", {"model": _own(model)})
@@ -74,7 +74,7 @@ def stop_command(
 
     What is being answered ends with an error. A model that is asked for again is loaded again.
     """
-    output = front_of(context).output
+    output = cli_context(context).output
     if model is None:
         _asked("POST", "/stop", {})
         output.note("the server ends")
@@ -85,7 +85,7 @@ def stop_command(
 
 
 def own_url() -> str | None:
-    """Where this user's server answers; None where none is found."""
+    """Return the address of this user's server, or None."""
     told = _asked("GET", "/models", is_needed=False)
     return next(iter(told["urls"]), None) if told is not None else None
 
@@ -100,7 +100,8 @@ def _own(word: str) -> str:
 def _asked(
     method: str, path: str, body: Mapping[str, Any] | None = None, *, is_needed: bool = True
 ) -> dict[str, Any] | None:
-    """What the server says; None where there is none. Raises what it refuses, and LocalLLMError where one is needed."""
+    """Ask the server and return its reply; None where there is no server. Raises what it refuses, and LocalLLMError
+    where one is needed."""
     from localllm.runtime.server_client import Server, ServerRefusedError
 
     server = Server.find()

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from localllm.cache.page_folder import kv_root, root_folders
-from localllm.chat.export import replace_file
 from localllm.chat.recorder import moved_text
+from localllm.chat.text_file import replace_file
 from localllm.chat.thoughts import kept_apart
 from localllm.cli import options
-from localllm.cli.commands import PlainCommand, PlainGroup
-from localllm.cli.consent import ask_to_delete
-from localllm.cli.front import Front, front_of
+from localllm.cli.commands import PlainCommand, plain_group
+from localllm.cli.confirm import ask_to_delete
+from localllm.cli.context import CliContext, cli_context
 from localllm.cli.names import complete_sessions
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.errors import HistoryError, UsageError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from localllm.history import History, Hit, Session
 
 _MOST_LISTED = 20
-_HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 
 Chat = Annotated[
     str,
@@ -47,17 +46,17 @@ Chats = Annotated[
     ),
 ]
 
-sessions_app = typer.Typer(name="sessions", cls=PlainGroup, rich_markup_mode=None, context_settings=_HELP_FLAGS)
+sessions_app = plain_group("sessions")
 
 
 @sessions_app.callback(invoke_without_command=True)
 def sessions(context: typer.Context) -> None:
     """List, read, search, export and delete kept chats."""
     if context.invoked_subcommand is None:
-        front_of(context).output.line(context.get_help())
+        cli_context(context).output.line(context.get_help())
 
 
-@sessions_app.command("list", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("list", cls=PlainCommand)
 def list_sessions(
     context: typer.Context,
     everything: Annotated[
@@ -71,7 +70,7 @@ def list_sessions(
     """
     from localllm.history import nothing_is_kept
 
-    front = front_of(context)
+    front = cli_context(context)
     found: list[tuple[Session, int]] = []
     count = 0
     if not nothing_is_kept():
@@ -91,7 +90,7 @@ def list_sessions(
         front.output.note(f"{count - len(found)} more: localllm sessions list --all")
 
 
-@sessions_app.command("show", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("show", cls=PlainCommand)
 def show_session(context: typer.Context, session: Chat, as_json: options.AsJson = False) -> None:
     """Print a chat.
 
@@ -99,7 +98,7 @@ def show_session(context: typer.Context, session: Chat, as_json: options.AsJson 
     """
     from localllm.history import exchange
 
-    front = front_of(context)
+    front = cli_context(context)
     with _opened(front) as history:
         found = history.find(session)
         path = history.path(found)
@@ -123,7 +122,7 @@ def show_session(context: typer.Context, session: Chat, as_json: options.AsJson 
     front.output.json({"schema_version": SCHEMA_VERSION, "session": fields, "messages": messages}, indent=2)
 
 
-@sessions_app.command("search", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("search", cls=PlainCommand)
 def search_sessions(
     context: typer.Context,
     words: Annotated[
@@ -137,7 +136,7 @@ def search_sessions(
     """
     from localllm.history import search
 
-    front = front_of(context)
+    front = cli_context(context)
     query = " ".join(f'"{word}"' if " " in word and '"' not in word else word for word in words)
     if not search.terms(query):
         raise UsageError(
@@ -159,7 +158,7 @@ def search_sessions(
         front.output.note(f"the latest {_MOST_LISTED} are shown; more words find fewer")
 
 
-@sessions_app.command("export", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("export", cls=PlainCommand)
 def export_sessions(
     context: typer.Context,
     sessions: Chats = None,
@@ -184,7 +183,7 @@ def export_sessions(
 
     from localllm.history import exchange
 
-    front = front_of(context)
+    front = cli_context(context)
     if force and file is None:
         raise UsageError(
             "--force needs -o FILE", why="stdout is never overwritten", fix="localllm sessions export --help"
@@ -206,7 +205,7 @@ def export_sessions(
     front.output.note(f"wrote {_counted(found)} to {file}")
 
 
-@sessions_app.command("import", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("import", cls=PlainCommand)
 def import_sessions(
     context: typer.Context,
     files: Annotated[
@@ -227,7 +226,7 @@ def import_sessions(
     """
     from localllm.history.imports import read_conversations
 
-    front = front_of(context)
+    front = cli_context(context)
     try:
         conversations = [conversation for file in files for conversation in read_conversations(file)]
     except UsageError as error:
@@ -249,7 +248,7 @@ def import_sessions(
     front.output.line(f"imported {new} chats with {fields['messages']} messages; {counts}")
 
 
-@sessions_app.command("rm", cls=PlainCommand, context_settings=_HELP_FLAGS)
+@sessions_app.command("rm", cls=PlainCommand)
 def remove_sessions(
     context: typer.Context,
     sessions: Chats = None,
@@ -262,7 +261,7 @@ def remove_sessions(
     They are gone from the history for good: from the index and from free pages of the file, too. What a model computed
     of them stays in the prefix cache until `localllm cache clear`.
     """
-    front = front_of(context)
+    front = cli_context(context)
     with _opened(front) as history:
         found = _chosen(history, sessions, everything, "rm")
         if not yes:
@@ -301,7 +300,7 @@ def session_fields(session: Session, messages: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(front: Front, *, makes: bool = False) -> Iterator[History]:
+def _opened(front: CliContext, *, makes: bool = False) -> Iterator[History]:
     """makes: where there is none. Raises HistoryError."""
     from localllm.history import History, history_file, nothing_is_kept
 
@@ -328,7 +327,7 @@ def _chosen(history: History, words: Sequence[str] | None, everything: bool, com
     return list(found.values())
 
 
-def _ask(front: Front, found: Sequence[Session], *, everything: bool) -> None:
+def _ask(front: CliContext, found: Sequence[Session], *, everything: bool) -> None:
     """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
     ids = ["--all"] if everything else [session.id for session in found]
     shown = [f"{session.id}  {_when(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]]
@@ -346,7 +345,7 @@ def _cells(session: Session, count: int) -> tuple[str, ...]:
 
 
 def _short(model: str | None) -> str:
-    """Of a folder its name alone."""
+    """Shorten a folder to its name."""
     return "" if model is None else Path(model).name if model.startswith("/") else model
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import Front, front_of
+from localllm.cli.context import CliContext, cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select_text_only
 from localllm.runtime.model_facts import fact_lines, model_facts
@@ -26,7 +26,7 @@ def show_command(
     """
     from localllm import hub
 
-    front = front_of(context)
+    front = cli_context(context)
     output = front.output
     if template:
         source = _template_source(front, model)
@@ -43,7 +43,7 @@ def show_command(
         output.line(f"{label:<16}  {text}")
 
 
-def _template_source(front: Front, model: str) -> str:
+def _template_source(front: CliContext, model: str) -> str:
     from localllm.text.chat_template import ChatTemplate
 
     directory = select_text_only(front, model, {}).files.directory

@@ -1,4 +1,4 @@
-"""What is asked: a prompt as it is, or chat messages; as the text and as the ids that the model is given."""
+"""A prompt as it is, or chat messages; as the text and as the ids that the model is given."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Source:
 
     @property
     def opens_turn(self) -> bool:
-        """As `Request` has it."""
+        """The value of `Request.opens_turn`."""
         return self.chat is not None and self.chat.opens_turn
 
     def render(self, directory: Path, resolved: ResolvedSettings) -> str:
@@ -78,7 +78,7 @@ class Encoder:
         return (*encode_chat(self.template, self.tokenizer, chat), *tail)
 
     def thinking(self, prompt_ids: Sequence[int]) -> Thinking:
-        """How the answer to a prompt is told apart."""
+        """Return how the thought and the answer to a prompt are separated."""
         return thinking_of(self.template, self.tokenizer, prompt_ids)
 
 

@@ -1,5 +1,5 @@
-"""What an answer has to look like, as a command line says it: --schema, --regex, --grammar; and --strict, for one that
-was cut before it did."""
+"""The form of an answer on a command line: --schema, --regex, --grammar; and --strict, for one that was cut before it
+had it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.front import Front
-from localllm.cli.options import refuse_together
+from localllm.cli.context import CliContext
+from localllm.cli.options import option
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, read_input
 from localllm.errors import GrammarError, SchemaError, UsageError
@@ -29,11 +29,21 @@ _READS_LIKE = {
 }
 
 
-def refuse_form_conflicts(flags: Mapping[str, Any]) -> None:
-    """Raises UsageError for two forms of one answer, and where none is given that --strict would insist on."""
-    refuse_together(flags, "--schema", "--regex", "--grammar")
-    refuse_together(flags, "--regex", "--grammar")
-    refuse_together(flags, "--show-prompt", *FORMS, "--strict")
+FORM_OPTIONS = (
+    option("--schema", "The answer is JSON that this JSON Schema allows. -: stdin.", "FILE", Path),
+    option("--regex", "The answer is a text that this regular expression matches whole.", "PATTERN"),
+    option(
+        "--grammar",
+        "The answer is a text of this grammar, in Lark or llama.cpp's GBNF: by its ending, or by its rules. -: stdin.",
+        "FILE",
+        Path,
+    ),
+    option("--strict", "Exit code 7 where an answer was cut before it had the form of one of these three."),
+)
+
+
+def refuse_idle_strict(flags: Mapping[str, Any]) -> None:
+    """Raises UsageError where --strict has no form to insist on, and for a form and a prompt that are both piped in."""
     if flags["strict"] and all(flags[form.removeprefix("--")] is None for form in FORMS):
         why = "it insists on the form of an answer, and none is given"
         raise UsageError(f"--strict needs {', '.join(FORMS[:-1])} or {FORMS[-1]}", why=why, fix="--schema FILE")
@@ -105,7 +115,7 @@ def _grammar_of_file(path: Path, output: Output) -> Grammar:
     return Grammar("gbnf" if is_gbnf(source) else "lark", source)
 
 
-def require_met(front: Front, endings: Sequence[FinishedEvent], *, strict: bool) -> None:
+def require_met(front: CliContext, endings: Sequence[FinishedEvent], *, strict: bool) -> None:
     """Warns of answers that ended before they had their form; `endings`: of those that were printed, in their order.
     Raises SchemaError for them with `strict`."""
     cuts: dict[_Cut, list[int]] = {}

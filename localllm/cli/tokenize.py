@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from localllm.cli import options
-from localllm.cli.front import front_of
+from localllm.cli.context import cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.prompt import argument_text, read_stdin, split_positionals
 from localllm.cli.selection import select_text_only
@@ -40,7 +40,7 @@ def tokenize_command(
     """
     from localllm.text.tokenizer import Tokenizer
 
-    front = front_of(context)
+    front = cli_context(context)
     word, given = split_positionals([part for part in (model, text) if part is not None], None, is_model)
     try:
         files = select_text_only(front, word, {}).files

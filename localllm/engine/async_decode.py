@@ -15,7 +15,7 @@ from localllm.layers.rotary import Rotary
 from localllm.layers.segment import Segment
 
 if TYPE_CHECKING:
-    from localllm.models.gpu_step import Drawn, GpuStep
+    from localllm.models.gpu_program import Drawn, GpuProgram
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Ahead:
     @classmethod
     def begun(
         cls,
-        step: GpuStep,
+        step: GpuProgram,
         rotaries: tuple[Rotary, ...],
         kvs: Sequence[PagedKV],
         draws: Sequence[PlainDraw],

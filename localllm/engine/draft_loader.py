@@ -12,7 +12,7 @@ import torch
 from localllm import hub
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
-from localllm.config import DRAFT_MODEL, format_bytes, format_figure
+from localllm.config import format_bytes, format_figure
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.placement import model_shape
 from localllm.engine.residency import Residency
@@ -31,6 +31,7 @@ from localllm.offload.planner.plan import ModelShape, Plan
 from localllm.offload.planner.search import LOGIT_ROWS
 from localllm.offload.planner.speculation_gain import USUAL_ALPHAS, gain
 from localllm.quant.recipe import RECIPES, Recipe
+from localllm.settings import DRAFT_MODEL
 from localllm.text.tokenizer import Tokenizer
 
 

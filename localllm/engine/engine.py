@@ -45,7 +45,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
-from localllm.models.placed import PlacedModel
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.planner.plan import JobShape, Placed, Plan
 from localllm.quant.recipe import RECIPES
 from localllm.text.chat_template import ChatTemplate, end_of_turn_id
@@ -68,7 +68,7 @@ class Engine(StepLoop):
         kv: str = "auto",
         limits: Limits | None = None,
         plan: Plan | None = None,
-        placed: PlacedModel | None = None,
+        placed: OffloadedModel | None = None,
         replan: Replan | None = None,
         flags_for: Callable[[int], str] = "--ctx {}".format,
         held: ExitStack | None = None,
@@ -91,9 +91,7 @@ class Engine(StepLoop):
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
-        self.contents = ""
-        self.plan = plan
-        self.flags_for = flags_for
+        self.contents, self.plan, self.flags_for = "", plan, flags_for
         self._held = held or ExitStack()
         self.kv_format = choose_format(kv, model.config.head_dim, model.dtype)
         residency = Residency(
@@ -105,8 +103,7 @@ class Engine(StepLoop):
             plan,
             note,
         )
-        self._replan = replan
-        self._limits = limits or Limits()
+        self._replan, self._limits = replan, limits or Limits()
         end_of_turn = end_of_turn_id(template, tokenizer) if isinstance(template, ChatTemplate) else None
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn)
         super().__init__(

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from localllm.cache.miss import CacheMiss
+from localllm.cache.miss_reason import CacheMiss
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 

@@ -29,8 +29,8 @@ from localllm.models.block_source import BlockSource
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.load import DecoderParts, Progress, load_decoder
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
-from localllm.models.placed import PlacedModel
 from localllm.offload.planner.device_search import AnySearch, with_room_for_forks
 from localllm.offload.planner.fit_errors import idle_vram
 from localllm.offload.planner.nvml import gpus
@@ -68,7 +68,7 @@ class LoadedModel:
     decoder: Decoder
     plan: Plan
     ctx: int
-    placed: PlacedModel | None
+    placed: OffloadedModel | None
     replan: Replan
     flags_for: Callable[[int], str]
     held: ExitStack
@@ -118,7 +118,7 @@ class Loading:
             plan, search = self._plan(packed.config, packed)
             placed = opened.enter_context(self._placed(packed, plan))
             replan = self._replan(packed.config, packed, lambda: placed.host_bytes)
-            return self._loaded(plan, search, placed.few, replan, placed, opened.pop_all())
+            return self._loaded(plan, search, placed.decode_model, replan, placed, opened.pop_all())
 
     def _loaded_with_draft(self, config: ModelConfig) -> LoadedModel:
         if self.draft is None:
@@ -190,7 +190,7 @@ class Loading:
         search: AnySearch,
         decoder: Decoder,
         replan: Replan,
-        placed: PlacedModel | None = None,
+        placed: OffloadedModel | None = None,
         held: ExitStack | None = None,
     ) -> LoadedModel:
         ctx = plan.ctx
@@ -200,10 +200,10 @@ class Loading:
         flags_for = partial(flags_for_context, search, smaller=smaller)
         return LoadedModel(decoder, plan, ctx, placed, replan, flags_for, held or ExitStack())
 
-    def _placed(self, packed: PackedModel, plan: Plan) -> PlacedModel:
+    def _placed(self, packed: PackedModel, plan: Plan) -> OffloadedModel:
         accelerator = self.device if has_card(self.device) else None
         parts = DecoderParts(packed.config, self.recipe, self.dtype, self.device)
-        placed = PlacedModel(packed, parts, accelerator)
+        placed = OffloadedModel(packed, parts, accelerator)
         placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
         return placed
 

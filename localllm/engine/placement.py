@@ -17,7 +17,7 @@ from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.config import ModelConfig
-from localllm.models.cpu_step import native_row_bytes, supports_shape
+from localllm.models.cpu_program import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
 from localllm.models.split_mlp import can_be_split

@@ -94,7 +94,7 @@ def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:
         "kv": _named(kv_format, residency),
         "dtype": _dtype(residency),
         "device": residency.device.type,
-        "is_native": residency.runner.cpu_step is not None or residency.runner.gpu_step is not None,
+        "is_native": residency.runner.cpu_program is not None or residency.runner.gpu_program is not None,
         "ropes": [asdict(rope) for rope in config.ropes],
         "shape": _shape(config),
     }

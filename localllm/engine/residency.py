@@ -17,7 +17,7 @@ from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
-from localllm.models.placed import HOST, PlacedModel
+from localllm.models.offloaded_model import HOST, OffloadedModel
 from localllm.offload.planner.demotion import demoted
 from localllm.offload.planner.plan import NEVER, Placed, Plan
 
@@ -49,7 +49,7 @@ class Residency:
         model: Decoder,
         kv_format: KVFormat,
         batch_rows: int,
-        placed: PlacedModel | None = None,
+        placed: OffloadedModel | None = None,
         replan: Callable[[], Plan] | None = None,
         plan: Plan | None = None,
         note: Callable[[str], None] = ignore,
@@ -143,7 +143,7 @@ class Residency:
             asked = self._demoted(asked, on_device)
         else:
             raise DoesNotFitError("the memory ran out", why="no block has room any more", fix="close other programs")
-        self._use(self.placed.few)
+        self._use(self.placed.decode_model)
         self.is_lost = False
         self._place_kv()
 
@@ -216,7 +216,7 @@ class Residency:
             self._has_kv_on_host = self._has_given_up = True
             self.kv_pages.move(self.kv_devices)
 
-    def _is_unsettled(self, placed: PlacedModel) -> bool:
+    def _is_unsettled(self, placed: OffloadedModel) -> bool:
         if not placed.has_device:
             return self._has_given_up
         return abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
@@ -225,7 +225,7 @@ class Residency:
         return demoted(blocks, "vram" if on_device else "ram", self.config.tie_word_embeddings)
 
     def _use(self, model: Decoder) -> None:
-        many, rows = (model, NEVER) if self.placed is None else (self.placed.many, self.placed.many_rows)
+        many, rows = (model, NEVER) if self.placed is None else (self.placed.prefill_model, self.placed.many_rows)
         self.model = model
         self.runner = ModelRunner(model, self._batch_rows, many, rows, note=self._note)
 

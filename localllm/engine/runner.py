@@ -23,10 +23,10 @@ from localllm.kernels.gpu.ready import give_up, why_not
 from localllm.kernels.spare import require_spare_memory
 from localllm.layers.batch import Batch
 from localllm.layers.segment import Segment
-from localllm.models.cpu_step import CpuStep
+from localllm.models.cpu_program import CpuProgram
 from localllm.models.decoder import Block, Decoder
+from localllm.models.layer_skipping import without
 from localllm.models.load import Progress
-from localllm.models.reduced import without
 from localllm.offload.planner.plan import NEVER
 
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
@@ -40,7 +40,7 @@ DEVICE_BATCH_ROWS = 2048
 
 
 if TYPE_CHECKING:
-    from localllm.models.gpu_step import GpuStep
+    from localllm.models.gpu_program import GpuProgram
 
 
 def operators_compute(reason: str) -> str:
@@ -70,7 +70,7 @@ class ModelRunner:
         self,
         model: Decoder,
         batch_rows: int = BATCH_ROWS,
-        many: Decoder | None = None,
+        prefill_model: Decoder | None = None,
         many_rows: int = NEVER,
         *,
         fuses: bool = True,
@@ -80,18 +80,20 @@ class ModelRunner:
         """Compute a model.
 
         batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block.
-        many: the same model as it computes a forward of `many_rows` tokens or more, where that is another one.
+        prefill_model: the same model as it computes a forward of `many_rows` tokens or more, where that is another one.
         fuses: whether a GPU computes by our kernels, as far as they know the model.
         captures: whether a GPU's steps are recorded as graphs.
         note: called where our kernels fail.
         """
         self.model = model
         self.batch_rows = batch_rows
-        self.many = model if many is None else many
+        self.prefill_model = model if prefill_model is None else prefill_model
         self.many_rows = many_rows
-        self.cpu_step = CpuStep(model) if CpuStep.supports(model) else None
-        self.gpu_step = _gpu_step(model, captures=captures) if fuses else None
-        self._gpu_many = self.gpu_step if self.many is model else _gpu_step(self.many) if fuses else None
+        self.cpu_program = CpuProgram(model) if CpuProgram.supports(model) else None
+        self.gpu_program = _gpu_program(model, captures=captures) if fuses else None
+        self._gpu_prefill = (
+            self.gpu_program if self.prefill_model is model else _gpu_program(self.prefill_model) if fuses else None
+        )
         self._ahead: Ahead | None = None
         self._reduced: tuple[frozenset[str], ModelRunner] | None = None
         self._note = note
@@ -102,7 +104,7 @@ class ModelRunner:
 
         new_kv: makes the cache of a sequence of so many tokens.
         """
-        steps = [step for step in dict.fromkeys((self.gpu_step, self._gpu_many)) if step is not None]
+        steps = [step for step in dict.fromkeys((self.gpu_program, self._gpu_prefill)) if step is not None]
         if not steps:
             return
         from localllm.models.gpu_warm import TOKENS, warm_up
@@ -119,12 +121,12 @@ class ModelRunner:
     @property
     def is_fused(self) -> bool:
         """Whether a GPU computes some of it by our kernels."""
-        return self.gpu_step is not None or self._gpu_many is not None
+        return self.gpu_program is not None or self._gpu_prefill is not None
 
     def shrink(self, batch_rows: int) -> None:
         """Compute fewer tokens at once from now on, in less memory."""
         self.batch_rows = batch_rows
-        self.cpu_step = None if self.cpu_step is None else CpuStep(self.model)
+        self.cpu_program = None if self.cpu_program is None else CpuProgram(self.model)
 
     @torch.inference_mode()
     def forward(
@@ -191,7 +193,7 @@ class ModelRunner:
             num_done += 1
             progress(num_done, num_runs)
 
-        has_step = self.cpu_step is not None or self.gpu_step is not None
+        has_step = self.cpu_program is not None or self.gpu_program is not None
         is_single_call = see is None and has_step and sum(map(len, batches)) <= SINGLE_CALL_ROWS
         logits = self._logits(batches, num_tokens, None if is_single_call else between_blocks)
         if advances:
@@ -203,23 +205,23 @@ class ModelRunner:
         self, batches: Sequence[Batch], num_tokens: int, on_block: Callable[[Block, Tensor], None] | None
     ) -> Tensor:
         """num_tokens: without drafted ones, which change nothing of who computes the others."""
-        is_many = self.many is not self.model and num_tokens >= self.many_rows
-        gpu_step = self._gpu_many if is_many else self.gpu_step
-        if gpu_step is not None:
+        is_many = self.prefill_model is not self.model and num_tokens >= self.many_rows
+        gpu_program = self._gpu_prefill if is_many else self.gpu_program
+        if gpu_program is not None:
             try:
-                return gpu_step.logits(batches, on_block)
+                return gpu_program.logits(batches, on_block)
             except Exception as error:
                 self._give_up_kernels(error)
         if is_many:
-            return self.many.forward(batches, on_block)
-        return (self.model.forward if self.cpu_step is None else self.cpu_step.logits)(batches, on_block)
+            return self.prefill_model.forward(batches, on_block)
+        return (self.model.forward if self.cpu_program is None else self.cpu_program.logits)(batches, on_block)
 
     def _batches(self, chunks: Sequence[Chunk], all_logits: bool) -> list[Batch]:
         """Return the chunks in order, in as few batches as may be: short ones side by side, a long one over several."""
         # The operators' matrix products keep a row's bits up to MAX_ROWS rows, a GPU's step up to FEW_ROWS, the native
         # step's for any number.
         few = SINGLE_CALL_ROWS if self._is_ours(chunks) else MAX_ROWS
-        together = few if self.cpu_step is None else self.batch_rows
+        together = few if self.cpu_program is None else self.batch_rows
         groups: list[list[_Part]] = []
         pieces = (_parts(chunk, together if chunk.num_drafted else self.batch_rows) for chunk in chunks)
         for part in chain.from_iterable(pieces):
@@ -253,22 +255,22 @@ class ModelRunner:
         """Return the segments of a part whose first row is `begin`. The operators' attention computes drafted tokens
         one by one, as it would without them: its sums are others for several rows."""
         chunk, length = part.chunk, len(part.chunk.token_ids)
-        is_apart = chunk.num_drafted and self.cpu_step is None and not self._is_ours([chunk])
+        is_apart = chunk.num_drafted and self.cpu_program is None and not self._is_ours([chunk])
         for first, last in ((i, i + 1) for i in range(part.begin, part.end)) if is_apart else ((part.begin, part.end),):
             yield Segment(begin + first - part.begin, begin + last - part.begin, chunk.kv, first, length)
 
     @property
     def begins_ahead(self) -> bool:
         """Whether `draw` can begin the next step before the last one's token is known."""
-        return self.gpu_step is not None and self.gpu_step.is_whole
+        return self.gpu_program is not None and self.gpu_program.is_whole
 
     def _is_ours(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether our kernels of a GPU compute every block of these chunks."""
-        return self.gpu_step is not None and self.gpu_step.computes_all([chunk.kv for chunk in chunks])
+        return self.gpu_program is not None and self.gpu_program.computes_all([chunk.kv for chunk in chunks])
 
     def without(self, names: frozenset[str], *, captures: bool = True) -> ModelRunner:
         """Return a runner of the model without these blocks. captures: it will be used again and again."""
-        model, fuses = without(self.model, names), self.gpu_step is not None
+        model, fuses = without(self.model, names), self.gpu_program is not None
         return ModelRunner(model, self.batch_rows, fuses=fuses, captures=captures, note=self._note)
 
     def drafting(self, names: frozenset[str]) -> ModelRunner:
@@ -281,7 +283,7 @@ class ModelRunner:
         """Return whether `draw` can sample the tokens behind these chunks."""
         is_step = all(chunk.num_tokens == 1 + chunk.num_drafted for chunk in chunks)
         is_step = is_step and sum(chunk.num_tokens for chunk in chunks) <= SINGLE_CALL_ROWS
-        return is_step and self.gpu_step is not None and self.gpu_step.has_pages([chunk.kv for chunk in chunks])
+        return is_step and self.gpu_program is not None and self.gpu_program.has_pages([chunk.kv for chunk in chunks])
 
     @torch.inference_mode()
     def draw(self, chunks: Sequence[Chunk], draws: Sequence[PlainDraw], *, goes_on: bool) -> list[list[int]] | None:
@@ -294,15 +296,15 @@ class ModelRunner:
 
         Raises MemoryError.
         """
-        assert self.gpu_step is not None
+        assert self.gpu_program is not None
         require_spare_memory()
         if any(chunk.num_drafted for chunk in chunks):
-            return self._draw_drafted(self.gpu_step, chunks, draws)
-        tokens = self._draw_next(self.gpu_step, chunks, draws, goes_on=goes_on)
+            return self._draw_drafted(self.gpu_program, chunks, draws)
+        tokens = self._draw_next(self.gpu_program, chunks, draws, goes_on=goes_on)
         return None if tokens is None else [[token] for token in tokens]
 
     def _draw_drafted(
-        self, step: GpuStep, chunks: Sequence[Chunk], draws: Sequence[PlainDraw]
+        self, step: GpuProgram, chunks: Sequence[Chunk], draws: Sequence[PlainDraw]
     ) -> list[list[int]] | None:
         for chunk in chunks:
             chunk.kv.prepare(chunk.end)
@@ -319,7 +321,7 @@ class ModelRunner:
         return [list(islice(tokens, chunk.num_tokens)) for chunk in chunks]
 
     def _draw_next(
-        self, step: GpuStep, chunks: Sequence[Chunk], draws: Sequence[PlainDraw], *, goes_on: bool
+        self, step: GpuProgram, chunks: Sequence[Chunk], draws: Sequence[PlainDraw], *, goes_on: bool
     ) -> list[int] | None:
         kvs = [chunk.kv for chunk in chunks]
         last_ids = [chunk.token_ids[-1] for chunk in chunks]
@@ -346,7 +348,7 @@ class ModelRunner:
         they would do no better."""
         if is_out_of_memory(error) or isinstance(error, LocalLLMError | StepCancelledError):
             raise error
-        self.gpu_step = self._gpu_many = self._ahead = None
+        self.gpu_program = self._gpu_prefill = self._ahead = None
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)  # raises where the card's context is gone: nothing computes then
         said = str(error).strip().splitlines() or [""]
@@ -384,10 +386,10 @@ class ModelRunner:
         )
 
 
-def _gpu_step(model: Decoder, *, captures: bool = True) -> GpuStep | None:
+def _gpu_program(model: Decoder, *, captures: bool = True) -> GpuProgram | None:
     """Return None where the model is on no GPU, or on one that our kernels are not right on."""
     if why_not(model.device):
         return None
-    from localllm.models.gpu_step import GpuStep  # imports Triton, which not every system has
+    from localllm.models.gpu_program import GpuProgram  # imports Triton, which not every system has
 
-    return GpuStep(model, captures=captures) if GpuStep.supports(model) else None
+    return GpuProgram(model, captures=captures) if GpuProgram.supports(model) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from localllm.cache.miss import CacheMiss
+from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.embedding_request import Pooler
 from localllm.engine.events import (

@@ -125,7 +125,7 @@ class StepLoop:
             self._forward_began = time.perf_counter()
             # The next step is very likely one of a token for each of the same sequences.
             goes_on = not self.scheduler.num_waiting and (not self.speculation.is_on or self.speculation.rests)
-            outputs = _sampled_on_device(runner, scheduled, goes_on=goes_on) if runner.gpu_step is not None else None
+            outputs = _sampled_on_device(runner, scheduled, goes_on=goes_on) if runner.gpu_program is not None else None
             if outputs is None:
                 outputs = _computed(runner, scheduled, is_cancelled, _prefill_reports(scheduled, report))
         return [(sequence, chunk, out) for (sequence, chunk), out in zip(scheduled, outputs, strict=True)]

@@ -55,7 +55,6 @@ class TableShape:
             "pages": (torch.int64, (self.groups, self.segments, _even(self.pages))),
             "positions": (torch.int32, (self.rows,)),
             "tasks": (torch.int32, (self.tasks, 4)),
-            "pasts": (torch.int32, (self.segments,)),
             "temperatures": (torch.float32, (self.rows,)),
             "thresholds": (torch.float32, (self.rows,)),
         }
@@ -104,14 +103,14 @@ class GpuTables:
         """The token tables of each group of layers."""
         v = self.views
         return tuple(
-            TokenTables(v["positions"], v["positions"], v["own"][g], v["own_stride"][g], v["coded"][g])
+            TokenTables(v["positions"], v["own"][g], v["own_stride"][g], v["coded"][g])
             for g in range(self.shape.groups)
         )
 
     @cached_property
     def histories(self) -> tuple[AttentionHistory, ...]:
         v = self.views
-        return tuple(AttentionHistory(v["tasks"], v["pasts"], v["pages"][g]) for g in range(self.shape.groups))
+        return tuple(AttentionHistory(v["tasks"], v["pages"][g]) for g in range(self.shape.groups))
 
     def frequencies(self, rotation: int, batch: Batch) -> Tensor:
         """fp32 [1 or rows, rotary_dim / 2], on the device."""
@@ -137,7 +136,6 @@ class GpuTables:
         words["tasks"][len(tasks) :] = 0
         words["tasks"][: len(tasks)] = tasks
         for index, segment in enumerate(batch.segments):
-            words["pasts"][index] = segment.past
             for group in groups:
                 self._place(words, index, segment, group)
         for index, draw in enumerate(draws):
@@ -150,7 +148,7 @@ class GpuTables:
         self._memory.copy_(stage, non_blocking=True)
 
     def _place(self, words: dict[str, numpy.ndarray], index: int, segment: Segment, group: int) -> None:
-        """Return the addresses of a segment's pages of this group."""
+        """Write the addresses of a segment's pages of this group."""
         kv: KVStore = segment.kv
         begin, end = segment.past, segment.past + segment.end - segment.begin
         first, last = begin // PAGE_TOKENS, (end - 1) // PAGE_TOKENS

@@ -17,7 +17,7 @@ from localllm.layers.batch import Batch, Draw
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.segment import KVStore, Segment
 from localllm.models.decoder import ALL_RESIDENT, Block, Decoder
-from localllm.models.gpu_step import GpuStep, is_ours
+from localllm.models.gpu_program import GpuProgram, is_ours
 
 _ROWS = tuple(1 << i for i in range(product.FEW_ROWS.bit_length()))  # of forwards that draw
 _MANY_ROWS = (product.MOST_ROWS // 2, product.MOST_ROWS, product.MOST_ROWS + 1)
@@ -28,13 +28,15 @@ TOKENS = _FAR + _MANY_ROWS[-1]  # of the sequence that it is done with
 @torch.inference_mode()
 def warm_up(decoder: Decoder, kv: KVStore) -> None:
     """Launch whatever forwards of this decoder will launch, each variant once: every kind of block, in every number of
-    rows that is computed in its own way. kv: nobody's, with room for TOKENS; what is in it is overwritten. What comes
-    from anywhere else than the device's memory is not waited for: nobody reads the results.
+    rows that is computed in its own way.
+
+    What comes from anywhere else than the device's memory is not waited for: nobody reads the results.
+    kv: nobody's, with room for TOKENS; what is in it is overwritten.
 
     Raises what a kernel raises that this card does not take, and what an allocation raises.
     """
     kinds = {_kind(block): block for block in decoder.blocks if _is_launched(block, decoder.device, kv)}
-    step = GpuStep(replace(decoder, blocks=tuple(kinds.values()), stream=ALL_RESIDENT), captures=False)
+    step = GpuProgram(replace(decoder, blocks=tuple(kinds.values()), stream=ALL_RESIDENT), captures=False)
     for past, rows in (*((0, rows) for rows in _ROWS), (_FAR, 1)):
         step.draw(_batch(decoder, kv, past, rows), [Draw(1, 1.0, 0.0)] * rows).tokens()
     for rows in _MANY_ROWS:

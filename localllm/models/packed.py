@@ -24,10 +24,10 @@ from localllm.errors import CheckpointError
 from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX, is_whole
 from localllm.models.config import ModelConfig
+from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.fields import show
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile
-from localllm.models.stored_rows import StoredRows
 from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.offload.streaming.disk_read import READERS, FileRead, cached_share
 from localllm.offload.streaming.disk_stream import StreamedFile
@@ -217,7 +217,7 @@ class PackedModel:
             fix=self._plan.command,
         )
 
-    def stored_rows(self, layout: BlockLayout) -> StoredRows:
+    def disk_embedding(self, layout: BlockLayout) -> DiskEmbedding:
         """The rows of the block's one matrix, read when they are wanted. The file is checked now. Raises
         CheckpointError."""
         file, (matrix,) = self._files[layout.name], layout.matrices
@@ -225,7 +225,7 @@ class PackedModel:
         if file.checksum_of(path) != self._checksums[file.name]:
             raise self._refusal(file, "is damaged", f"its header or its checksum is not that of {file.name}")
         weight_format = matrix.format(self._plan.recipe)
-        return StoredRows(path, file, matrix.name, weight_format, matrix.in_features, self._plan.command)
+        return DiskEmbedding(path, file, matrix.name, weight_format, matrix.in_features, self._plan.command)
 
     def small_tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
         """The block's norms and biases, which stay where its matrices are streamed. Raises CheckpointError."""

@@ -53,7 +53,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Connection:
+class ClientConfig:
     """A program. speaks: whose dialect. tested: with what, and how. is_agent: it works through tools, and begins with
     many thousand tokens. least_ctx: tokens below which it does nothing useful. note: what else there is to do."""
 
@@ -106,8 +106,8 @@ _QUOTES: Mapping[Language, Callable[[str], str]] = MappingProxyType(
 
 _ASK = "A tale about an owl, please."
 
-CONNECTIONS: tuple[Connection, ...] = (
-    Connection(
+CONNECTIONS: tuple[ClientConfig, ...] = (
+    ClientConfig(
         "aider",
         "aider, pair programming in the terminal",
         "OpenAI",
@@ -143,7 +143,7 @@ show-model-warnings: false
         ),
         least_ctx=8192,
     ),
-    Connection(
+    ClientConfig(
         "continue",
         "Continue, for VS Code, JetBrains and the terminal",
         "OpenAI",
@@ -172,7 +172,7 @@ models:
         is_agent=True,
         least_ctx=8192,
     ),
-    Connection(
+    ClientConfig(
         "zed",
         "Zed, the editor",
         "OpenAI",
@@ -215,7 +215,7 @@ models:
         least_ctx=8192,
         note=r"on Windows the file is %APPDATA%\Zed\settings.json; keys that stand there already are merged with these",
     ),
-    Connection(
+    ClientConfig(
         "open-webui",
         "Open WebUI, chats in the browser",
         "OpenAI",
@@ -235,7 +235,7 @@ open-webui serve
         note="it reads these at its first start and keeps them; later its admin settings, Connections, have them. From "
         "a container the address is http://host.docker.internal:PORT/v1, and the server needs --host 0.0.0.0",
     ),
-    Connection(
+    ClientConfig(
         "claude-code",
         "Claude Code, the coding agent",
         "Anthropic",
@@ -262,7 +262,7 @@ open-webui serve
         least_ctx=32768,
         note="a login or ANTHROPIC_API_KEY of yours is not used while these stand there",
     ),
-    Connection(
+    ClientConfig(
         "codex",
         "Codex, OpenAI's coding agent",
         "OpenAI",
@@ -293,7 +293,7 @@ enabled = false
         least_ctx=32768,
         note="tables that stand in the file already are kept: the first four lines belong above them",
     ),
-    Connection(
+    ClientConfig(
         "opencode",
         "OpenCode, the coding agent",
         "OpenAI",
@@ -328,7 +328,7 @@ enabled = false
         least_ctx=32768,
         note="it keeps room for an answer free of a conversation, here a quarter of the context",
     ),
-    Connection(
+    ClientConfig(
         "pi",
         "pi, the coding agent",
         "OpenAI",
@@ -357,7 +357,7 @@ enabled = false
         is_agent=True,
         least_ctx=8192,
     ),
-    Connection(
+    ClientConfig(
         "ai-sdk",
         "the AI SDK, the library for JavaScript",
         "OpenAI",
@@ -387,7 +387,7 @@ console.log(text);
         ),
         note="with @ai-sdk/anthropic the baseURL is the same",
     ),
-    Connection(
+    ClientConfig(
         "langchain",
         "LangChain, the library",
         "OpenAI",
@@ -406,7 +406,7 @@ print(model.invoke("{_ASK}").text)
             ),
         ),
     ),
-    Connection(
+    ClientConfig(
         "openai",
         "OpenAI's library",
         "OpenAI",
@@ -429,7 +429,7 @@ print(reply.choices[0].message.content)
             ),
         ),
     ),
-    Connection(
+    ClientConfig(
         "anthropic",
         "Anthropic's library",
         "Anthropic",
@@ -453,7 +453,7 @@ print(reply.content[0].text)
             ),
         ),
     ),
-    Connection(
+    ClientConfig(
         "ollama",
         "Ollama's library, and programs that speak to Ollama",
         "Ollama",

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opening:
-    """What an engine is for. job: many prompts that are to be answered at once; None: single ones. parallel: of those,
-    how many may come at once; None: the usual number. keeps_pages: what is computed of the prompts may outlive the
-    process, where the user has not said otherwise. speculates: what the user has said of it counts; nobody guesses
-    otherwise.
+    """The purpose of an engine.
+
+    job: many prompts that are to be answered at once; None: single ones.
+    parallel: how many single ones may come at once; None: the usual number.
+    keeps_pages: pages of the prompts may outlive the process, where the user has not said otherwise.
+    speculates: the user's setting counts; tokens are never drafted otherwise.
     """
 
     job: JobShape | None = None
@@ -52,23 +54,23 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     from localllm.engine.speculative.config import OFF, Speculate
     from localllm.engine.step_types import Limits
 
-    settings = selection.settings
-    has_gpu = has_card(choose_device(settings.device))
+    config = selection.settings.engine
+    has_gpu = has_card(choose_device(config.device))
     engine = Engine.load(
         selection.files,
-        device=settings.device,
-        dtype=settings.dtype,
-        weights=settings.weights,
-        kv=settings.kv,
-        ctx=settings.ctx,
-        ram=settings.ram,
+        device=config.device,
+        dtype=config.dtype,
+        weights=config.weights,
+        kv=config.kv,
+        ctx=config.ctx,
+        ram=config.ram,
         vram=vram_cap(selection.resolved, watcher.noting, has_gpu=has_gpu),
-        threads=settings.threads,
+        threads=config.threads,
         limits=None if opening.parallel is None else Limits(max_sequences=opening.parallel),
         job=opening.job,
         watcher=watcher,
         reuse=_reuse(selection, warn, keeps_pages=opening.keeps_pages),
-        speculate=Speculate(settings.speculate, settings.draft_tokens) if opening.speculates else OFF,
+        speculate=Speculate(config.speculate, config.draft_tokens) if opening.speculates else OFF,
     )
     engine.load_s = time.perf_counter() - started  # with the import of torch: what a person waits for
     return engine
@@ -78,6 +80,6 @@ def _reuse(selection: Selection, warn: Callable[[str], None], *, keeps_pages: bo
     from localllm.cache.page_folder import kv_root
     from localllm.engine.prefix_config import KVReuse
 
-    disk_bytes = selection.settings.cache_disk
+    disk_bytes = selection.settings.engine.cache_disk
     directory = kv_root() if keeps_pages and not selection.private and disk_bytes != 0 else None
     return KVReuse(directory=directory, disk_bytes=disk_bytes, warn=warn)

@@ -23,7 +23,7 @@ def with_origins(error: LocalLLMError, resolved: ResolvedSettings) -> None:
 
 
 def _settings_in(text: str, resolved: ResolvedSettings) -> list[str]:
-    """Of the flags in a text, those whose values stand in the environment or in the user's file."""
+    """Return the settings behind the flags of a text that stand in the environment or in the user's file."""
     names = (found[1].replace("-", "_") for found in _FLAG.finditer(text))
     return [name for name in names if name in resolved.origins and _is_stored(resolved.origins[name])]
 

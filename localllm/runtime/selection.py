@@ -1,4 +1,4 @@
-"""Which model is worked with, where its files are, and what the settings say about it."""
+"""The model that is worked with: its files, and its settings."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 import secrets
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from localllm.config import ResolvedSettings, Settings
+from localllm.config import ResolvedSettings
 from localllm.errors import FETCH_ANEW, BugError, LocalLLMError, ModelNotFoundError
-from localllm.registry import BUILT_IN, SAMPLING_KEYS, SAMPLING_SETTINGS, with_model_defaults
+from localllm.registry import BUILT_IN, SAMPLING_KEYS, with_model_defaults
 from localllm.runtime.error_origins import with_origins
+from localllm.settings import SamplingSettings, Settings
 
 if TYPE_CHECKING:
     from localllm.engine.request import SamplingParams
@@ -35,7 +36,7 @@ class Selection:
 
     @property
     def private(self) -> bool:
-        """Whether nothing of what is said may be kept."""
+        """True where nothing of the conversation may be saved."""
         return self.settings.private
 
     @property
@@ -45,13 +46,13 @@ class Selection:
         return str(self.files.directory.absolute()) if is_folder else self.files.name
 
     def sampling(self, extra: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
-        """How tokens are drawn: the settings, and `extra`, which are none; a seed where none is set.
+        """Return the sampling parameters: the settings and `extra`, with a random seed where none is set.
 
         Raises UsageError.
         """
         from localllm.engine.request import SamplingParams
 
-        chosen = {name: getattr(self.settings, name) for name in SAMPLING_SETTINGS}
+        chosen = {each.name: getattr(self.settings, each.name) for each in fields(SamplingSettings)}
         chosen = {"seed": secrets.randbits(31)} | {name: value for name, value in chosen.items() if value is not None}
         return SamplingParams(**chosen, **extra)
 
@@ -76,7 +77,7 @@ def locate(resolved: ResolvedSettings, word: str | None, *, needs_config: bool =
 
 
 def is_model(word: str) -> bool:
-    """Whether the word names a model: one of the registry, ORG/REPOSITORY, or a folder that is there."""
+    """Return whether the word names a model: one of the registry, ORG/REPOSITORY, or a folder that is there."""
     from localllm.hub.names import understand
     from localllm.registry import load_registry
 
@@ -113,7 +114,7 @@ def told_of(error: Exception, files: ModelFiles | None, resolved: ResolvedSettin
 
 
 def sampling_defaults(entry: ModelEntry | None, files: ModelFiles | None) -> dict[str, float]:
-    """What the registry and, where it is on this disk, the checkpoint recommend. Raises CheckpointError."""
+    """Return what the registry and a checkpoint on this disk recommend. Raises CheckpointError."""
     settings = _with_model_defaults(ResolvedSettings(), entry, files).settings
     values = {name: getattr(settings, name) for name in SAMPLING_KEYS}
     return {name: value for name, value in values.items() if value is not None}
@@ -127,7 +128,7 @@ def _with_model_defaults(
 
 
 def _generation_config(path: Path) -> Mapping[str, Any]:
-    """What the checkpoint says about sampling; empty where it says nothing. Raises CheckpointError."""
+    """Return the checkpoint's sampling defaults, empty where it has none. Raises CheckpointError."""
     from localllm.models.strict_json import JsonLimits, read_json_object
 
     return read_json_object(path, JsonLimits()) if path.exists() else {}

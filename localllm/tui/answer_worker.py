@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from localllm.chat.answer import Answer, silence
-from localllm.chat.context import evicted_text, grown_text
-from localllm.chat.recorder import Resumed
-from localllm.chat.session import Asked, Talk
-from localllm.engine.engine_info import AnswerStream, Service
+from localllm.chat.context import grown_text
+from localllm.chat.recorder import AnswerRecording, Resumed
+from localllm.chat.session import ChatSession, PendingTurn
 from localllm.engine.events import Event, GrownEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError
+from localllm.runtime.engine_handle import RequestStream
 from localllm.tui import messages
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Post, Turn
@@ -31,12 +31,10 @@ class AnswerWorker:
         self.busy_text = f"an answer is being written: {key_names['chat.stop']} in the chat stops it"
         self._anew = f"{key_names['chat.regenerate']} answers anew"
         self._goes_on = f"{key_names['chat.continue']} goes on, {self._anew}"
-        self._stream: AnswerStream | None = None
+        self._stream: RequestStream | None = None
         self._stops = threading.Event()
         self.throttle = StreamThrottle()
-        self._asked: Asked | None = None
         self._ending: tuple[Turn, str] = {}, ""  # the latest answer that is not whole, and the reason
-        self.last: Answer | None = None
         self.tok_s: float | None = None  # of the last answer of the loaded model
 
     @property
@@ -48,22 +46,22 @@ class AnswerWorker:
         if resumed.is_cut:
             self._ending = resumed.turns[-1][0], f"interrupted: {self._goes_on}"
 
-    def settle(self, talk: Talk, turn: Turn) -> None:
-        """The last answer has become a turn of the conversation."""
-        if ending := self._ending_now(talk):
-            self._ending = turn, ending
+    def settle(self, session: ChatSession) -> None:
+        """Take the state of the last answer, which has become a turn of the conversation."""
+        if ending := self._ending_now(session):
+            self._ending = session.dialogue.turns[-1], ending
 
     def ending_of(self, turns: Sequence[Turn]) -> str:
         """Why the last of the turns ends where it does; "" for a complete answer."""
         turn, ending = self._ending
         return ending if turns and turns[-1] is turn else ""
 
-    def _ending_now(self, talk: Talk) -> str:
+    def _ending_now(self, session: ChatSession) -> str:
         """Why the last answer ends where it does, and how to go on; "" for a complete answer."""
-        finished = None if self.last is None else self.last.finished
+        finished = None if session.answer is None else session.answer.finished
         if finished is None:
             return f"interrupted: {self._goes_on}"
-        if not talk.has_room_behind(finished):
+        if not session.can_go_on():
             return f"cut by the full context: {self._anew}"
         reason = _CUTS.get(finished.finish_reason)
         return f"{reason}: {self._goes_on}" if reason else ""
@@ -79,68 +77,48 @@ class AnswerWorker:
         if stream is not None:
             stream.abort()
 
-    def forget_model(self) -> None:
-        """Another model is loaded: rates and explanations were of the one before."""
-        self._asked = self.tok_s = None
-
-    def prepare(self, ask: Callable[[], Asked]) -> Asked:
-        """The next question as `ask` prepares it. Raises what it raises; `last` is then None."""
-        self.last = None
-        self._asked = asked = ask()
-        return asked
-
-    def write(self, talk: Talk, service: Service, asked: Asked, on_submitted: Callable[[], None]) -> None:
+    def write(self, session: ChatSession, pending: PendingTurn, on_submitted: Callable[[], None]) -> None:
         """Stream the answer to its end. on_submitted: called while the prompt is prefilled.
 
         Raises the error that ended the answer.
         """
-        if asked.evicted.turns:
-            self._post(messages.Noted(evicted_text(asked.evicted)))
-        self._post(messages.AnswerStarted(asked.said, asked.is_thinking))
-        if asked.note:
-            self._post(messages.Noted(asked.note))
-        begun = [asked.said] if asked.said else []
-        answer = Answer(len(asked.request.prompt_ids), asked.request.sampling.seed, begun, thinking=asked.thinking)
-
-        def stream(record: Callable[[str], None]) -> Answer:
-            record(asked.said)
-            self._stream = service.submit(asked.request)
-            try:
-                if self._stops.is_set():
-                    self._stream.abort()
-                on_submitted()
-                self._follow(self._stream, answer, record)
-            finally:
-                self._stream = None
-            if answer.finished is not None and answer.finished.error is not None:
-                raise answer.finished.error
-            return answer
-
+        for text in pending.notices:
+            self._post(messages.Noted(text))
         try:
-            talk.answer(asked, stream)
+            with session.answering(pending) as record:
+                self._post(messages.AnswerStarted(pending.said, record.answer.begins_in_thought))
+                self._stream = session.submit(pending)
+                try:
+                    if self._stops.is_set():
+                        self._stream.abort()
+                    on_submitted()
+                    self._follow(self._stream, record)
+                finally:
+                    self._stream = None
         finally:
             self._stops.clear()
-            self.last = answer
-            self.tok_s = None if answer.finished is None else answer.finished.timings.decode_tok_s
-            self._post(messages.AnswerEnded(answer.text, answer.finished, answer.seed))
-            is_whole = answer.finished is not None and answer.finished.finish_reason == "stop"
-            if is_whole and asked.said and answer.text == asked.said:
-                self._post(messages.Noted("nothing was added: to the model the answer is whole"))
+            if (answer := session.answer) is not None:
+                self._end(answer, pending.said)
 
-    def _follow(self, stream: AnswerStream, answer: Answer, record: Callable[[str], None]) -> None:
-        """Collect the answer; each text is recorded before it is posted."""
+    def _follow(self, stream: RequestStream, record: AnswerRecording) -> None:
+        """Take the events of the answer; each text is recorded before it is posted."""
         began = 0.0
         for events in self.throttle.batches(stream):
-            texts = []
-            for event in events:
-                texts.append(answer.take(event).text)
-                record(texts[-1])
-                if isinstance(event, TokenEvent):
-                    began = began or time.monotonic()
+            text = "".join([record.take(event).text for event in events])
+            if not began and any(isinstance(event, TokenEvent) for event in events):
+                began = time.monotonic()
             self._post_progress(events)
-            if any(texts):
+            if text:
                 elapsed_s = time.monotonic() - began if began else 0.0
-                self._post(messages.AnswerDelta("".join(texts), len(answer.token_ids), elapsed_s))
+                self._post(messages.AnswerDelta(text, len(record.answer.token_ids), elapsed_s))
+
+    def _end(self, answer: Answer, said: str) -> None:
+        """Post the end of the answer. said: its beginning, which was continued."""
+        finished = answer.finished
+        self.tok_s = None if finished is None else finished.timings.decode_tok_s
+        self._post(messages.AnswerEnded(answer.text, finished, answer.seed))
+        if finished is not None and finished.finish_reason == "stop" and said and answer.text == said:
+            self._post(messages.Noted("nothing was added: to the model the answer is whole"))
 
     def _post_progress(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -149,21 +127,15 @@ class AnswerWorker:
         if prefilled := [event for event in events if isinstance(event, PrefillEvent)]:
             self._post(messages.PrefillProgress(prefilled[-1].done, prefilled[-1].total))
 
-    def report(self, talk: Talk) -> None:
+    def report(self, session: ChatSession) -> None:
         """Post what the last answer has changed: the place of the blocks, the fullness of the context."""
-        finished = None if self.last is None else self.last.finished
-        if self.last is None or finished is None:
+        answer = session.answer
+        if answer is None or answer.finished is None:
             return
-        if finished.ctx is not None:  # blocks may have moved, the context grown
+        if answer.finished.ctx is not None and session.engine is not None:  # blocks may have moved, the context grown
             with suppress(EngineGoneError):
-                self._post(messages.ModelReady(talk.files.name, talk.engine.facts()))
-        if (empty := silence(self.last)) is not None:
+                self._post(messages.ModelReady(session.selection.files.name, session.engine.facts()))
+        if (empty := silence(answer)) is not None:
             self._post(messages.Noted(empty, "warning"))
-        if (fullness := talk.fullness(finished)) is not None:
+        if (fullness := session.fullness()) is not None:
             self._post(messages.Noted(fullness.text, "warning" if fullness.is_full else "information"))
-
-    def why_missed(self) -> str:
-        """The cached share of the last prompt, and why it is not larger."""
-        if self._asked is None or self.last is None or self.last.finished is None:
-            return "there is no answer yet"
-        return self._asked.told_of_cache(self.last.finished)

@@ -7,19 +7,23 @@ Knows no widgets.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from localllm.chat import slash
+from localllm.chat.answer import Answer
 from localllm.chat.context import ContextUsage
-from localllm.chat.dialogue import Dialogue
-from localllm.chat.export import export_chat, write_new
-from localllm.chat.recorder import Keeper, Resumed, keeper_of, look_up
-from localllm.chat.session import Asked, Talk, mended_in_chat
-from localllm.chat.text_file import read_text_file, typed_path
-from localllm.config import ResolvedSettings, shown_setting
-from localllm.engine.engine_info import LoadedEngine, Service
+from localllm.chat.dialogue import Attachment
+from localllm.chat.export import export_chat
+from localllm.chat.recorder import Resumed, look_up
+from localllm.chat.session import ChatSession, PendingTurn, mended_in_chat
+from localllm.chat.text_file import typed_path, write_new
+from localllm.config import ResolvedSettings
+from localllm.engine.engine_info import LoadedEngine
 from localllm.errors import BugError, ContextOverflowError, LocalLLMError, UsageError
+from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.machine_line import machine_line
 from localllm.runtime.plan_request import with_changes
 from localllm.runtime.selection import Selection, locate, told_of, with_defaults
@@ -52,21 +56,16 @@ class ChatWorker:
         self._extra = extra
         self._post = post
         self._jobs = JobQueue()
-        self._dialogue = Dialogue(resolved, resolved.settings.system)
-        self._attached: list[tuple[str, int]] = []
-        self._sent_with: tuple[list[tuple[str, int]], list[str]] = [], []  # the files of the last question
-        self.selection: Selection | None = None  # of the conversation, loaded or not
-        self._keeper: Keeper | None = None
+        self._begun: ChatSession | None = None
         self._loader = ModelLoader(serve, post, start)
-        self._talk: Talk | None = None
-        self._system: str | None = None  # of a new conversation
-        self._waits = False  # the last question, for a model that loads
-        self.usage: ContextUsage | None = None  # the last that was posted
         self._is_another = False  # the model was chosen in the chat
+        self._waiting: Turn | None = None  # the question for a model that loads
         self._typed = ""  # the last question, without its attached files
+        self._sent_with: list[Attachment] = []  # those files
+        self.usage: ContextUsage | None = None  # the last that was posted
         self.answers = AnswerWorker(post, key_names)
 
-    # Notes of what saves the conversation (the protocol `Teller`)
+    # Notices of the session (the protocol `Notifier`)
 
     def note(self, text: str) -> None:
         self._post(messages.Noted(text))
@@ -102,139 +101,137 @@ class ChatWorker:
         self._jobs.add(self._leave)
         self._jobs.close(timeout_s)
         if self._loader.service is not None:
-            self._loader.service.close(timeout_s=0 if self._talk is None else timeout_s)
+            self._loader.service.close(timeout_s=timeout_s if self._engine is not None else 0)
 
     # Read from any thread: true now, and maybe not a moment later
 
     @property
+    def session(self) -> ChatSession:
+        """The conversation. Changed by jobs alone."""
+        assert self._begun is not None
+        return self._begun
+
+    @property
+    def selection(self) -> Selection | None:
+        """The model of the conversation, loaded or not."""
+        return None if self._begun is None else self._begun.selection
+
+    @property
     def model_name(self) -> str | None:
         """The name by which the loaded or loading model is found from any folder; None without one."""
-        return None if self.selection is None or self._loader.service is None else self.selection.model_name
+        return None if self._loader.service is None else self.session.selection.model_name
 
     @property
     def is_loading(self) -> bool:
-        return self._loader.service is not None and self._talk is None
+        return self._loader.service is not None and self._engine is None
 
     @property
     def plan(self) -> Plan | None:
         """The plan the model was placed by, or None."""
-        talk = self._talk
-        return None if talk is None else talk.engine.current_plan
+        engine = self._engine
+        return None if engine is None else engine.current_plan
 
     @property
     def host_bytes(self) -> int:
         """The host memory of the loaded model in this process."""
-        talk = self._talk
-        return 0 if talk is None or talk.engine.current_plan is None else talk.engine.facts().host_bytes
+        engine = self._engine
+        return 0 if engine is None or engine.current_plan is None else engine.facts().host_bytes
+
+    @property
+    def last_answer(self) -> Answer | None:
+        return None if self._begun is None else self._begun.answer
+
+    @property
+    def _engine(self) -> LoadedEngine | None:
+        return None if self._begun is None else self._begun.engine
 
     # Jobs
 
     def begin(self, selection: Selection, resumed: Resumed | None, system: str | None) -> None:
         """Begin the first conversation: a new one, or a resumed one."""
-        self.selection = selection
-        self._system = selection.settings.system if system is None else system
-        self._dialogue = Dialogue(selection.resolved, self._system)
+        self._begun = session = ChatSession(selection, self, self._extra, resumed, system)
         if resumed is not None:
-            resumed.restore(self._dialogue, system)
             self.answers.resume(resumed)
-        self._keeper = keeper_of(self, selection, resumed)
         self._show()
         try:
             self._load(selection)
         except Exception as error:
             self._post(messages.ModelFailed(self._known_error(error)))
-        if resumed is not None and self._kept.is_private:
+        if resumed is not None and session.recorder.is_private:
             self.note("private: what is said now is not kept, and the kept chat stays as it is")
         self._post(messages.ChatStarted(past_questions(), machine_line()))
 
+    def command(self, name: str, rest: str = "") -> None:
+        """Run a slash command that is the same on every front end. Its lines are noted unless the screen shows the
+        change."""
+        dialogue = self.session.dialogue
+        before = [*dialogue.turns], [*dialogue.attached]
+        lines = slash.run(self.session, name, rest)
+        self.session.recorder.sync()
+        self._show_and_count()
+        if before == (dialogue.turns, dialogue.attached):
+            self.note("; ".join(lines))
+
+    def note_all(self) -> None:
+        """Note the model, the system message and the settings, for `/show`."""
+        files = self.session.selection.files
+        self.note(f"model {files.name} in {files.directory}")
+        self.command("system")
+        self.command("set")
+
     def say(self, text: str) -> None:
-        self._ask(text)
-        self._kept.sync(self._dialogue)
+        self._remember(text)
+        self.session.dialogue.ask(text)
+        self.session.recorder.sync()
         self._show()
         self._reply()
 
     def regenerate(self) -> None:
         """Answer the last question again; the history has both answers."""
-        before = list(self._dialogue.turns)
         if self._loader.service is None:
             fix = f"{self.key_names['app.models']} chooses one"
             raise UsageError("there is no model", why="none is loaded", fix=fix)
-        if not (self._dialogue.take_back_answer() or self._dialogue.is_asked):
-            raise UsageError("there is no answer yet", why="nothing was asked", fix="write a message first")
-        self._show()
-        self._or_else(before, self._reply)
+        self._reply_to(self.session.regenerating())
 
     def edit(self, question: Turn, text: str) -> None:
         """Replace a question and answer it; the history has both branches."""
-        before = list(self._dialogue.turns)
-        index = next((index for index, turn in enumerate(before) if turn is question), None)
-        if index is None:
-            raise UsageError("the question is not there any more", why="the chat shows others", fix="write it anew")
-        self._dialogue.cut(index)
-        self._ask(text)
-        self._show()
-        self._or_else(before, self._reply)
+        self._remember(text)
+        self._reply_to(self.session.editing(question, text))
 
     def go_on(self) -> None:
         """Continue the last answer where it ends."""
-        if self._talk is None:
+        if self._engine is None:
             raise UsageError("there is no model yet", why="it is being loaded", fix="wait for it, or /model NAME")
-        self._answered(self._talk.go_on)
+        self._answer(self.session.go_on)
 
-    def undo(self) -> None:
-        if self._dialogue.take_back_question():
-            self._kept.sync(self._dialogue)
-            self._show_and_count()
-        else:
-            self.note("there is nothing to take back")
-
-    def fork(self, length: int | None = None) -> None:
-        """Go on in a copy of the conversation, or of its first `length` messages."""
-        name = self._kept.fork(self._dialogue)
-        if length is not None and name is not None:
-            self._dialogue.cut(length)
-            self._kept.sync(self._dialogue)
-        self._show_and_count()
-        self.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
-
-    def new(self) -> None:
-        self._kept.catch_up(self._dialogue)
-        self._dialogue.clear()
-        self._dialogue.system = self._system
-        self._attached.clear()
-        self._kept.begin_anew()
-        self._waits = False
+    def fork_at(self, length: int) -> None:
+        """Continue in a copy of the first `length` messages."""
+        name = self.session.recorder.fork()
+        if name is not None:
+            self.session.dialogue.cut(length)
+            self.session.recorder.sync()
+            self.note(f"a copy: {name}")
         self._show_and_count()
 
     def open(self, word: str, message: int | None = None, *, is_chosen: bool = False) -> None:
         """Open a saved conversation with the loaded model. message: the number of the one to go to; is_chosen: as in
         `GoTo`."""
-        resumed = look_up(self, word, message)
-        keeper = keeper_of(self, self._chosen, resumed)
-        self._kept.catch_up(self._dialogue)
-        self._kept.close()
-        self._dialogue.clear()
-        self._attached.clear()
-        resumed.restore(self._dialogue, None)
-        self._keeper = keeper
-        self._waits = False
+        session, resumed = self.session, look_up(self, word, message)
+        session.open(resumed)
         self.answers.resume(resumed)
-        if self._talk is not None:
-            self._talk = Talk(self._talk.files, self._talk.engine, self._dialogue, self._kept, self._extra)
         self._show_and_count()
-        if (before := resumed.session.model) not in (None, self._chosen.model_name):
+        if (before := resumed.session.model) not in (None, session.selection.model_name):
             self.note(f"this chat was held with {before}: /model {before} goes on with that")
-        if self._talk is not None and (too_long := self._talk.too_long()) is not None:
-            self.warn(too_long)
+        self._warn_of_length()
         if message is not None:
-            self._kept.sync(self._dialogue)  # the branch with it is what the chat shows from now on
+            session.recorder.sync()  # the branch with it is what the chat shows from now on
             self._post(messages.GoTo([number for _, number in resumed.turns].index(message), is_chosen))
 
     def turn_over(self, turn: Turn) -> None:
         """Show another wording of a question, or another answer, with the messages behind it."""
-        number, at, count = self._kept.next_wording(turn)
+        number, at, count = self.session.recorder.next_wording(turn)
         if count > 1:
-            self.open(self._kept.session_id or "", number, is_chosen=True)
+            self.open(self.session.recorder.session_id or "", number, is_chosen=True)
             self.note(f"{at} of {count}")
         else:
             anew, edit = self.key_names["chat.regenerate"], self.key_names["message.edit"]
@@ -242,77 +239,29 @@ class ChatWorker:
 
     def forget(self, session_id: str) -> None:
         """The session was removed from the history: this one goes on unsaved."""
-        if self._kept.session_id == session_id:
-            self._kept.sync(self._dialogue)
+        if self.session.recorder.session_id == session_id:
+            self.session.recorder.sync()
             self._show()
 
     def recall(self, uid: str) -> None:
         """The session was put back into the history: this one is saved again."""
-        self._kept.come_back(self._dialogue, uid)
+        self.session.recorder.come_back(uid)
         self._show()
 
     def use(self, word: str | None, changes: dict[str, Any] | None = None) -> None:
         """Load another model, or this one with `changes` of its settings, as a file would have them."""
         resolved = with_changes(self.resolved, changes or {})
-        word = word if word is not None else self._chosen.model_name
+        word = word if word is not None else self.session.selection.model_name
         selection = with_defaults(resolved, locate(resolved, word))
         self._load(selection)  # first: where it cannot be, all stays as it is
         self.resolved = resolved
-        self._dialogue.use(selection.resolved)
-        self._kept.use_model(selection.model_name)
+        self.session.use_model(selection)
         self._is_another = True
-
-    def set(self, key: str, value: str) -> None:
-        if key == "think" and self._talk is not None:
-            self.think(value)
-        else:
-            self.note(f"{key} = {shown_setting(self._dialogue.set(key, value))}")
-
-    def think(self, effort: str) -> None:
-        if self._talk is not None:
-            self.note(self._talk.think(effort))
-        elif effort:  # whether a model can be had so is known when it is there
-            self.set("think", effort)
-        else:
-            self.note_settings("think")
-
-    def system(self, text: str) -> None:
-        if text:
-            self._dialogue.system = self._system = None if text == "-" else text
-            self._kept.sync(self._dialogue)
-        self.note(f"system message: {self._dialogue.system or 'none'}")
-        self._count()
-
-    def rename(self, text: str) -> None:
-        self.note(f"title: {self._kept.rename(self._dialogue, text)}")
-        self._show()
-
-    def attach(self, path: str) -> None:
-        self._attached.append((path, self._dialogue.attach(typed_path(path))))
-        self._show()
 
     def detach(self) -> None:
         """Remove the files that wait for the next question."""
-        self._attached.clear()
-        self._dialogue.attached.clear()
+        self.session.dialogue.attached.clear()
         self._show()
-
-    def save(self, path: str) -> None:
-        self._dialogue.save(typed_path(path), overwrite=False)
-        self.note(f"wrote {path}")
-
-    def load(self, path: str) -> None:
-        """Go on from messages in a file."""
-        from localllm.text.chat_template import parse_messages_file
-
-        text = read_text_file(typed_path(path), "/load")
-        self._kept.catch_up(self._dialogue)
-        self._dialogue.load(list(parse_messages_file(text).messages))
-        self._attached.clear()
-        self._kept.begin_anew()
-        self._kept.sync(self._dialogue)
-        self._waits = False
-        self._show_and_count()
 
     def save_code(self, code: str, path: str) -> None:
         """Write a code block into a new file."""
@@ -321,35 +270,14 @@ class ChatWorker:
 
     def export(self, path: str) -> None:
         """Write the saved chat: as Markdown, or as JSON with every branch."""
-        if self._kept.session_id is None:
+        session_id = self.session.recorder.session_id
+        if session_id is None:
             raise UsageError("/export needs a chat that is kept", why="this one is not", fix="/save chat.json")
-        self._kept.sync(self._dialogue)
-        export_chat(self._kept.session_id, typed_path(path))
+        self.session.recorder.sync()
+        export_chat(session_id, typed_path(path))
         self.note(f"wrote {path}")
 
-    def note_settings(self, key: str = "") -> None:
-        """Note one setting, or all that can be set. Raises as `Dialogue.settable`."""
-        settings, names = self._dialogue.resolved.settings, self._dialogue.settable(key)
-        self.note(", ".join(f"{name} {shown_setting(getattr(settings, name))}" for name in names))
-
-    def note_all(self) -> None:
-        """Note the model, the system message and the settings, for `/show`."""
-        files = self._chosen.files
-        self.note(f"model {files.name} in {files.directory}")
-        self.note(f"system message: {self._dialogue.system or 'none'}")
-        self.note_settings()
-
     # Inside
-
-    @property
-    def _kept(self) -> Keeper:
-        assert self._keeper is not None
-        return self._keeper
-
-    @property
-    def _chosen(self) -> Selection:
-        assert self.selection is not None
-        return self.selection
 
     def _try(self, job: Job) -> None:
         try:
@@ -358,131 +286,128 @@ class ChatWorker:
             self._post(messages.JobFailed(self._known_error(error)))
 
     def _leave(self) -> None:
-        if self._keeper is not None:
-            self._keeper.catch_up(self._dialogue)
-            self._keeper.close()
+        if self._begun is not None:
+            self._begun.close()
 
     def _known_error(self, error: Exception) -> LocalLLMError:
-        """The error as the chat shows it."""
-        known = told_of(error, None if self.selection is None else self.selection.files, self._dialogue.resolved)
+        """Return the error as the chat shows it."""
+        begun = self._begun
+        resolved = self.resolved if begun is None else begun.dialogue.resolved
+        known = told_of(error, None if begun is None else begun.selection.files, resolved)
         if isinstance(known, BugError):
             return known
         if known.fix.startswith("localllm pull "):
             known.fix = f"{self.key_names['app.models']}, and {self.key_names['models.pull']} there; or {known.fix}"
         known = mended_in_chat(known)
-        if isinstance(known, ContextOverflowError) and self._sent_with[0]:
+        if isinstance(known, ContextOverflowError) and self._sent_with:
             known.fix = f"/detach, {known.fix}"
         return known
-
-    def _ask(self, text: str) -> None:
-        self._sent_with = list(self._attached), list(self._dialogue.attached)
-        self._dialogue.ask(text)
-        self._attached.clear()
-        self._typed = text
-
-    def _or_else(self, before: list[dict[str, Any]], job: Job) -> None:
-        """Do a job; where it fails before the new question stands, the turns are as `before`."""
-        question = self._dialogue.turns[-1]
-        try:
-            job()
-        except LocalLLMError:
-            if not any(turn is question for turn in self._dialogue.turns):
-                self._dialogue.turns[:] = before
-            raise
-        finally:
-            self._kept.sync(self._dialogue)
-            self._show()
 
     def _show_and_count(self) -> None:
         self._show()
         self._count()
 
     def _show(self) -> None:
-        keeper, turns = self._kept, tuple(self._dialogue.turns)
+        dialogue, recorder = self.session.dialogue, self.session.recorder
+        turns = tuple(dialogue.turns)
         self._post(
             messages.ConversationChanged(
                 turns,
-                keeper.title or keeper.title_for(self._dialogue),
-                keeper.session_id,
-                keeper.is_private,
-                tuple(self._attached),
+                recorder.title,
+                recorder.session_id,
+                recorder.is_private,
+                tuple((file.path, len(file.text)) for file in dialogue.attached),
                 self.answers.ending_of(turns),
-                frozenset(i for i, turn in enumerate(turns) if self._dialogue.begins_in_thought(turn)),
+                frozenset(i for i, turn in enumerate(dialogue.turns) if dialogue.begins_in_thought(turn)),
             )
         )
+
+    def _count(self, num_said: int = 0) -> None:
+        """Post the use of the context. num_said: tokens of a continued answer, which is no turn meanwhile."""
+        if self._engine is not None:
+            usage = self.session.usage()
+            parts = {**usage.parts, "answer": usage.parts.get("answer", 0) + num_said}
+            self.usage = replace(usage, used=usage.used + num_said, parts=parts)
+            self._post(messages.UsageCounted(self.usage))
+
+    def _warn_of_length(self) -> None:
+        if self._engine is not None and (too_long := self.session.too_long()) is not None:
+            self.warn(too_long)
 
     # Models
 
     def _load(self, selection: Selection) -> None:
         """Begin to load in place of the current model. Raises what can be known at once."""
         self._loader.begin(selection, lambda service, found: self.do(lambda: self._loaded(service, found)))
-        self.selection, self._talk = selection, None
-        self.answers.forget_model()
+        self.answers.tok_s = None  # of the model before
 
-    def _loaded(self, service: Service, found: LoadedEngine | Exception) -> None:
+    def _loaded(self, service: EngineHandle, found: LoadedEngine | Exception) -> None:
         if service is not self._loader.service:  # another was chosen meanwhile, which has closed this one
             return
         try:
             if isinstance(found, Exception):
                 raise found
-            talk = Talk(self._chosen.files, found, self._dialogue, self._kept, self._extra)
+            self.session.use_engine(service, found)
         except Exception as error:  # it cannot be loaded, or has no template
             service.close()
             self._loader.service = None
             self._post(messages.ModelFailed(self._known_error(error)))
             return
-        self._talk = talk
-        name, facts = self._chosen.files.name, talk.engine.facts()
+        name, facts = self.session.selection.files.name, found.facts()
         self._post(messages.ModelReady(name, facts))
         self._count()
         if self._is_another:
             self.note(f"loaded {name}: {facts.weights} weights, {facts.kv} keys and values, {facts.ctx:,} tokens")
-            if (too_long := talk.too_long()) is not None:
-                self.warn(too_long)
-        if self._waits and self._dialogue.is_asked:
+            self._warn_of_length()
+        turns = self.session.dialogue.turns
+        if turns and turns[-1] is self._waiting:
             self._reply()
 
     # Answers
 
-    def _reply(self) -> None:
-        if self._talk is None:
-            self._waits = True
-            if self._loader.service is None:
-                self.warn(f"there is no model: the question waits until {self.key_names['app.models']} has chosen one")
-            return
-        self._waits = False
-        self._answered(self._talk.ask)
+    def _remember(self, question: str) -> None:
+        """Remember what is typed and attached of a question, which is returned where it is refused."""
+        self._typed, self._sent_with = question, [*self.session.dialogue.attached]
 
-    def _answered(self, ask: Callable[[], Asked]) -> None:
-        talk, service = self._talk, self._loader.service
-        assert talk is not None and service is not None
-        before = list(self._dialogue.turns)
+    def _reply_to(self, change: AbstractContextManager[None]) -> None:
+        """Show a change of the turns, and answer the question that is then the last."""
         try:
-            asked = self.answers.prepare(ask)
-            if asked.said:
+            with change:
                 self._show()
-            self.answers.write(talk, service, asked, partial(self._count, asked.num_said_ids))
+                self._reply()
         finally:
-            turn = self._dialogue.turns[-1] if self._dialogue.turns else None
-            if turn is not None and turn["role"] == "assistant" and not any(turn is old for old in before):
-                self.answers.settle(talk, turn)
-            self._kept.sync(self._dialogue)
+            self.session.recorder.sync()
+            self._show()
+
+    def _reply(self) -> None:
+        if self._engine is not None:
+            self._answer(self.session.ask)
+            return
+        self._waiting = self.session.dialogue.turns[-1]
+        if self._loader.service is None:
+            self.warn(f"there is no model: the question waits until {self.key_names['app.models']} has chosen one")
+
+    def _answer(self, prepare: Callable[[], PendingTurn]) -> None:
+        session, dialogue = self.session, self.session.dialogue
+        before = list(dialogue.turns)
+        try:
+            pending = prepare()
+            if pending.said:
+                self._show()
+            self.answers.write(session, pending, partial(self._count, pending.num_said_ids))
+        finally:
+            if dialogue.is_answered and not any(dialogue.turns[-1] is old for old in before):
+                self.answers.settle(session)
+            session.recorder.sync()
             self._show_and_count()
             self._give_back(before[-1:])
-        self.answers.report(talk)
+        self.answers.report(session)
 
     def _give_back(self, question: list[dict[str, Any]]) -> None:
         """Return what was typed and attached of a question that was taken back."""
-        stands = any(turn is question[0] for turn in self._dialogue.turns) if question else True
+        dialogue = self.session.dialogue
+        stands = any(turn is question[0] for turn in dialogue.turns) if question else True
         if not stands and question[0]["role"] == "user":
-            self._attached, self._dialogue.attached = self._sent_with
+            dialogue.attached = [*self._sent_with]
             self._show()
             self._post(messages.QuestionReturned(self._typed))
-
-    def _count(self, num_said: int = 0) -> None:
-        """Post the use of the context. num_said: tokens of a continued answer, which is no turn meanwhile."""
-        if self._talk is not None:
-            usage = self._talk.usage()
-            parts = {**usage.parts, "answer": usage.parts.get("answer", 0) + num_said}
-            self.usage = replace(usage, used=usage.used + num_said, parts=parts)
-            self._post(messages.UsageCounted(self.usage))

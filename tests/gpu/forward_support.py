@@ -38,7 +38,6 @@ class Forward:
     window: int | None = None
     dtype: torch.dtype = torch.float32
     padding: int = 0
-    depths: Sequence[int] | None = None  # of the new tokens of each segment, in a draft tree
 
     def __post_init__(self) -> None:
         pages = KVPages(
@@ -66,10 +65,6 @@ class Forward:
     def num_rows(self) -> int:
         return sum(self.counts) + self.padding
 
-    def position(self, segment: int, slot: int) -> int:
-        past = self.pasts[segment]
-        return slot if self.depths is None else past + self.depths[slot - past]
-
     def tokens(self) -> TokenTables:
         """A padding row's addresses lead nowhere."""
         own = [self.own_part(*row, 0).data_ptr() for row in self.rows]
@@ -80,8 +75,7 @@ class Forward:
         ]
         no = [-1] * self.padding
         return TokenTables(
-            positions=torch.tensor([self.position(*row) for row in self.rows] + no, dtype=torch.int32),
-            slots=torch.tensor([slot for _, slot in self.rows] + no, dtype=torch.int32),
+            positions=torch.tensor([slot for _, slot in self.rows] + no, dtype=torch.int32),
             own=torch.tensor(own + no),
             own_stride=torch.tensor(strides + no),
             coded=torch.tensor(coded + no),
@@ -92,7 +86,7 @@ class Forward:
         page = self.stores[segment].tables[0][number]
         return 0 if page is None else page.layer(0).data_ptr()
 
-    def history(self, tokens: int, *, empty_tasks: int = 0, ancestors: Tensor | None = None) -> AttentionHistory:
+    def history(self, tokens: int, *, empty_tasks: int = 0) -> AttentionHistory:
         """tokens: of a task at most."""
         firsts = [sum(self.counts[:i]) for i in range(len(self.counts))]
         sizes = enumerate(zip(firsts, self.pasts, self.counts, strict=True))
@@ -104,9 +98,7 @@ class Forward:
         ]
         return AttentionHistory(
             tasks=torch.tensor(tasks, dtype=torch.int32),
-            pasts=torch.tensor(self.pasts, dtype=torch.int32),
             tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).contiguous(),
-            ancestors=ancestors,
         )
 
     def own_part(self, segment: int, slot: int, layer: int = LAYER) -> Tensor:
@@ -118,11 +110,11 @@ class Forward:
         assert page is not None
         return page.layer(LAYER)
 
-    def seen_by(self, segment: int, slot: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The slots that a query there may see, and their keys and values [KH, slots, D] as it reads them."""
+    def seen_by(self, segment: int, slot: int) -> tuple[Tensor, Tensor]:
+        """The keys and values [KH, slots, D] that a query there may see, as it reads them."""
         dense, coded = self.layouts
-        number, position = slot // PAGE_TOKENS, self.position(segment, slot)
-        first = 0 if self.window is None else max(0, position - self.window + 1)
+        number = slot // PAGE_TOKENS
+        first = 0 if self.window is None else max(0, slot - self.window + 1)
         keys, values = [], []
         for page in range(first // PAGE_TOKENS, number + 1):
             is_coded = coded is not None and 0 < page < number
@@ -132,20 +124,14 @@ class Forward:
             values.append(v.double())
         begin = first // PAGE_TOKENS * PAGE_TOKENS
         kept = slice(first - begin, slot + 1 - begin)
-        return torch.arange(first, slot + 1), torch.cat(keys, 1)[:, kept], torch.cat(values, 1)[:, kept]
+        return torch.cat(keys, 1)[:, kept], torch.cat(values, 1)[:, kept]
 
-    def expected(
-        self, q: Tensor, *, scale: float, softcap: float | None = None, ancestors: Tensor | None = None
-    ) -> Tensor:
+    def expected(self, q: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
         """q [M, H, D], turned as the pages are. Returns fp64 [M, H * D], zeros for padding."""
         M, H, D = q.shape
         mixed = torch.zeros(M, H, D, dtype=torch.float64)
         for row, (segment, slot) in enumerate(self.rows):
-            slots, keys, values = self.seen_by(segment, slot)
-            if ancestors is not None:
-                new = slots - self.pasts[segment]
-                is_seen = (new < 0) | ((int(ancestors[row]) >> new.clamp(min=0)) & 1 != 0)
-                keys, values = keys[:, is_seen], values[:, is_seen]
+            keys, values = self.seen_by(segment, slot)
             grouped = q[row].double().view(self.KH, -1, D)
             scores = grouped @ keys.mT * scale
             if softcap is not None:

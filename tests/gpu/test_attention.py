@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
-from localllm.cache.kv_format import KV_FORMATS
+from localllm.cache.kv_format import KV_FORMATS, KVFormat
 from localllm.kernels import kv_page
 from localllm.kernels.gpu.attention import PREFILL_ROWS, SECTION_PAGES, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.gpu.forward_support import LAYER, NAN, Forward, random, write_new
-from tests.thinning import every_other
 
 # The others' codes are laid out as these are.
 EVERY_FORMAT = [
     pytest.param(kv_format, id=name, marks=() if name in ("bf16", "k8v4") else pytest.mark.slow)
     for name, kv_format in KV_FORMATS.items()
 ]
+BOTH_KINDS = [KV_FORMATS["bf16"], KV_FORMATS["k8v4"]]  # of pages
+
+
+def in_turn(*cases: object) -> list[tuple[KVFormat, object]]:
+    """Every case with a format: dense and coded pages in turn."""
+    return list(zip(itertools.cycle(BOTH_KINDS), cases, strict=False))
+
+
 SECTION_TOKENS = SECTION_PAGES * PAGE_TOKENS
 # Of fp32 sums of some hundred products; on a card, where operands are bf16, see the docstring of `attend`.
 TOLERANCE = 2e-5
@@ -33,7 +41,6 @@ def run(
     *,
     scale: float = 0.2,
     softcap: float | None = None,
-    ancestors: Tensor | None = None,
     sections: int | None = None,
     rows: int | None = None,
     empty_tasks: int = 0,
@@ -46,7 +53,7 @@ def run(
     for tensor in (parts.mixed, parts.peaks, parts.totals):
         tensor.fill_(NAN)
     out = torch.full((M, H * D), NAN)
-    history = forward.history(rows // (H // forward.KH), empty_tasks=empty_tasks, ancestors=ancestors)
+    history = forward.history(rows // (H // forward.KH), empty_tasks=empty_tasks)
     launches = attend(
         q, out, forward.tokens(), history, parts, *forward.layouts, LAYER,
         scale=scale, window=forward.window, softcap=softcap, rows=rows,
@@ -65,7 +72,7 @@ def prepared(forward: Forward, H: int) -> Tensor:
 
 def check(forward: Forward, H: int, **options: object) -> None:
     q = prepared(forward, H)
-    numbers = {name: options[name] for name in ("softcap", "ancestors") if name in options}
+    numbers = {name: options[name] for name in options if name == "softcap"}
     mixed = run(forward, q, **options)  # type: ignore[arg-type]
     expected = forward.expected(q, scale=0.2, **numbers)  # type: ignore[arg-type]
     real = len(forward.rows)
@@ -73,16 +80,15 @@ def check(forward: Forward, H: int, **options: object) -> None:
     assert mixed[real:].isnan().all()  # of padding nothing is written
 
 
-@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 300, 1 + SECTION_TOKENS])
+@pytest.mark.parametrize(("kv_format", "length"), in_turn(1, 64, 63, 65, 300, 1 + SECTION_TOKENS))
 def test_a_token_attends_to_its_history(kv_format, length):
     check(Forward(kv_format, KH=1, D=64, pasts=[length - 1], counts=[1]), H=4)
 
 
-@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize(("D", "G"), every_other([(128, 1), (128, 7), (64, 7), (32, 20)]))
-def test_heads_of_any_size_and_number_share_a_key_head(kv_format, D, G):
-    check(Forward(kv_format, KH=2, D=D, pasts=[290], counts=[1]), H=2 * G)
+@pytest.mark.parametrize(("kv_format", "sizes"), in_turn((128, 1), (64, 7), (32, 20), (128, 7)))
+def test_heads_of_any_size_and_number_share_a_key_head(kv_format, sizes):
+    D, G = sizes
+    check(Forward(kv_format, KH=2, D=D, pasts=[140], counts=[1]), H=2 * G)
 
 
 @pytest.mark.parametrize("D", [80, 96])
@@ -97,50 +103,31 @@ def test_segments_of_any_length_straddle_pages_beside_padding(kv_format):
     check(forward, H=4, empty_tasks=2)
 
 
-@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+@pytest.mark.parametrize("kv_format", BOTH_KINDS)
 def test_dense_pages_of_bf16_are_read_as_they_are(kv_format):
     check(Forward(kv_format, KH=1, D=64, pasts=[130], counts=[4], dtype=torch.bfloat16), H=4)
 
 
-@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize("window", every_other([1, 64, 100, 257]))
+@pytest.mark.parametrize(("kv_format", "window"), in_turn(1, 100, 257, 64))
 def test_a_window_hides_what_lies_before_it(kv_format, window):
     check(Forward(kv_format, KH=1, D=32, pasts=[318, 20], counts=[4, 2], window=window), H=2)
 
 
-@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
+@pytest.mark.parametrize("kv_format", BOTH_KINDS)
 def test_a_softcap_bounds_the_scores(kv_format):
     check(Forward(kv_format, KH=1, D=64, pasts=[150], counts=[2]), H=4, softcap=1.5)
 
 
-@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize("past", every_other([0, 58, 122, 260]))
-@pytest.mark.parametrize("window", [None, 70])
-def test_a_token_of_a_draft_tree_sees_its_ancestors_alone(kv_format, past, window):
-    parents = [-1, 0, 0, 1, 2, 2, 4, 3]
-    depths = [0, 1, 1, 2, 2, 2, 3, 3]
-    masks: list[int] = []
-    for i, parent in enumerate(parents):
-        masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
-    forward = Forward(kv_format, KH=1, D=32, pasts=[past], counts=[8], window=window, depths=depths)
-    check(forward, H=2, ancestors=torch.tensor(masks, dtype=torch.int32))
-
-
-@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in small blocks", "at once"])
-def test_a_long_prompt_is_read_in_larger_tasks(kv_format, dtype):
-    forward = Forward(kv_format, KH=1, D=32, pasts=[0, 180], counts=[3, 30], dtype=dtype)
+@pytest.mark.parametrize("kv_format", BOTH_KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 90)], ids=["in small blocks", "at once"]
+)
+def test_a_long_prompt_is_read_in_larger_tasks_and_a_window_hides_what_lies_before_it(kv_format, dtype, window):
+    forward = Forward(kv_format, KH=1, D=32, pasts=[0, 180], counts=[3, 30], dtype=dtype, window=window)
     check(forward, H=5, rows=PREFILL_ROWS, sections=1)
 
 
-@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-def test_a_prompts_window_hides_what_lies_before_it(kv_format):
-    forward = Forward(kv_format, KH=1, D=32, pasts=[180], counts=[30], window=90, dtype=torch.bfloat16)
-    check(forward, H=2, rows=PREFILL_ROWS, sections=1)
-
-
-@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize("window", every_other([100, None]))
+@pytest.mark.parametrize(("kv_format", "window"), in_turn(100, None))
 @pytest.mark.usefixtures("products_row_by_row")
 def test_a_row_has_the_same_bits_alone_and_among_others(kv_format, window):
     many = Forward(kv_format, KH=1, D=64, pasts=[40, 270, 600], counts=[3, 9, 1], window=window)

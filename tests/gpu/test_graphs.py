@@ -15,7 +15,7 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.models import gpu_warm
 from localllm.models.decoder import Decoder
-from localllm.models.gpu_step import GpuStep
+from localllm.models.gpu_program import GpuProgram
 from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_checkpoint
 from tests.gpu.test_step import by_operators, ids, sampling, texts
@@ -23,7 +23,7 @@ from tests.packed_support import pack
 from tests.test_device_placement import Packed
 
 
-class Replaying(GpuStep):
+class Replaying(GpuProgram):
     """Takes for a graph the forward that it would be captured in: of that one are the batch, the sequences and their
     pages which a replay has on the host. All else must come from the tables, as on a card."""
 
@@ -40,20 +40,20 @@ class Replaying(GpuStep):
 
 
 def loaded(folder: Path, family: str, kv: str) -> Engine:
-    write_checkpoint(folder, family)
+    write_checkpoint(folder, family, layers=2)
     engine = Engine.load(folder, device="cpu", weights="fp32", kv=kv)
-    engine.runner.cpu_step = None
+    engine.runner.cpu_program = None
     return engine
 
 
 def test_replayed_steps_draw_the_same_tokens(tmp_path: Path) -> None:
     """In a batch that requests leave; with windows, so that groups of layers have pages of their own."""
-    engine = loaded(tmp_path, "qwen2-layer-types", "bf16")
-    wishes = [sampling(0.9, 4), sampling(0, 2), sampling(1.5, 3, min_p=0.05)]
-    prompts = [ids(length, seed=length) for length in (1, 3, 2)]
-    engine.runner.gpu_step = GpuStep(engine.model)
+    engine = loaded(tmp_path, "gemma3-scaled-and-capped", "bf16")
+    wishes = [sampling(0.9, 3), sampling(0, 2)]
+    prompts = [ids(length, seed=length) for length in (1, 3)]
+    engine.runner.gpu_program = GpuProgram(engine.model)
     expected = texts(engine, wishes, prompts)
-    engine.runner.gpu_step = replaying = Replaying(engine.model)
+    engine.runner.gpu_program = replaying = Replaying(engine.model)
     assert texts(engine, wishes, prompts) == expected and replaying.replays > 0
 
 
@@ -64,18 +64,18 @@ def test_a_replay_reads_the_pages_that_the_tables_name(tmp_path: Path) -> None:
     engine = loaded(tmp_path, "qwen3", "int8")
     chats = [ids(132, seed=1), ids(140, seed=2), ids(68, seed=3)]
 
-    def found(step: GpuStep) -> list[Tensor]:
+    def found(step: GpuProgram) -> list[Tensor]:
         logits = []
         for token_ids in chats:
             kv = engine.residency.new_kv(len(token_ids))
-            engine.runner.gpu_step = None
+            engine.runner.gpu_program = None
             by_operators(engine.model).forward([Chunk(token_ids, kv, len(token_ids) - 2)])
-            engine.runner.gpu_step = step
+            engine.runner.gpu_program = step
             logits += [engine.runner.forward([Chunk(token_ids, kv, 1)]) for _ in range(2)]
             kv.close()
         return logits
 
-    expected, step = found(GpuStep(engine.model)), Replaying(engine.model)
+    expected, step = found(GpuProgram(engine.model)), Replaying(engine.model)
     assert all(map(torch.equal, found(step), expected))
     assert step.replays == 5
 
@@ -83,7 +83,7 @@ def test_a_replay_reads_the_pages_that_the_tables_name(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
     folder = tmp_path_factory.mktemp("packed")
-    write_checkpoint(folder / "it", "llama")
+    write_checkpoint(folder / "it", "llama", layers=2)
     return Packed(folder / "it", pack(folder / "it", folder / "model", "fp32"), "fp32")
 
 
@@ -106,15 +106,18 @@ def test_blocks_that_are_brought_are_computed_in_graphs_of_their_own(
     monkeypatch.setattr(gpu_warm, "_MANY_ROWS", (17,))
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), 8)
-        engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=64, placed=placed)
-        expected = logits(by_operators(placed.few), engine)
+        engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=64, placed=placed)
+        expected = logits(by_operators(placed.decode_model), engine)
         placed.place(packed.blocks(lambda index: kinds[index % len(kinds)]), 8)
-        engine = Engine(placed.few, Tokenizer.load(packed.checkpoint), ctx=400, placed=placed)
-        runner, step = ModelRunner(placed.few, many=placed.many, many_rows=8), Replaying(placed.few)
-        runner.cpu_step, runner.gpu_step = None, step
-        runner._gpu_many = step if placed.many is placed.few else GpuStep(placed.many)
+        engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=400, placed=placed)
+        runner, step = (
+            ModelRunner(placed.decode_model, prefill_model=placed.prefill_model, many_rows=8),
+            Replaying(placed.decode_model),
+        )
+        runner.cpu_program, runner.gpu_program = None, step
+        runner._gpu_prefill = step if placed.prefill_model is placed.decode_model else GpuProgram(placed.prefill_model)
         runner.warm_up(engine.residency.new_kv)
         for found, right in zip(logits(runner, engine), expected, strict=True):
             assert float((found - right).norm() / right.norm()) < 2e-5
-        assert runner.gpu_step is step, "nothing was given up"
-        assert step.replays >= 2 * len(placed.few.stream.names) > 0
+        assert runner.gpu_program is step, "nothing was given up"
+        assert step.replays >= 2 * len(placed.decode_model.stream.names) > 0

@@ -13,16 +13,16 @@ from localllm.engine.speculative.config import OFF
 from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
-from localllm.models.gpu_step import GpuStep
-from tests.packed_support import small_checkpoint
+from localllm.models.gpu_program import GpuProgram
+from tests.checkpoints import write_checkpoint
 from tests.speculative.support import said
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    folder = small_checkpoint(tmp_path / "llama", "llama")
-    engine = Engine.load(folder, device="cpu", weights="int8", dtype="fp32", speculate=OFF)
-    engine.runner.cpu_step, engine.runner.gpu_step = None, GpuStep(engine.model)
+    write_checkpoint(tmp_path, "llama", layers=2)
+    engine = Engine.load(tmp_path, device="cpu", weights="int8", dtype="fp32", speculate=OFF)
+    engine.runner.cpu_program, engine.runner.gpu_program = None, GpuProgram(engine.model)
     return engine
 
 
@@ -53,6 +53,6 @@ def test_a_gpu_guesses_without_some_of_its_blocks(engine: Engine) -> None:
     wish = Request(tuple(range(60, 90)), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     engine.speculation = Speculation(engine.residency, None, (), 0)
     (expected,) = said(engine, wish)
-    drafters: list[Drafter] = [SkipDrafter(lambda: engine.runner, lambda: frozenset({"layers.2.attention"}))]
+    drafters: list[Drafter] = [SkipDrafter(lambda: engine.runner, lambda: frozenset({"layers.1.attention"}))]
     engine.speculation = Speculation(engine.residency, None, drafters, 2, adapts=False)
     assert said(engine, wish) == [expected]

@@ -16,9 +16,9 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu import product
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product import Dispatch
-from localllm.models.gpu_step import GpuStep
+from localllm.models.gpu_program import GpuProgram
 from tests.checkpoints import write_checkpoint
 from tests.thinning import every_other
 
@@ -27,7 +27,7 @@ from tests.thinning import every_other
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The variants of kernels that are launched; nothing is computed."""
     variants: set[str] = set()
-    monkeypatch.setattr(Launch, "run", lambda launch: variants.add(launch.variant))
+    monkeypatch.setattr(KernelLaunch, "run", lambda launch: variants.add(launch.variant))
     monkeypatch.setattr(product, "dispatch_for", lambda _device: Dispatch(multiprocessors=64))
     return variants
 
@@ -40,8 +40,8 @@ def test_prompts_and_steps_launch_nothing_that_is_new(family: str, kv: str, tmp_
     weights = "int4-g32" if kv == "int8" else "bf16"
     engine = Engine.load(tmp_path, device="cpu", dtype="bf16", weights=weights, kv=kv)
     runner = ModelRunner(engine.model)
-    runner.cpu_step, runner.gpu_step = None, GpuStep(engine.model)
-    runner._gpu_many = runner.gpu_step
+    runner.cpu_program, runner.gpu_program = None, GpuProgram(engine.model)
+    runner._gpu_prefill = runner.gpu_program
     runner.warm_up(engine.residency.new_kv)
     warm = set(launched)
     assert len(warm) > 20 if kv == "int8" else len(warm) > 10
@@ -81,14 +81,14 @@ def test_a_load_that_finds_no_memory_to_prepare_in_goes_on(tmp_path: Path, monke
     for error, is_given_up in ((torch.OutOfMemoryError("no memory"), False), (RuntimeError("no such kernel"), True)):
         said: list[str] = []
         runner = ModelRunner(engine.model, note=said.append)
-        runner.gpu_step = GpuStep(engine.model)
+        runner.gpu_program = GpuProgram(engine.model)
 
-        def fails(_launch: Launch, error: Exception = error) -> None:
+        def fails(_launch: KernelLaunch, error: Exception = error) -> None:
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(Launch, "run", fails)
+            patch.setattr(KernelLaunch, "run", fails)
             runner.warm_up(engine.residency.new_kv)
-        assert (runner.gpu_step is None) == is_given_up and len(said) == is_given_up
+        assert (runner.gpu_program is None) == is_given_up and len(said) == is_given_up
     engine.residency.kv_pages.check_integrity()
     engine.close()

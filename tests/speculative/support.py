@@ -22,7 +22,7 @@ from localllm.engine.weights import open_packed
 from localllm.models.families import load_config
 from localllm.models.layout import EMBED, HEAD
 from localllm.models.load import DecoderParts
-from localllm.models.placed import PlacedModel
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.planner.plan import NEVER, Placed
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
@@ -68,11 +68,11 @@ def loaded_in_fp32() -> Engine:
     config, held = load_config(files.directory), ExitStack()
     packed = held.enter_context(open_packed(files, config, recipe, lambda _done, _total: None, lambda _text: None))
     parts = DecoderParts(packed.config, recipe, torch.float32, torch.device("cpu"))
-    placed = held.enter_context(PlacedModel(packed, parts, None))
+    placed = held.enter_context(OffloadedModel(packed, parts, None))
     shape = model_shape(packed.config, recipe, torch.float32, "tiny")
     blocks = (shape.embed, *shape.blocks, shape.head)
     placed.place([Placed(block.name, block.num_bytes, "ram", "cpu") for block in blocks], NEVER)
-    return Engine(placed.few, Tokenizer.load(files.directory), ctx=512, placed=placed, held=held)
+    return Engine(placed.decode_model, Tokenizer.load(files.directory), ctx=512, placed=placed, held=held)
 
 
 def place(engine: Engine, placement: str) -> None:

@@ -398,7 +398,7 @@ async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> No
         await pilot.press("escape")
         await say(pilot, "one")
         await pilot.press("ctrl+y")
-        await until(pilot, lambda: app.chat.is_answering or len(app.worker._dialogue.turns) == 2)
+        await until(pilot, lambda: app.chat.is_answering or len(app.worker.session.dialogue.turns) == 2)
 
 
 async def test_hints_name_the_users_own_keys() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
-from localllm.chat.recorder import Keeper, look_up
+from localllm.chat.recorder import ChatRecorder, look_up
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import HistoryError, LocalLLMError, TemplateError, UnsupportedModelError
 from localllm.history import History, history_file
@@ -84,13 +84,13 @@ async def test_a_new_conversation_does_not_inherit_the_system_message_of_a_chat_
     async with chatting() as (app, pilot):
         assert pirate is not None
         app.worker.do(lambda: app.worker.open(pirate))
-        await until(pilot, lambda: app.chat.num_turns == 2 and app.worker._dialogue.system == "Be a pirate.")
+        await until(pilot, lambda: app.chat.num_turns == 2 and app.worker.session.dialogue.system == "Be a pirate.")
         await pilot.press("ctrl+n")
         await until(pilot, lambda: app.chat.num_turns == 0)
-        assert app.worker._dialogue.system is None
+        assert app.worker.session.dialogue.system is None
         app.chat.take_command("/system Be brief.")
         await pilot.press("ctrl+n")
-        await until(pilot, lambda: app.worker._dialogue.system == "Be brief.")
+        await until(pilot, lambda: app.worker.session.dialogue.system == "Be brief.")
 
 
 @pytest.mark.parametrize("text", [" ", "\t", " \n"])
@@ -319,7 +319,7 @@ async def test_a_chat_that_another_window_has_gone_on_with_says_so_and_loses_not
 
 async def test_one_can_look_at_the_beginning_while_an_answer_is_written() -> None:
     async with chatting(FakeService(["A"])) as (app, pilot):
-        app.worker.do(lambda: app.worker._dialogue.turns.extend(turns(50)))
+        app.worker.do(lambda: app.worker.session.dialogue.turns.extend(turns(50)))
         await say(pilot, "q")
     async with chatting(FakeService(["word " * 300], pause_s=0.005), look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: app.chat.num_turns == 52)
@@ -442,7 +442,7 @@ async def test_what_the_history_refused_is_kept_at_the_programs_end(monkeypatch:
     async with chatting(FakeService(["A", "B"])) as (app, pilot):
         await say(pilot, "one")
         with monkeypatch.context() as refusing:
-            refusing.setattr(Keeper, "_sync", refuse)
+            refusing.setattr(ChatRecorder, "_sync", refuse)
             await say(pilot, "two")
             await until(pilot, lambda: "is not kept" in shown(app))
         assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A"]]

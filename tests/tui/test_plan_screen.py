@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from localllm.config import parse_bytes
 from localllm.engine import planning as engine_planning
 from localllm.engine.planning import Considered, Guessing, Planned, Prediction
 from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
@@ -23,6 +22,7 @@ from localllm.offload.planner.profile import Profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import Gain
 from localllm.quant.recipe import RECIPES
+from localllm.settings import parse_bytes
 from localllm.tui.app import ChatApp
 from localllm.tui.model_loader import serve
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanWish, PlanWorker

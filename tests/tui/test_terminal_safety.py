@@ -79,7 +79,7 @@ async def test_an_answer_a_question_a_title_an_error_and_a_name_are_shown_as_the
             await until(pilot, lambda number=number: app.chat.num_turns == 2 * number and not app.chat.is_answering)
             assert app.chat.transcript.views[-1].text == f"before {text} after" and "before" in shown(app)
             assert_intact(app)
-            app.worker.do(lambda text=text: app.worker.rename(text or "x"))
+            app.worker.do(lambda text=text: app.worker.command("title", text or "x"))
             app.chat.post_message(messages.JobFailed(LocalLLMError(text, why=text, fix=text)))
             app.chat.post_message(messages.Noted(text))
             app.chat.post_message(messages.ModelLoading(text, 1, 2))

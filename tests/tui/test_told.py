@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from localllm.config import load_settings
 from localllm.errors import DoesNotFitError
+from localllm.runtime.selection import locate, with_defaults
 from localllm.tui.widgets.message_view import AnswerView
 from tests.tui.support import FakeEngine, FakeService, chatting, say, send, shown, texts, until
 
@@ -166,8 +167,7 @@ async def test_a_file_that_is_there_is_not_overwritten_by_a_chat(tmp_path: Path)
 
 
 def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count() -> None:
-    from localllm.chat.dialogue import Dialogue
-    from localllm.chat.session import Talk
+    from localllm.chat.session import ChatSession
     from localllm.errors import TemplateError
 
     engine = FakeEngine()
@@ -176,9 +176,10 @@ def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count()
         raise TemplateError("the template refuses it", why="no user message", fix="ask")
 
     engine.encode = refuse  # type: ignore[method-assign]
-    resolved = SimpleNamespace(settings=SimpleNamespace(overflow="stop", think=None))
-    talk = Talk(None, engine, Dialogue(resolved, "Be brief."), None, {})  # type: ignore[arg-type]
-    assert talk.usage().used == len("Be brief.")
+    resolved = load_settings({"private": True})
+    session = ChatSession(with_defaults(resolved, locate(resolved, None)), None, {}, system="Be brief.")  # type: ignore[arg-type]
+    session.use_engine(FakeService(), engine)  # type: ignore[arg-type]
+    assert session.usage().used == len("Be brief.")
 
 
 async def test_a_question_that_is_taken_back_before_there_is_a_model_is_not_asked() -> None:
@@ -246,7 +247,7 @@ async def test_a_setting_is_as_at_first_again() -> None:
         for line in ("/set temperature 1.5", "/set temperature -", "/set max_tokens 5", "/set max_tokens -"):
             app.chat.take_command(line)
         await until(pilot, lambda: "max_tokens = -" in shown(app))
-        settings = app.worker._dialogue.resolved.settings
+        settings = app.worker.session.dialogue.resolved.settings
         assert (settings.temperature, settings.max_tokens) == (0.5, None)
 
 

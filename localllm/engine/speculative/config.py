@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol
 
-from localllm.config import DRAFT_MODEL, DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPECULATE
 from localllm.engine.residency import Residency
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.speculative.drafter import Drafter
@@ -16,6 +15,7 @@ from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.errors import UsageError
 from localllm.offload.planner.plan import Plan
+from localllm.settings import DRAFT_MODEL, DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPECULATE
 
 
 @dataclass(frozen=True)

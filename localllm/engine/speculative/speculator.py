@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from localllm.config import DRAFT_TOKENS, MOST_DRAFT_TOKENS
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.residency import Residency
 from localllm.engine.scheduler import Scheduled
@@ -29,6 +28,7 @@ from localllm.engine.speculative.controller import (
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, Lookup
 from localllm.engine.step_types import Chunk
 from localllm.models.config import ModelConfig
+from localllm.settings import DRAFT_TOKENS, MOST_DRAFT_TOKENS
 
 _MANY_UNREAD = 64  # tokens that a drafter has not prefilled: it is not tried out for the price of that
 

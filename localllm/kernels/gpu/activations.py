@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 
 _BLOCK = 1024  # columns of a program where no norm asks for the whole row
 _COLUMNS_A_WARP = 1024  # of a row that is normalised: 32 values a thread
@@ -132,12 +132,12 @@ def _kind(weight: Tensor | None, activation: str) -> str:
 
 def to_codes(
     x: Tensor, codes: Codes, features: int, *, weight: Tensor | None = None, eps: float = 0.0, activation: str = ""
-) -> Launch:
+) -> KernelLaunch:
     """x [M, >= features] in rows of any stride. weight fp32 [features]: x / rms(x) * weight. activation ("silu",
     "gelu", "gelu_tanh"): activation(x[:, :features]) * x[:, features : 2 * features]. Columns beyond are zeros."""
     kind, padded = _kind(weight, activation), codes.q.shape[1]
     block = _block(kind, padded, codes.group)
-    return Launch(
+    return KernelLaunch(
         _to_codes,
         (len(x), triton.cdiv(padded, block)),
         {
@@ -158,11 +158,11 @@ def to_floats(
     eps: float = 0.0,
     activation: str = "",
     adds: bool = False,
-) -> Launch:
+) -> KernelLaunch:
     """Do as `to_codes`, into y [M, features] of any float type; adds: to what is there."""
     kind = _kind(weight, activation)
     block = _block(kind, features, 1)
-    return Launch(
+    return KernelLaunch(
         _to_floats,
         (len(x), triton.cdiv(features, block)),
         {

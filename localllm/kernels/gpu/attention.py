@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.attention_merge import NOTHING, Parts, merge
-from localllm.kernels.gpu.launch import Launch, is_interpreted
+from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.levels import nibble, signed_byte
 from localllm.kernels.gpu.rope import (
     GROUP,
@@ -42,17 +42,14 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class AttentionHistory:
-    """The tasks, lengths and page tables of a forward, on the device.
+    """The tasks and page tables of a forward, on the device.
 
-    tasks int32 [N, 4]: see `tasks_of`; one of no rows is none. pasts int32 [B]: the tokens of each segment before this
-    forward. tables int64 [B, P]: the addresses of its pages; what a window has left is not read. ancestors int32 [M],
-    for draft trees: bit i is set where the row sees the i-th new token of its segment, of at most 31, itself included.
+    tasks int32 [N, 4]: see `tasks_of`; a task of no rows computes nothing.
+    tables int64 [B, P]: the addresses of each segment's pages; what a window has left is not read.
     """
 
     tasks: Tensor
-    pasts: Tensor
     tables: Tensor
-    ancestors: Tensor | None = None
 
 
 def tasks_of(segment: int, first_row: int, past: int, count: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
@@ -155,16 +152,12 @@ def _levels(codes, CODING: tl.constexpr, ARE_KEYS: tl.constexpr, OPERAND: tl.con
 
 
 @triton.jit
-def _seen(number, slot, lowest, past, ancestors, HAS_WINDOW: tl.constexpr):
-    """bool [R, 64]: which tokens of a page the rows see. lowest: the first slot that their windows show them."""
+def _seen(number, position, lowest, HAS_WINDOW: tl.constexpr):
+    """bool [R, 64]: which tokens of a page the rows see. lowest: the first position that their windows show them."""
     key = tl.arange(0, PAGE)[None, :] + number * PAGE
-    seen = key <= slot[:, None]
+    seen = key <= position[:, None]
     if HAS_WINDOW:
         seen = seen & (key >= lowest[:, None])
-    if ancestors is not None:
-        new = key - past
-        bit = ancestors[:, None] >> tl.minimum(tl.maximum(new, 0), 31)
-        seen = seen & ((new < 0) | ((bit & 1) != 0))
     return seen
 
 
@@ -248,7 +241,7 @@ def _store(
 
 @triton.jit(do_not_specialize=["layer", "window", "num_rows", "table_stride"])
 def _attend(
-    q, part, peaks, totals, positions, slots, own, own_stride, ancestors, tasks, pasts, tables,
+    q, part, peaks, totals, positions, own, own_stride, tasks, tables,
     layer, window, factor, cap, num_rows, table_stride,
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DENSE: tl.constexpr,
     KEY_SCALES: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_SCALES: tl.constexpr, CODED_HEAD: tl.constexpr,
@@ -263,19 +256,14 @@ def _attend(
     mask = r < tl.load(task + 1) * group
     position = tl.load(positions + token, mask=mask, other=-1)
     mask = position >= 0
-    slot = tl.load(slots + token, mask=mask, other=-1)
-    last_slot = tl.max(slot)
+    last = tl.max(position)
     lowest = tl.where(mask, tl.maximum(position - window + 1, 0), FAR)
-    own_page = last_slot // PAGE
+    own_page = last // PAGE
     begin = tl.maximum(section * SECTION, tl.min(lowest) // PAGE)
     end = tl.minimum(section * SECTION + SECTION, own_page + 1)
-    if (last_slot < 0) | (begin >= end):
+    if (last < 0) | (begin >= end):
         return
     segment = tl.load(task + 2)
-    past = 0
-    if ancestors is not None:
-        past = tl.load(pasts + segment)
-        ancestors = tl.load(ancestors + token, mask=mask, other=0)
     row = token * H + head
     queries = _queries(q + row * D, mask, D, OPERAND)
     peak, total = tl.full((BLOCK_R,), NOTHING, tl.float32), tl.zeros((BLOCK_R,), tl.float32)
@@ -287,8 +275,8 @@ def _attend(
         at = (layer.to(tl.int64) * KH + kv_head) * CODED_HEAD
         for number in range(tl.maximum(begin, 1), tl.minimum(end, own_page)):
             seen = None
-            if HAS_WINDOW or ancestors is not None:
-                seen = _seen(number, slot, lowest, past, ancestors, HAS_WINDOW)
+            if HAS_WINDOW:
+                seen = _seen(number, position, lowest, HAS_WINDOW)
             mixed, peak, total = _coded_page(
                 page_at(tl.load(pages + number), at), seen,
                 queries, mixed, peak, total, factor, cap,
@@ -311,7 +299,7 @@ def _attend(
         address = tl.where(number < own_page, address + layer * dense_bytes, own_address)
         head_at = page_at(address, 0).to(tl.pointer_type(DENSE)) + kv_head * dense_head
         mixed, peak, total = _dense_page(
-            head_at, last_slot + 1 - number * PAGE, _seen(number, slot, lowest, past, ancestors, HAS_WINDOW),
+            head_at, last + 1 - number * PAGE, _seen(number, position, lowest, HAS_WINDOW),
             queries, mixed, peak, total, factor, cap, D, OPERAND, HAS_SOFTCAP,
         )  # fmt: skip
     _store(part, peaks, totals, task, r, kv_head, section.to(tl.int64) * num_rows * H, mixed, peak, total, H, KH, D)
@@ -331,7 +319,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     rows: int = DECODE_ROWS,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """q fp32 [M, H, D] from `rope_store` -> out fp32 [M, H * D].
 
     Queries and weights are rounded to bf16 on a card, but for models in fp32: 4e-3 of the norm at most, 2e-3 as a rule,
@@ -344,7 +332,7 @@ def attend(
     reach = FAR.value if window is None else window
     (M, H, _), block = q.shape, _rows_at_once(rows, dense)
     is_wide = is_interpreted() or dense.dtype is torch.float32  # the interpreter multiplies bf16 wrongly
-    attending = Launch(
+    attending = KernelLaunch(
         kernel=_attend,
         grid=(len(history.tasks) * (rows // block), dense.num_kv_heads, parts.sections),
         arguments={
@@ -353,12 +341,9 @@ def attend(
             "peaks": parts.peaks,
             "totals": parts.totals,
             "positions": tokens.positions,
-            "slots": tokens.slots,
             "own": tokens.own,
             "own_stride": tokens.own_stride,
-            "ancestors": history.ancestors,
             "tasks": history.tasks,
-            "pasts": history.pasts,
             "tables": history.tables,
             "layer": layer,
             "window": reach,

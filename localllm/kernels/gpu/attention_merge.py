@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels import kv_page
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.rope import GROUP, TokenTables, hadamard
 
 NOTHING = tl.constexpr(-1e30)  # a maximum over no key: finite, so that differences of it are
@@ -38,7 +38,7 @@ def new_parts(sections: int, rows: int, heads: int, head_dim: int, device: torch
 
 @triton.jit(do_not_specialize=["window", "num_rows"])
 def _merge(
-    part, peaks, totals, out, positions, slots, window, num_rows,
+    part, peaks, totals, out, positions, window, num_rows,
     H: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, SECTION_TOKENS: tl.constexpr, BLOCK_S: tl.constexpr,
     IS_TURNED: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def _merge(
     if position < 0:
         return
     begin = tl.maximum(position - window + 1, 0) // SECTION_TOKENS
-    end = tl.load(slots + token) // SECTION_TOKENS + 1
+    end = position // SECTION_TOKENS + 1
     feature = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = feature < D
     peak, total = tl.full((), NOTHING, tl.float32), tl.full((), 0.0, tl.float32)
@@ -73,10 +73,10 @@ def _merge(
 
 def merge(
     parts: Parts, out: Tensor, tokens: TokenTables, window: int, *, section_tokens: int, is_turned: bool
-) -> Launch:
+) -> KernelLaunch:
     """out fp32 [M, H * D]: of a row of the sections that it sees."""
     _, M, H, D = parts.mixed.shape
-    return Launch(
+    return KernelLaunch(
         kernel=_merge,
         grid=(M, H),
         arguments={
@@ -85,7 +85,6 @@ def merge(
             "totals": parts.totals,
             "out": out,
             "positions": tokens.positions,
-            "slots": tokens.slots,
             "window": window,
             "num_rows": M,
         },

@@ -16,11 +16,11 @@ from localllm.kernels.gpu import activations, dequantize, embed, rope, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.gemv import INT8_GROUP, GpuMatrix
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import Coding, PageLayout
+from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
 from localllm.kernels.tile16 import TILE
 
 _N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
@@ -30,18 +30,18 @@ BRIEF_FORMATS = (FORMATS[0], FORMATS[2])
 GROUPS = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
 
 
-def matrix(group: int | None) -> GpuMatrix:
+def matrix(group: int | None) -> PackedMatrix:
     """[_N, _K]: INT4 in groups, or INT8."""
     tiles = _N // TILE
     if group is None:
-        return GpuMatrix(_empty((tiles, _K // 4, TILE, 4), torch.int8), _empty((tiles, TILE)), None)
+        return PackedMatrix(_empty((tiles, _K // 4, TILE, 4), torch.int8), _empty((tiles, TILE)), None)
     values = _empty((tiles, _K // group, TILE), torch.float16)
-    return GpuMatrix(_empty((tiles, _K // 8, TILE), torch.int32), values, values)
+    return PackedMatrix(_empty((tiles, _K // 8, TILE), torch.int32), values, values)
 
 
 def products(
     group: int | None, rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64), adding: tuple[bool, ...] = (False, True)
-) -> Iterator[Launch]:
+) -> Iterator[KernelLaunch]:
     """Yield the launches of a matrix in such groups with so many rows: into a new buffer, and added to what is
     there."""
     weights, dispatch = matrix(group), Dispatch(multiprocessors=64)
@@ -50,11 +50,11 @@ def products(
         yield from dispatch.product(codes, weights, _empty((count, _N)), _N, None, adds=adds)
 
 
-def dequantized(group: int | None) -> Launch:
+def dequantized(group: int | None) -> KernelLaunch:
     return dequantize.dequantize(matrix(group), _empty((_N, _K), torch.bfloat16), 0, _N // TILE, _N)
 
 
-def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[Launch]:
+def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[KernelLaunch]:
     """Yield the launches between the matrices of a model in such groups."""
     x, weight = _empty((2, 2 * _HIDDEN)), _empty((_HIDDEN,))
     floats = _empty((2, _HIDDEN), torch.bfloat16)
@@ -67,7 +67,7 @@ def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[
     yield activations.to_floats(x.bfloat16(), floats, _HIDDEN, activation=activation)
 
 
-def tokens() -> Iterator[Launch]:
+def tokens() -> Iterator[KernelLaunch]:
     """Yield the launches from token ids, and to them."""
     ids, x = _empty((2,), torch.int64), _empty((2, _HIDDEN))
     yield embed.embed(_empty((_VOCAB // TILE, _HIDDEN // 4, TILE, 4), torch.int8), _empty((_VOCAB,)), ids, x, 1.0)
@@ -95,7 +95,7 @@ class Heads:
         return ", ".join([f"{self.keys}/{self.values} pages, heads of {self.head_dim}", *differs])
 
 
-def attention(heads: Heads, *, is_step: bool = False) -> Iterator[Launch]:
+def attention(heads: Heads, *, is_step: bool = False) -> Iterator[KernelLaunch]:
     """Yield the launches of attention for a few rows and for many; is_step: for a few."""
     H, KH, D, dtype = heads.heads, heads.kv_heads, heads.head_dim, heads.dtype
     dense = PageLayout(KH, D, "dense", "dense", dtype)
@@ -103,8 +103,8 @@ def attention(heads: Heads, *, is_step: bool = False) -> Iterator[Launch]:
     norms = (_empty((D,)), _empty((D,))) if heads.has_norms else (None, None)
     whole, wide = (lambda *shape: _empty(shape, torch.int32)), (lambda *shape: _empty(shape, torch.int64))
     for rows, sections in ((16, 8),) if is_step else ((16, 8), (PREFILL_ROWS, 1)):
-        tables = TokenTables(whole(rows), whole(rows), wide(rows), wide(rows), wide(rows))
-        history = AttentionHistory(whole(rows, 4), whole(rows), wide(rows, 32))
+        tables = TokenTables(whole(rows), wide(rows), wide(rows), wide(rows))
+        history = AttentionHistory(whole(rows, 4), wide(rows, 32))
         q, out = _empty((rows, H, D)), _empty((rows, H * D))
         qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
@@ -131,7 +131,7 @@ STEP_HEADS = (
 )
 
 
-def launches(*, is_brief: bool = False) -> Iterator[Launch]:
+def launches(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     """One of every kernel in every format; briefly, in as few as have all of its ways."""
     for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
         yield from products(group, (1, 4, 16, 32, 64), adding=(True,))

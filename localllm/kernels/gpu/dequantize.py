@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.gemv import GpuMatrix
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 
 _COLUMNS = 256  # of a program, for 16 rows
@@ -45,10 +45,10 @@ def _dequantize(
     tl.store(out + n[:, None] * in_features + k[None, :], weights, mask=is_there)
 
 
-def dequantize(matrix: GpuMatrix, out: Tensor, first_tile: int, tiles: int, out_features: int) -> Launch:
+def dequantize(matrix: PackedMatrix, out: Tensor, first_tile: int, tiles: int, out_features: int) -> KernelLaunch:
     """The rows of so many tiles into out [>= rows, in_features] of any float type, as `tile16.dequantize` has them."""
     groups = max(1, _COLUMNS // matrix.group)
-    return Launch(
+    return KernelLaunch(
         _dequantize,
         (tiles, triton.cdiv(matrix.groups, groups)),
         {

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 
 _COLUMNS = 1024  # of a program
 
@@ -21,11 +21,11 @@ def _embed(qweight, scale, token_ids, x, words, features, factor, BLOCK: tl.cons
     tl.store(x + row * features + k, values, mask=k < features)
 
 
-def embed(qweight: Tensor, scale: Tensor, token_ids: Tensor, x: Tensor, factor: float) -> Launch:
+def embed(qweight: Tensor, scale: Tensor, token_ids: Tensor, x: Tensor, factor: float) -> KernelLaunch:
     """qweight, scale: of `int8`; token_ids [M] of any whole-number type, all of the vocabulary; x fp32 [M, features]:
     each token's row times `factor`."""
     features = x.shape[1]
-    return Launch(
+    return KernelLaunch(
         _embed,
         (len(token_ids), triton.cdiv(features, _COLUMNS)),
         {

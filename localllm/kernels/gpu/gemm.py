@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.gemv import GpuMatrix, finished
-from localllm.kernels.gpu.launch import Launch, is_interpreted
+from localllm.kernels.gpu.gemv import finished
+from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.levels import nibble, signed_byte
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 
 MOST_ROWS = 64
@@ -150,7 +151,7 @@ def _parts_added(
 
 def gemm(
     x: Codes,
-    matrix: GpuMatrix,
+    matrix: PackedMatrix,
     y: Tensor,
     out_features: int,
     bias: Tensor | None = None,
@@ -158,7 +159,7 @@ def gemm(
     adds: bool = False,
     shape: ProgramShape = ProgramShape(),
     partial: Tensor | None = None,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """Do as `gemv`, for up to MOST_ROWS rows. partial: fp32 [parts, >= M, >= out_features], where there are parts."""
     rows, parts = len(x.q), shape.parts
     each = max(16, triton.next_power_of_2(rows))
@@ -170,7 +171,7 @@ def gemm(
         "scale": matrix.scale, "linear_bias": bias, "out_features": out_features,
     }  # fmt: skip
     constants = {"BITS": matrix.bits, "ADDS": adds}
-    product = Launch(
+    product = KernelLaunch(
         _gemm,
         (triton.cdiv(matrix.tiles * TILE, shape.weight_rows), parts, triton.cdiv(rows, each)),
         {
@@ -191,7 +192,7 @@ def gemm(
         return [product]
     assert partial is not None
     block = min(_REDUCED, triton.next_power_of_2(out_features))
-    added = Launch(
+    added = KernelLaunch(
         _parts_added,
         (rows, triton.cdiv(out_features, block)),
         {

@@ -54,7 +54,7 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """kernel: a `triton.jit` function; arguments: its tensors and numbers, by name, None for what there is none of;
     constants: its constexprs."""
 
@@ -141,7 +141,7 @@ class Launch:
         return (value.data_ptr() if isinstance(value, Tensor) else value) % _ALIGN == 0
 
 
-def run_all(launches: Sequence[Launch]) -> None:
+def run_all(launches: Sequence[KernelLaunch]) -> None:
     for launch in launches:
         launch.run()
 

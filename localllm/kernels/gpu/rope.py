@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels import kv_page
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.kv_page import PageLayout
 
 PAGE = tl.constexpr(kv_page.PAGE_TOKENS)
@@ -36,14 +36,12 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 class TokenTables:
     """The tables of each row of a forward, on the device.
 
-    positions int32 [M]: for RoPE; -1 is a padding row, for which nothing is written. slots int32 [M]: where the token
-    stands in its sequence, which is its position but in a draft tree. own, own_stride int64 [M]: the address of its own
-    dense page, and the bytes from one layer's part of that to the next's. coded int64 [M]: the address of its page in
-    the coded pool, 0 where there is none.
+    positions int32 [M]: -1 is a padding row, for which nothing is written.
+    own, own_stride int64 [M]: the address of its own dense page, and the bytes from one layer's part to the next's.
+    coded int64 [M]: the address of its page in the coded pool, 0 where there is none.
     """
 
     positions: Tensor
-    slots: Tensor
     own: Tensor
     own_stride: Tensor
     coded: Tensor
@@ -135,7 +133,7 @@ def _store_coded(x, codes, scales, slot, mask, CODING: tl.constexpr, FEATURE: tl
 
 @triton.jit(do_not_specialize=["layer", "qkv_stride", "inv_freq_stride"])
 def _rope_store(
-    qkv, q, positions, slots, own, own_stride, coded, inv_freq, q_norm, k_norm, eps, rotary_scale, layer,
+    qkv, q, positions, own, own_stride, coded, inv_freq, q_norm, k_norm, eps, rotary_scale, layer,
     qkv_stride, inv_freq_stride,
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, ROTARY: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, DENSE: tl.constexpr,
@@ -162,7 +160,7 @@ def _rope_store(
     if head < H:
         tl.store(q + (row * H + head) * D + feature, x, mask=mask)
         return
-    slot = tl.load(slots + row) % PAGE
+    slot = position % PAGE
     is_value = (head >= H + KH).to(tl.int32)
     kv_head = head - H - is_value * KH
     dense = page_at(tl.load(own + row), layer * tl.load(own_stride + row)).to(tl.pointer_type(DENSE))
@@ -198,7 +196,7 @@ def page_constants(dense: PageLayout, coded: PageLayout | None) -> dict[str, Any
 
 def rope_store(
     qkv: Tensor, q: Tensor, tokens: TokenTables, rope: Rope, dense: PageLayout, coded: PageLayout | None, layer: int
-) -> Launch:
+) -> KernelLaunch:
     """qkv [M, H + 2 KH, D] of any float type -> q fp32 [M, H, D], normalised, with positions, and turned as the pages
     of a coded format are; keys and values into the own pages (densely) and into the coded ones. layer: its row in the
     pools."""
@@ -206,14 +204,13 @@ def rope_store(
     assert q.dtype is torch.float32 and q.is_contiguous()
     assert qkv.shape == (M, H + 2 * dense.num_kv_heads, D) and qkv.stride()[1:] == (D, 1)
     assert (rope.q_norm is None) == (rope.k_norm is None)
-    return Launch(
+    return KernelLaunch(
         kernel=_rope_store,
         grid=(M, H + 2 * dense.num_kv_heads),
         arguments={
             "qkv": qkv,
             "q": q,
             "positions": tokens.positions,
-            "slots": tokens.slots,
             "own": tokens.own,
             "own_stride": tokens.own_stride,
             "coded": tokens.coded,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.launch import Launch
+from localllm.kernels.gpu.launch import KernelLaunch
 
 BLOCK = 2048  # logits of a program
 NOT_FINITE = -1  # instead of a token, where a logit is a NaN or an infinity
@@ -94,7 +94,7 @@ def _winner(peaks, best, winners, tokens, blocks, BLOCKS: tl.constexpr):
 
 def sample(
     logits: Tensor, keys: Tensor, temperatures: Tensor, thresholds: Tensor, tokens: Tensor, room: SampleRoom
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """logits fp32 [R, V] in rows of any stride. keys int64 [R]: `noise_key` of seed and position. temperatures
     fp32 [R]: 0 is greedy. thresholds fp32 [R]: log(min_p), -inf for none. tokens int64 [R]: what was drawn, the lowest
     of equals, or NOT_FINITE."""
@@ -103,8 +103,8 @@ def sample(
     most = triton.next_power_of_2(blocks)
     shape = {"vocab_size": vocab_size, "stride": logits.stride(0), "blocks": blocks}
     return [
-        Launch(_block_peaks, (rows, blocks), {"logits": logits, "peaks": room.peaks, **shape}, {"BLOCK": BLOCK}),
-        Launch(
+        KernelLaunch(_block_peaks, (rows, blocks), {"logits": logits, "peaks": room.peaks, **shape}, {"BLOCK": BLOCK}),
+        KernelLaunch(
             _block_winners,
             (rows, blocks),
             {
@@ -113,7 +113,7 @@ def sample(
             },
             {"BLOCK": BLOCK, "BLOCKS": most},
         ),
-        Launch(
+        KernelLaunch(
             _winner,
             (rows,),
             {"peaks": room.peaks, "best": room.best, "winners": room.winners, "tokens": tokens, "blocks": blocks},

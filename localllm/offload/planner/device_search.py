@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, cast
 
-from localllm.config import DRAFT_TOKENS
 from localllm.errors import DoesNotFitError
 from localllm.offload.planner.calibration import Corrections
 from localllm.offload.planner.costs import PASS_TOKENS
@@ -31,6 +30,7 @@ from localllm.offload.planner.search import (
 )
 from localllm.offload.planner.speculation_gain import fork_bytes, needed, rate
 from localllm.offload.streaming.ring import ring_bytes
+from localllm.settings import DRAFT_TOKENS
 
 _MIB = 1 << 20
 _RAM_STEP = 64 * _MIB

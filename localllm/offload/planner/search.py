@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
-from localllm.config import DRAFT_TOKENS
 from localllm.errors import DoesNotFitError
 from localllm.offload.planner.calibration import Corrections
 from localllm.offload.planner.costs import PASS_TOKENS, StepCosts
@@ -29,6 +28,7 @@ from localllm.offload.planner.plan import (
 from localllm.offload.planner.speculation_gain import needed, rate
 from localllm.offload.streaming.page_map import ALIGN_BYTES
 from localllm.offload.streaming.ring import ring_bytes
+from localllm.settings import DRAFT_TOKENS
 
 LEAST_CTX = 128
 CHAT_CTX = 2048  # a conversation has room in it; a shorter context is taken only where this one does not fit

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from localllm.config import DRAFT_TOKENS
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.planner.plan import BlockShape, Costs, ModelShape, Plan
+from localllm.settings import DRAFT_TOKENS
 
 # Of drafted tokens that are accepted, before any run: on a text that quotes itself, and on others.
 USUAL_ALPHAS = (0.8, 0.6)

@@ -24,12 +24,12 @@ from typing import Any
 import psutil
 from starlette.types import Message
 
-from localllm.config import Settings
 from localllm.errors import BugError, DoesNotFitError, LocalLLMError, UsageError
 from localllm.server.errors import busy
 from localllm.server.replicas.call import ReplicaCall
 from localllm.server.replicas.front import ReplicaGoneError
 from localllm.server.replicas.replica import BEGINS, ENDS, Replica, Role
+from localllm.settings import Settings
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 PREFIX_ROUTER = "localllm.server.replicas.router:PrefixRouter"

@@ -35,6 +35,7 @@ from localllm.tui.widgets.status import AnswerRun, Status
 from localllm.tui.widgets.transcript import Transcript
 
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
+_BETWEEN_ANSWERS = ("undo", "clear", "fork", "load")  # commands that change the messages
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
 
 
@@ -278,49 +279,39 @@ class ChatScreen(Screen[None]):
             self.composer.put_away()
         try:
             name, rest = slash.split_command(line.strip(), COMMANDS)
-            self._actions[name](rest)
+            if (action := self._actions.get(name)) is not None:
+                action(rest)
+            elif name in _BETWEEN_ANSWERS:
+                self.unless_answering(lambda: self.worker.command(name, rest))
+            else:
+                self.worker.do(lambda: self.worker.command(name, rest))
         except LocalLLMError as error:
             self.notice.show_error(error)
 
     @property
     def _actions(self) -> Mapping[str, Callable[[str], object]]:
-        """The action of each of `COMMANDS`, given the text behind it. Actions raise LocalLLMError."""
+        """The actions of the screen's own commands, given the text behind them. Actions raise LocalLLMError."""
         worker, shell, do, usage = self.worker, self._shell, self.worker.do, self.status.usage
         return {
             "help": lambda _: shell.action_help(),
-            "system": lambda text: do(lambda: worker.system(text)),
             "regen": lambda _: self.action_regenerate(),
             "continue": lambda _: self.action_continue(),
             "edit": lambda _: self.begin_edit(self.num_turns - 1),
-            "undo": lambda _: self.unless_answering(worker.undo),
-            "clear": lambda _: self.action_new(),
-            "fork": lambda _: self.unless_answering(worker.fork),
-            "title": lambda text: do(lambda: worker.rename(text)),
             "copy": self._copy_command,
             "code": self._code_command,
-            "file": lambda path: do(lambda: worker.attach(path)),
             "detach": lambda _: do(worker.detach),
             "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else shell.action_models(),
             "sessions": lambda _: shell.action_chats(),
             "plan": lambda _: shell.action_plan(),
-            "save": lambda path: do(lambda: worker.save(path or "chat.json")),
             "export": lambda path: do(lambda: worker.export(path)),
-            "load": lambda path: self.unless_answering(lambda: worker.load(path)),
-            "set": self._set_command,
-            "think": lambda effort: do(lambda: worker.think(effort)),
             "show": lambda _: do(worker.note_all),
             "stats": lambda _: self.notice.note(self._statistics() or "there is no answer yet"),
             "tokens": lambda _: self.notice.lines(
                 usage_lines(usage) if usage is not None else ["there is no model yet"]
             ),
-            "cache": lambda _: do(lambda: worker.note(worker.answers.why_missed())),
             "theme": shell.choose_theme,
             "bye": lambda _: shell.leave(),
         }
-
-    def _set_command(self, text: str) -> None:
-        key, value = slash.setting(text)
-        self.worker.do(lambda: self.worker.set(key, value) if value else self.worker.note_settings(key))
 
     def _copy_command(self, number: str) -> None:
         if number:
@@ -350,7 +341,7 @@ class ChatScreen(Screen[None]):
 
     def _statistics(self) -> str:
         """The figures of the last answer; "" where there is none."""
-        last = self.worker.answers.last
+        last = self.worker.last_answer
         return statistics(last) if last is not None and last.finished is not None else ""
 
     # Keys
@@ -412,7 +403,7 @@ class ChatScreen(Screen[None]):
             thought.is_open = is_open
 
     def action_new(self) -> None:
-        self.unless_answering(self.worker.new)
+        self.unless_answering(lambda: self.worker.command("clear"))
 
     def action_regenerate(self) -> None:
         self.unless_answering(self.worker.regenerate, self._answer)
@@ -448,7 +439,7 @@ class ChatScreen(Screen[None]):
                 self.pick_code(view.copy_text)
             case "fork":
                 self.set_focus(self.composer)
-                self.unless_answering(lambda: self.worker.fork(view.index + 1))
+                self.unless_answering(lambda: self.worker.fork_at(view.index + 1))
             case "edit":
                 self.begin_edit(view.index)
             case "other" if view.turn is not None:

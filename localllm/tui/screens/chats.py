@@ -241,7 +241,7 @@ class ChatsScreen(Screen[None]):
 
     def action_new(self) -> None:
         if self._is_free():
-            self._worker.do(self._worker.new)
+            self._worker.do(lambda: self._worker.command("clear"))
             self.dismiss()
 
     def _is_free(self) -> bool:
@@ -320,7 +320,7 @@ class ChatsScreen(Screen[None]):
         title = " ".join(title.split())
         self._run(self._change(self._history.rename(session, title)))
         if session.id == self._chat.session_id:  # which would else give it its own again
-            self._worker.do(lambda: self._worker.rename(title))
+            self._worker.do(lambda: self._worker.command("title", title))
 
     @work
     async def action_export(self) -> None:

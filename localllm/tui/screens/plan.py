@@ -16,8 +16,9 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
 
-from localllm.config import KV_FORMATS, Settings, format_bytes
+from localllm.config import format_bytes
 from localllm.runtime.selection import Selection
+from localllm.settings import KV_FORMATS, Settings
 from localllm.tui import plan_charts as charts
 from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanDelayed, PlanFound, PlanRefused, PlanWish, PlanWorker

@@ -1,9 +1,9 @@
 """A packed model whose blocks rest in a device's memory, in the host's or on the disk, and are computed where a plan
 says; what rests elsewhere tomorrow is moved, not loaded anew.
 
-Two decoders share the bytes. `few` is for steps of a few tokens: there the host computes blocks that it reads faster
-than they could be copied. `many` is for prompts: the device computes everything, and what it does not hold passes
-through its ring once for all tokens.
+Two decoders share the bytes. `decode_model` is for steps of a few tokens: there the host computes blocks that it reads
+faster than they could be copied. `prefill_model` is for prompts: the device computes everything, and what it does not
+hold passes through its ring once for all tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from localllm.models.decoder import ALL_RESIDENT, BlockStream, Decoder
+from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.layout import EMBED, HEAD, BlockLayout, block_layouts
 from localllm.models.load import BlockTensors, DecoderParts, Progress
 from localllm.models.packed import PackedModel
 from localllm.models.split_mlp import MlpCut, split_features
-from localllm.models.stored_rows import StoredRows
 from localllm.offload.planner.plan import Placed
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.streaming.disk_stream import DiskStream
@@ -37,16 +37,16 @@ class _Rings(NamedTuple):
     decoder."""
 
     host: dict[str, Tensor]
-    few: dict[str, Tensor]
-    many: dict[str, Tensor]
+    decode: dict[str, Tensor]
+    prefill: dict[str, Tensor]
 
 
-class PlacedModel:
+class OffloadedModel:
     """The packed model must stay open as long as this is used. One forward at a time, of either decoder."""
 
-    few: Decoder
-    many: Decoder
-    many_rows: int  # of a forward, from which on `many` is faster
+    decode_model: Decoder
+    prefill_model: Decoder
+    many_rows: int  # of a forward, from which on `prefill_model` is faster
 
     def __init__(self, packed: PackedModel, parts: DecoderParts, accelerator: torch.device | None) -> None:
         """accelerator: the device beside the host, if there is one; blocks computed on the "gpu" are there."""
@@ -57,7 +57,7 @@ class PlacedModel:
         self._layouts = {layout.name: layout for layout in block_layouts(parts.config)}
         self._runs: dict[str, Tensor] = {}  # the content of each block that does not rest on the disk
         self._split: dict[str, tuple[int, BlockTensors]] = {}  # in two parts, with the features of the first
-        self._stored: StoredRows | None = None  # the embedding, where its rows are read from the disk
+        self._embedding: DiskEmbedding | None = None  # the embedding, where its rows are read from the disk
         self._disk: DiskStream | None = None
         self._from_disk: Tensor | None = None  # the host's memory that it reads into
         self._pinning = Pinning(self._device)
@@ -76,7 +76,7 @@ class PlacedModel:
         split = sum(block.num_bytes - block.device_bytes for block in self.blocks if block.exec == "split")
         return blocks + split + (0 if self._from_disk is None else self._from_disk.nbytes)
 
-    def __enter__(self) -> PlacedModel:
+    def __enter__(self) -> OffloadedModel:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -91,17 +91,21 @@ class PlacedModel:
         self._move(blocks, progress)
         self.blocks, self.many_rows = tuple(blocks), many_rows
         rings, streams = self._streamed(blocks)
-        if blocks[0].tier == "disk" and self._stored is None:
-            self._stored = self._packed.stored_rows(self._layouts[EMBED])
-        stored = self._stored if blocks[0].tier == "disk" else None
-        self.few = self._parts.assembled([self._few(block, rings) for block in blocks], streams[0], stored)
-        self.many = self.few
+        if blocks[0].tier == "disk" and self._embedding is None:
+            self._embedding = self._packed.disk_embedding(self._layouts[EMBED])
+        stored = self._embedding if blocks[0].tier == "disk" else None
+        self.decode_model = self._parts.assembled(
+            [self._decode_tensors(block, rings) for block in blocks], streams[0], stored
+        )
+        self.prefill_model = self.decode_model
         if any(self._passes(block) and block.exec != "gpu" for block in blocks):
-            self.many = self._parts.assembled([self._many(block, rings) for block in blocks], streams[1], stored)
+            self.prefill_model = self._parts.assembled(
+                [self._prefill_tensors(block, rings) for block in blocks], streams[1], stored
+            )
 
     def release(self) -> None:
         """Let the decoders and the rings go; the blocks stay where they are."""
-        for name in ("few", "many"):
+        for name in ("decode_model", "prefill_model"):
             self.__dict__.pop(name, None)
         self._lane.drain()
         if self._disk is not None:
@@ -118,9 +122,9 @@ class PlacedModel:
     def close(self) -> None:
         self.release()
         self._pinning.close()
-        if self._stored is not None:
-            self._stored.close()
-            self._stored = None
+        if self._embedding is not None:
+            self._embedding.close()
+            self._embedding = None
 
     # Bytes.
 
@@ -194,11 +198,11 @@ class PlacedModel:
             host = _places(from_disk, ring, memory)
             self._disk = DiskStream(files, ring, memory, maps=not self.has_device)
         passing = [block for block in blocks if self._passes(block)]
-        by_few = [block for block in passing if block.exec == "gpu"]
+        in_decode = [block for block in passing if block.exec == "gpu"]
         if not passing:
             stream = self._disk or ALL_RESIDENT
             return _Rings(host, {}, {}), (stream, stream)
-        rings = [Ring.of([block.num_bytes for block in some]) for some in (by_few, passing)]
+        rings = [Ring.of([block.num_bytes for block in some]) for some in (in_decode, passing)]
         memory = torch.empty(max(ring.num_bytes for ring in rings), dtype=torch.uint8, device=self._device)
         runs = {
             block.name: HostRun(block.name, host[block.name], from_disk=True)
@@ -206,29 +210,29 @@ class PlacedModel:
             else HostRun(block.name, self._runs[block.name])
             for block in passing
         }
-        few, many = (
+        decode, prefill = (
             DeviceStream([runs[block.name] for block in some], ring, memory, self._lane, self._disk)
-            for some, ring in zip((by_few, passing), rings, strict=True)
+            for some, ring in zip((in_decode, passing), rings, strict=True)
         )
-        return _Rings(host, _places(by_few, rings[0], memory), _places(passing, rings[1], memory)), (few, many)
+        return _Rings(host, _places(in_decode, rings[0], memory), _places(passing, rings[1], memory)), (decode, prefill)
 
     # Tensors.
 
-    def _few(self, block: Placed, rings: _Rings) -> BlockTensors:
+    def _decode_tensors(self, block: Placed, rings: _Rings) -> BlockTensors:
         layout = self._layouts[block.name]
         if block.name == EMBED and block.tier == "disk":
             return BlockTensors(layout, {})
         if block.exec == "split":
             return self._split[block.name][1]
-        if block.name in rings.few:
-            return self._passing(layout, rings.few[block.name])
+        if block.name in rings.decode:
+            return self._passing(layout, rings.decode[block.name])
         if block.tier == "disk":
             return self._passing(layout, rings.host[block.name])
         return BlockTensors(layout, self._packed.views(layout, self._runs[block.name]))
 
-    def _many(self, block: Placed, rings: _Rings) -> BlockTensors:
-        place = rings.many.get(block.name)
-        return self._few(block, rings) if place is None else self._passing(self._layouts[block.name], place)
+    def _prefill_tensors(self, block: Placed, rings: _Rings) -> BlockTensors:
+        place = rings.prefill.get(block.name)
+        return self._decode_tensors(block, rings) if place is None else self._passing(self._layouts[block.name], place)
 
     def _passing(self, layout: BlockLayout, place: Tensor) -> BlockTensors:
         """Its matrices where they pass; its norms and biases stay."""

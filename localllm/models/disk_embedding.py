@@ -16,7 +16,7 @@ from localllm.quant.weight_format import TensorSpec, WeightFormat
 _AT_ONCE = 64  # tokens: their tiles, of 64 kB each in INT8 at a width of 4096, are no burden then
 
 
-class StoredRows:
+class DiskEmbedding:
     """The rows of a matrix [V, K] in a file that is open until this is closed.
 
     Read through the page cache, which keeps what is asked for often without being the process's own memory.

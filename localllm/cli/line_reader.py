@@ -55,7 +55,7 @@ class LineReader:
         return text.removesuffix("\n") if text else None
 
     def has_begun(self) -> bool:
-        """Whether a message had been begun when Interrupted came: this was meant for it."""
+        """Return whether a message had been begun when Interrupted came: then that was meant for it."""
         return self._continued or (self._readline is not None and bool(self._readline.get_line_buffer()))
 
     def save_history(self) -> None:

@@ -20,7 +20,7 @@ from localllm.engine.step_types import Chunk
 from localllm.errors import NonFiniteError
 from localllm.kernels import cpu_isa, cpu_linear
 from localllm.kernels.cpu_isa import Isa
-from localllm.models.cpu_step import CpuStep
+from localllm.models.cpu_program import CpuProgram
 from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
@@ -89,7 +89,7 @@ def test_the_native_step_computes_what_the_operators_compute(family: str, weight
     """The operators run in fp32 on INT8 activations too; the native step rounds keys and values to bf16, which turns
     some of the activations' roundings. A wrong sign, scale or offset anywhere makes an error as large as the logits."""
     native, plain = decoder(FAMILIES[family], weights), decoder(FAMILIES[family], weights, torch.float32)
-    assert CpuStep.supports(native) and not CpuStep.supports(plain)
+    assert CpuProgram.supports(native) and not CpuProgram.supports(plain)
     tokens = ids(40)
     ours, expected = run(ModelRunner(native), tokens, [40]), run(ModelRunner(plain), tokens, [40])
     spread = float(expected.std())
@@ -126,7 +126,7 @@ def test_a_prompt_that_goes_through_each_block_in_parts_gives_the_same_bits(
 @pytest.mark.parametrize("isa", cpu_isa.host_isas()[1:], ids=lambda isa: isa.name)
 def test_every_instruction_set_gives_the_same_bits(family: str, isa: Isa) -> None:
     best, forced = (ModelRunner(decoder(FAMILIES[family], "int4")) for _ in range(2))
-    forced.cpu_step = CpuStep(forced.model, isa)
+    forced.cpu_program = CpuProgram(forced.model, isa)
     tokens = ids(60)
     assert torch.equal(run(forced, tokens, [1, 5, 60]), run(best, tokens, [1, 5, 60]))
 
@@ -191,14 +191,14 @@ def test_a_nan_is_named_by_its_block_and_leaves_the_next_request_alone() -> None
 )
 def test_sizes_that_fill_no_whole_tiles_take_the_operators(description: dict[str, Any]) -> None:
     model = decoder(description, "int4")
-    assert not CpuStep.supports(model)
+    assert not CpuProgram.supports(model)
     runner = ModelRunner(model)
-    assert runner.cpu_step is None
+    assert runner.cpu_program is None
     logits = run(runner, ids(20), [20])
     plain = run(ModelRunner(decoder(description, "int4", torch.float32)), ids(20), [20])
     assert float((logits - plain).square().mean().sqrt()) < 0.05 * float(plain.std())
 
 
 def test_other_formats_and_devices_take_the_operators() -> None:
-    assert not CpuStep.supports(decoder(FAMILIES["llama"], "bf16"))
-    assert not CpuStep.supports(dataclasses.replace(decoder(FAMILIES["llama"], "int8"), device=torch.device("meta")))
+    assert not CpuProgram.supports(decoder(FAMILIES["llama"], "bf16"))
+    assert not CpuProgram.supports(dataclasses.replace(decoder(FAMILIES["llama"], "int8"), device=torch.device("meta")))

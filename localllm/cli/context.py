@@ -1,4 +1,4 @@
-"""What every command is given: the streams and the signals of this process."""
+"""The context of a command: the streams and the signals of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Front:
+class CliContext:
     """model, resolved: what the command works with, and its settings, once they are known."""
 
     output: Output
@@ -25,8 +25,8 @@ class Front:
     resolved: ResolvedSettings | None = None
 
 
-def front_of(context: typer.Context) -> Front:
-    """The Front that `dispatch` has put into the context."""
+def cli_context(context: typer.Context) -> CliContext:
+    """The CliContext that `dispatch` has put into the context."""
     front = context.obj
-    assert isinstance(front, Front)
+    assert isinstance(front, CliContext)
     return front

@@ -1,4 +1,4 @@
-"""What a check of `doctor` finds. Knows none of the checks."""
+"""The result of one check of `doctor`. Knows none of the checks."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_rows_are_those_of_the_matrix(model: tuple[Path, Path, str], data: st.Da
         ids = torch.tensor(data.draw(st.lists(st.integers(0, matrix.out_features - 1), min_size=1, max_size=150)))
         tensors = {name.partition(".")[2]: tensor for name, tensor in packed.tensors(layout).items()}
         expected = matrix.format(recipe(model[2])).rows(tensors, ids, matrix.in_features)
-        stored = packed.stored_rows(layout)
+        stored = packed.disk_embedding(layout)
         assert torch.equal(stored.rows(ids), expected)
         stored.close()
 
@@ -46,7 +46,7 @@ def test_a_file_that_is_written_to_or_cut_is_refused_by_name(tmp_path: Path) -> 
     folder = pack(checkpoint, tmp_path / "model")
     path = folder / "embed.safetensors"
     with open_packed(checkpoint, folder) as packed:
-        stored = packed.stored_rows(embedding(packed))
+        stored = packed.disk_embedding(embedding(packed))
         os.utime(path, ns=(1, 1))
         with pytest.raises(CheckpointError, match=r"embed\.safetensors was changed while it was in use"):
             stored.rows(torch.tensor([3]))
@@ -54,5 +54,5 @@ def test_a_file_that_is_written_to_or_cut_is_refused_by_name(tmp_path: Path) -> 
         content[-5000] ^= 1
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"embed\.safetensors is damaged") as caught:
-            packed.stored_rows(embedding(packed))
+            packed.disk_embedding(embedding(packed))
         assert caught.value.fix.startswith("localllm quantize")

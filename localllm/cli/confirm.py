@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import typer
 
-from localllm.cli.front import Front
+from localllm.cli.context import CliContext
 from localllm.errors import UsageError
 
 
-def ask_to_delete(front: Front, what: str, unasked: str, shown: Iterable[str] = ()) -> None:
+def ask_to_delete(front: CliContext, what: str, unasked: str, shown: Iterable[str] = ()) -> None:
     """Leaves where the answer is no. unasked: the command that does not ask. shown: lines that tell what it is. Raises
     UsageError where nobody can be asked."""
     if sys.stdin is None or not sys.stdin.isatty():

@@ -1,0 +1,352 @@
+"""The settings, each written down once: its type, default, range, help, and what takes it.
+
+From a field of `Settings` follow its key in config.toml, its LOCALLLM_* variable, its flag and the flag's completion,
+`/set`, docs/cli.md and, of `EngineConfig`, what an engine is given. Knows no files and no command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+# "int4" stands for one of the groups; the round-to-nearest forms are there to be compared with.
+WEIGHTS = (
+    "auto", "bf16", "int8", "int4", "nf4", "bf12", "int4-g32", "int4-g64", "int4-g128",
+    "int4-g32-rtn", "int4-g64-rtn", "int4-g128-rtn",
+)  # fmt: skip
+
+OVERFLOW_POLICIES = ("stop", "evict", "grow")
+
+THOUGHT_LEVELS = ("low", "medium", "high")
+THINK = ("on", "off", *THOUGHT_LEVELS)
+
+KV_FORMATS = ("auto", "bf16", "int8", "k8v4", "int4")
+
+# Who guesses tokens ahead: a drafter by its name, or a second model.
+SPECULATE, DRAFT_MODEL = ("auto", "off", "ngram", "skip"), "model:"
+DRAFT_TOKENS = 8  # at most, where nobody asked
+MOST_DRAFT_TOKENS = 15  # with the token before them, the rows that a plan has room for the logits of
+
+_OFF = ("off", "false", "no", "none", "never", "0gib", "0gb", "0b")  # as people write it
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """The values that a key takes. `low` and `high` are inclusive and bound numbers; `usual` is one that often does.
+    prefix: of texts that are accepted beside the choices, whatever follows it."""
+
+    kind: Literal["text", "texts", "table", "switch", "integer", "number", "bytes", "bytes or off"]
+    low: float = 0
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+    usual: str = ""
+    prefix: str = ""
+
+    def describe(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(self.choices) + (f", or {self.prefix}NAME" if self.prefix else "")
+        if self.kind in ("integer", "number"):
+            noun = "a whole number" if self.kind == "integer" else "a number"
+            high = f"{self.high:g}" if self.kind == "number" else str(self.high)
+            return f"{noun} from {self.low:g} to {high}"
+        return {
+            "text": "a text that is not empty",
+            "texts": "a list of texts, none empty",
+            "table": "a table of texts, none empty; in a variable NAME=TEXT;NAME=TEXT",
+            "switch": "true or false",
+            "bytes": "an amount of memory above 0, with its unit: 8GiB, 1.5GiB, 600MiB",
+            "bytes or off": "an amount with its unit, 8GiB, 600MiB, or off",
+        }[self.kind]
+
+    def mending(self, flag: str, value: object) -> str:
+        """The flag with the value that was probably meant, else with a usual one; advice where there is neither."""
+        if self.choices:
+            return f"{flag} {self._likeliest(str(value).casefold())}"
+        if self.kind == "bytes":
+            return f"{flag} {_nearest_gib(str(value)):g}GiB"
+        if self.kind == "bytes or off":
+            number = _leading_number(str(value))
+            is_off = str(value).strip().casefold() in _OFF
+            return f"{flag} {f'{number:g}GiB' if number else 'off' if is_off else self.usual}"
+        near = _as_whole_number(str(value)) if self.kind == "integer" else self._nearest(str(value))
+        if near is not None and self.low <= near <= self.high:
+            return f"{flag} {near if self.kind == 'integer' else f'{near:g}'}"
+        return f"{flag} {self.usual}" if self.usual else f"leave {flag} out, or give it {self.describe()}"
+
+    def _has_prefix(self, text: str) -> bool:
+        return bool(self.prefix) and text.startswith(self.prefix) and bool(text.removeprefix(self.prefix).strip())
+
+    def _nearest(self, text: str) -> float | None:
+        try:
+            number = float(text)
+        except ValueError:
+            return None
+        return min(max(self.low, number), self.high) if math.isfinite(number) else None
+
+    def _likeliest(self, word: str) -> str:
+        """The choice that is spelled like `word`, else one that ends in its first digit: q4_k_m and 8bit mean bits."""
+        near = difflib.get_close_matches(word, self.choices, n=1)
+        bits = [letter for letter in word if letter.isdigit()]
+        of_as_many = [choice for choice in self.choices if bits and choice.endswith(bits[0])]
+        return [*near, *of_as_many, *self.choices][0]
+
+    def allows(self, value: object) -> bool:
+        match self.kind:
+            case "text":
+                is_known = not self.choices or value in self.choices
+                return isinstance(value, str) and bool(value) and (is_known or self._has_prefix(value))
+            case "texts":
+                return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
+            case "table":
+                return isinstance(value, Mapping) and all(isinstance(text, str) and text for text in value.values())
+            case "switch":
+                return isinstance(value, bool)
+            case "integer":
+                return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
+            case "bytes":
+                return parse_bytes(value) is not None
+            case "bytes or off":
+                return _is_off(value) or parse_bytes(value) is not None
+            case "number":
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                return number and self.low <= value <= self.high  # type: ignore[operator]
+
+
+def _as_whole_number(text: str) -> int | None:
+    """Return the whole number that 8k, 1.5k, 1e3 or 4096.0 means; None where there is none."""
+    found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(k|e\d)?\s*", text, re.ASCII | re.IGNORECASE)
+    if found is None:
+        return None
+    number, suffix = float(found[1]), (found[2] or "").lower()
+    meant = number * (1024 if suffix == "k" else 10 ** int(suffix[1:] or 0))
+    return int(meant) if meant.is_integer() else None
+
+
+def _nearest_gib(amount: str) -> float:
+    """Return the number in the text where this machine has as much memory, else half of its memory."""
+    import psutil
+
+    total = psutil.virtual_memory().total / (1 << 30)
+    gib = _leading_number(amount)
+    return gib if 0.5 <= gib <= total else round(total / 2, 1)
+
+
+def _leading_number(amount: str) -> float:
+    """8 of "8", "8gigs"; 0 where there is none."""
+    number = re.match(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([a-z]*)\s*$", amount.lower())
+    return float(number[1]) if number else 0.0
+
+
+def _is_off(value: object) -> bool:
+    """Return whether a flag's or variable's text, or a file's number, means off."""
+    return value in ("0", "off") or (isinstance(value, int) and value == 0 and not isinstance(value, bool))
+
+
+_AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])(i?b)?\s*", re.ASCII | re.IGNORECASE)
+
+
+def parse_bytes(amount: object) -> int | None:
+    """The bytes of "8GiB", "8G" (the same), "8GB" (1e9 each), "600MiB"; None where it is no such amount, or 0."""
+    found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
+    if found is None:
+        return None
+    number, unit, suffix = found.groups()
+    base = 1000 if suffix and suffix.lower() == "b" else 1024
+    return int(float(number) * base ** (" kmgt".index(unit.lower()))) or None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table.
+
+    taken_by: the commands with a flag of this name; `/set` and `models.toml` are among them.
+    flags: as they are typed, where that is more than the name.
+    completion: the function of `cli.names` that completes its value.
+    """
+
+    accepts: Accepts
+    taken_by: tuple[str, ...] = ()
+    metavar: str | None = None
+    help: str = ""
+    flags: tuple[str, ...] = ()
+    completion: str = ""
+
+
+def setting(
+    default: Any, accepts: Accepts, taken_by: str = "", metavar: str | None = None, about: str = "", **more: Any
+) -> Any:
+    """A field of `Settings`, with its row of the table."""
+    row = {"setting": Setting(accepts, tuple(taken_by.split()), metavar, about, **more)}
+    return (
+        field(default_factory=dict, metadata=row) if accepts.kind == "table" else field(default=default, metadata=row)
+    )
+
+
+_ANSWERING = "run chat serve "
+_PLANNED = _ANSWERING + "plan "
+_MEASURED = _PLANNED + "perplexity "
+_SAMPLED = "run chat /set models.toml "
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The computation and the memory of an engine: fixed when it is loaded. None: as the model has it."""
+
+    ctx: int | None = setting(
+        None, Accepts("integer", 1, 2**31, usual="8192"), _MEASURED, "N",
+        "Context size in tokens. Default: the model's own, at most 8192; less where memory is short.",
+    )  # fmt: skip
+    ram: int | None = setting(
+        None, Accepts("bytes"), _MEASURED, "SIZE",
+        "Most memory that this process may hold: 8GiB. What does not fit is read from the disk at every step; without "
+        "--ctx the context shrinks, too.",
+    )  # fmt: skip
+    vram: int | None = setting(
+        None, Accepts("bytes"), _MEASURED + "bench", "SIZE", "Most of the GPU's memory that may be used: 6GiB."
+    )
+    device: str = setting(
+        "auto", Accepts("text", choices=("auto", "cpu", "cuda")), _MEASURED + "bench", "auto|cpu|cuda",
+        "Where to compute. auto: on a GPU if there is one.",
+    )  # fmt: skip
+    dtype: str = setting(
+        "auto", Accepts("text", choices=("auto", "bf16", "fp32")), _MEASURED + "bench", "auto|bf16|fp32",
+        "Precision of what is computed: fp32 is slower and takes twice the memory. auto: bf16. The weights have "
+        "--weights, the context --kv.",
+    )  # fmt: skip
+    weights: str = setting(
+        "auto", Accepts("text", choices=WEIGHTS), _MEASURED + "bench", "auto|bf16|int8|int4|nf4|bf12",
+        "Format of the weights: fewer bits take less memory and are faster, at some cost of quality; bf12 is bf16 "
+        "without loss in 12 bits; int4-g32, -g64, -g128 too. Packed at first use. auto: what is packed already, else "
+        "int4 if it has 512 MiB or more.",
+        completion="complete_weights",
+    )  # fmt: skip
+    kv: str = setting(
+        "auto", Accepts("text", choices=KV_FORMATS), _MEASURED + "bench", "auto|bf16|int8|k8v4|int4",
+        "Format of the context's keys and values: with fewer bits a longer one fits. k8v4: keys in 8 bits, values in "
+        "4; bf16: as they are computed. auto: int8, with --dtype fp32 as they are computed.",
+    )  # fmt: skip
+    speculate: str = setting(
+        "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "auto|off|ngram|skip|model:NAME",
+        "Who guesses tokens ahead, of which one pass of the model then keeps those that it would have drawn: the text "
+        "stays the same, and comes faster. ngram: what followed the last words before. skip: the model without some "
+        "of its blocks. model:NAME: a second, smaller model of the same tokenizer. auto: ngram and skip, as far as "
+        "they pay.",
+        completion="complete_speculate",
+    )  # fmt: skip
+    draft_tokens: int | None = setting(
+        None, Accepts("integer", 0, MOST_DRAFT_TOKENS, usual="8"), _PLANNED, "N",
+        f"Most tokens that are guessed at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
+    )  # fmt: skip
+    cache_disk: int | None = setting(
+        None, Accepts("bytes or off", usual="8GiB"), _ANSWERING, "SIZE",
+        "Most of the disk for what was computed of conversations, so that a later run need not compute it again: "
+        "20GiB, or off for none. Default: 8GiB, or a tenth of what is free where that is less.",
+    )  # fmt: skip
+    threads: int | None = setting(
+        None, Accepts("integer", 1, 1024, usual="4"), _MEASURED + "bench", "N",
+        "CPU threads. Default: torch's choice.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """The sampling of tokens, and the end of an answer. None: as the model recommends it."""
+
+    max_tokens: int | None = setting(
+        None, Accepts("integer", 1, 2**31, usual="512"), "chat /set", "N",
+        "Longest answer, in tokens. Default: to the context's end.",
+    )  # fmt: skip
+    temperature: float | None = setting(
+        None, Accepts("number", 0, 100, usual="0.8"), _SAMPLED + "serve", "T",
+        "0 to 100. 0: always the likeliest; above 1: wild. Default: the model's own, or 0.8.",
+    )  # fmt: skip
+    top_k: int | None = setting(
+        None, Accepts("integer", 0, 2**31, usual="40"), _SAMPLED + "serve", "N",
+        "Draw from the N likeliest tokens; 0: from all. Default: the model's own, or 0.",
+    )  # fmt: skip
+    top_p: float | None = setting(
+        None, Accepts("number", 0, 1, usual="0.95"), _SAMPLED + "serve", "P",
+        "0 to 1: draw from the likeliest that sum to P. Default: the model's own, or 1.",
+    )  # fmt: skip
+    min_p: float | None = setting(
+        None, Accepts("number", 0, 1, usual="0.05"), _SAMPLED + "serve", "P",
+        "0 to 1: drop tokens below P times the likeliest one's. Default: 0.",
+    )  # fmt: skip
+    typical_p: float | None = setting(
+        None, Accepts("number", 0, 1, usual="0.95"), _SAMPLED, "P",
+        "0 to 1: draw from the tokens, P in sum, that surprise as much as is usual there. Default: 1, off.",
+    )  # fmt: skip
+    repetition_penalty: float | None = setting(
+        None, Accepts("number", 0.01, 100, usual="1.1"), _SAMPLED + "serve", "X",
+        "0.01 to 100. Above 1: seen tokens less likely. Default: 1.",
+    )  # fmt: skip
+    frequency_penalty: float | None = setting(
+        None, Accepts("number", -100, 100, usual="0.5"), _SAMPLED, "X",
+        "-100 to 100: taken off a token's score each time it was used. Default: 0.",
+    )  # fmt: skip
+    presence_penalty: float | None = setting(
+        None, Accepts("number", -100, 100, usual="0.5"), _SAMPLED, "X",
+        "-100 to 100: taken off a token's score once it was used. Default: 0.",
+    )  # fmt: skip
+    seed: int | None = setting(
+        None, Accepts("integer", 0, 2**63 - 1, usual="1"), "run chat /set", "N",
+        "The same seed gives the same text. Default: drawn; --stats tells it.",
+    )  # fmt: skip
+    stop: tuple[str, ...] = setting(
+        (), Accepts("texts"), "run chat /set", "TEXT", "End the answer before TEXT; may be repeated."
+    )
+
+
+@dataclass(frozen=True)
+class Settings(SamplingSettings, EngineConfig):
+    """All that a user may set once instead of typing it each time. None: the model's own default."""
+
+    model: str = setting("tiny", Accepts("text"))
+    system: str | None = setting(
+        None, Accepts("text"), "run chat", "TEXT", "The system message.", flags=("-s", "--system")
+    )
+    offline: bool = setting(False, Accepts("switch"), "pull", about="Never use the network.")
+    private: bool = setting(
+        False, Accepts("switch"), _ANSWERING,
+        about="Keep nothing: neither the conversation, nor what was computed of it, nor the lines that were typed.",
+    )  # fmt: skip
+    overflow: str = setting(
+        "stop", Accepts("text", choices=OVERFLOW_POLICIES), "run chat /set", "stop|evict|grow",
+        "What to do where the conversation is longer than the context. stop: an error says what would fit. evict: the "
+        "oldest questions and answers leave the model's view, which is told each time; the kept chat stays whole. "
+        "grow: the context becomes longer, and weights make room for it. Default: stop.",
+    )  # fmt: skip
+    think: str | None = setting(
+        None, Accepts("text", choices=THINK), "run chat /set", "on|off|low|medium|high",
+        "How much the model thinks before it answers, where its chat template has a choice: an error where it has "
+        "none. Default: as the model does.",
+    )  # fmt: skip
+    show_thoughts: bool = setting(
+        False, Accepts("switch"), "run chat",
+        about="Print what is thought, too: on stderr, dimmed. The answer stays alone.",
+    )  # fmt: skip
+    theme: str = setting("auto", Accepts("text"))
+    keys: Mapping[str, str] = setting({}, Accepts("table"))
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The settings that an engine is given, as one value."""
+        return EngineConfig(**{each.name: getattr(self, each.name) for each in fields(EngineConfig)})
+
+
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {
+        each.name: each.metadata["setting"]
+        for each in sorted(fields(Settings), key=lambda each: each.name != "model")  # the model's name stands first
+    }
+)
+
+
+def taken_by(who: str) -> tuple[str, ...]:
+    """The names of the settings that a command, `/set` or `models.toml` takes."""
+    return tuple(name for name, row in SETTINGS.items() if who in row.taken_by)
