@@ -24,7 +24,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Fault:
-    """How one answer with a file's bytes goes wrong. `kind` as in `_Handler.send_file`."""
+    """One answer that goes wrong. `kind` as in `_Handler.answer_wrongly` and, for a file's bytes, `send_body`."""
 
     kind: str
     amount: int = 0
@@ -63,7 +63,7 @@ class FakeHub:
     on_bytes: Callable[[int], None] | None = None  # with the total of body bytes of weights sent
 
     def reset(self, repositories: dict[str, dict[str, bytes]]) -> None:
-        """As new, at the same addresses."""
+        """Forget everything but the addresses."""
         fresh = FakeHub(repositories, endpoint=self.endpoint, storage=self.storage)
         self.__dict__.update(fresh.__dict__)
 
@@ -71,12 +71,11 @@ class FakeHub:
         return sum(record.sent_bytes for record in self.requests if record.path.endswith("/" + file_name))
 
     def file_requests(self, file_name: str, server: str = "storage") -> list[Record]:
-        return [
-            r for r in self.requests if r.server == server and r.method == "GET" and r.path.endswith("/" + file_name)
-        ]
+        asked = [record for record in self.requests if (record.server, record.method) == (server, "GET")]
+        return [record for record in asked if record.path.endswith("/" + file_name)]
 
-    def fault(self) -> Fault | None:
-        return self.faults.popleft() if self.faults else self.always
+    def fault(self) -> Fault:
+        return self.faults.popleft() if self.faults else self.always or Fault("none")
 
     def listing(self, repo: str) -> dict[str, object]:
         siblings: list[dict[str, object]] = []
@@ -163,20 +162,11 @@ class _Handler(BaseHTTPRequestHandler):
     def send_listing(self, path: str) -> None:
         repo = path.removeprefix("/api/models/").split("/revision/")[0]
         if self.hub.listing_faults:
-            fault = self.hub.listing_faults.popleft()
-            if fault.kind == "html":
-                self.answer(200, b"<html>log in</html>", {"Content-Type": "text/html"})
-            elif fault.kind == "redirect":
-                self.answer(307, b"", {"Location": fault.text})
-            elif fault.kind == "raw":
-                self.answer(200, fault.text.encode(), {"Content-Type": "application/json"})
-            else:
-                self.answer(fault.amount, b"", {"Retry-After": fault.text} if fault.text else {})
+            self.answer_wrongly(self.hub.listing_faults.popleft(), 0)
         elif repo not in self.hub.repositories:
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         else:
-            body = json.dumps(self.hub.listing(repo)).encode()
-            self.answer(200, body, {"Content-Type": "application/json"})
+            self.answer(200, json.dumps(self.hub.listing(repo)).encode(), {"Content-Type": "application/json"})
 
     def route_file(self, path: str) -> None:
         repo, _, rest = path.lstrip("/").partition("/resolve/")
@@ -185,23 +175,18 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
-        digest = sha256(data) if is_large(name) else git_sha1(data)
+        etag = f'"{sha256(data) if is_large(name) else git_sha1(data)}"'
         if self.server_name == "hub" and is_large(name):
             location = self.hub.storage + self.path
-            headers = {
-                "Location": self.hub.redirect_to(location) if self.hub.redirect_to else location,
-                "X-Linked-Etag": f'"{digest}"',
-                "X-Linked-Size": str(len(data)),
-                "X-Repo-Commit": self.hub.commit,
-            }
-            self.answer(302, b"", headers)
+            location = self.hub.redirect_to(location) if self.hub.redirect_to else location
+            linked = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(data)), "X-Repo-Commit": self.hub.commit}
+            self.answer(302, b"", {"Location": location, **linked})
         elif self.command == "HEAD":
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("ETag", f'"{digest}"')
-            self.end_headers()
+            self.answer(200, data, {"ETag": etag})
         else:
-            self.send_file(data, f'"{digest}"', self.hub.fault() if is_large(name) else None)
+            fault = self.hub.fault() if is_large(name) else Fault("none")
+            if not self.answer_wrongly(fault, len(data)):
+                self.send_body(data, etag, fault)
 
     def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -211,19 +196,23 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def send_file(self, data: bytes, etag: str, fault: Fault | None) -> None:
-        kind = fault.kind if fault else ""
-        if kind == "status":
-            self.answer(fault.amount, b"", {"Retry-After": fault.text} if fault.text else {})
-        elif kind == "html":
-            self.answer(200, b"<html>log in</html>".ljust(len(data)), {"Content-Type": fault.text})
-        elif kind == "reset":
-            self.reset()
-        elif kind == "stall":
-            time.sleep(fault.amount)
-            self.reset()
-        else:
-            self.send_body(data, etag, fault or Fault("none"))
+    def answer_wrongly(self, fault: Fault, size: int) -> bool:
+        """Send an answer that has nothing of what was asked for, where that is the fault."""
+        match fault.kind:
+            case "status":
+                self.answer(fault.amount, b"", {"Retry-After": fault.text} if fault.text else {})
+            case "html":
+                self.answer(200, b"<html>log in</html>".ljust(size), {"Content-Type": fault.text or "text/html"})
+            case "redirect":
+                self.answer(307, b"", {"Location": fault.text})
+            case "raw":
+                self.answer(200, fault.text.encode(), {"Content-Type": "application/json"})
+            case "reset" | "stall":
+                time.sleep(fault.amount)
+                self.reset()
+            case _:
+                return False
+        return True
 
     def send_body(self, data: bytes, etag: str, fault: Fault) -> None:
         start = self.record.range_start

@@ -17,7 +17,7 @@ import pytest
 from localllm.cli.output import Output
 from localllm.cli.quantize import recipe_name
 from localllm.hub import ModelFiles
-from localllm.hub.exclusive import exclusive
+from localllm.hub.locks import exclusive
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.hub.packed import packed_directory, source_id
 from localllm.models.families import load_config

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from localllm.errors import DoesNotFitError, LocalLLMError
-from localllm.hub.exclusive import LOCK, exclusive
+from localllm.hub.locks import LOCK, exclusive
 from localllm.hub.packed import PACKED_INDEX
 from localllm.models import convert as convert_module
 from localllm.models.families import load_config

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from localllm.hub.exclusive import LOCK, exclusive
+from localllm.hub.locks import LOCK, exclusive
 from localllm.hub.packed import RANDOM_NAME, packed_of_folder, packed_root
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"

@@ -21,7 +21,7 @@ from typing import Any
 
 from localllm.config import user_directories
 from localllm.errors import LocalLLMError
-from localllm.hub.exclusive import exclusive
+from localllm.hub.locks import exclusive
 
 SYNC_S = 1.0  # what a loss of power may cost
 LIFETIME_S = 30 * 86400.0  # of a job that nobody goes on with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Literal
 
 from localllm.errors import CheckpointError, DownloadError, UnsupportedModelError
 from localllm.hub.http import HubClient, TransferInterruptedError
+from localllm.hub.locks import exclusive
 from localllm.hub.partial_file import RemoteFile, disk_error, file_matches, free_bytes, no_space
 from localllm.hub.progress import Progress, PullProgress
 from localllm.hub.repo_cache import (
@@ -30,23 +31,12 @@ from localllm.registry import RUNNABLE_MODEL_TYPES
 
 # Nothing but these and the shards is fetched: no pickles, no code, no second copy of the weights.
 SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "README.md",
-    "LICENSE",
-    "LICENSE.md",
-    "LICENSE.txt",
-    INDEX,
-)
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", INDEX,
+)  # fmt: skip
 _MOST_TEMPLATES = 16  # beside the usual one
+_WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".gguf", ".ckpt", ".safetensors"}
 _SHARD = re.compile(r"model-\d{1,6}-of-\d{1,6}\.safetensors")
 # A blob found in the cache is hashed again up to this size; larger ones are believed by their length.
 REHASHED_BYTES = 64 << 20
@@ -55,7 +45,7 @@ TEMPORARY_LIFETIME_S = 60.0
 
 @dataclass(frozen=True)
 class Listing:
-    """What a repository holds at one commit: the files that a model needs."""
+    """The files of a repository at one commit that a model needs."""
 
     commit: str
     small: tuple[RemoteFile, ...]
@@ -63,14 +53,14 @@ class Listing:
 
 
 def fetch_repository(client: HubClient, cache: RepoCache, revision: str, progress: Progress) -> str:
-    """Brings the model's files into the cache and returns the commit. What is there already is not fetched again.
+    """Bring the model's files into the cache and return the commit. Files that are there already are not fetched again.
 
     Raises DownloadError, AccessError, ModelNotFoundError, UnsupportedModelError or DoesNotFitError.
     """
-    progress(PullProgress("listing", note=f"{client.hub.endpoint}/{cache.repo}"))
+    progress(PullProgress("listing", note=client.page))
     described = client.listing(revision, lambda note: progress(PullProgress("retrying", note=note)))
     try:
-        with cache.exclusive(lambda pid: progress(PullProgress("waiting", note=f"process {pid} is fetching it"))):
+        with exclusive(cache.lock, lambda pid: progress(PullProgress("waiting", note=f"process {pid} is fetching it"))):
             listing = _read_listing(described, client, cache.repo)
             _Pull(client, cache, listing, progress).run(revision)
     except OSError as error:
@@ -164,7 +154,7 @@ class _Pull:
             )
 
     def _collect(self) -> None:
-        """Removes what earlier pulls left: nobody else is at work while we hold the lock."""
+        """Remove what earlier pulls left: nobody else is at work while we hold the lock."""
         with suppress(OSError):
             for path in self._cache.blobs.glob("*" + INCOMPLETE):
                 path.unlink(missing_ok=True)
@@ -180,26 +170,22 @@ def _read_listing(described: dict[str, object], client: HubClient, repo: str) ->
         raise DownloadError(
             f"the hub's description of {repo} is not understood",
             why="it has no commit, or no list of files",
-            fix=f"look at {client.hub.endpoint}/{repo}, then: {client.resume_command}",
+            fix=f"look at {client.page}, then: {client.resume_command}",
         )
     files = {item["rfilename"]: item for item in siblings if isinstance(item, dict) and "rfilename" in item}
-    names = list(_wanted([name for name in files if isinstance(name, str)], repo))
-    remote = [_remote_file(client, commit, name, files[name]) for name in names]
-    small = tuple(file for file in remote if _is_small(file.name))
-    return Listing(commit, small, tuple(file for file in remote if not _is_small(file.name)))
+    small, weights = (
+        tuple(_remote_file(client, commit, name, files[name]) for name in names)
+        for names in _wanted([name for name in files if isinstance(name, str)], repo)
+    )
+    return Listing(commit, small, weights)
 
 
-def _is_small(name: str) -> bool:
-    return name in SMALL_FILES or EXTRA_TEMPLATE.fullmatch(name) is not None
-
-
-def _wanted(names: Sequence[str], repo: str) -> Iterator[str]:
+def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
+    """Return the names of the small files that are wanted, and of those that hold the weights."""
     sharded = sorted(name for name in names if _SHARD.fullmatch(name)) if INDEX in names else []
     weights = sharded or [name for name in names if name == SINGLE]
     if not weights or "config.json" not in names:
-        kinds = sorted(
-            {Path(name).suffix for name in names} & {".bin", ".pt", ".pth", ".gguf", ".ckpt", ".safetensors"}
-        )
+        kinds = sorted({Path(name).suffix for name in names} & _WEIGHT_SUFFIXES)
         lacks = "config.json" if weights else "model.safetensors"
         raise UnsupportedModelError(
             f"{repo} has no {lacks}",
@@ -212,40 +198,33 @@ def _wanted(names: Sequence[str], repo: str) -> Iterator[str]:
             why="neither tokenizer.json nor vocab.json with merges.txt is there; tokenizer.model alone is not read",
             fix="choose a repository that has tokenizer.json: localllm list --all",
         )
-    yield from (name for name in SMALL_FILES if name in names and (name != INDEX or sharded))
-    yield from sorted(filter(EXTRA_TEMPLATE.fullmatch, names))[:_MOST_TEMPLATES]
-    yield from weights
+    small = [name for name in SMALL_FILES if name in names and (name != INDEX or sharded)]
+    return small + sorted(filter(EXTRA_TEMPLATE.fullmatch, names))[:_MOST_TEMPLATES], weights
 
 
-def _remote_file(client: HubClient, commit: str, name: str, item: dict[str, object]) -> RemoteFile:
-    """Size and checksum from the listing, or from the file's own headers where the listing has none."""
+def _remote_file(client: HubClient, commit: str, name: str, item: Mapping[str, object]) -> RemoteFile:
+    """Take size and checksum from the listing, or from the file's own headers where the listing has none."""
     lfs = item.get("lfs")
-    size, digest = (
-        (lfs.get("size"), lfs.get("sha256")) if isinstance(lfs, dict) else (item.get("size"), item.get("blobId"))
-    )
-    if size is None or digest is None:
-        size, digest = _from_headers(client, commit, name)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0 or not _is_digest(digest):
+    found = (lfs.get("size"), lfs.get("sha256")) if isinstance(lfs, dict) else (item.get("size"), item.get("blobId"))
+    size, digest = _from_headers(client, commit, name) if None in found else found
+    is_digest = isinstance(digest, str) and DIGEST.fullmatch(digest)
+    if not is_digest or not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise DownloadError(
             f"the hub gives no checksum for {name}",
             why="without one the file cannot be verified",
-            fix=f"look at {client.hub.endpoint}/{client.repo}, then: {client.resume_command}",
+            fix=f"look at {client.page}, then: {client.resume_command}",
         )
     return RemoteFile(name, size, str(digest))
 
 
-def _from_headers(client: HubClient, commit: str, name: str) -> tuple[int | None, str | None]:
+def _from_headers(client: HubClient, commit: str, name: str) -> tuple[int | None, str]:
     try:
         found = client.file_headers(commit, name)
     except TransferInterruptedError as error:
         raise DownloadError(f"{name} could not be fetched", why=error.reason, fix=client.resume_command) from None
     length = found.get("x-linked-size") or found.get("content-length") or ""
     etag = found.get("x-linked-etag") or found.get("etag") or ""
-    return (int(length) if length.isdigit() else None), etag.removeprefix("W/").strip('"') or None
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and DIGEST.fullmatch(value) is not None
+    return (int(length) if length.isdigit() else None), etag.removeprefix("W/").strip('"')
 
 
 def _size(path: Path) -> int:

@@ -1,6 +1,6 @@
 """Requests to the hub: redirects, retries and refusals.
 
-The token goes to the hub's own origin and nowhere else. Knows no files and no cache.
+The token goes to the hub's own host and nowhere else. Knows no files and no cache.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import email.utils
 import json
 import random
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote
 
 from localllm.errors import AccessError, DownloadError, LocalLLMError, ModelNotFoundError
 from localllm.hub.names import pull_command
@@ -29,12 +28,12 @@ _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522
 
 
 class TransferInterruptedError(Exception):
-    """An attempt failed in a way that another one may mend."""
+    """An attempt failed in a way that another one may mend. `wait_s`: as the server asked."""
 
     def __init__(self, reason: str, *, wait_s: float | None = None, refused_range: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.wait_s = wait_s  # as the server asked
+        self.wait_s = wait_s
         self.refused_range = refused_range
 
 
@@ -48,7 +47,7 @@ class Attempts:
         self._idle = 0
 
     def failed(self, interruption: TransferInterruptedError, *, progressed: bool) -> str | None:
-        """Waits before the next attempt; returns why there is none."""
+        """Wait before the next attempt; return why there is none."""
         self._idle = 0 if progressed else self._idle + 1
         if self._idle >= self._limit:
             return f"{interruption.reason}, {self._limit} times in a row"
@@ -71,35 +70,29 @@ class HubClient:
     def __init__(self, hub: HubSettings, repo: str, name: str) -> None:
         self.hub = hub
         self.repo = repo
+        self.page = f"{hub.endpoint}/{repo}"
         self.resume_command = pull_command(name)
-        self._origin = _origin(hub.endpoint)
         self._token = hub.token or found_token()
 
     def file_url(self, commit: str, file_name: str) -> str:
-        return f"{self.hub.endpoint}/{self.repo}/resolve/{commit}/{quote(file_name)}"
+        return f"{self.page}/resolve/{commit}/{quote(file_name)}"
 
     def listing(self, revision: str, report: Callable[[str], None]) -> dict[str, object]:
-        """The hub's description of the repository at `revision`, with the size and the checksum of each file."""
-        # Not HfApi.model_info: it asks the hub for a list of coding agents first, to report which one is running.
+        """Return the hub's description of the repository, with the size and the checksum of each file."""
+        # Not HfApi.model_info: it sends a request of its own first, to report which program runs it.
         url = f"{self.hub.endpoint}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
         attempts = Attempts(self.hub.retry, self.hub.retry.listing_attempts, report)
         while True:
             try:
                 return self._json(url)
             except TransferInterruptedError as interruption:
-                given_up = attempts.failed(interruption, progressed=False)
-                if given_up:
-                    raise DownloadError(
-                        f"the list of files of {self.repo} could not be fetched from {self.hub.endpoint}",
-                        why=given_up,
-                        fix=self.resume_command,
-                    ) from None
+                if given_up := attempts.failed(interruption, progressed=False):
+                    what = f"the list of files of {self.repo} could not be fetched from {self.hub.endpoint}"
+                    raise DownloadError(what, why=given_up, fix=self.resume_command) from None
 
     def _json(self, url: str) -> dict[str, object]:
+        data = bytearray()
         with self.open(url, {"Accept": "application/json"}) as response:
-            if response.status_code != 200:
-                raise TransferInterruptedError(f"the hub answered {response.status_code}")
-            data = bytearray()
             for chunk in response.iter_bytes():
                 data += chunk
                 if len(data) > LISTING_LIMIT_BYTES:
@@ -107,112 +100,99 @@ class HubClient:
         try:
             value = json.loads(data)
         except (ValueError, RecursionError):
-            raise TransferInterruptedError(_not_from_the_hub(response.headers.get("content-type", ""))) from None
+            raise TransferInterruptedError(_not_from_the_hub("not JSON")) from None
         if not isinstance(value, dict):
             raise TransferInterruptedError("the hub's answer is not a JSON object")
         return value
 
     def file_headers(self, commit: str, file_name: str) -> Mapping[str, str]:
-        """The hub's own headers for a file: not those of the storage that it redirects to."""
-        import httpx2
-        from huggingface_hub.utils import get_session
-
-        url = self.file_url(commit, file_name)
-        timeout = httpx2.Timeout(self.hub.retry.stall_s, connect=self.hub.retry.connect_s)
-        try:
-            response = get_session().head(url, headers=self._headers(url, {}), timeout=timeout, follow_redirects=False)
-        except httpx2.HTTPError as error:
-            raise TransferInterruptedError(_one_line(error)) from None
-        if response.status_code >= 400:
-            self._check_status(response, url)
-        headers: Mapping[str, str] = response.headers
-        return headers
+        """Return the hub's own headers for a file: not those of the storage that it redirects to."""
+        with self.open(self.file_url(commit, file_name), {}, method="HEAD") as response:
+            headers: Mapping[str, str] = response.headers
+            return headers
 
     @contextmanager
-    def open(self, url: str, headers: Mapping[str, str]) -> Iterator[httpx2.Response]:
-        """The response at the end of the redirects: status 200, 206 or 416, its body not read yet.
+    def open(self, url: str, headers: Mapping[str, str], *, method: str = "GET") -> Iterator[httpx2.Response]:
+        """Yield a response of status 200, 206 or 416, its body not received yet: for GET at the end of the redirects,
+        for HEAD the first one, which may be a redirect.
 
         Raises TransferInterruptedError for what another attempt may mend; AccessError, ModelNotFoundError or
         DownloadError for what it cannot.
         """
         import httpx2
-
-        try:
-            response = self._follow(url, headers)
-            try:
-                yield response
-            finally:
-                response.close()
-        except httpx2.TimeoutException as error:
-            raise TransferInterruptedError(f"no byte came in time ({type(error).__name__})") from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            raise TransferInterruptedError(_one_line(error)) from None
-
-    def _follow(self, url: str, headers: Mapping[str, str]) -> httpx2.Response:
-        import httpx2
         from huggingface_hub.utils import get_session
 
         policy = self.hub.retry
-        timeout = httpx2.Timeout(policy.stall_s, connect=policy.connect_s)
-        client = get_session()  # carries the user's proxies and certificates
+        sent = {"User-Agent": f"localllm/{__version__}", "Accept-Encoding": "identity", **headers}
+        if self._token:
+            sent["Authorization"] = f"Bearer {self._token}"
+        try:
+            timeout = httpx2.Timeout(policy.stall_s, connect=policy.connect_s)
+            client = get_session()  # carries the user's proxies and certificates
+            request = client.build_request(method, url, headers=sent, timeout=timeout)
+            with closing(self._send(client, request)) as response:
+                yield response
+        except httpx2.TimeoutException as error:
+            raise TransferInterruptedError(f"no byte came in time ({type(error).__name__})") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
+            raise TransferInterruptedError(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
+
+    def _send(self, client: httpx2.Client, request: httpx2.Request) -> httpx2.Response:
         for _ in range(REDIRECT_LIMIT):
-            request = client.build_request("GET", url, headers=self._headers(url, headers), timeout=timeout)
             response: httpx2.Response = client.send(request, stream=True, follow_redirects=False)
-            location = response.headers.get("location")
-            if response.status_code not in (301, 302, 303, 307, 308) or location is None:
-                self._check_status(response, url)
+            if not response.has_redirect_location or request.method == "HEAD":
+                try:
+                    self._check(response)
+                except BaseException:
+                    response.close()
+                    raise
                 return response
             response.close()
-            url = self._redirected(url, location)
+            request = self._redirected(response)
         raise TransferInterruptedError(f"more than {REDIRECT_LIMIT} redirects")
 
-    def _headers(self, url: str, headers: Mapping[str, str]) -> dict[str, str]:
-        sent = {"User-Agent": f"localllm/{__version__}", "Accept-Encoding": "identity", **headers}
-        if self._token and _origin(url) == self._origin:
-            sent["Authorization"] = f"Bearer {self._token}"
-        return sent
-
-    def _redirected(self, url: str, location: str) -> str:
-        target = urljoin(url, location)
-        scheme = urlsplit(target).scheme
-        if scheme == "https" or (scheme == "http" and urlsplit(url).scheme == "http"):
-            return target
+    def _redirected(self, response: httpx2.Response) -> httpx2.Request:
+        """Return the next request, from which httpx2 has dropped the token where it leaves the hub's origin."""
+        request: httpx2.Request | None = response.next_request
+        scheme = request.url.scheme if request else "nowhere"
+        if request and (scheme == "https" or scheme == response.url.scheme == "http"):
+            return request
         raise DownloadError(
             "the hub's redirect was not followed",
-            why=f"it leads from {urlsplit(url).scheme} to {scheme[:20] or 'nowhere'}, which is not encrypted",
+            why=f"it leads from {response.url.scheme} to {scheme[:20]}, which is not encrypted",
             fix=f"look at your proxy and at HF_ENDPOINT, then: {self.resume_command}",
         )
 
-    def _check_status(self, response: httpx2.Response, url: str) -> None:
-        status = response.status_code
-        if status in (200, 206, 416):
+    def _check(self, response: httpx2.Response) -> None:
+        import httpx2
+
+        status, headers = response.status_code, response.headers
+        if status in (200, 206) and headers.get("content-type", "").lower().startswith("text/html"):
+            raise TransferInterruptedError(_not_from_the_hub("a web page"))
+        if status in (200, 206, 416) or response.has_redirect_location:
             return
-        try:
-            if status in _RETRIED:
-                raise TransferInterruptedError(f"the server answered {status}", wait_s=_retry_after(response.headers))
-            if _origin(url) != self._origin:
-                # An address signed for a while: the next attempt asks the hub for a new one.
-                raise TransferInterruptedError(f"the storage host {urlsplit(url).hostname} answered {status}")
-            raise self._refusal(status, response.headers)
-        finally:
-            response.close()
+        if status in _RETRIED:
+            raise TransferInterruptedError(f"the server answered {status}", wait_s=_retry_after(headers))
+        if response.url.origin != httpx2.URL(self.hub.endpoint).origin:
+            # An address signed for a while: the next attempt asks the hub for a new one.
+            raise TransferInterruptedError(f"the storage host {response.url.host} answered {status}")
+        raise self._refusal(status, headers)
 
     def _refusal(self, status: int, headers: Mapping[str, str]) -> LocalLLMError:
         code = headers.get("x-error-code", "")
         token = "a token was sent" if self._token else "HF_TOKEN is not set and no token is stored"
-        page = f"{self.hub.endpoint}/{self.repo}"
         if status == 404 or code in ("RepoNotFound", "RevisionNotFound", "EntryNotFound"):
             what = {"RevisionNotFound": "has no such revision", "EntryNotFound": "lacks a file that it lists"}
             return ModelNotFoundError(
                 f"{self.repo} {what.get(code, 'is not on the hub')}",
                 why=f"{self.hub.endpoint} answered {status}; it also hides private repositories ({token})",
-                fix=f"check the name on {page}, or set HF_TOKEN=hf_...",
+                fix=f"check the name on {self.page}, or set HF_TOKEN=hf_...",
             )
         if status in (401, 403):
             return AccessError(
                 f"the hub refuses {self.repo}",
                 why=f"it answered {status}: the repository is gated or private; {token}",
-                fix=f"accept the licence on {page}, then: HF_TOKEN=hf_... {self.resume_command}",
+                fix=f"accept the licence on {self.page}, then: HF_TOKEN=hf_... {self.resume_command}",
             )
         return DownloadError(
             f"{self.repo} could not be fetched",
@@ -221,38 +201,15 @@ class HubClient:
         )
 
 
-def refuse_page(response: httpx2.Response) -> None:
-    """A login page of a hotel's network in place of a file."""
-    kind = response.headers.get("content-type", "").lower()
-    if kind.startswith("text/html"):
-        raise TransferInterruptedError(_not_from_the_hub(kind))
-
-
 def _not_from_the_hub(kind: str) -> str:
-    page = "a web page" if "html" in kind.lower() else f"{shlex.quote(kind[:40])} that is not JSON"
-    return f"the answer was {page}, not the hub's: a proxy or a network's login page may stand between"
+    return f"the answer was {kind}, not the hub's: a proxy or a network's login page may stand between"
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     text = headers.get("retry-after", "").strip()
-    if not text:
-        return None
     if text.isascii() and text.isdigit():
         return float(text[:9])
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError):
         return None
-
-
-def _origin(url: str) -> tuple[str, str, int]:
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    return parts.scheme.lower(), (parts.hostname or "").lower(), port or {"http": 80, "https": 443}.get(parts.scheme, 0)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -15,28 +15,25 @@ from pathlib import Path
 from typing import Literal
 
 from localllm.errors import CheckpointError, ModelNotFoundError
-from localllm.hub.names import MODEL_FILES, TINY_DIRECTORY, ModelReference, pull_command, understand, without_config
+from localllm.hub.names import (
+    MODEL_FILES,
+    TINY_DIRECTORY,
+    ModelFiles,
+    ModelReference,
+    pull_command,
+    understand,
+    without_config,
+)
 from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_bytes, packed_sources
 from localllm.hub.repo_cache import INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
 from localllm.present import is_file, is_folder
-from localllm.registry import BUILT_IN, REPO_ID, RUNNABLE_MODEL_TYPES, ModelEntry, Registry
+from localllm.registry import BUILT_IN, REPO_ID, RUNNABLE_MODEL_TYPES, ModelEntry, Registry, load_registry
 
 # Of a model's folder, beside weights and templates.
 _READ = frozenset({
     *MODEL_FILES, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", INDEX,
 })  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """A model's folder. `repo` and `revision` (a commit) are None for the built-in model and for a user's folder."""
-
-    directory: Path
-    name: str
-    repo: str | None = None
-    revision: str | None = None
-    entry: ModelEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class InstalledModel:
     packed: tuple[PackedWeights, ...] = ()
 
     def is_called(self, name: str) -> bool:
-        """In letters of whatever size."""
+        """Return whether this is a name of the model, in letters of whatever size."""
         entry = (self.entry.name, *self.entry.aliases) if self.entry else ()
         return name.casefold() in {each.casefold() for each in (self.name, self.repo or self.name, *entry)}
 
@@ -68,7 +65,7 @@ class InstalledModel:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What `localllm show` says. Every number of the architecture is as config.json has it, or None."""
+    """The answer of `localllm show`. Every number of the architecture is as config.json has it, or None."""
 
     name: str
     files: ModelFiles | None  # None: not on this disk
@@ -102,8 +99,10 @@ def current(files: ModelFiles) -> ModelFiles:
 
 
 def contents(directory: Path) -> str:
-    """All that a model is read from, by its place, names, sizes and times, in 32 hexadecimal digits: a look at the
-    folder, not into the files. Raises ModelNotFoundError where it is gone."""
+    """Return a hash of all that a model is read from: place, names, sizes and times, not what the files hold.
+
+    Raises ModelNotFoundError where it is gone.
+    """
     folder = directory.resolve()
     found = [str(folder)]
     try:
@@ -127,8 +126,20 @@ def _is_read(entry: os.DirEntry[str]) -> bool:
     return entry.name in _READ or entry.name.endswith((".safetensors", ".jinja"))
 
 
-def find(name: str, registry: Registry, hub: HubSettings, *, needs_config: bool) -> ModelFiles:
-    """The whole model that `name` stands for. Raises ModelNotFoundError, with the command that fetches it."""
+def locate(
+    name: str,
+    *,
+    registry: Registry | None = None,
+    hub: HubSettings | None = None,
+    offline: bool = False,
+    needs_config: bool = True,
+) -> ModelFiles:
+    """Return the folder of `tiny`, a directory, a registry name or `org/repo[@revision]`. Touches no network.
+
+    needs_config: whether a user's folder must hold config.json; a tokenizer alone needs none. Raises ModelNotFoundError
+    for an unknown name, and with the command that fetches it for a model that is not, or only partly, on this disk.
+    """
+    registry, hub = registry or load_registry(), hub or HubSettings.from_environment(offline=offline)
     reference = understand(name, registry)
     if reference.directory is not None:
         return _folder(reference, needs_config=needs_config)
@@ -171,24 +182,31 @@ def _folder(reference: ModelReference, *, needs_config: bool) -> ModelFiles:
     )
 
 
-def installed(registry: Registry, hub: HubSettings) -> Iterator[InstalledModel]:
-    """The built-in model, every runnable model in the cache, what was only partly fetched, and what else is packed."""
+def list_models(*, registry: Registry | None = None, hub: HubSettings | None = None) -> list[InstalledModel]:
+    """Return the built-in model, every model in the cache that this version runs, whole or partly fetched, and what is
+    packed, also of a user's folder or of a checkpoint that is gone."""
+    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
     packed = _packed_by_checkpoint(hub)
-    for row in _checkpoints(registry, hub):
-        yield replace(row, packed=packed.pop((row.repo or TINY_DIRECTORY.resolve(), row.revision), ()))
+    rows = [
+        replace(row, packed=packed.pop((row.repo or TINY_DIRECTORY.resolve(), row.revision), ()))
+        for row in _checkpoints(registry, hub)
+    ]
     for (origin, commit), models in packed.items():
         if isinstance(origin, str):
             entry = registry.by_repo(origin)
-            yield InstalledModel(f"{origin}@{commit}", None, 0, origin, commit, entry=entry, packed=models)
+            rows.append(InstalledModel(f"{origin}@{commit}", None, 0, origin, commit, entry=entry, packed=models))
         elif is_file(origin / "config.json"):
             model_type = _text(_config(origin), "model_type")
-            yield InstalledModel(str(origin), origin, folder_bytes(origin), model_type=model_type, packed=models)
+            size_bytes = folder_bytes(origin)
+            rows.append(InstalledModel(str(origin), origin, size_bytes, model_type=model_type, packed=models))
         else:
-            yield InstalledModel(str(origin), None, 0, packed=models)
+            rows.append(InstalledModel(str(origin), None, 0, packed=models))
+    return rows
 
 
 def _packed_by_checkpoint(hub: HubSettings) -> dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]]:
-    """By (repository, commit) or (folder, None): what was packed of a folder at any time is listed with it."""
+    """Return packed models by (repository, commit) or (folder, None): a folder is listed with all that was ever packed
+    of it."""
     found: dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]] = {}
     for source in packed_sources():
         checkpoint = (source.origin, source.key if isinstance(source.origin, str) else None)
@@ -247,13 +265,14 @@ def _name_of(commit: str, cache: RepoCache, refs: dict[str, str], entry: ModelEn
     return f"{cache.repo}@{named}"
 
 
-def describe(name: str, registry: Registry, hub: HubSettings) -> ModelDescription:
-    """What is known about `name`, on this disk or not. Raises ModelNotFoundError where the name means nothing."""
+def describe(name: str, *, registry: Registry | None = None, hub: HubSettings | None = None) -> ModelDescription:
+    """Describe a model, on this disk or not. Raises ModelNotFoundError where the name means nothing."""
+    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
     reference = understand(name, registry)
     partial_bytes = RepoCache(hub.cache_dir, reference.repo).partial_bytes() if reference.repo else 0
     packed = packed_of(name, registry, hub)
     try:
-        files = find(name, registry, hub, needs_config=True)
+        files = locate(name, registry=registry, hub=hub)
     except ModelNotFoundError:
         if reference.entry is None and not partial_bytes and not packed:
             raise
@@ -286,7 +305,7 @@ def describe(name: str, registry: Registry, hub: HubSettings) -> ModelDescriptio
 
 
 def packed_of(name: str, registry: Registry, hub: HubSettings) -> tuple[PackedWeights, ...]:
-    """What was packed of the model that `name` stands for, also where its checkpoint is gone.
+    """Return what was packed of the model that `name` stands for, also where its checkpoint is gone.
 
     Of a repository without a revision: of every one. Raises ModelNotFoundError where the name means nothing.
     """

@@ -1,4 +1,4 @@
-"""What a model's name stands for, and which names are refused at the door.
+"""Names of models: their meaning, and those that are refused at the door.
 
 Looks at the registry and asks whether a directory exists; opens no file.
 """
@@ -46,6 +46,17 @@ class ModelReference:
     revision: str = "main"
     entry: ModelEntry | None = None
     folder_without_config: Path | None = None  # a folder of that name, passed over
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's folder. `repo` and `revision` (a commit) are None for the built-in model and for a user's folder."""
+
+    directory: Path
+    name: str
+    repo: str | None = None
+    revision: str | None = None
+    entry: ModelEntry | None = None
 
 
 def understand(name: str, registry: Registry) -> ModelReference:

@@ -1,4 +1,4 @@
-"""Where packed models rest: which folder belongs to which checkpoint and weight format, and how it is freed.
+"""Folders of packed models: which belongs to which checkpoint and weight format, and how it is freed.
 
     packed/hub/ORG/REPO/@COMMIT/WEIGHTS/                  made from a model of the download cache
     packed/folders/PATH/OF/THE/FOLDER/@FINGERPRINT/WEIGHTS/   made from a folder: the built-in model's, or the user's
@@ -20,17 +20,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from localllm.config import user_directories
 from localllm.errors import CheckpointError, LocalLLMError, UsageError
-from localllm.hub.exclusive import LOCK, exclusive, unread
+from localllm.hub.locks import LOCK, exclusive, unread
+from localllm.hub.names import ModelFiles
 from localllm.hub.repo_cache import COMMIT, INDEX
 from localllm.present import is_file, is_folder, is_link
 from localllm.registry import REPO_ID
-
-if TYPE_CHECKING:
-    from localllm.hub.installed import ModelFiles
 
 PACKED_INDEX = "index.json"  # written last: a folder that has it is whole
 WEIGHTS_NAME = re.compile(r"[a-z0-9]{1,16}(?:-[a-z0-9]{1,16}){0,4}")
@@ -66,7 +64,7 @@ def packed_root() -> Path:
 
 
 def packed_directory(files: ModelFiles, recipe_name: str) -> Path:
-    """Where the model's weights are, or will be, in this format. Creates nothing.
+    """Return the folder of the model's weights in this format, which need not be there.
 
     Raises UsageError for a name that is none, CheckpointError where the folder cannot be examined.
     """
@@ -76,7 +74,7 @@ def packed_directory(files: ModelFiles, recipe_name: str) -> Path:
 
 
 def packed_of_folder(folder: Path) -> Path:
-    """Where all is that was packed of a folder with a model, as it is and as it was. Creates nothing."""
+    """Return the folder of all that was packed of a user's folder, as it is and as it was; it need not be there."""
     folder = folder.resolve()
     return packed_root() / "folders" / folder.relative_to(folder.anchor)
 
@@ -94,12 +92,12 @@ def packed_recipes(files: ModelFiles) -> list[str]:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether the packed model in a folder was finished; False too where nobody may look."""
+    """Return whether the packed model in a folder was finished; False too where nobody may look."""
     return is_file(directory / PACKED_INDEX)
 
 
 def packed_models(files: ModelFiles) -> tuple[PackedWeights, ...]:
-    """What was packed of the checkpoint as it is now, whole or not."""
+    """Return what was packed of the checkpoint as it is now, whole or not."""
     return _models_in(_place(files))
 
 
@@ -128,7 +126,7 @@ def _keyed_folders(root: Path, key: re.Pattern[str]) -> Iterator[tuple[Path, str
 
 
 def fingerprint(folder: Path) -> str:
-    """The folder's config, and the names, sizes and times of its weights, in 32 hexadecimal digits.
+    """Hash the folder's config, and the names, sizes and times of its weights, to 32 hexadecimal digits.
 
     Raises CheckpointError where they cannot be examined.
     """
@@ -145,7 +143,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def remove_packed(models: Iterable[PackedWeights]) -> int:
-    """Deletes packed models and returns the bytes that became free. A link is deleted, never followed.
+    """Delete packed models and return the bytes that became free. A link is deleted, never followed.
 
     Raises LocalLLMError where another process makes or reads one of them, or the disk refuses. Nothing is deleted
     unless all can be.
@@ -185,25 +183,22 @@ def _models_in(place: Path) -> tuple[PackedWeights, ...]:
     for entry in entries:
         with suppress(OSError):  # a link that leads to itself
             if WEIGHTS_NAME.fullmatch(entry.name) and entry.is_dir():
-                models.append(_model(Path(entry.path)))
+                directory = Path(entry.path)
+                state: Literal["whole", "unfinished"] = "whole" if is_whole(directory) else "unfinished"
+                models.append(PackedWeights(entry.name, directory, own_bytes(directory), state))
     return tuple(models)
 
 
-def _model(directory: Path) -> PackedWeights:
-    state: Literal["whole", "unfinished"] = "whole" if is_whole(directory) else "unfinished"
-    return PackedWeights(directory.name, directory, own_bytes(directory), state)
-
-
 def own_bytes(folder: Path) -> int:
-    """Bytes of the plain files in a folder that would be freed with it: links count nothing."""
+    """Return the bytes of plain files that would be freed with a folder: links count nothing."""
     if is_link(folder) or not is_folder(folder):
         return 0
-    states = []
+    freed = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # another process is at work here, or nobody may look
-            if not path.is_symlink() and path.is_file():
-                states.append(path.lstat())
-    return sum(state.st_size for state in states if state.st_nlink == 1)
+            if not path.is_symlink() and path.is_file() and (state := path.lstat()).st_nlink == 1:
+                freed += state.st_size
+    return freed
 
 
 def _refuse_linked(root: Path, directory: Path) -> None:
@@ -216,20 +211,16 @@ def _refuse_linked(root: Path, directory: Path) -> None:
 def _hold(model: PackedWeights, held: ExitStack) -> None:
     """Nobody else writes or reads the packed model until `held` is closed. Raises LocalLLMError where somebody does."""
 
-    def refuse(process: str) -> None:
-        raise _busy(model, f"process {process} is packing it")
+    def refuse(why: str) -> None:
+        raise LocalLLMError(f"{model.directory} is not deleted", why=why, fix="wait for it, or stop it")
 
-    held.enter_context(exclusive(model.directory, refuse))
+    held.enter_context(exclusive(model.directory, lambda process: refuse(f"process {process} is packing it")))
     if not held.enter_context(unread(model.directory / PACKED_INDEX)):
-        raise _busy(model, "another process is reading it")
-
-
-def _busy(model: PackedWeights, why: str) -> LocalLLMError:
-    return LocalLLMError(f"{model.directory} is not deleted", why=why, fix="wait for it, or stop it")
+        refuse("another process is reading it")
 
 
 def _empty(directory: Path) -> None:
-    """Deletes all but the lock file, which goes when the lock does."""
+    """Delete all but the lock file, which goes when the lock does."""
     if directory.is_symlink():
         directory.unlink()
         return
@@ -242,7 +233,7 @@ def _empty(directory: Path) -> None:
 
 
 def _remove_empty(root: Path, directory: Path) -> None:
-    """Folders that hold nothing any more. One in which another process has begun to pack since then stays."""
+    """Remove folders that hold nothing any more. One in which another process has begun to pack since then stays."""
     for path in (directory, *(root / parent for parent in list(directory.relative_to(root).parents)[:-1])):
         with suppress(OSError):
             path.rmdir()

@@ -10,13 +10,16 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from localllm import present
 from localllm.config import format_bytes
 from localllm.errors import DoesNotFitError, DownloadError
+from localllm.hub.locks import is_at
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -26,7 +29,7 @@ READ_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What the hub promises: `digest` is a sha256, or for files kept in git itself the sha1 of the git blob."""
+    """A file as the hub promises it. `digest` is a sha256, or for files in git itself the sha1 of the git blob."""
 
     name: str
     size_bytes: int
@@ -49,8 +52,7 @@ class PartialFile:
         self._hash = remote.new_hash()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-            self._descriptor = os.open(path, flags, 0o644)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise disk_error(error, path, remote.size_bytes) from None
         try:
@@ -84,7 +86,7 @@ class PartialFile:
             verifying(self.position)
 
     def append(self, chunk: bytes) -> None:
-        """Writes and hashes `chunk`; what would pass the promised size is dropped."""
+        """Write and hash `chunk`; what would pass the promised size is dropped."""
         view = memoryview(chunk)[: self.missing_bytes]
         while view:
             try:
@@ -96,11 +98,11 @@ class PartialFile:
             view = view[written:]
 
     def publish(self, destination: Path) -> None:
-        """Gives verified bytes their final name, so that they are there whole or not at all."""
+        """Give verified bytes their final name, so that they are there whole or not at all."""
         try:
             os.fsync(self._descriptor)
             # Where locks do not work another process may have renamed our file already: to the same verified bytes.
-            if not _same_file(self.path, self._descriptor):
+            if not is_at(self.path, self._descriptor):
                 raise FileNotFoundError(errno.ENOENT, "another process took the file", str(self.path))
             self.path.replace(destination)
         except OSError as error:
@@ -108,29 +110,23 @@ class PartialFile:
                 raise disk_error(error, self.path, 0) from None
 
     def discard(self, destination: Path) -> None:
-        """Drops bytes that turned out wrong, so that the next attempt starts from nothing."""
+        """Drop bytes that turned out wrong, so that the next attempt starts from nothing."""
         # The destination too: without working locks another process may have published the file that we wrote into.
         for path in (self.path, destination):
-            if _same_file(path, self._descriptor):
+            if is_at(path, self._descriptor):
                 path.unlink(missing_ok=True)
 
 
 def file_matches(path: Path, remote: RemoteFile) -> bool:
-    """Whether the file at `path` has the promised size and checksum."""
-    digest = remote.new_hash()
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != remote.size_bytes:
-                return False
-            while block := file.read(READ_BYTES):
-                digest.update(block)
-    except OSError:
-        return False
-    return digest.hexdigest() == remote.digest
+    """Return whether the file at `path` has the promised size and checksum."""
+    with suppress(OSError), path.open("rb") as file:
+        has_size = os.fstat(file.fileno()).st_size == remote.size_bytes
+        return has_size and hashlib.file_digest(file, remote.new_hash).hexdigest() == remote.digest
+    return False
 
 
 def disk_error(error: OSError, path: Path, needed_bytes: int) -> DownloadError | DoesNotFitError:
-    """What a failed write means to the user."""
+    """Return the error that a failed write is to the user."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return no_space(path.parent, needed_bytes)
     return DownloadError(f"{path} cannot be written", why=str(error), fix=f"ls -ld {path.parent}")
@@ -145,15 +141,5 @@ def no_space(folder: Path, needed_bytes: int) -> DoesNotFitError:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk that `folder` is, or will be, on."""
-    for candidate in (folder, *folder.parents):
-        if candidate.is_dir():
-            return shutil.disk_usage(candidate).free
-    return 0
-
-
-def _same_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except OSError:
-        return False
+    """Return the free bytes of the disk that `folder` is, or will be, on."""
+    return shutil.disk_usage(present.nearest(folder)).free

@@ -1,4 +1,4 @@
-"""How far a pull has come. Plain data: imports nothing of the network."""
+"""The progress of a pull as plain data: imports nothing of the network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PullProgress:
-    """How far a pull has come. `done_bytes` of `total_bytes` are on the disk and hashed."""
+    """The progress of a pull. `done_bytes` of `total_bytes` are on the disk and hashed."""
 
     phase: Literal["listing", "waiting", "verifying", "downloading", "retrying"]
     file: str = ""

@@ -9,25 +9,32 @@ from contextlib import suppress
 
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from localllm.hub.installed import folder_bytes, packed_of
+from localllm.hub.locks import exclusive
 from localllm.hub.names import ModelReference, understand
 from localllm.hub.packed import PackedWeights, own_bytes, remove_packed
 from localllm.hub.repo_cache import RepoCache
 from localllm.hub.settings import HubSettings
 from localllm.present import is_folder, is_link
-from localllm.registry import BUILT_IN, Registry
+from localllm.registry import BUILT_IN, Registry, load_registry
 
 
 def remove(
-    name: str, registry: Registry, hub: HubSettings, *, packed_only: bool, confirm: Callable[[int, int], None]
+    name: str,
+    *,
+    packed_only: bool = False,
+    confirm: Callable[[int, int], None] = lambda _checkpoint_bytes, _packed_bytes: None,
+    registry: Registry | None = None,
+    hub: HubSettings | None = None,
 ) -> int:
-    """Deletes a model's files, unfinished and packed ones too, and returns the bytes that became free.
+    """Delete a model's files, unfinished and packed ones too, and return the bytes that became free.
 
     packed_only: the packed ones alone, which the built-in model and a user's folder may have as well.
-    confirm(bytes of the checkpoint, packed bytes) hears of it before anything is deleted, and may raise.
+    confirm(bytes of the checkpoint, packed bytes) is called before anything is deleted, and may raise.
     `org/repo@revision` deletes that snapshot and the files that no other snapshot shares. Links are deleted, never
     followed. Raises UsageError for the files of the built-in model and of a user's folder, ModelNotFoundError where
     nothing is, LocalLLMError where another process is at work on them.
     """
+    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
     packed = packed_of(name, registry, hub)
     if packed_only and not packed:
         raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix="localllm list")
@@ -48,10 +55,13 @@ def remove(
         why = f"{cache.folder} does not hold it"
         raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix="localllm list")
     confirm(_checkpoint_bytes(cache, commit), packed_bytes)
-    with cache.exclusive() as alone:
-        if not alone:
-            why = "another process holds it"
-            raise LocalLLMError(f"{name} is being fetched", why=why, fix="wait for it, or stop it")
+
+    def refuse(process: str) -> None:
+        raise LocalLLMError(
+            f"{name} is being fetched", why=f"process {process} holds it", fix="wait for it, or stop it"
+        )
+
+    with exclusive(cache.lock, refuse):
         freed_bytes = remove_packed(packed)
         try:
             return freed_bytes + _delete_checkpoint(cache, commit)
@@ -61,7 +71,7 @@ def remove(
 
 
 def _is_gone(name: str, registry: Registry) -> bool:
-    """Whether the name means nothing any more: a folder's that was there when it was packed."""
+    """Return whether the name means nothing any more: a folder's that was there when it was packed."""
     try:
         understand(name, registry)
     except ModelNotFoundError:
@@ -78,7 +88,7 @@ def _not_in_the_cache(name: str, reference: ModelReference, packed: Sequence[Pac
 
 
 def _checkpoint_bytes(cache: RepoCache, commit: str | None) -> int:
-    """What one snapshot holds, or without a commit the whole repository: every revision, whole or not."""
+    """Return the bytes of one snapshot, or without a commit of the whole repository: every revision, whole or not."""
     if commit is None:
         return own_bytes(cache.folder)
     snapshot = cache.snapshot(commit)
@@ -86,7 +96,7 @@ def _checkpoint_bytes(cache: RepoCache, commit: str | None) -> int:
 
 
 def _delete_checkpoint(cache: RepoCache, commit: str | None) -> int:
-    """Deletes one snapshot, or without a commit the whole repository; returns the bytes freed."""
+    """Delete one snapshot, or without a commit the whole repository; return the bytes freed."""
     if cache.folder.is_symlink():
         cache.folder.unlink()
         return 0

@@ -16,10 +16,9 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from localllm.errors import CheckpointError
@@ -43,7 +42,7 @@ class RepoCache:
         self.repo = repo
         self.folder = cache_dir / ("models--" + repo.replace("/", "--"))
         self.blobs = self.folder / "blobs"
-        self.lock_file = cache_dir / ".locks" / self.folder.name / "localllm.lock"
+        self.lock = cache_dir / ".locks" / self.folder.name / "localllm"  # the folder to hold while this one is changed
 
     def snapshot(self, commit: str) -> Path:
         return self.folder / "snapshots" / commit
@@ -118,11 +117,14 @@ class RepoCache:
 
     def partial_bytes(self) -> int:
         """Bytes of files that were not finished, ours and other tools'."""
-        names = [name for name in _names(self.blobs) if name.endswith(".incomplete")]
-        return sum(_own_size(self.blobs / name) for name in names)
+        found = 0
+        for name in _names(self.blobs):
+            with suppress(OSError):
+                found += (self.blobs / name).lstat().st_size if name.endswith(".incomplete") else 0
+        return found
 
     def write_manifest(self, commit: str, sizes: Mapping[str, int]) -> None:
-        """Declares the snapshot whole. To be called when every file is in its place."""
+        """Declare the snapshot whole. To be called when every file is in its place."""
         content = json.dumps({"schema_version": 1, "repo": self.repo, "commit": commit, "files": dict(sizes)}, indent=1)
         self._write_atomically(self.manifest(commit), content + "\n")
 
@@ -166,27 +168,6 @@ class RepoCache:
         finally:
             temporary.unlink(missing_ok=True)
 
-    @contextmanager
-    def exclusive(self, waiting: Callable[[str], None] | None = None) -> Iterator[bool]:
-        """One process at a time; yields False instead of waiting where `waiting` is None and another holds it.
-
-        The lock dies with its holder. Everything stays correct where a file system only pretends to lock: bytes are
-        verified before they get their final name, and each rename is atomic.
-        """
-        self.lock_file.parent.mkdir(parents=True, exist_ok=True)
-        with self.lock_file.open("a+") as file:
-            while not _try_lock(file.fileno()):
-                if waiting is None:
-                    yield False
-                    return
-                file.seek(0)
-                waiting(file.read(32).strip() or "unknown")
-                time.sleep(0.2)
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
-            yield True
-
 
 def shard_names(index: Path) -> list[str]:
     """The files that a safetensors index names. Raises CheckpointError for names that lead elsewhere."""
@@ -220,27 +201,11 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def sync_directory(path: Path) -> None:
-    if sys.platform == "win32":
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
 
 
 def _read_ref(path: Path) -> str | None:
@@ -257,10 +222,3 @@ def _names(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))  # noqa: PTH208 (names, not paths)
     except OSError:
         return []
-
-
-def _own_size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0

@@ -1,4 +1,4 @@
-"""Where models are kept and fetched from: huggingface_hub's cache, endpoint, token and offline mode."""
+"""Settings of the hub: huggingface_hub's cache, endpoint, token and offline mode, and how long to try."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localllm.config import below_home
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a transfer is tried. Attempts that brought bytes do not count."""
+    """Limits of trying again. Attempts that brought bytes do not count."""
 
     attempts: int = 6
     listing_attempts: int = 4
@@ -34,7 +34,7 @@ class HubSettings:
 
     @classmethod
     def from_environment(cls, *, offline: bool = False, token: str | None = None) -> HubSettings:
-        """As huggingface_hub reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT and HF_HUB_OFFLINE."""
+        """Read HF_HOME, HF_HUB_CACHE, HF_ENDPOINT and HF_HUB_OFFLINE as huggingface_hub does."""
         from huggingface_hub import constants
 
         return cls(
@@ -43,7 +43,7 @@ class HubSettings:
 
 
 def found_token() -> str | None:
-    """As huggingface_hub finds it; None too where its file lies in a folder that is none, or is not to be entered."""
+    """Return the token that huggingface_hub finds; None too where its file's folder is none or not to be entered."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:

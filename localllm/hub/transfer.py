@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import DownloadError
-from localllm.hub.http import Attempts, HubClient, TransferInterruptedError, refuse_page
+from localllm.hub.http import Attempts, HubClient, TransferInterruptedError
 from localllm.hub.partial_file import PartialFile, RemoteFile
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 
 
 class FileTransfer:
-    """Fetches one file of a commit. `report(phase, bytes of this file, note)` hears of progress."""
+    """Fetches one file of a commit, with progress to `report(phase, bytes of this file, note)`."""
 
     def __init__(
         self, client: HubClient, remote: RemoteFile, commit: str, report: Callable[[str, int, str], None]
@@ -33,7 +33,7 @@ class FileTransfer:
         self._report = report
 
     def run(self, partial_path: Path, destination: Path) -> None:
-        """Leaves the verified file at `destination`; what it had when it broke off stays at `partial_path`.
+        """Leave the verified file at `destination`; what it had when it broke off stays at `partial_path`.
 
         Raises DownloadError or AccessError, and DoesNotFitError when the disk is full.
         """
@@ -66,8 +66,7 @@ class FileTransfer:
             if not partial.missing_bytes:
                 return
             progressed = partial.position - before >= policy.progress_bytes
-            given_up = attempts.failed(interruption, progressed=progressed)
-            if given_up:
+            if given_up := attempts.failed(interruption, progressed=progressed):
                 raise DownloadError(
                     f"{self._remote.name} could not be fetched",
                     why=f"{given_up}; {partial.position} of {self._remote.size_bytes} bytes are kept",
@@ -81,7 +80,7 @@ class FileTransfer:
             first = self._first_byte(response, start)
             unread = partial.position - first  # bytes that we hold already
             # No chunk size: bytes gathered to fill one would be lost with the connection.
-            for chunk in response.iter_raw() if _is_plain(response) else response.iter_bytes():
+            for chunk in response.iter_bytes():
                 fresh = chunk[unread:]
                 unread -= len(chunk) - len(fresh)
                 if fresh:
@@ -91,22 +90,18 @@ class FileTransfer:
                     return
 
     def _first_byte(self, response: httpx2.Response, start: int) -> int:
-        """Which byte of the file the body starts with. Raises TransferInterruptedError for what cannot be our file."""
+        """Return which byte of the file the body starts with. Raises TransferInterruptedError for what cannot be it."""
         size = self._remote.size_bytes
+        # Some servers compress although asked not to; a range of that is of no use.
+        is_plain = response.headers.get("content-encoding", "identity").lower() == "identity"
         if response.status_code == 416:
             raise TransferInterruptedError("the server refuses to go on from where we were", refused_range=True)
-        refuse_page(response)
         if response.status_code == 206:
-            found = _is_plain(response) and _CONTENT_RANGE.fullmatch(response.headers.get("content-range", "").strip())
+            found = is_plain and _CONTENT_RANGE.fullmatch(response.headers.get("content-range", "").strip())
             if not found or int(found[1]) != start or found[3] not in ("*", str(size)):
                 raise TransferInterruptedError("the server sent another range than asked for", refused_range=True)
             return start
         length = response.headers.get("content-length", "")
-        if _is_plain(response) and length.isdigit() and int(length) != size:
+        if is_plain and length.isdigit() and int(length) != size:
             raise TransferInterruptedError(f"the server announces {int(length)} bytes, the hub promised {size}")
         return 0
-
-
-def _is_plain(response: httpx2.Response) -> bool:
-    """Whether the body is the file's own bytes: some servers compress although asked not to."""
-    return str(response.headers.get("content-encoding", "identity")).lower() == "identity"

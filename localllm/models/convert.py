@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localllm.config import format_bytes
 from localllm.errors import CheckpointError, DoesNotFitError, LocalLLMError
-from localllm.hub.exclusive import exclusive
+from localllm.hub.locks import exclusive
 from localllm.hub.packed import PACKED_INDEX
 from localllm.hub.partial_file import free_bytes
 from localllm.hub.repo_cache import sync_directory

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from localllm.errors import CheckpointError
-from localllm.hub.exclusive import reading
+from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX, is_whole
 from localllm.models.config import ModelConfig
 from localllm.models.disk_embedding import DiskEmbedding

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
-from localllm.errors import (
-    LocalLLMError,
-    ModelNotFoundError,
-)
+from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.hub import HubSettings, describe, list_models, locate, pull, remove
 from tests.fake_hub import COMMIT
 from tests.hub.support import SHARDS, make_folder, other_tools_snapshot, single_model
@@ -56,8 +54,11 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
-@pytest.mark.parametrize("action", [locate, pull, describe, remove], ids=lambda action: action.__name__)
+# Each name by the way that uses the network, and by another one.
+ATTACKS = [(pull, name) for name in HOSTILE] + list(zip(cycle((locate, describe, remove)), HOSTILE, strict=False))
+
+
+@pytest.mark.parametrize(("action", "name"), ATTACKS, ids=lambda value: getattr(value, "__name__", ascii(value)))
 def test_a_hostile_name_is_refused_before_anything_outside_the_cache_is_opened(fake, hub, registry, action, name):
     opened: list[str] = []
     watched = threading.get_ident()
@@ -140,14 +141,12 @@ def test_the_built_in_model_needs_no_cache(registry, tmp_path, monkeypatch):
     assert pull("tiny", registry=registry, hub=hub) == found
 
 
-def test_a_snapshot_of_another_tool_is_used(registry, hub):
-    snapshot = other_tools_snapshot(hub)
-    assert locate("maker/sharded", registry=registry, hub=hub).directory == snapshot
-
-
-@pytest.mark.parametrize("absent", ["config.json", "tokenizer.json", *SHARDS])
-def test_half_a_snapshot_of_another_tool_is_not_used(registry, hub, absent):
-    other_tools_snapshot(hub, absent)
+@pytest.mark.parametrize("absent", ["", "config.json", "tokenizer.json", *SHARDS])
+def test_a_snapshot_of_another_tool_is_used_where_it_is_whole(registry, hub, absent):
+    snapshot = other_tools_snapshot(hub, absent)
+    if not absent:
+        assert locate("maker/sharded", registry=registry, hub=hub).directory == snapshot
+        return
     with pytest.raises(ModelNotFoundError, match="not on this disk") as caught:
         locate("maker/sharded", registry=registry, hub=hub)
     assert absent in caught.value.why

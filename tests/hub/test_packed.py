@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
-from threading import Event, Thread
 
 import pytest
 
 from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.hub import HubSettings, ModelFiles, describe, list_models, remove
-from localllm.hub.exclusive import exclusive, reading
+from localllm.hub.locks import exclusive, reading
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.hub.packed import packed_directory, packed_recipes, packed_root, source_id
 from localllm.registry import Registry
 from tests.fake_hub import COMMIT
-from tests.hub.support import REPO, REPOSITORY, make_folder, names_in, other_tools_snapshot
-from tests.patience import PATIENCE_S
+from tests.hub.support import REPO, make_folder, names_in, other_tools_snapshot
 
 CONFIG = '{"model_type": "llama"}'
 SHARDED = "maker/sharded"
@@ -106,20 +101,12 @@ def test_a_folder_that_has_changed_does_not_find_what_was_packed_of_it(folder, c
     assert source_id(files_of(folder)) != before
 
 
-def test_what_is_no_weight_does_not_change_the_key(folder):
+def test_a_folder_is_known_by_a_link_and_with_other_files_but_a_copy_is_another_one(folder, tmp_path):
     pack(files_of(folder))
-    (folder / "README.md").write_text("words")
-    assert packed_recipes(files_of(folder)) == ["int4-g64"]
-
-
-def test_a_folder_reached_by_a_link_is_the_same_folder(folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
-    assert packed_directory(files_of(tmp_path / "link"), "int8") == packed_directory(files_of(folder), "int8")
-
-
-def test_a_copy_of_a_folder_is_another_one(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    assert source_id(files_of(copy)) != source_id(files_of(folder))
+    (folder / "README.md").write_text("words")
+    assert packed_recipes(files_of(tmp_path / "link")) == packed_recipes(files_of(folder)) == ["int4-g64"]
+    assert source_id(files_of(shutil.copytree(folder, tmp_path / "copy"))) != source_id(files_of(folder))
 
 
 def test_a_folder_within_a_folder_has_its_own(folder, registry, hub):
@@ -139,15 +126,7 @@ def test_a_format_that_is_no_name_is_refused(name):
 
 @pytest.mark.parametrize(
     ("repo", "commit"),
-    [
-        ("../x", COMMIT),
-        ("a/../..", COMMIT),
-        ("a/b/c", COMMIT),
-        ("/etc", COMMIT),
-        (REPO, ".."),
-        (REPO, None),
-        (REPO, ""),
-    ],
+    [*((repo, COMMIT) for repo in ("../x", "a/../..", "a/b/c", "/etc")), *((REPO, key) for key in ("..", None, ""))],
 )
 def test_a_repository_or_commit_that_would_climb_out_is_refused(repo, commit):
     with pytest.raises(UsageError):
@@ -161,19 +140,15 @@ def test_a_folder_without_a_config_is_an_error_that_names_it(tmp_path):
     assert caught.value.fix == f"ls -l '{folder}'"
 
 
-def test_only_a_model_with_its_index_is_whole(folder):
-    pack(files_of(folder), "int8")
-    pack(files_of(folder), "nf4", whole=False)
-    assert packed_recipes(files_of(folder)) == ["int8"]
-
-
 # What is listed
 
 
 def test_a_list_has_what_is_packed_of_each_model(registry, hub, folder):
     snapshot = other_tools_snapshot(hub)
-    pack(ModelFiles(snapshot, SHARDED, SHARDED, COMMIT), "int8")
-    pack(ModelFiles(snapshot, SHARDED, SHARDED, COMMIT), "nf4", whole=False)
+    files = ModelFiles(snapshot, SHARDED, SHARDED, COMMIT)
+    pack(files, "int8")
+    pack(files, "nf4", whole=False)
+    assert packed_recipes(files) == ["int8"]
     pack(files_of(folder))
     pack(ModelFiles(TINY_DIRECTORY, "tiny"), "int4-g32")
     assert rows(registry, hub) == {
@@ -254,7 +229,9 @@ def test_removing_a_model_frees_what_was_packed_of_it(registry, hub, cache):
     files = [path for root in (hub.cache_dir, cache) for path in root.rglob("*") if path.is_file()]
     taken = sum(path.stat().st_size for path in files if not path.is_symlink())
     assert remove(SHARDED, registry=registry, hub=hub) == taken > 12_000
-    assert list(cache.rglob("*")) == [cache / "packed"]
+    assert [*cache.rglob("*"), *hub.cache_dir.glob("models--*")] == [cache / "packed"]
+    with pytest.raises(ModelNotFoundError):
+        remove(SHARDED, registry=registry, hub=hub)
 
 
 def test_removing_one_revision_keeps_what_was_packed_of_another(registry, hub):
@@ -385,27 +362,3 @@ def test_a_lock_that_its_holder_left_behind_holds_nothing(registry, hub):
     (directory / ".lock").write_text("12345")
     remove(REPO, registry=registry, hub=hub)
     assert not directory.exists()
-
-
-def test_who_waits_for_a_deletion_begins_in_a_new_folder(registry, hub):
-    directory = pack(of_the_hub())
-    begun = Event()
-
-    def convert() -> None:
-        with exclusive(directory, lambda _: begun.set()):
-            (directory / "block").touch()
-
-    with ExitStack() as held:
-        held.enter_context(exclusive(directory, lambda _: None))
-        waiting = Thread(target=convert)
-        waiting.start()
-        assert begun.wait(PATIENCE_S)
-        shutil.rmtree(directory)
-    waiting.join(PATIENCE_S)
-    assert names_in(directory) == {"block"}
-
-
-def test_finding_packed_models_loads_neither_torch_nor_huggingface_hub():
-    code = "import localllm.hub.packed, sys; print({'torch', 'numpy', 'huggingface_hub'} & {*sys.modules})"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"set()\n"

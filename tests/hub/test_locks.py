@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.hub import exclusive as exclusive_module
-from localllm.hub.exclusive import LOCK, exclusive
+from localllm.hub import locks
+from localllm.hub.locks import LOCK, exclusive
 
 
 def test_the_lock_of_a_deleted_folder_is_no_lock(tmp_path):
@@ -32,7 +32,7 @@ def test_who_leaves_a_deleted_folder_leaves_the_lock_of_the_next_holder_there(tm
 
 
 def test_a_lock_that_lost_its_name_before_it_was_taken_is_not_held(tmp_path, monkeypatch):
-    real = exclusive_module._lock
+    real = locks._lock
     tries: list[bool] = []
 
     def lock(descriptor: int, *, alone: bool) -> bool:
@@ -41,7 +41,7 @@ def test_a_lock_that_lost_its_name_before_it_was_taken_is_not_held(tmp_path, mon
         tries.append(alone)
         return real(descriptor, alone=alone)
 
-    monkeypatch.setattr(exclusive_module, "_lock", lock)
+    monkeypatch.setattr(locks, "_lock", lock)
     with exclusive(tmp_path, lambda _: None):
         assert (tmp_path / LOCK).exists()
     assert len(tries) == 2

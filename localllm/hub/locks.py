@@ -18,9 +18,10 @@ _MOST_TRIES = 100
 
 @contextmanager
 def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
-    """Make `directory` and hold it; yields whether another process held it before. Nothing put there: no folder stays.
+    """Make and hold `directory`; yield whether another process held it before. An empty folder does not stay.
 
-    `waiting` hears of that process's id, again and again until it is gone. Raises OSError, and what `waiting` raises.
+    `waiting` is called with that process's id, again and again until it is gone. Raises OSError, and what `waiting`
+    raises.
     """
     path = directory / LOCK
     waited = False
@@ -32,7 +33,7 @@ def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]
             continue
         try:
             # A holder takes its lock file away with it: a lock on one that has lost its name is worth nothing.
-            if _lock(descriptor, alone=True) and _is_at(path, descriptor):
+            if _lock(descriptor, alone=True) and is_at(path, descriptor):
                 break
             waiting(os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown")
         except BaseException:
@@ -46,7 +47,7 @@ def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]
             os.pwrite(descriptor, f"{os.getpid()}\n".encode().ljust(32), 0)
         yield waited
     finally:
-        if _is_at(path, descriptor):
+        if is_at(path, descriptor):
             path.unlink(missing_ok=True)
         os.close(descriptor)
         with suppress(OSError):
@@ -55,7 +56,7 @@ def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Keeps others from deleting the file, beside other readers. Raises OSError where it is not there."""
+    """Keep others from deleting the file, beside other readers. Raises OSError where it is not there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _lock(descriptor, alone=False)  # waits for a deletion, which takes moments
@@ -66,7 +67,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def unread(path: Path) -> Iterator[bool]:
-    """Whether nobody is `reading` the file, which then nobody begins to. True where it is not there."""
+    """Yield whether nobody is `reading` the file, which then nobody begins to. True where it is not there."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -76,6 +77,13 @@ def unread(path: Path) -> Iterator[bool]:
         yield _lock(descriptor, alone=True)
     finally:
         os.close(descriptor)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Return whether the open file still has the name `path`."""
+    with suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False
 
 
 def _make(directory: Path) -> None:
@@ -97,9 +105,3 @@ def _lock(descriptor: int, *, alone: bool) -> bool:
     except (ImportError, OSError):  # a system, or a file system, without locks
         return True
     return True
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    with suppress(OSError):
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    return False
