@@ -209,8 +209,8 @@ class ChatWorker:
         if name is not None:
             self.session.dialogue.cut(length)
             self.session.recorder.sync()
-            self.note(f"a copy: {name}")
         self._show_and_count()
+        self.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
 
     def open(self, word: str, message: int | None = None, *, is_chosen: bool = False) -> None:
         """Open a saved conversation with the loaded model. message: the number of the one to go to; is_chosen: as in
