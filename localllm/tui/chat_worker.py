@@ -48,8 +48,11 @@ class ChatWorker:
         key_names: KeyNames,
         start: Callable[[Job], object],
     ) -> None:
-        """resolved: the settings for models chosen later. extra: sampling parameters that are no settings. start:
-        starts a thread worker."""
+        """resolved: the settings for models chosen later.
+
+        extra: sampling parameters that are no settings.
+        start: starts a thread worker.
+        """
         self.key_names = key_names
         self.resolved = resolved
         self._extra = extra
