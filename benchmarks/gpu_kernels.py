@@ -36,9 +36,9 @@ from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.catalog import Heads
 from localllm.kernels.gpu.check import Case
 from localllm.kernels.gpu.gemm import ProgramShape
-from localllm.kernels.gpu.gemv import INT8_GROUP, GpuMatrix
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
 from localllm.kernels.gpu.product import Dispatch
+from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
 from localllm.kernels.tile16 import TILE
 from localllm.offload.planner.roofline import device_seconds, recorded
 
@@ -207,32 +207,32 @@ class Products:
         return {"shape": list(shape), "own": _named(own), "seconds": found, "skipped": skipped}
 
 
-def random_matrix(N: int, K: int, weights: str, device: torch.device) -> GpuMatrix:
+def random_matrix(N: int, K: int, weights: str, device: torch.device) -> PackedMatrix:
     tiles = -(-N // TILE)
     if weights == "int8":
         size = (tiles, -(-K // INT8_GROUP) * INT8_GROUP // 4, TILE, 4)
         codes = torch.randint(-127, 128, size, dtype=torch.int8, device=device)
-        return GpuMatrix(codes, torch.rand((tiles, TILE), device=device) * K**-0.5 / 127, None)
+        return PackedMatrix(codes, torch.rand((tiles, TILE), device=device) * K**-0.5 / 127, None)
     groups = -(-K // GROUP)
     words = torch.randint(-(1 << 31), 1 << 31, (tiles, groups * GROUP // 8, TILE), dtype=torch.int32, device=device)
     scale = (torch.rand((tiles, groups, TILE), device=device) * K**-0.5 / 8).half()
-    return GpuMatrix(words, scale, (-7.5 * scale).half())
+    return PackedMatrix(words, scale, (-7.5 * scale).half())
 
 
-def _num_bytes(matrix: GpuMatrix) -> int:
+def _num_bytes(matrix: PackedMatrix) -> int:
     return sum(part.nbytes for part in (matrix.qweight, matrix.scale, matrix.bias) if part is not None)
 
 
-def _copies(matrix: GpuMatrix, device: torch.device) -> list[GpuMatrix]:
-    def clone() -> GpuMatrix:
+def _copies(matrix: PackedMatrix, device: torch.device) -> list[PackedMatrix]:
+    def clone() -> PackedMatrix:
         bias = None if matrix.bias is None else matrix.bias.clone()
-        return GpuMatrix(matrix.qweight.clone(), matrix.scale.clone(), bias)
+        return PackedMatrix(matrix.qweight.clone(), matrix.scale.clone(), bias)
 
     return [matrix, *(clone() for _ in range(num_copies(device, _num_bytes(matrix)) - 1))]
 
 
 def _sides(
-    matrix: GpuMatrix, N: int, few: Sequence[int], many: Sequence[int], device: torch.device
+    matrix: PackedMatrix, N: int, few: Sequence[int], many: Sequence[int], device: torch.device
 ) -> dict[str, Callable[[], Work]]:
     """Makers of each side's work; all numbers of rows share the copies."""
     K, most = matrix.in_features, max(*few, *many)
@@ -259,7 +259,7 @@ def _sides(
     return sides
 
 
-def _codes(x: Tensor, matrix: GpuMatrix, bits: int = 8) -> Codes:
+def _codes(x: Tensor, matrix: PackedMatrix, bits: int = 8) -> Codes:
     codes = Codes.empty(len(x), matrix.in_features, matrix.group, x.device, bits)
     to_codes(x, codes, x.shape[1]).run()
     return codes
@@ -274,11 +274,11 @@ def _each(function: Callable[..., object], arguments: Sequence[tuple[object, ...
     return [partial(function, *some) for some in arguments]
 
 
-def _gemvs(copies: Sequence[GpuMatrix], codes: Codes, y: Tensor, N: int) -> Work:
+def _gemvs(copies: Sequence[PackedMatrix], codes: Codes, y: Tensor, N: int) -> Work:
     return [gemv.gemv(codes, one, y, N).run for one in copies]
 
 
-def _gemms(copies: Sequence[GpuMatrix], N: int, rows: int, shape: ProgramShape, bits: int = 8) -> Work:
+def _gemms(copies: Sequence[PackedMatrix], N: int, rows: int, shape: ProgramShape, bits: int = 8) -> Work:
     """Products with codes of their own: how long a shape takes depends on their number, not on their values."""
     matrix, device = copies[0], copies[0].qweight.device
     codes = _codes(torch.randn((rows, matrix.in_features), device=device), matrix, bits)
@@ -295,7 +295,7 @@ def _theirs(copies: list[Int4], N: int, x: Tensor, device: torch.device) -> Work
     return [partial(one.forward, x) for one in copies]
 
 
-def _shapes(matrix: GpuMatrix) -> list[ProgramShape]:
+def _shapes(matrix: PackedMatrix) -> list[ProgramShape]:
     """Shapes with as many warps for a row of W as `Dispatch` takes."""
     own = Dispatch(1).shape(matrix, _SWEPT_ROWS)
     return [

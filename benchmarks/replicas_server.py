@@ -17,10 +17,10 @@ from localllm.config import load_settings
 from localllm.runtime.selection import locate, with_defaults
 from localllm.server.guard import Admission
 from localllm.server.http_server import bound, serve
+from localllm.server.model_server import Capacity
 from localllm.server.replicas.fleet import PREFIX_ROUTER, Fleet
 from localllm.server.replicas.front import ReplicaFront, create_front
 from localllm.server.replicas.replica import Role
-from localllm.server.served import Capacity
 
 ROUTERS = {"prefix": PREFIX_ROUTER, "turns": "benchmarks.replicas_server:Turns"}
 

@@ -31,7 +31,6 @@ from benchmarks.prefix import long_shape
 from localllm.bench.random_model import random_model
 from localllm.config import load_settings
 from localllm.engine.engine import Engine
-from localllm.engine.engine_info import Service
 from localllm.engine.events import TokenEvent
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
@@ -39,15 +38,16 @@ from localllm.engine.speculative.config import OFF
 from localllm.engine.step_types import Limits
 from localllm.hub import ModelFiles
 from localllm.quant.recipe import RECIPES
+from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_loader import Opening
-from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen, Hearer
-from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, start_engine
+from localllm.runtime.engine_thread import EngineThread
+from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import Selection, with_defaults
 from localllm.server.app import create_app
 from localllm.server.guard import Admission
 from localllm.server.http_server import bound, serve
-from localllm.server.pool import Pool
-from localllm.server.served import Capacity
+from localllm.server.model_server import Capacity, ModelServer
 
 NAME, WEIGHTS = "tinyllama-1.1b", "int4-g64"
 PATH = "/v1/completions"
@@ -60,7 +60,7 @@ _CTX = 8192
 class Bench:
     """A server, its engine, and clients in a process of their own."""
 
-    def __init__(self, port: int, service: EngineService, engine: Engine, client: subprocess.Popen[str]) -> None:
+    def __init__(self, port: int, service: EngineThread, engine: Engine, client: subprocess.Popen[str]) -> None:
         self._port, self._service, self._client = port, service, client
         self.engine = engine
         self._random = random.Random(0)
@@ -102,22 +102,23 @@ def bench(files: ModelFiles, *, on_thread: bool) -> Iterator[Bench]:
         limits = Limits(max_sequences=PARALLEL)
         return Engine.load(files, weights=WEIGHTS, ctx=_CTX, limits=limits, reuse=NO_REUSE, speculate=OFF)
 
-    service = EngineService(load)
+    service = EngineThread(load)
     engine = service.wait_loaded()
     assert engine is not None
     wishes = {"weights": WEIGHTS, "ctx": _CTX, "speculate": "off", "cache_disk": "off"}
     resolved = load_settings(wishes, environ={})
 
-    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
+    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
         if on_thread:
             return service
-        return EngineProcess(selection, Opening(parallel=PARALLEL), caps, Hearer(foreseen))
+        return start_engine(selection, Opening(parallel=PARALLEL), caps, LoadObserver(foreseen))
 
-    pool = Pool(with_defaults(resolved, files), resolved, launch, Capacity(PARALLEL, PARALLEL))
+    pool = ModelPool(with_defaults(resolved, files), resolved, launch)
+    server = ModelServer(pool, Capacity(PARALLEL, PARALLEL))
     sock = bound("127.0.0.1", 0)
     port = int(sock.getsockname()[1])
     stops: list[Callable[[], None]] = []
-    arguments = (create_app(pool, Admission((port,))), [sock], stops.append, pool.stop, lambda: pool.load(pool.first))
+    arguments = (create_app(server, Admission((port,))), [sock], stops.append, pool.stop, lambda: pool.load(pool.first))
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     command = [sys.executable, "-m", "benchmarks.serve_client"]
@@ -128,7 +129,7 @@ def bench(files: ModelFiles, *, on_thread: bool) -> Iterator[Bench]:
         client.terminate()
     stops[0]()
     thread.join(10)
-    pool.close()
+    server.close()
 
 
 def rate(arrivals: Sequence[float], tokens: int) -> float:

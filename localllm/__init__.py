@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
     from localllm.engine.request import Request, SamplingParams
-    from localllm.runtime.engine_thread import EngineService
+    from localllm.runtime.engine_thread import EngineThread
     from localllm.text.grammar.grammar import Grammar
 
 __all__ = [
     "Engine",
-    "EngineService",
+    "EngineThread",
     "Event",
     "FinishedEvent",
     "Grammar",
@@ -40,7 +40,7 @@ __all__ = [
 
 _HOMES = {
     "Engine": "localllm.engine.engine",
-    "EngineService": "localllm.runtime.engine_thread",
+    "EngineThread": "localllm.runtime.engine_thread",
     "Event": "localllm.engine.events",
     "FinishedEvent": "localllm.engine.events",
     "Grammar": "localllm.text.grammar.grammar",

@@ -143,7 +143,19 @@ class EngineGoneError(LocalLLMError):
 
 
 class BusyError(LocalLLMError):
-    """This machine has too much else to do: it would go at another time."""
+    """This machine has too much else to do: it would go at another time. reason: as servers tell it to clients."""
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", reason: str = "overloaded") -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.reason = reason
+
+
+class ModelUnusableError(LocalLLMError):
+    """A model that was asked for cannot be loaded. code: of the error that keeps it from that."""
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", code: str = LocalLLMError.code) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.code = code
 
 
 class EngineStuckError(EngineGoneError):

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from localllm.config import load_settings
 from localllm.engine.request import Request, SamplingParams
+from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_loader import Opening
-from localllm.runtime.engine_process import Caps, EngineProcess, Hearer
+from localllm.runtime.engine_process import Caps, LoadObserver, grant, start_engine
 from localllm.runtime.selection import locate, with_defaults
 
 
-def started() -> EngineProcess:
+def started() -> EngineClient:
     resolved = load_settings({}, environ={})
     selection = with_defaults(resolved, locate(resolved, "tiny"))
-    process: EngineProcess = EngineProcess(
-        selection, Opening(), Caps(), Hearer(lambda _foreseen: process.grant(Caps()))
-    )
-    return process
+    observer = LoadObserver(lambda _foreseen: grant(client, Caps()))
+    client = start_engine(selection, Opening(), Caps(), observer)
+    return client
 
 
-def answer(process: EngineProcess) -> str:
-    engine = process.wait_loaded()
+def answer(client: EngineClient) -> str:
+    engine = client.wait_loaded()
     assert engine is not None
     request = Request(tuple(engine.encode("Once upon a time")), SamplingParams(max_tokens=4, seed=1))
-    return "".join(getattr(event, "text", "") for event in process.submit(request))
+    return "".join(getattr(event, "text", "") for event in client.submit(request))

@@ -20,7 +20,7 @@ from localllm.cli.names import complete_sessions
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import CheckpointError
 from localllm.history import History, Session
-from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.engine_thread import EngineThread
 from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
 from tests.history_support import ask, said
 from tests.patience import PATIENCE_S
@@ -215,7 +215,7 @@ def test_an_answer_that_was_stopped_before_its_first_word_is_none(
     def stopped(*_: object) -> Iterator[object]:
         yield FinishedEvent(0, "cancelled", Usage(), Timings())
 
-    monkeypatch.setattr(EngineService, "submit", stopped)
+    monkeypatch.setattr(EngineThread, "submit", stopped)
     assert run_cli("run", model, "-p", "the fox", *SHORT).code == 130
     assert chats(path)[0][1] == [("user", "the fox", "complete")]
 
@@ -282,8 +282,8 @@ class BreaksOff:
 def test_what_was_said_before_an_error_stays_and_a_question_without_a_word_is_taken_back(
     model: Path, path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, kept: list[str], command: str
 ) -> None:
-    submit = EngineService.submit
-    monkeypatch.setattr(EngineService, "submit", lambda *arguments: BreaksOff(submit(*arguments), tokens))
+    submit = EngineThread.submit
+    monkeypatch.setattr(EngineThread, "submit", lambda *arguments: BreaksOff(submit(*arguments), tokens))
     line = [command, model, *SHORT, *(["-p", "the fox"] if command == "run" else ["--plain"])]
     result = run_cli(*line, stdin=b"" if command == "run" else b"the fox\n")
     assert result.code == 1 and "a file vanished" in result.err

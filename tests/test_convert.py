@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import resource
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,10 +94,9 @@ def test_the_number_of_threads_does_not_change_a_byte(weights, tmp_path):
 def wide_checkpoint(folder: Path) -> Path:
     """Matrices that are large enough for torch to share them out among threads; in bf16, as most are."""
     small_checkpoint(folder)
-    config = (folder / "config.json").read_text()
-    for old, new in (("hidden_size", 512), ("intermediate_size", 1040), ("num_hidden_layers", 1)):
-        config = _with_number(config, old, new)
-    (folder / "config.json").write_text(_with_number(config, "head_dim", 128))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_size": 512, "intermediate_size": 1040, "num_hidden_layers": 1, "head_dim": 128}
+    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(1)
     layer = "model.layers.0"
     shapes = {
@@ -115,12 +116,6 @@ def wide_checkpoint(folder: Path) -> Path:
     tensors = {name: (0.02 * torch.randn(shape, generator=generator)).bfloat16() for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
-
-
-def _with_number(config: str, key: str, value: int) -> str:
-    import json
-
-    return json.dumps({**json.loads(config), key: value})
 
 
 def test_progress_counts_every_matrix_up_to_all_packed_bytes(checkpoint, tmp_path):
@@ -158,14 +153,6 @@ def test_blocks_that_are_there_are_kept_and_the_rest_is_made(checkpoint, target,
     assert changed <= {PACKED_INDEX, "head.safetensors", "layers.2.mlp.safetensors"}
 
 
-def test_a_pipe_in_the_place_of_a_block_is_replaced(checkpoint, target, whole):
-    path = target / "layers.2.mlp.safetensors"
-    path.unlink()
-    os.mkfifo(path)
-    pack(checkpoint, target)
-    assert contents(target) == whole
-
-
 def test_a_finished_model_is_checked_and_left_alone(checkpoint, target, whole):
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()}
     heard: list[int] = []
@@ -174,19 +161,33 @@ def test_a_finished_model_is_checked_and_left_alone(checkpoint, target, whole):
     assert heard[-1] == 0
 
 
-@pytest.mark.parametrize("place", [3, 100, 4095, 4096, 5000, -1])
-def test_a_damaged_block_of_a_finished_model_is_made_anew(checkpoint, target, whole, place):
-    path = target / "layers.1.attention.safetensors"
-    data = bytearray(path.read_bytes())
-    data[place] ^= 4
-    path.write_bytes(data)
-    pack(checkpoint, target)
-    assert contents(target) == whole
+def with_a_pipe(target: Path) -> None:
+    path = target / "layers.2.mlp.safetensors"
+    path.unlink()
+    os.mkfifo(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b"[" * 100_000, b'{"layout_version": 9}'])
-def test_a_broken_or_newer_index_is_written_anew_when_asked(checkpoint, target, whole, content):
-    (target / PACKED_INDEX).write_bytes(content)
+def flipped_at(place: int) -> Callable[[Path], None]:
+    def spoil(target: Path) -> None:
+        path = target / "layers.1.attention.safetensors"
+        data = bytearray(path.read_bytes())
+        data[place] ^= 4
+        path.write_bytes(data)
+
+    return spoil
+
+
+def with_index(content: bytes) -> Callable[[Path], object]:
+    return lambda target: (target / PACKED_INDEX).write_bytes(content)
+
+
+SPOILT = [with_a_pipe, *map(flipped_at, (3, 100, 4095, 4096, 5000, -1))]
+SPOILT += map(with_index, (b"", b"{}", b"\xff", b"[" * 100_000, b'{"layout_version": 9}'))
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_what_is_damaged_in_a_finished_model_is_made_anew(checkpoint, target, whole, spoil):
+    spoil(target)
     pack(checkpoint, target)
     assert contents(target) == whole
 
@@ -225,14 +226,14 @@ def test_files_that_are_not_ours_are_left_alone(checkpoint, target):
 # Killed
 
 
-@pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 22, 37, 61, 99, 140, 180, 210])
+@pytest.mark.parametrize("call", [1, 2, 5, 14, 37, 99, 180, 210])
 def test_death_at_any_call_to_the_disk_leaves_what_the_next_start_takes_up(call, checkpoint, tmp_path, whole):
     assert killed_and_taken_up(
         dying_at(call, lambda: pack(checkpoint, tmp_path / "p")), checkpoint, tmp_path / "p", whole
     )
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_death_at_a_random_moment_leaves_what_the_next_start_takes_up(seed, checkpoint, tmp_path, whole):
     started = time.perf_counter()
     pack(checkpoint, tmp_path / "timed")
@@ -301,7 +302,7 @@ class FullDisk:
         return count
 
 
-@pytest.mark.parametrize("share", [i / 20 for i in range(20)])
+@pytest.mark.parametrize("share", [0, 0.05, 0.3, 0.5, 0.75, 0.95])
 def test_a_disk_that_fills_up_is_an_error_with_numbers_and_what_was_finished_is_kept(
     share, checkpoint, tmp_path, whole, monkeypatch
 ):
@@ -334,8 +335,14 @@ def test_a_limit_on_the_size_of_files_is_an_error_of_the_same_kind(checkpoint, t
     assert in_child(limited) == 0
 
 
-@pytest.mark.parametrize("name", ["write", "fsync", "replace", "open"])
-@pytest.mark.parametrize("call", [1, 2, 7, 11])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        (name, call)
+        for name, calls in (("write", (1, 7)), ("fsync", (2, 11)), ("replace", (1, 11)), ("open", (1, 7)))
+        for call in calls
+    ],
+)
 def test_a_disk_that_fails_is_an_error_and_what_was_finished_is_kept(
     name, call, checkpoint, tmp_path, whole, monkeypatch
 ):

@@ -9,39 +9,30 @@ from safetensors.torch import load_file, save_file
 from localllm.errors import CheckpointError, LocalLLMError
 from tests.packed_support import contents, pack, small_checkpoint
 
+NAMES = [
+    "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.1.self_attn.k_proj.bias",
+    "model.layers.1.mlp.up_proj.weight",
+    "model.layers.1.input_layernorm.weight",
+    "model.embed_tokens.weight",
+]
+VALUES = [float("nan"), float("inf"), -float("inf")]
+CASES = [("llama-biases-tied", name, weights) for name in NAMES for weights in ("int4-g64", "int8", "nf4")]
+# One that is stored fused is named as it is stored.
+CASES.append(("phi3", "model.layers.1.self_attn.qkv_proj.weight", "int4-g64"))
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.1.self_attn.k_proj.weight",
-        "model.layers.1.self_attn.k_proj.bias",
-        "model.layers.1.mlp.up_proj.weight",
-        "model.layers.1.input_layernorm.weight",
-        "model.embed_tokens.weight",
-    ],
-)
-@pytest.mark.parametrize("weights", ["int4-g64", "int8", "nf4"])
-def test_a_number_that_is_none_is_refused_by_the_tensors_name(name, value, weights, tmp_path):
-    checkpoint = small_checkpoint(tmp_path / "m", "llama-biases-tied")
+
+@pytest.mark.parametrize(("family", "name", "weights"), CASES)
+def test_a_number_that_is_none_is_refused_by_the_tensors_name_and_its_place(family, name, weights, tmp_path):
+    checkpoint = small_checkpoint(tmp_path / "m", family)
     tensors = load_file(checkpoint / "model.safetensors")
-    tensors[name].view(-1)[5] = value
+    tensors[name][-1:].view(-1)[5 if tensors[name].ndim > 1 else 0] = VALUES[len(name + weights) % 3]
     save_file(tensors, checkpoint / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
         pack(checkpoint, tmp_path / "p", weights)
     assert caught.value.what.startswith(f"{checkpoint}: {name}: ")
-
-
-def test_a_number_that_is_none_in_a_fused_matrix_is_refused_by_the_name_that_is_stored(tmp_path):
-    checkpoint = small_checkpoint(tmp_path / "m", "phi3")
-    name = "model.layers.1.self_attn.qkv_proj.weight"
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors[name][-1, 5] = float("nan")
-    save_file(tensors, checkpoint / "model.safetensors")
-    with pytest.raises(CheckpointError) as caught:
-        pack(checkpoint, tmp_path / "p")
-    assert caught.value.what.startswith(f"{checkpoint}: {name}: ")
-    assert f"row {len(tensors[name]) - 1}, column 5" in caught.value.why
+    if family == "phi3":
+        assert f"row {len(tensors[name]) - 1}, column 5" in caught.value.why
 
 
 def test_nothing_is_kept_of_a_checkpoint_that_proves_to_be_damaged(tmp_path):

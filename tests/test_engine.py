@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm import Engine, EngineService, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
+from localllm import Engine, EngineThread, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
 from localllm.engine import loader, sampler
 from localllm.engine.events import Event
 from localllm.engine.step_types import Chunk, Limits
@@ -130,7 +130,7 @@ def test_a_long_forward_tells_how_far_the_prompt_is_and_ends_with_what_is_true(
 
 
 def test_a_service_passes_on_how_far_a_prompt_is_before_its_forward_has_ended(
-    service: EngineService, monkeypatch: pytest.MonkeyPatch
+    service: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("localllm.engine.step._REPORT_S", 0.0)
     events = list(service.submit(Request((1,) * 40, SamplingParams(max_tokens=1))))
@@ -356,19 +356,19 @@ def test_an_absent_model_is_not_found() -> None:
 
 
 @pytest.fixture
-def service(directory: Path) -> Iterator[EngineService]:
-    service = EngineService(lambda: Engine.load(directory, device="cpu", dtype="fp32", ctx=CTX))
+def service(directory: Path) -> Iterator[EngineThread]:
+    service = EngineThread(lambda: Engine.load(directory, device="cpu", dtype="fp32", ctx=CTX))
     yield service
     service.close()
 
 
-def test_the_service_answers_from_another_thread(service: EngineService, engine: Engine) -> None:
+def test_the_service_answers_from_another_thread(service: EngineThread, engine: Engine) -> None:
     params = SamplingParams(max_tokens=10, seed=4, ignore_eos=True)
     events = list(service.submit(Request(ids("hello"), params)))
     assert tokens(events) == tokens(list(engine.generate(list(ids("hello")), params)))
 
 
-def test_the_service_serves_many_threads_at_once(service: EngineService, engine: Engine) -> None:
+def test_the_service_serves_many_threads_at_once(service: EngineThread, engine: Engine) -> None:
     params = [SamplingParams(max_tokens=6, seed=seed, ignore_eos=True) for seed in range(12)]
     answers: dict[int, list[int]] = {}
 
@@ -383,7 +383,7 @@ def test_the_service_serves_many_threads_at_once(service: EngineService, engine:
     assert answers == {i: tokens(list(engine.generate(list(ids("hello")), params[i]))) for i in range(12)}
 
 
-def test_the_service_aborts_a_stream(service: EngineService) -> None:
+def test_the_service_aborts_a_stream(service: EngineThread) -> None:
     stream = service.submit(Request(ids("hello"), SamplingParams(ignore_eos=True)))
     events = []
     for event in stream:
@@ -393,14 +393,14 @@ def test_the_service_aborts_a_stream(service: EngineService) -> None:
 
 
 def test_a_closed_service_keeps_no_engine_and_the_next_one_not_the_service_before() -> None:
-    before = EngineService(partial(Engine.load, "tiny"))
+    before = EngineThread(partial(Engine.load, "tiny"))
     engine = weakref.ref(before.wait_loaded())
 
-    def load(before: EngineService) -> Engine:
+    def load(before: EngineThread) -> Engine:
         before.close()
         return Engine.load("tiny")
 
-    after = EngineService(partial(load, before))
+    after = EngineThread(partial(load, before))
     after.wait_loaded()
     with pytest.raises(LocalLLMError, match="closed"):
         before.submit(Request(ids("hello")))
@@ -414,12 +414,12 @@ def test_a_closed_service_keeps_no_engine_and_the_next_one_not_the_service_befor
 
 
 def test_the_service_passes_on_what_stopped_the_load() -> None:
-    service = EngineService(lambda: Engine.load("./there-is-no-such-folder"))
+    service = EngineThread(lambda: Engine.load("./there-is-no-such-folder"))
     with pytest.raises(ModelNotFoundError):
         service.wait_loaded()
 
 
-def test_the_service_refuses_an_overflowing_prompt_at_once(service: EngineService) -> None:
+def test_the_service_refuses_an_overflowing_prompt_at_once(service: EngineThread) -> None:
     with pytest.raises(ContextOverflowError):
         service.submit(Request((1,) * CTX))
 
@@ -546,7 +546,7 @@ def test_memory_that_runs_out_ends_the_request_and_the_engine_goes_on(
 
 
 def test_a_failure_of_one_request_leaves_the_service_alive(
-    service: EngineService, monkeypatch: pytest.MonkeyPatch
+    service: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> int:
         raise IndexError("a bug")
@@ -559,7 +559,7 @@ def test_a_failure_of_one_request_leaves_the_service_alive(
     assert tokens(list(service.submit(Request(ids("hello"), SamplingParams(max_tokens=2, ignore_eos=True)))))
 
 
-def test_a_closed_service_refuses_requests(service: EngineService) -> None:
+def test_a_closed_service_refuses_requests(service: EngineThread) -> None:
     service.wait_loaded()
     service.close()
     with pytest.raises(LocalLLMError, match="closed"):

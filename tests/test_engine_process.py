@@ -19,16 +19,18 @@ import pytest
 
 from localllm.config import load_settings
 from localllm.engine.engine import Engine
-from localllm.engine.engine_info import EngineStatus, Service
+from localllm.engine.engine_info import EngineStatus
 from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import ContextOverflowError, EngineClosedError, EngineGoneError, GrammarError, UsageError
 from localllm.runtime import protocol
-from localllm.runtime.engine_client import AttachedService, RevivingService
+from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_loader import Opening
-from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen, Hearer
+from localllm.runtime.engine_peer import EnginePeer
+from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, foresee, grant, start_engine
 from localllm.runtime.selection import Selection, locate, with_defaults
-from localllm.runtime.server_client import Server, _connect
+from localllm.runtime.server_client import Server, ServerEngine
 from localllm.runtime.sockets import connected, listening
 from localllm.text.grammar.grammar import Grammar
 from tests.cli_support import environment
@@ -44,21 +46,21 @@ def selection() -> Selection:
     return with_defaults(resolved, locate(resolved, "tiny"))
 
 
-def started(caps: Caps = Caps(), foreseen: Callable[[Foreseen], None] | None = None) -> EngineProcess:  # noqa: B008
+def started(caps: Caps = Caps(), foreseen: Callable[[Foreseen], None] | None = None) -> EngineClient:  # noqa: B008
     """One that takes what room there is."""
-    process: EngineProcess
+    process: EngineClient
 
-    def grant(what: Foreseen) -> None:
+    def receive(what: Foreseen) -> None:
         if foreseen is not None:
             foreseen(what)
-        process.grant(caps)
+        grant(process, caps)
 
-    process = EngineProcess(selection(), Opening(parallel=4), caps, Hearer(grant))
+    process = start_engine(selection(), Opening(parallel=4), caps, LoadObserver(receive))
     return process
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[EngineProcess]:
+def process() -> Iterator[EngineClient]:
     process = started()
     process.wait_loaded()
     yield process
@@ -66,26 +68,34 @@ def process() -> Iterator[EngineProcess]:
 
 
 @pytest.fixture
-def guest(process: EngineProcess) -> Iterator[AttachedService]:
+def guest(process: EngineClient) -> Iterator[EngineClient]:
     """Another program that uses it."""
     guest = attached(process)
     yield guest
     guest.close()
 
 
-def attached(process: EngineProcess) -> AttachedService:
-    assert process.socket_path is not None
-    path = process.socket_path
-    return AttachedService(selection().files.directory, lambda: connected(path))
+def attached(process: EngineClient) -> EngineClient:
+    return EngineClient(selection().files.directory, peer_of(process))
 
 
-def request(service: Service, prompt: str = STORY, sampling: SamplingParams | None = None, **more: Any) -> Request:
+def peer_of(process: EngineClient) -> EnginePeer:
+    return EnginePeer(lambda: connected(socket_of(process)))
+
+
+def socket_of(process: EngineClient) -> Path:
+    path = process.peer.socket_path
+    assert path is not None
+    return path
+
+
+def request(service: EngineHandle, prompt: str = STORY, sampling: SamplingParams | None = None, **more: Any) -> Request:
     engine = service.wait_loaded()
     assert engine is not None
     return Request(tuple(engine.encode(prompt)), sampling or SamplingParams(max_tokens=8, seed=3), **more)
 
 
-def answer(service: Service, *arguments: Any, **more: Any) -> list[Event]:
+def answer(service: EngineHandle, *arguments: Any, **more: Any) -> list[Event]:
     return list(service.submit(request(service, *arguments, **more)))
 
 
@@ -93,20 +103,20 @@ def ids(events: Sequence[Event]) -> list[int]:
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
 
 
-def status(service: Service) -> EngineStatus:
+def status(service: EngineHandle) -> EngineStatus:
     engine = service.wait_loaded()
     assert engine is not None
     return engine.status()
 
 
-def test_it_says_what_an_engine_of_this_process_says(process: EngineProcess, guest: AttachedService) -> None:
+def test_it_says_what_an_engine_of_this_process_says(process: EngineClient, guest: EngineClient) -> None:
     engine = Engine.load("tiny")
     own = [*engine.generate(STORY, SamplingParams(max_tokens=8, seed=3))]
     engine.close()
     assert ids(answer(process)) == ids(answer(guest)) == ids(own) != []
 
 
-def test_what_is_known_of_the_model_is_what_it_was_loaded_with(process: EngineProcess) -> None:
+def test_what_is_known_of_the_model_is_what_it_was_loaded_with(process: EngineClient) -> None:
     engine = process.wait_loaded()
     assert engine is not None
     facts = engine.facts()
@@ -126,7 +136,7 @@ def test_what_is_known_of_the_model_is_what_it_was_loaded_with(process: EnginePr
     ids=["too long", "a token that there is not", "a broken grammar"],
 )
 def test_a_request_that_cannot_run_is_refused_as_by_an_engine_of_this_process(
-    process: EngineProcess, more: dict[str, Any], error: type[Exception]
+    process: EngineClient, more: dict[str, Any], error: type[Exception]
 ) -> None:
     engine = process.wait_loaded()
     assert engine is not None
@@ -136,14 +146,14 @@ def test_a_request_that_cannot_run_is_refused_as_by_an_engine_of_this_process(
         answer(process, **more)
 
 
-def test_a_grammar_holds_over_there(process: EngineProcess) -> None:
+def test_a_grammar_holds_over_there(process: EngineClient) -> None:
     events = answer(process, grammar=Grammar("regex", "(yes|no)"))
     finished = events[-1]
     assert isinstance(finished, FinishedEvent) and finished.meets_grammar
     assert "".join(getattr(event, "text", "") for event in events) in ("yes", "no")
 
 
-def test_an_answer_that_is_stopped_ends_and_keeps_what_was_said(process: EngineProcess) -> None:
+def test_an_answer_that_is_stopped_ends_and_keeps_what_was_said(process: EngineClient) -> None:
     stream = process.submit(request(process, sampling=ENDLESS))
     said = []
     for event in stream:
@@ -154,12 +164,12 @@ def test_an_answer_that_is_stopped_ends_and_keeps_what_was_said(process: EngineP
     assert isinstance(finished, FinishedEvent) and finished.finish_reason == "cancelled" and len(ids(said)) < 900
 
 
-def test_what_a_program_asked_for_ends_when_it_goes_and_others_go_on(process: EngineProcess) -> None:
+def test_what_a_program_asked_for_ends_when_it_goes_and_others_go_on(process: EngineClient) -> None:
     goes, stays = attached(process), attached(process)
     gone, staying = (each.submit(request(each, sampling=ENDLESS)) for each in (goes, stays))
     next(iter(gone)), next(iter(staying))
-    assert goes._sock is not None
-    goes._sock.shutdown(socket.SHUT_RDWR)
+    assert goes._connection._sock is not None
+    goes._connection._sock.shutdown(socket.SHUT_RDWR)
     wait_for(lambda: len(status(process).running) == 1)
     assert isinstance(next(iter(staying)), TokenEvent)
     stays.close()
@@ -170,31 +180,29 @@ def test_what_a_program_asked_for_ends_when_it_goes_and_others_go_on(process: En
     "data",
     [b"\x00\xff\n", b"[]\n", b"{}\n", b'{"op":"dance","id":1}\n', b'{"op":"submit","id":1}\n', b"7" * 4096 + b"\n"],
 )
-def test_who_says_what_nobody_understands_is_not_listened_to(process: EngineProcess, data: bytes) -> None:
-    assert process.socket_path is not None
-    with connected(process.socket_path) as sock, sock.makefile("rb") as lines:
+def test_who_says_what_nobody_understands_is_not_listened_to(process: EngineClient, data: bytes) -> None:
+    with connected(socket_of(process)) as sock, sock.makefile("rb") as lines:
         assert protocol.message(lines.readline())["op"] == "loaded"
         sock.sendall(data)
         assert lines.read() == b""
     assert ids(answer(process))
 
 
-def test_its_socket_is_this_users_alone(process: EngineProcess) -> None:
-    assert process.socket_path is not None
-    assert process.socket_path.stat().st_mode & 0o777 == 0o600
-    assert process.socket_path.parent.stat().st_mode & 0o777 == 0o700
+def test_its_socket_is_this_users_alone(process: EngineClient) -> None:
+    assert socket_of(process).stat().st_mode & 0o777 == 0o600
+    assert socket_of(process).parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> None:
     alive = [started()]
     alive[0].wait_loaded()
-    service = RevivingService(attached(alive[-1]), lambda: attached(alive[-1]))
+    service = EngineClient(selection().files.directory, peer_of(alive[-1]), lambda: peer_of(alive[-1]))
     engine = service.wait_loaded()
     assert engine is not None
     short = request(service)
     events = iter(service.submit(request(service, sampling=ENDLESS)))
     next(events)
-    os.kill(alive[0].pid or 0, signal.SIGKILL)
+    os.kill(alive[0].peer.pid or 0, signal.SIGKILL)
     with pytest.raises(EngineGoneError):
         list(events)
     failure = alive[0].wait_ended()
@@ -203,22 +211,22 @@ def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> N
         alive[0].submit(short)
     alive.append(started())
     alive[1].wait_loaded()
-    wait_for(lambda: service._current.has_ended)
+    wait_for(lambda: service.has_ended)
     assert len(ids(list(service.submit(short)))) == 8
     assert engine.facts().ctx == 1024  # who holds the engine that it was holds the one that it is
     for each in (service, *alive):
         each.close()
 
 
-def test_who_attaches_in_the_moment_in_which_the_server_ends_has_another_engine(process: EngineProcess) -> None:
+def test_who_attaches_in_the_moment_in_which_the_server_ends_has_another_engine(process: EngineClient) -> None:
     def gone() -> socket.socket:
         raise EngineGoneError("the server cannot be reached", why="it has ended")
 
     directory = selection().files.directory
-    service = RevivingService(AttachedService(directory, gone), lambda: attached(process))
+    service = EngineClient(directory, EnginePeer(gone), lambda: peer_of(process))
     assert ids(answer(service)) == ids(answer(process))
     service.close()
-    never = RevivingService(AttachedService(directory, gone), lambda: AttachedService(directory, gone))
+    never = EngineClient(directory, EnginePeer(gone), lambda: EnginePeer(gone))
     with pytest.raises(EngineGoneError, match="cannot be reached"):
         never.wait_loaded()
 
@@ -226,8 +234,8 @@ def test_who_attaches_in_the_moment_in_which_the_server_ends_has_another_engine(
 def test_an_engine_that_is_closed_takes_nothing_on_and_leaves_no_process_and_no_socket() -> None:
     process = started()
     process.wait_loaded()
-    pid, path = process.pid, process.socket_path
-    assert pid is not None and path is not None
+    pid, path = process.peer.pid, socket_of(process)
+    assert pid is not None
     stream = process.submit(request(process, sampling=ENDLESS))
     next(iter(stream))
     process.close()
@@ -245,11 +253,11 @@ def test_what_it_would_come_to_is_said_before_it_loads_and_again_with_other_caps
         told.append(what)
         arrived.release()
 
-    process = EngineProcess(selection(), Opening(), Caps(ram=1 << 20), Hearer(hear))
+    process = start_engine(selection(), Opening(), Caps(ram=1 << 20), LoadObserver(hear))
     assert arrived.acquire(timeout=PATIENCE_S) and told[0].error is not None and not process.is_settled
-    process.foresee(Caps(ram=800 << 20))
+    foresee(process, Caps(ram=800 << 20))
     assert arrived.acquire(timeout=PATIENCE_S) and told[1].is_easy and told[1].limits["ram"] == 800 << 20
-    process.grant(Caps(ram=800 << 20))
+    grant(process, Caps(ram=800 << 20))
     engine = process.wait_loaded()
     assert engine is not None and engine.facts().limits["ram"] == 800 << 20
     process.close()
@@ -258,13 +266,13 @@ def test_what_it_would_come_to_is_said_before_it_loads_and_again_with_other_caps
 @pytest.mark.parametrize("moment", ["before it has begun", "while it waits for room"])
 def test_a_load_that_is_stopped_is_given_up_at_once(moment: str) -> None:
     arrived = threading.Event()
-    process = EngineProcess(selection(), Opening(), Caps(), Hearer(lambda _foreseen: arrived.set()))
+    process = start_engine(selection(), Opening(), Caps(), LoadObserver(lambda _foreseen: arrived.set()))
     if moment == "while it waits for room":
         assert arrived.wait(PATIENCE_S)
     process.stop()
     assert process.wait_loaded(60) is None and process.is_settled
     process.close()
-    assert process.pid is None or not psutil.pid_exists(process.pid)
+    assert process.peer.pid is None or not psutil.pid_exists(process.peer.pid)
 
 
 _OWNER = """
@@ -272,7 +280,7 @@ import sys, time
 from tests.engine_owner import answer, started
 process = started()
 answer(process)
-print(process.pid, "torch" in sys.modules, flush=True)
+print(process.peer.pid, "torch" in sys.modules, flush=True)
 time.sleep(60)
 """
 
@@ -297,6 +305,6 @@ def test_an_engine_is_known_by_the_number_that_its_process_has_here(tmp_path: Pa
     """What a server in a container tells is another's, who would be killed for an engine that does not move on."""
     address = tmp_path / "a.sock"
     told: dict[str, Any] = {"pid": 1, "socket": str(address)}
-    server, pids = SimpleNamespace(ask=lambda *_asked: told), list[int]()
-    with closing(listening(address)), closing(_connect(cast(Server, server), {}, pids)):
-        assert pids == [os.getpid()]
+    engine = ServerEngine(cast(Server, SimpleNamespace(ask=lambda *_asked: told)), {})
+    with closing(listening(address)), closing(engine.connect()):
+        assert engine.pid == os.getpid()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm import Engine, EngineService, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
+from localllm import Engine, EngineThread, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.paged_kv import KVPages
 from localllm.engine import context_growth as growth
 from localllm.engine import loader, placement
@@ -210,7 +210,7 @@ def test_a_request_that_needs_growth_waits_for_those_that_run_and_those_behind_i
     right = expected(directory, "int4", SHORT, LONG, SHORT[:9])
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with capped(directory, "int4", whole(directory, "int4", CTX)) as small:
-        service = EngineService(lambda: small)
+        service = EngineThread(lambda: small)
         streams = [service.submit(Request(prompt, greedy, grows=True)) for prompt in (SHORT, LONG, SHORT[:9])]
         told = [list(stream) for stream in streams]
         service.close()

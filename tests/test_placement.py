@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm import Engine, EngineService, FinishedEvent, Request, SamplingParams, TokenEvent
+from localllm import Engine, EngineThread, FinishedEvent, Request, SamplingParams, TokenEvent
 from localllm.engine import loader, placement
 from localllm.engine.placement import model_shape
 from localllm.engine.step_types import Limits
@@ -153,7 +153,7 @@ def test_a_request_that_is_stopped_in_the_middle_leaves_the_next_one_right(direc
     with engine(directory, "int4", ctx=128) as whole:
         expected = tokens(whole, temperature=0)
     with engine(directory, "int4", least_of(directory, "int4"), ctx=128) as capped:
-        service = EngineService(lambda: capped)
+        service = EngineThread(lambda: capped)
         for count in range(4):
             stream = service.submit(Request(PROMPT, SamplingParams(temperature=0, ignore_eos=True)))
             for seen, _event in enumerate(stream):

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.kernels import int4, int8, tile16
+from localllm.kernels import int8, packed_linear, tile16
+from localllm.kernels.packed_matrix import PackedMatrix
 
 tiles = st.integers(1, 4)
 groups = st.integers(1, 4)
@@ -104,14 +105,14 @@ def test_the_slab_does_not_show_in_what_is_dequantized(monkeypatch: pytest.Monke
 def test_the_dequantized_product_is_that_of_the_whole_matrix(
     monkeypatch: pytest.MonkeyPatch, slab_weights: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(int4, "SLAB_WEIGHTS", slab_weights)
+    monkeypatch.setattr(packed_linear, "SLAB_WEIGHTS", slab_weights)
     q, scale, bias = codes(80, 128, 0), group_values(80, 2, 1), group_values(80, 2, 2)
     tensors = tile16.pack(q), tile16.pack_groups(scale), tile16.pack_groups(bias)
     x = torch.randn((3, 120), generator=torch.Generator().manual_seed(3)).to(dtype)
     exact = x.double() @ tile16.dequantize(*tensors, 75, 120, dtype).double().T
     # fp32 sums of 120 products; the result is rounded to dtype.
     tolerance = 1e-4 + exact.abs() * torch.finfo(dtype).eps
-    assert ((int4.dequantized_linear(x, *tensors, 75).double() - exact).abs() <= tolerance).all()
+    assert ((packed_linear.dequantized_linear(x, PackedMatrix(*tensors), 75).double() - exact).abs() <= tolerance).all()
 
 
 @unhurried
@@ -143,7 +144,7 @@ def test_dequantizing_bytes_is_scale_times_code(num_tiles: int, num_words: int, 
 def test_the_dequantized_product_of_bytes_is_that_of_the_whole_matrix(
     monkeypatch: pytest.MonkeyPatch, slab_weights: int
 ) -> None:
-    monkeypatch.setattr(int8, "PRODUCT_WEIGHTS", slab_weights)
+    monkeypatch.setattr(packed_linear, "SLAB_WEIGHTS", slab_weights)
     monkeypatch.setattr(tile16, "SLAB_WEIGHTS", slab_weights)
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(-127, 128, (80, 128), generator=generator, dtype=torch.int8)
@@ -151,5 +152,8 @@ def test_the_dequantized_product_of_bytes_is_that_of_the_whole_matrix(
     x = torch.randn((3, 120), generator=generator)
     exact = x.double() @ (scale.view(-1, 1) * q)[:75, :120].double().T
     torch.testing.assert_close(
-        int8.dequantized_linear(x, int8.pack(q), scale, 75).double(), exact, atol=1e-5, rtol=1e-5
+        packed_linear.dequantized_linear(x, PackedMatrix(int8.pack(q), scale, None), 75).double(),
+        exact,
+        atol=1e-5,
+        rtol=1e-5,
     )

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from localllm.kernels.gpu import gemm, gemv
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 from localllm.offload.planner.roofline import device_seconds, recorded, warm_up
 
@@ -41,7 +41,7 @@ _PROGRAMS, _STAGES = (1, 2, 4), (2, 3, 4, 6)
 class Trial:
     """A matrix in so many copies, and 16 rows: in codes, and in 16 bits."""
 
-    copies: list[GpuMatrix]
+    copies: list[PackedMatrix]
     codes: Codes
     wide: Codes
     y: Tensor
@@ -73,11 +73,11 @@ class Trial:
         return partial(run_all, launches)
 
 
-def _matrix(N: int, K: int, device: torch.device) -> GpuMatrix:
+def _matrix(N: int, K: int, device: torch.device) -> PackedMatrix:
     low, high = -(1 << 31), (1 << 31) - 1
     qweight = torch.randint(low, high, (N // TILE, K // 8, TILE), dtype=torch.int32, device=device)
     scale = torch.rand((N // TILE, K // GROUP, TILE), device=device).half() * 0.01
-    return GpuMatrix(qweight, scale, (-7.5 * scale).half())
+    return PackedMatrix(qweight, scale, (-7.5 * scale).half())
 
 
 def seconds(device: torch.device, sides: dict[object, Callable[[], None]]) -> dict[object, float]:

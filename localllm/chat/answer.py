@@ -21,7 +21,7 @@ from localllm.engine.events import (
 
 
 class Stream(Protocol):
-    """The stream of an answer's events, as `EngineService.submit` returns it."""
+    """The stream of an answer's events, as `EngineThread.submit` returns it."""
 
     def __iter__(self) -> Iterator[Event]: ...
 

@@ -46,9 +46,10 @@ from localllm.text.eviction import without
 
 if TYPE_CHECKING:
     from localllm.cache.miss_reason import CacheMiss
-    from localllm.engine.engine_info import AnswerStream, LoadedEngine, Service
+    from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.events import FinishedEvent
     from localllm.engine.request import Request
+    from localllm.runtime.engine_handle import EngineHandle, RequestStream
     from localllm.text.eviction import Evicted
 
 _SWITCH = "/set overflow"  # chooses a policy in a chat
@@ -122,7 +123,7 @@ class ChatSession:
         if resumed is not None:
             resumed.restore(self.dialogue, system)
         self.recorder = recorder_of(self.dialogue, notifier, selection, resumed)
-        self._service: Service | None = None
+        self._service: EngineHandle | None = None
         self.engine: LoadedEngine | None = None
         self.pending: PendingTurn | None = None
         self.answer: Answer | None = None
@@ -139,7 +140,7 @@ class ChatSession:
         assert self.engine is not None
         return self.engine
 
-    def use_engine(self, service: Service, engine: LoadedEngine) -> None:
+    def use_engine(self, service: EngineHandle, engine: LoadedEngine) -> None:
         """Take the engine that answers from now on. Raises TemplateError where it has no template."""
         _ = engine.template
         self._service, self.engine = service, engine
@@ -181,7 +182,7 @@ class ChatSession:
             turns.append(answer)
             raise
 
-    def submit(self, pending: PendingTurn) -> AnswerStream:
+    def submit(self, pending: PendingTurn) -> RequestStream:
         """Begin the answer."""
         assert self._service is not None
         return self._service.submit(pending.request)

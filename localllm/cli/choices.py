@@ -26,8 +26,8 @@ from localllm.errors import UsageError
 from localllm.settings import Accepts
 
 if TYPE_CHECKING:
-    from localllm.engine.engine_info import Service
     from localllm.hub import ModelFiles
+    from localllm.runtime.engine_handle import EngineHandle
 
 SEPARATOR = "---"
 _SEARCHING = {
@@ -131,7 +131,7 @@ def choice_of(flags: Mapping[str, Any]) -> AnswerChoice:
 class _Streams:
     """The events of several requests in the order in which they come."""
 
-    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
+    def __init__(self, service: EngineHandle, requests: Sequence[Request]) -> None:
         self._inbox: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._streams = [service.submit(request, self._inbox) for request in requests]
         self.request_ids = [stream.request_id for stream in self._streams]
@@ -183,7 +183,7 @@ class _Answers:
 def print_chosen(
     front: CliContext,
     files: ModelFiles,
-    service: Service,
+    service: EngineHandle,
     pending: PendingTurn,
     printing: Printing,
     recorder: ChatRecorder,

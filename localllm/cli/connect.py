@@ -27,7 +27,7 @@ from localllm.runtime.client_configs import (
     Target,
     names,
 )
-from localllm.runtime.server_probe import Answering, ServedModel, ask_models
+from localllm.runtime.server_probe import Answering, ProbedModel, ask_models
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 
@@ -146,11 +146,11 @@ def _address(url: str) -> str:
 _URL_FIX = f"--url {DEFAULT_URL}"
 
 
-def _chosen(answering: Answering, model: str | None) -> ServedModel:
+def _chosen(answering: Answering, model: str | None) -> ProbedModel:
     """The one that is asked for, with what the server says of it; else the first that it has."""
     if model is not None:
-        return next((each for each in answering.models if each.name == model), ServedModel(model))
-    return answering.models[0] if answering.models else ServedModel(load_settings().settings.model)
+        return next((each for each in answering.models if each.name == model), ProbedModel(model))
+    return answering.models[0] if answering.models else ProbedModel(load_settings().settings.model)
 
 
 def _key(answering: Answering, url: str) -> str:
@@ -174,7 +174,7 @@ def _print(front: CliContext, parts: Sequence[Filled]) -> None:
 
 
 def _tell(
-    front: CliContext, connection: ClientConfig, answering: Answering, served: ServedModel, target: Target
+    front: CliContext, connection: ClientConfig, answering: Answering, served: ProbedModel, target: Target
 ) -> None:
     note, warn = front.output.note, front.output.warn
     note(f"{connection.tested}; docs/connect.md says how")

@@ -19,8 +19,8 @@ from localllm.errors import LocalLLMError
 from localllm.runtime.selection import named
 
 if TYPE_CHECKING:
-    from localllm.engine.engine_info import Service
     from localllm.hub import ModelFiles
+    from localllm.runtime.engine_handle import EngineHandle
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def print_answer(
 def print_recorded(
     front: CliContext,
     files: ModelFiles,
-    service: Service,
+    service: EngineHandle,
     pending: PendingTurn,
     printing: Printing,
     recorder: ChatRecorder,

@@ -25,7 +25,8 @@ from localllm.engine.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles
-    from localllm.runtime.engine_thread import EngineService, Inbox
+    from localllm.runtime.engine_handle import Inbox
+    from localllm.runtime.engine_thread import EngineThread
 
 _DRAW_S, _LOG_S = 0.1, 30.0  # between two reports of progress: on a terminal, and in a log
 SEEDS = 2**31
@@ -90,7 +91,7 @@ class Job:
         """The number of answers of this run and the ones before."""
         return len(self._journal)
 
-    def run(self, service: EngineService, *, window: int) -> None:
+    def run(self, service: EngineThread, *, window: int) -> None:
         """Answers what is not answered; at most `window` prompts are in the engine's hands.
 
         The journal is removed when every prompt has its answer and all are printed. Raises Interrupted, what broke the
@@ -114,7 +115,7 @@ class Job:
             self._front.output.settle()
             self._journal.remove()
 
-    def _answer(self, service: EngineService, window: int) -> None:
+    def _answer(self, service: EngineThread, window: int) -> None:
         waiting = (index for index in range(len(self._prompts)) if index not in self._journal)
         progress = _Progress(self._front, len(self._prompts))
         began = time.monotonic()
@@ -131,7 +132,7 @@ class Job:
                 self.tally.elapsed_s = time.monotonic() - began
                 progress.show(len(self._journal) + self.tally.num_failed, self.tally.tokens_per_s)
 
-    def _submit(self, service: EngineService, waiting: Iterator[int], window: int) -> None:
+    def _submit(self, service: EngineThread, waiting: Iterator[int], window: int) -> None:
         while len(self._asked) < window and (index := next(waiting, None)) is not None:
             line = self._prompts[index]
             sampling = replace(line.sampling, seed=self._seed(index, line))

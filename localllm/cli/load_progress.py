@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -20,9 +20,10 @@ from localllm.runtime.selection import Selection
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.engine_info import LoadedEngine, Service
+    from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.loader import Watcher
-    from localllm.runtime.engine_thread import EngineService
+    from localllm.runtime.engine_handle import EngineHandle
+    from localllm.runtime.engine_thread import EngineThread
 
 
 class PackingProgress:
@@ -127,25 +128,10 @@ class LoadLine:
 
 
 @dataclass(frozen=True)
-class OwnEngineLoad:
-    """An engine of this process on its way."""
-
-    service: EngineService
-    shown: LoadLine
-
-    def wait(self) -> Engine:
-        """The engine. Raises what stopped the load."""
-        engine = self.service.wait_loaded()
-        assert engine is not None
-        self.shown.line.clear()
-        return engine
-
-
-@dataclass(frozen=True)
 class EngineLoad:
-    """An engine on its way, of this process or of the server's."""
+    """An engine that is being loaded, by this process or by the server."""
 
-    service: Service
+    service: EngineHandle
     shown: LoadLine
 
     def wait(self) -> LoadedEngine:
@@ -154,6 +140,16 @@ class EngineLoad:
         assert engine is not None
         self.shown.line.clear()
         return engine
+
+
+@dataclass(frozen=True)
+class OwnEngineLoad(EngineLoad):
+    """An engine that this process loads."""
+
+    service: EngineThread
+
+    def wait(self) -> Engine:
+        return cast("Engine", super().wait())
 
 
 @contextlib.contextmanager
@@ -173,7 +169,7 @@ def attaching(front: CliContext, selection: Selection, opening: Opening, *, atta
 
     shown = LoadLine(front, selection)
     with shown.line:
-        service: Service | None = attached(selection, front.output.note, shown.hear) if attaches else None
+        service: EngineHandle | None = attached(selection, front.output.note, shown.hear) if attaches else None
         if service is None:
             service = _own(front, selection, opening, shown)
         with _in_use(service, shown):
@@ -181,7 +177,7 @@ def attaching(front: CliContext, selection: Selection, opening: Opening, *, atta
 
 
 @contextlib.contextmanager
-def _in_use(service: Service, shown: LoadLine) -> Iterator[None]:
+def _in_use(service: EngineHandle, shown: LoadLine) -> Iterator[None]:
     try:
         yield
     except typer.Exit:  # an end like any other
@@ -194,11 +190,11 @@ def _in_use(service: Service, shown: LoadLine) -> Iterator[None]:
     service.close()
 
 
-def _own(front: CliContext, selection: Selection, opening: Opening, shown: LoadLine) -> EngineService:
-    from localllm.runtime.engine_thread import EngineService
+def _own(front: CliContext, selection: Selection, opening: Opening, shown: LoadLine) -> EngineThread:
+    from localllm.runtime.engine_thread import EngineThread
 
     check(selection)
-    return EngineService(lambda: _engine(front, selection, opening, shown))
+    return EngineThread(lambda: _engine(front, selection, opening, shown))
 
 
 def _engine(front: CliContext, selection: Selection, opening: Opening, shown: LoadLine) -> Engine:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from localllm.runtime.selection import Selection
     from localllm.server.guard import Admission
+    from localllm.server.model_server import Capacity
     from localllm.server.replicas.fleet import Fleet
-    from localllm.server.served import Capacity
 
 
 def require_sense(flags: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from localllm.cli.options import option, refuse_together, takes
 from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select
 from localllm.config import user_directories
-from localllm.errors import EngineClosedError, EngineGoneError, LocalLLMError, UsageError
+from localllm.errors import BusyError, EngineClosedError, EngineGoneError, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.settings import SETTINGS, Accepts, EngineConfig, SamplingSettings
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     import asyncio
     import socket
 
-    from localllm.engine.engine_info import Service
+    from localllm.runtime.engine_handle import EngineHandle
     from localllm.runtime.engine_process import Caps, Foreseen
+    from localllm.runtime.model_pool import LaunchEngine
     from localllm.server.guard import Admission
-    from localllm.server.pool import Launch, Pool
+    from localllm.server.model_server import ModelServer
 
 DEFAULT_HOST, DEFAULT_PORT, OLLAMA_PORT = "127.0.0.1", 8420, 11434
 DEFAULT_PARALLEL, DEFAULT_QUEUE = 8, 64
@@ -165,11 +166,11 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
 
 
 def _serve(front: CliContext, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
+    from localllm.runtime.model_pool import ModelPool
     from localllm.server.app import create_app, create_router
     from localllm.server.http_server import bound, serve
     from localllm.server.local import Doors, endpoints
-    from localllm.server.pool import Pool
-    from localllm.server.served import Capacity
+    from localllm.server.model_server import Capacity, ModelServer
 
     parallel, queue = flags["parallel"] or DEFAULT_PARALLEL, flags["queue"]
     capacity = Capacity(parallel, DEFAULT_QUEUE if queue is None else queue)
@@ -188,22 +189,21 @@ def _serve(front: CliContext, selection: Selection, flags: Mapping[str, Any], ho
             return
         check(selection)
         assert front.resolved is not None
-        pool = Pool(
+        pool = ModelPool(
             selection,
             front.resolved,
             _launch(front, Opening(keeps_pages=True, parallel=parallel)),
-            capacity,
             aliases=flags["alias"] or (),
             also=[with_defaults(front.resolved, locate(front.resolved, word)) for word in flags["also"] or ()],
-            pooling=flags["pooling"] or "mean",
             idle_s=flags["idle_s"],
             note=front.output.note,
         )
-        stack.callback(pool.close)
-        first = _First(front, pool, [f"http://{_shown(sock)}" for sock in sockets])
+        server = ModelServer(pool, capacity, flags["pooling"] or "mean")
+        stack.callback(server.close)
+        first = _First(front, server, [f"http://{_shown(sock)}" for sock in sockets])
         log = front.output.note if not flags["quiet"] else lambda _line: None
-        inner = create_router(endpoints(first.addresses, first.stop), pool)
-        app = Doors(create_app(pool, admission, log=log, with_metrics=flags["metrics"]), inner)
+        inner = create_router(endpoints(first.addresses, first.stop), server)
+        app = Doors(create_app(server, admission, log=log, with_metrics=flags["metrics"]), inner)
         local = _local_socket(front, stack)
         listened = [*sockets, *([] if local is None else [local])]
         serve(app, listened, lambda stop: stack.enter_context(first.stopping(stop)), pool.stop, first.begin)
@@ -212,11 +212,11 @@ def _serve(front: CliContext, selection: Selection, flags: Mapping[str, Any], ho
     front.output.note("stopped")
 
 
-def _launch(front: CliContext, opening: Opening) -> Launch:
+def _launch(front: CliContext, opening: Opening) -> LaunchEngine:
     """Loads a model in a process of its own, of which a line tells, as of its end where nobody wanted that."""
 
-    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
-        from localllm.runtime.engine_process import EngineProcess, Hearer
+    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
+        from localllm.runtime.engine_process import LoadObserver, start_engine
 
         shown = LoadLine(front, selection)
 
@@ -228,7 +228,7 @@ def _launch(front: CliContext, opening: Opening) -> Launch:
                 again = "the next request loads it again"
                 front.output.warn(f"the engine of {selection.files.name} has ended: {failure.why}; {again}")
 
-        process = EngineProcess(selection, opening, caps, Hearer(foreseen, shown.hear))
+        process = start_engine(selection, opening, caps, LoadObserver(foreseen, shown.hear))
         threading.Thread(target=ended, name="localllm-watching", daemon=True).start()
         return process
 
@@ -256,11 +256,11 @@ class _First:
     """The load of the model that the server was started with, while it answers already; a server that has none ends.
     failure: why there is none."""
 
-    def __init__(self, front: CliContext, pool: Pool, addresses: list[str]) -> None:
+    def __init__(self, front: CliContext, server: ModelServer, addresses: list[str]) -> None:
         self.failure: BaseException | None = None
         self.addresses = addresses
         self._front = front
-        self._pool = pool
+        self._server = server
         self._stop: Callable[[], None] = lambda: None
         self._task: asyncio.Task[None] | None = None
 
@@ -278,22 +278,20 @@ class _First:
         self._task = asyncio.create_task(self._load())
 
     async def _load(self) -> None:
-        from localllm.server.errors import RequestError
-
-        served = self._pool.first
+        served = self._server.pool.first
         try:
-            await served.load()
+            await self._server.pool.load(served)
             engine, where = served.engine(), " and ".join(self.addresses)
         except EngineClosedError:  # the server was stopped meanwhile
             return
-        except (EngineGoneError, RequestError) as error:  # killed twice, or unloaded by hand: it may be asked for again
+        except (EngineGoneError, BusyError) as error:  # killed twice, or unloaded by hand: it may be asked for again
             self._front.output.warn(f"{error.what}: {error.why}")
             return
         except Exception as error:
             self.failure = error
             self.stop()
             return
-        room = f"{engine.ctx} tokens of context, {served.capacity.parallel} answers at once"
+        room = f"{engine.ctx} tokens of context, {self._server.capacity.parallel} answers at once"
         self._front.output.note(f"serving {served.name} ({engine.weights}, {room}) on {where}")
         self._front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
 

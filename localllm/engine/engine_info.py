@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from localllm.engine.events import Event
     from localllm.engine.request import Request
     from localllm.models.config import ModelConfig
     from localllm.offload.planner.plan import Plan
@@ -61,7 +59,7 @@ class EngineStatus:
 
 
 class LoadedEngine(Protocol):
-    """An engine as front ends see it: `Engine`, or one of another process (`AttachedEngine`)."""
+    """An engine as front ends see it: `Engine`, or one of another process (`RemoteEngine`)."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -108,58 +106,3 @@ class LoadedEngine(Protocol):
         ...
 
     def status(self) -> EngineStatus: ...
-
-
-class Recipient(Protocol):
-    """Takes the events of several requests together."""
-
-    def put(self, item: Event | BaseException, /) -> None:
-        """Take an event on the engine's thread, which waits for it. The last of a request is its FinishedEvent, or what
-        broke the engine."""
-        ...
-
-
-class AnswerStream(Protocol):
-    """The events of one request, in order, unless they go to a recipient; the last is a FinishedEvent. Raises what
-    broke the engine, if anything."""
-
-    request_id: int
-    events: SimpleQueue[Event | BaseException]
-
-    def __iter__(self) -> Iterator[Event]: ...
-
-    def abort(self) -> None:
-        """Stop the request; what was generated stays, and its FinishedEvent says "cancelled"."""
-        ...
-
-
-class Service(Protocol):
-    """An engine on its way, and then at work: on a thread (`EngineService`), or in a process of its own."""
-
-    def wait_loaded(self, timeout_s: float | None = None) -> LoadedEngine | None:
-        """Return the engine once it is loaded; None if that takes longer than `timeout_s`, or the service is closed.
-
-        Raises what stopped the load.
-        """
-        ...
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the engine is loaded, or cannot be."""
-        ...
-
-    def submit(self, request: Request, recipient: Recipient | None = None) -> AnswerStream:
-        """Queue a request. recipient: where its events go instead of into the stream."""
-        ...
-
-    def wait_ended(self) -> BaseException | None:
-        """Wait until the engine takes no step any more; return what broke it, or None where it was stopped."""
-        ...
-
-    def stop(self) -> None:
-        """Cancel what runs, and take nothing on any more."""
-        ...
-
-    def close(self, timeout_s: float = 4.0) -> None:
-        """`stop`, and end; returns after `timeout_s` even where a forward is still at work."""
-        ...

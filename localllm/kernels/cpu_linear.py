@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,8 +12,8 @@ from torch.nn import functional
 from localllm.kernels import cpu_matmul, cpu_quantize
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa
-from localllm.kernels.cpu_matmul import INT8_GROUP, Weights
 from localllm.kernels.cpu_tape import Arguments, Tape
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 
 Step = tuple[Native, Arguments]
@@ -23,28 +22,6 @@ Step = tuple[Native, Arguments]
 def float_bits(number: float) -> int:
     """Return the whole number by which a kernel's argument carries a float."""
     return int(struct.unpack("<I", struct.pack("<f", number))[0])
-
-
-@dataclass(frozen=True)
-class PackedMatrix:
-    """Tensors of `tile16` or `int8`, padded to whole tiles and groups."""
-
-    weights: Weights
-    qweight: Tensor
-    scale: Tensor
-    bias: Tensor | None  # of int4
-
-    @property
-    def tiles(self) -> int:
-        return self.qweight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.qweight.shape[1] * (8 if self.weights == "int4" else 4)
-
-    @property
-    def group(self) -> int:
-        return self.in_features // self.scale.shape[1] if self.weights == "int4" else INT8_GROUP
 
 
 class Activations:

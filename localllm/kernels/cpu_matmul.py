@@ -11,17 +11,15 @@ four tiles side by side gave 0.64; an Intel Xeon reads best with four (0.97), as
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
 
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, Kernel, Value, Variable, vector_of
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
+from localllm.kernels.packed_matrix import Weights
 
 PREFETCH_BYTES = 16384  # a tile of 2048 columns; 4 KB ahead reads 3 to 5 % less
 NIBBLES = 0x0F0F0F0F
 SIGN_BITS = -0x7F7F7F80  # 0x80808080: a signed byte plus 128
-INT8_GROUP = 64  # columns that share a scale of the activations where the weights have none
-Weights = Literal["int4", "int8"]
 
 
 def matmul_source(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bool, has_bias: bool) -> Kernel:

@@ -1,4 +1,4 @@
-"""y = x @ W.T for 8-bit weights in tiles of 16 rows x 4 k, one 64-byte vector each.
+"""8-bit weights in tiles of 16 rows x 4 k, one 64-byte vector each.
 
 qweight  int8  [N/16, K/4, 16, 4]
 scale    fp32  [N/16, 16]          w = scale * q, q in -127..127
@@ -9,14 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels import cpu_linear
-from localllm.kernels.cpu_linear import PackedMatrix
-from localllm.kernels.dense import dense_linear
-from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.tile16 import TILE, slab_tiles
 
 WORD = 4  # codes of one row in a 32-bit lane
-PRODUCT_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16
 
 
 def pack(q: Tensor) -> Tensor:
@@ -50,29 +45,3 @@ def rows(qweight: Tensor, scale: Tensor, indices: Tensor, in_features: int) -> T
     tile, lane = indices // TILE, indices % TILE
     codes = qweight[tile, :, lane].flatten(1).float()  # [R, K]
     return codes.mul_(scale[tile, lane].unsqueeze(-1))[:, :in_features]
-
-
-def int8_linear(x: Tensor, qweight: Tensor, scale: Tensor, out_features: int) -> Tensor:
-    """x [T, K] bf16 or fp32; qweight and scale as above, padded beyond [out_features, K] or not.
-
-    Returns [T, out_features] of x's dtype.
-    """
-    if x.device.type == "cpu" and cpu_linear.is_available():
-        return cpu_linear.packed_linear(x, PackedMatrix("int8", qweight, scale, None), out_features)
-    if x.is_cuda and not why_not(x.device):
-        from localllm.kernels.gpu import gemv, product  # import Triton, which not every system has
-
-        return product.packed_linear(x, gemv.GpuMatrix(qweight, scale, None), out_features)
-    return dequantized_linear(x, qweight, scale, out_features)
-
-
-def dequantized_linear(x: Tensor, qweight: Tensor, scale: Tensor, out_features: int) -> Tensor:
-    """Slab by slab dequantized to x's dtype, then the library's product: for many rows of x, and any device."""
-    T, K = x.shape
-    y = torch.empty((T, out_features), dtype=x.dtype, device=x.device)
-    step = max(1, PRODUCT_WEIGHTS // max(1, TILE * K))
-    for first in range(0, len(qweight), step):
-        part, begin = slice(first, first + step), first * TILE
-        N = min(out_features - begin, step * TILE)
-        y[:, begin : begin + N] = dense_linear(x, dequantize(qweight[part], scale[part], N, K, x.dtype))
-    return y

@@ -14,7 +14,6 @@ from torch import Tensor
 from localllm.kernels.gpu import activations, product
 from localllm.kernels.gpu.attention import attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.rope import Rope, rope_store
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
@@ -22,8 +21,6 @@ from localllm.layers.gpu_tables import GpuTables
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.norm import RMSNorm
-from localllm.quant.int4 import Int4
-from localllm.quant.int8 import Int8
 
 
 @dataclass(frozen=True)
@@ -43,16 +40,6 @@ class GpuForward:
         return self._elsewhere[device]
 
 
-def packed(linear: Linear) -> GpuMatrix | None:
-    """The matrix as the kernels take it; None where its format is not theirs."""
-    tensors = linear.tensors
-    if isinstance(linear.format, Int4):
-        return GpuMatrix(tensors["qweight"], tensors["scale"], tensors["bias"])
-    if isinstance(linear.format, Int8):
-        return GpuMatrix(tensors["qweight"], tensors["scale"], None)
-    return None
-
-
 def multiply(
     linear: Linear,
     x: Tensor,
@@ -65,7 +52,7 @@ def multiply(
     """x [M, K], through the norm, or x [M, 2 K], gated, times the matrix: [M, N], fp32 where it is packed and M small,
     else `dtype`. into fp32 [M, N]: is added to, and returned."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    rows, features, matrix = len(x), linear.in_features, packed(linear)
+    rows, features, matrix = len(x), linear.in_features, linear.packed
     if matrix is not None and rows <= product.MOST_ROWS:
         codes = product.new_codes(rows, matrix)
         activations.to_codes(x, codes, features, weight=weight, eps=eps, activation=activation).run()

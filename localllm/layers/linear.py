@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.quant.int4 import Int4
+from localllm.quant.int8 import Int8
 from localllm.quant.weight_format import WeightFormat
 
 
@@ -28,6 +31,13 @@ class Linear:
     @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
+
+    @property
+    def packed(self) -> PackedMatrix | None:
+        """The matrix as compiled kernels take it; None where its format is not theirs."""
+        if isinstance(self.format, Int4 | Int8):
+            return PackedMatrix(self.tensors["qweight"], self.tensors["scale"], self.tensors.get("bias"))
+        return None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""

@@ -17,11 +17,11 @@ from torch import Tensor
 from localllm.kernels import cpu_attention, cpu_embed, cpu_matmul, cpu_norm, cpu_quantize, cpu_rope
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import best_isa
-from localllm.kernels.cpu_linear import Activations, PackedMatrix, Step, float_bits, is_available
-from localllm.kernels.cpu_matmul import INT8_GROUP
+from localllm.kernels.cpu_linear import Activations, Step, float_bits, is_available
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import window_groups
+from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
@@ -42,13 +42,12 @@ HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole regi
 def supports_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> bool:
     """Return whether a decoder of this shape on a CPU is computed by native steps, as far as is known before it is
     loaded."""
-    return (
-        dtype is torch.bfloat16
-        and config.head_dim % HALF_VECTOR == 0
-        and config.rotary_dim % HALF_VECTOR == 0
-        and isinstance(recipe.blocks, Int4 | Int8)
-        and is_available()
-    )
+    return isinstance(recipe.blocks, Int4 | Int8) and _fills_vectors(config, dtype)
+
+
+def _fills_vectors(config: ModelConfig, dtype: torch.dtype) -> bool:
+    is_whole = config.head_dim % HALF_VECTOR == 0 == config.rotary_dim % HALF_VECTOR
+    return dtype is torch.bfloat16 and is_whole and is_available()
 
 
 def native_row_bytes(config: ModelConfig, recipe: Recipe) -> int:
@@ -79,13 +78,9 @@ class CpuProgram:
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Return whether every block is of INT4 or INT8 matrices whose sizes fill whole tiles and groups, on a CPU."""
-        config = decoder.config
         return (
             decoder.device.type == "cpu"
-            and decoder.dtype is torch.bfloat16
-            and config.head_dim % HALF_VECTOR == 0
-            and config.rotary_dim % HALF_VECTOR == 0
-            and is_available()
+            and _fills_vectors(decoder.config, decoder.dtype)
             and not any(isinstance(block.body, SplitMLP) for block in decoder.blocks)
             and all(_fills_tiles(linear) for block in decoder.blocks for linear in block.body.linears)
         )
@@ -389,14 +384,8 @@ class _Recorder:
 
 def _packed(linear: Linear) -> PackedMatrix | None:
     """The matrix as the kernels take it; None where its format or its columns are not theirs."""
-    tensors = linear.tensors
-    if isinstance(linear.format, Int4):
-        packed = PackedMatrix("int4", tensors["qweight"], tensors["scale"], tensors["bias"])
-    elif isinstance(linear.format, Int8):
-        packed = PackedMatrix("int8", tensors["qweight"], tensors["scale"], None)
-    else:
-        return None
-    return packed if packed.in_features == linear.in_features else None
+    packed = linear.packed
+    return packed if packed is not None and packed.in_features == linear.in_features else None
 
 
 def _fills_tiles(linear: Linear) -> bool:

@@ -23,7 +23,7 @@ from localllm.kernels.gpu.embed import embed
 from localllm.kernels.kv_page import pages_of
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
-from localllm.layers.gpu_block import GpuForward, multiply, packed, run_block
+from localllm.layers.gpu_block import GpuForward, multiply, run_block
 from localllm.layers.gpu_tables import GpuTables, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
@@ -162,10 +162,8 @@ class GpuProgram:
 
     def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _Room:
         """With its tables filled."""
-        pages = table_pages(max(s.past + s.end - s.begin for s in batch.segments))
         layouts = batch.segments[0].kv.layouts
-        tokens = task_tokens(self._group_heads, rows)
-        shape = table_shape(batch, rows, pages, 1 + max(group for group, _ in batch.segments[0].kv.places), tokens)
+        shape, tokens = self._shape(batch, rows, table_pages(_longest(batch)))
         if (shape, layouts) not in self._rooms:
             self._rooms[shape, layouts] = _Room(self._rows, GpuTables(shape, self.device, layouts))
         room = self._rooms[shape, layouts]
@@ -267,13 +265,16 @@ class GpuProgram:
             return torch.cat([self._head(part) for part in torch.split(wanted, product.MOST_ROWS)])
 
     def _forward(self, batch: Batch) -> GpuForward:
-        pages = pages_of(max(s.past + s.end - s.begin for s in batch.segments))
-        layouts, tokens = batch.segments[0].kv.layouts, task_tokens(self._group_heads, len(batch))
-        groups = 1 + max(group for group, _ in batch.segments[0].kv.places)
-        shape = table_shape(batch, len(batch), pages, groups, tokens)
-        tables = GpuTables(shape, self.device, layouts)
+        shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
+        tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts)
         tables.fill(batch, self._groups(batch), tokens)
         return GpuForward(batch, tables, self._places(batch), self.decoder.dtype)
+
+    def _shape(self, batch: Batch, rows: int, pages: int) -> tuple[TableShape, int]:
+        """Return the shape of a batch's tables, and the most tokens of a task."""
+        tokens = task_tokens(self.decoder.config.num_heads // self.decoder.config.num_kv_heads, rows)
+        groups = 1 + max(group for group, _ in batch.segments[0].kv.places)
+        return table_shape(batch, rows, pages, groups, tokens), tokens
 
     # Stages
 
@@ -309,10 +310,6 @@ class GpuProgram:
         """Whose attention is ours."""
         ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
         return tuple(body.shape.layer for body in ours if isinstance(body, Attention))
-
-    @cached_property
-    def _group_heads(self) -> int:
-        return self.decoder.config.num_heads // self.decoder.config.num_kv_heads
 
     def _groups(self, batch: Batch) -> list[int]:
         """Groups of layers of which we compute some."""
@@ -352,7 +349,7 @@ class GpuProgram:
     def _is_capturable(self, run: _Run) -> bool:
         """Return whether nothing that is launched depends on what the host would have to see."""
         linears = [linear for stage in run.stages for linear in self._linears(stage)]
-        return all(packed(linear) is not None or isinstance(linear.format, Dense) for linear in linears)
+        return all(linear.packed is not None or isinstance(linear.format, Dense) for linear in linears)
 
     def _linears(self, stage: Block | str) -> tuple[Linear, ...]:
         if isinstance(stage, Block):
@@ -384,6 +381,10 @@ def _joined(runs: Iterator[_Run]) -> Iterator[_Run]:
         last = run
     if last is not None:
         yield last
+
+
+def _longest(batch: Batch) -> int:
+    return max(segment.past + segment.end - segment.begin for segment in batch.segments)
 
 
 def _name(stage: Block | str) -> str:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels import cpu_calibrate, int4, tile16
+from localllm.kernels import cpu_calibrate, tile16
+from localllm.kernels.packed_linear import packed_linear
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE, WORD
 from localllm.quant import hqq
 from localllm.quant.finite import require_finite
@@ -95,5 +97,5 @@ class Int4:
         return tile16.rows(**tensors, indices=indices, in_features=in_features)
 
     def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
-        y = int4.int4_linear(x, **tensors, out_features=out_features)
+        y = packed_linear(x, PackedMatrix(**tensors), out_features)
         return y if bias is None else y + bias

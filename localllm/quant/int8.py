@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels import int8
+from localllm.kernels.packed_linear import packed_linear
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 from localllm.quant.finite import require_finite
 from localllm.quant.weight_format import TensorSpec
@@ -61,5 +63,5 @@ class Int8:
         return int8.rows(tensors["qweight"], tensors["scale"], indices, in_features)
 
     def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
-        y = int8.int8_linear(x, tensors["qweight"], tensors["scale"], out_features)
+        y = packed_linear(x, PackedMatrix(**tensors, bias=None), out_features)
         return y if bias is None else y + bias

@@ -1,6 +1,6 @@
-"""An engine in a process of its own: who starts it outlives it, and when it ends all of its memory is given back.
+"""An engine in a process of its own: its owner outlives it, and when it ends all of its memory is given back.
 
-Before it loads its model it says what room that would take, and waits to be told how much it may have: who starts
+Before the process loads its model it reports the memory that this would take, and waits for a grant: an owner of
 several shares the machine out among them. The processes are forked from one that has torch in memory already.
 """
 
@@ -23,22 +23,21 @@ from typing import TYPE_CHECKING, Any
 from localllm.config import Origin
 from localllm.errors import LocalLLMError
 from localllm.runtime import protocol
-from localllm.runtime.engine_client import AttachedEngine, AttachedService, AttachedStream
+from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_loader import Opening, open_engine
+from localllm.runtime.engine_peer import EnginePeer
 from localllm.runtime.selection import Selection
 from localllm.runtime.sockets import listening, runtime_folder
 from localllm.runtime.watchdog import Patience
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.engine_info import Recipient
     from localllm.engine.loader import Watcher
-    from localllm.engine.request import Request
     from localllm.offload.planner.plan import Plan
-    from localllm.runtime.engine_server import Guest
+    from localllm.runtime.engine_server import ClientConnection
 
 _LEAVE_S = 5.0  # for which a process that is told to end may go on, before it is killed
-# What is said of a token waits so long at most for the interpreter, where the engine's thread has it: 5 ms is usual.
+# The longest that a token's message waits for the interpreter, where the engine's thread has it; the usual is 5 ms.
 _SWITCH_S = 0.0005
 _GRANTED = Origin("flag", "the server's share of the memory")
 
@@ -63,27 +62,19 @@ class Foreseen:
 
 
 @dataclass(frozen=True)
-class Hearer:
-    """Who hears of a load. foreseen: is to `grant` room, or to have it `foresee` again with other caps. telling: of
-    progress, by the names of `Watcher`'s fields, and "warning"."""
+class LoadObserver:
+    """The callbacks of a load. foreseen: is to `grant` memory, or to have the process `foresee` again with other caps.
+    progress: called with the name of one of `Watcher`'s fields or "warning", and its arguments."""
 
     foreseen: Callable[[Foreseen], None]
-    telling: Callable[[str, tuple[Any, ...]], None] = lambda _kind, _arguments: None
+    progress: Callable[[str, tuple[Any, ...]], None] = lambda _kind, _arguments: None
 
 
-class EngineProcess:
-    """`Service` of an engine in a process of its own."""
+class EngineProcess(EnginePeer):
+    """The process of an engine, which the `EngineClient` that connects to it starts."""
 
-    def __init__(
-        self,
-        selection: Selection,
-        opening: Opening,
-        caps: Caps,
-        hearer: Hearer,
-        patience: Patience = Patience(),  # noqa: B008
-    ) -> None:
-        """patience: with a process that does not move on."""
-        self._hearer = hearer
+    def __init__(self, selection: Selection, opening: Opening, caps: Caps, observer: LoadObserver) -> None:
+        self._observer = observer
         self._own, theirs = socket.socketpair()
         self._process = _context().Process(
             target=_be_engine, args=(theirs, selection, opening, caps), name="localllm-engine", daemon=True
@@ -91,69 +82,14 @@ class EngineProcess:
         self._process_began = threading.Event()
         self._ending = threading.Lock()
         self._is_released = self._is_stopped = False
-        self.pid: int | None = None
         self._theirs: socket.socket | None = theirs
-        self.socket_path: Path | None = None  # at which other programs reach it, once it is loaded
-        self._service = AttachedService(
-            selection.files.directory,
-            self._begin,
-            self._heard,
-            self._why_gone,
-            pid=lambda: self.pid,
-            kill=self._kill,
-            patience=patience,
-        )
 
-    def grant(self, caps: Caps) -> None:
-        """Lets it load with so much."""
-        self._say("load", caps)
-
-    def foresee(self, caps: Caps) -> None:
-        """Has it say what it would come to with so much."""
-        self._say("foresee", caps)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._service.has_ended
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the engine has not moved on for half of the time after which it is ended, though somebody waits."""
-        return self._service.watchdog.is_doubtful and not self.has_ended
-
-    @property
-    def patience(self) -> Patience:
-        return self._service.watchdog.patience
-
-    @patience.setter
-    def patience(self, patience: Patience) -> None:
-        self._service.watchdog.patience = patience
-
-    # As `Service` has it
-
-    def wait_loaded(self, timeout_s: float | None = None) -> AttachedEngine | None:
-        return self._service.wait_loaded(timeout_s)
-
-    @property
-    def is_settled(self) -> bool:
-        return self._service.is_settled
-
-    def submit(self, request: Request, recipient: Recipient | None = None) -> AttachedStream:
-        return self._service.submit(request, recipient)
-
-    def wait_ended(self) -> BaseException | None:
-        return self._service.wait_ended()
-
-    def stop(self) -> None:
-        """End the process; what is still being loaded is given up at once."""
+    def stop_load(self) -> None:
         self._is_stopped = True
-        self._service.stop()
-        if not self.is_settled:
-            self._kill()
+        self.kill()
 
-    def close(self, timeout_s: float = _LEAVE_S) -> None:
-        """Returns when the process has ended; it is killed where it takes longer than that."""
-        self._service.close(timeout_s)
+    def close(self, timeout_s: float) -> None:
+        """Return when the process has ended; it is killed where it takes longer than that."""
         with self._ending:
             if self._process_began.is_set() and not self._is_released:
                 self._process.join(timeout_s)
@@ -165,7 +101,7 @@ class EngineProcess:
                     self._process.close()  # else its descriptors stay as long as anybody knows it
         self._forget_socket()
 
-    def _begin(self) -> socket.socket:
+    def connect(self) -> socket.socket:
         """Start the process on the thread that reads: the first one waits a second for torch."""
         assert self._theirs is not None
         # A screen has a stderr without a descriptor, which is passed on.
@@ -174,30 +110,26 @@ class EngineProcess:
         self.pid = self._process.pid
         self._process_began.set()
         if self._is_stopped:
-            self._kill()
+            self.kill()
         self._theirs.close()
         self._theirs = None
         return self._own
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         with self._ending:
             if self._process_began.is_set() and not self._is_released:
                 self._process.kill()
 
-    def _say(self, what: str, caps: Caps) -> None:
-        self._service.say({"op": what, "caps": protocol.plain(caps)})
-
-    def _heard(self, message: protocol.Message) -> None:
+    def receive(self, message: protocol.Message) -> None:
         match message["op"]:
             case "foreseen":
-                self._service.is_asked = True
-                self._hearer.foreseen(protocol.read(Foreseen, message["foreseen"]))
+                self._observer.foreseen(protocol.read(Foreseen, message["foreseen"]))
             case "listening":
                 self.socket_path = Path(message["path"])
             case "told":
-                self._hearer.telling(message["kind"], tuple(message["arguments"]))
+                self._observer.progress(message["kind"], tuple(message["arguments"]))
 
-    def _why_gone(self) -> str:
+    def why_gone(self) -> str:
         self._forget_socket()
         with self._ending:
             is_known = self._process_began.is_set() and not self._is_released
@@ -216,9 +148,31 @@ class EngineProcess:
                 self.socket_path.unlink()
 
 
+def start_engine(
+    selection: Selection,
+    opening: Opening,
+    caps: Caps,
+    observer: LoadObserver,
+    patience: Patience = Patience(),  # noqa: B008
+) -> EngineClient:
+    """Load a model in a process of its own. patience: after which a process that does not move on is killed."""
+    process = EngineProcess(selection, opening, caps, observer)
+    return EngineClient(selection.files.directory, process, patience=patience)
+
+
+def grant(client: EngineClient, caps: Caps) -> None:
+    """Let a process that has said what it foresees load with so much."""
+    client.answer({"op": "load", "caps": protocol.plain(caps)})
+
+
+def foresee(client: EngineClient, caps: Caps) -> None:
+    """Have a process say what it foresees with so much."""
+    client.answer({"op": "foresee", "caps": protocol.plain(caps)})
+
+
 def _context() -> Any:
-    """From which processes are made. Forked from one that has loaded torch, an engine begins in 30 ms, not in a
-    second; and what torch is in memory is there once."""
+    """Return the context that processes are made by. Forked from one that has loaded torch, an engine begins in 30 ms,
+    not in a second; and torch is in memory once."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -228,12 +182,12 @@ def _context() -> Any:
 
 @contextlib.contextmanager
 def _signals_of_the_terminal_held() -> Iterator[None]:
-    """While it lasts, what this thread starts is begun without them, and so is all that is forked from that: the owner
-    hears of them, and ends the process. One that is still being begun would die of them with a traceback."""
+    """Hold back SIGINT and SIGHUP from what this thread starts, and all that is forked from that: the owner receives
+    them, and ends the process. One that is still starting would die of them with a traceback."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # which is begun with them, and lets them through when it has been
+    resource_tracker.ensure_running()  # which is started with them, and lets them through then
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
@@ -245,8 +199,8 @@ def _signals_of_the_terminal_held() -> Iterator[None]:
 
 
 def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> None:
-    """To the end of the process, which is when its owner has gone. What it is asked for is in `engine.hosting`."""
-    for name in ("SIGINT", "SIGHUP"):  # of the terminal: its owner hears of it, and ends this
+    """Run until the owner has gone. Requests are the matter of `engine_server`."""
+    for name in ("SIGINT", "SIGHUP"):  # of the terminal: the owner receives it, and ends this
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
@@ -257,18 +211,18 @@ def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps
             sock.sendall(protocol.line({"op": "failed", "error": protocol.plain(error)}))
             granted = None
         if granted is not None:
-            _host(sock, _with_caps(selection, granted), opening)
+            _serve(sock, _with_caps(selection, granted), opening)
     sys.stdout.flush()
     os._exit(0)  # what is still being computed is nobody's
 
 
 def _agree_on_room(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> Caps | None:
-    """With how much it may load; None where the owner has gone. Raises what keeps the model from being looked at."""
+    """Return the memory that is granted; None where the owner has gone. Raises what keeps the model from being read."""
     while True:
         foreseen = _foreseen(_with_caps(selection, caps), opening, _telling(sock))
         sock.sendall(protocol.line({"op": "foreseen", "foreseen": protocol.plain(foreseen)}))
         data = b""
-        while not data.endswith(b"\n"):  # the owner says one thing, and waits then
+        while not data.endswith(b"\n"):  # the owner sends one message, and waits then
             more = sock.recv(4096)
             if not more:
                 return None
@@ -307,15 +261,15 @@ def _with_caps(selection: Selection, caps: Caps) -> Selection:
     return Selection(selection.files, selection.resolved.overlaid(given))
 
 
-def _host(sock: socket.socket, selection: Selection, opening: Opening) -> None:
-    """Loads the model and serves who comes, until the owner has gone."""
-    from localllm.runtime.engine_server import Host
-    from localllm.runtime.engine_thread import EngineService
+def _serve(sock: socket.socket, selection: Selection, opening: Opening) -> None:
+    """Load the model and serve all clients, until the owner has gone."""
+    from localllm.runtime.engine_server import EngineServer
+    from localllm.runtime.engine_thread import EngineThread
 
-    owner: Future[Guest] = Future()
+    owner: Future[ClientConnection] = Future()
 
     def tell(kind: str, arguments: tuple[Any, ...]) -> None:
-        owner.result().say(_told(kind, arguments))
+        owner.result().send(_told(kind, arguments))
 
     with contextlib.ExitStack() as stack:
         listener = None
@@ -324,15 +278,15 @@ def _host(sock: socket.socket, selection: Selection, opening: Opening) -> None:
             listener = stack.enter_context(listening(path))  # before other threads make files: it sets the umask
             stack.callback(_unlink, path)
             sock.sendall(protocol.line({"op": "listening", "path": str(path)}))
-        service = EngineService(lambda: _load(selection, opening, tell))
-        host = Host(service)
-        service.moved = host.tell_of_move
+        engine = EngineThread(lambda: _load(selection, opening, tell))
+        server = EngineServer(engine)
+        engine.moved = server.tell_of_move
         if listener is not None:
-            host.listen(listener)
-        owner.set_result(host.take_owner(sock))
-        host.owner_gone.wait()
-        host.close()
-        service.close(_LEAVE_S)
+            server.listen(listener)
+        owner.set_result(server.take_owner(sock))
+        server.owner_gone.wait()
+        server.close()
+        engine.close(_LEAVE_S)
 
 
 def _unlink(path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Lets front ends in other processes use the engine of this one: what they say in `wire`'s lines is done, and what
-comes of it is said back, to each what it asked for."""
+"""The engine of this process, for front ends in others: their requests arrive as `protocol`'s messages, and each
+receives the events of its own."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from localllm.engine.engine_info import AnswerStream, LoadedEngine, Service
+from localllm.engine.engine_info import LoadedEngine
 from localllm.engine.events import Event, FinishedEvent
 from localllm.engine.request import Request
 from localllm.errors import EngineClosedError, UsageError
 from localllm.runtime import protocol
+from localllm.runtime.engine_handle import EngineHandle, RequestStream
 
 _LEAVE_S = 4.0  # in which what is being computed for one that leaves comes to its end, between two blocks
 _MOVE_S = 5.0  # between two signs of life
-_MOST_GUESTS = 64  # a shell's worth of programs; each has two threads here
+_MOST_CLIENTS = 64  # a shell's worth of programs; each has two threads here
 
 
-class Guest:
-    """One connection. What it asked for ends when it goes."""
+class ClientConnection:
+    """One front end's connection. Its requests end with it."""
 
-    def __init__(self, sock: socket.socket, service: Service, gone: Callable[[Guest], None]) -> None:
+    def __init__(self, sock: socket.socket, engine: EngineHandle, gone: Callable[[ClientConnection], None]) -> None:
         """gone: called once, on a thread of its own."""
         self._sock = sock
-        self._service = service
+        self._engine = engine
         self._gone = gone
-        self._streams: dict[int, AnswerStream] = {}  # by the number that the guest has given
+        self._streams: dict[int, RequestStream] = {}  # by the client's number
         self._lock = threading.Condition()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="localllm-client-write", daemon=True)
 
     def begin(self) -> None:
-        threading.Thread(target=self._write, name="localllm-guest-write", daemon=True).start()
-        threading.Thread(target=self._read, name="localllm-guest-read", daemon=True).start()
+        self._writer.start()
+        threading.Thread(target=self._read, name="localllm-client-read", daemon=True).start()
 
-    def say(self, message: protocol.Message) -> None:
-        """From any thread; returns at once."""
+    def send(self, message: protocol.Message) -> None:
+        """Send a message from any thread, without waiting."""
         self._outbox.put(protocol.line(message))
 
     def tell_of_move(self) -> None:
-        """Tell whoever waits for an answer, also behind those of others, that the engine has moved on."""
         if self._streams:
-            self.say({"op": "moved"})
+            self.send({"op": "moved"})
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -70,28 +71,29 @@ class Guest:
                 while data := lines.readline(protocol.MOST_BYTES):
                     self._take(protocol.message(data))
         except (OSError, protocol.WireError, KeyError, TypeError, ValueError, RecursionError):
-            pass  # who does not keep to what is spoken here is not spoken to
+            pass  # a client that does not keep to the protocol is left
         finally:
             self._leave()
 
     def _leave(self) -> None:
-        """Stop what still runs; whoever only said that nothing more will be asked hears of its end."""
+        """Stop what still runs; a client that has only closed its sending side receives the end of it."""
         with self._lock:
             for stream in self._streams.values():
                 stream.abort()
             self._lock.wait_for(lambda: not self._streams, _LEAVE_S)
         self._outbox.put(None)
+        self._writer.join(_LEAVE_S)  # the process may end upon `gone`, before the last events are on their way
         self._gone(self)
 
     def _tell_of_load(self) -> None:
-        """Waits for the engine."""
+        """Wait for the engine, and report it."""
         try:
-            engine = self._service.wait_loaded()
+            engine = self._engine.wait_loaded()
             if engine is None:
                 raise EngineClosedError("the engine has been closed")
-            self.say({"op": "loaded", "facts": protocol.plain(engine.facts())})
+            self.send({"op": "loaded", "facts": protocol.plain(engine.facts())})
         except BaseException as error:
-            self.say({"op": "failed", "error": protocol.plain(error)})
+            self.send({"op": "failed", "error": protocol.plain(error)})
 
     def _take(self, message: protocol.Message) -> None:
         number = int(message["id"])
@@ -105,18 +107,18 @@ class Guest:
                     stream.abort()
             case "call" if message["name"] in SLOW_CALLS:
                 arguments = (number, message["name"], message.get("argument"))
-                threading.Thread(target=self._answer, args=arguments, name="localllm-guest-call", daemon=True).start()
+                threading.Thread(target=self._answer, args=arguments, name="localllm-client-call", daemon=True).start()
             case "call":
                 self._answer(number, message["name"], message.get("argument"))
             case other:
                 raise protocol.WireError(f"{other!r} is not known")
 
     def _submit(self, number: int, request: Any) -> None:
-        with self._lock:  # its end must not be heard of before it is known
+        with self._lock:  # its end must not arrive before it is known
             try:
-                self._streams[number] = self._service.submit(protocol.read(Request, request), _Outbound(number, self))
+                self._streams[number] = self._engine.submit(protocol.read(Request, request), _Outbound(number, self))
             except Exception as error:
-                self.say({"op": "broken", "id": number, "error": protocol.plain(error)})
+                self.send({"op": "broken", "id": number, "error": protocol.plain(error)})
 
     def ended(self, number: int) -> None:
         with self._lock:
@@ -125,33 +127,32 @@ class Guest:
 
     def _answer(self, number: int, name: str, argument: Any) -> None:
         try:
-            engine = self._service.wait_loaded(0)
+            engine = self._engine.wait_loaded(0)
             if engine is None:
                 raise EngineClosedError("the engine has been closed")
             value = CALLS[name](engine, argument)
         except Exception as error:
-            self.say({"op": "refused", "id": number, "error": protocol.plain(error)})
+            self.send({"op": "refused", "id": number, "error": protocol.plain(error)})
             return
-        self.say({"op": "answered", "id": number, "value": protocol.plain(value)})
+        self.send({"op": "answered", "id": number, "value": protocol.plain(value)})
 
 
 class _Outbound:
-    """The destination of one request's events: who asked for it, under the number that it gave."""
+    """`Recipient` of one request's events, which go to its client under the client's number."""
 
-    def __init__(self, number: int, guest: Guest) -> None:
+    def __init__(self, number: int, client: ClientConnection) -> None:
         self._number = number
-        self._guest = guest
+        self._client = client
 
     def put(self, item: Event | BaseException, /) -> None:
-        """As `Recipient` has it."""
         if isinstance(item, BaseException):
-            self._guest.say({"op": "broken", "id": self._number, "error": protocol.plain(item)})
-            self._guest.ended(self._number)
+            self._client.send({"op": "broken", "id": self._number, "error": protocol.plain(item)})
+            self._client.ended(self._number)
             return
         event = protocol.plain(replace(item, request_id=self._number))
-        self._guest.say({"op": "event", "kind": type(item).__name__, "event": event})
+        self._client.send({"op": "event", "kind": type(item).__name__, "event": event})
         if isinstance(item, FinishedEvent):
-            self._guest.ended(self._number)
+            self._client.ended(self._number)
 
 
 def _check(engine: LoadedEngine, argument: Any) -> None:
@@ -162,7 +163,7 @@ def _flags_for(engine: LoadedEngine, argument: Any) -> str:
     return engine.flags_for(int(argument))
 
 
-# What may be asked of the engine beside requests.
+# The calls beside requests, by name.
 CALLS: dict[str, Callable[[LoadedEngine, Any], Any]] = {
     "check": _check,
     "flags_for": _flags_for,
@@ -170,27 +171,27 @@ CALLS: dict[str, Callable[[LoadedEngine, Any], Any]] = {
     "status": lambda engine, _: engine.status(),
 }
 
-# Those that may take a second, as a grammar that is new does: what is said meanwhile is heard.
+# Calls that may take a second, as a new grammar does: other messages are read meanwhile.
 SLOW_CALLS = frozenset({"check"})
 
 
-class Host:
-    """Who is served. Ends by itself when its owner has gone."""
+class EngineServer:
+    """All connections of one engine."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._guests: set[Guest] = set()
+    def __init__(self, engine: EngineHandle) -> None:
+        self._engine = engine
+        self._clients: set[ClientConnection] = set()
         self._told_at = 0.0
         self._lock = threading.Lock()
         self.owner_gone = threading.Event()
 
-    def take_owner(self, sock: socket.socket) -> Guest:
-        """Take the connection of the process that has started the engine, and hears of the load."""
+    def take_owner(self, sock: socket.socket) -> ClientConnection:
+        """Take the connection of the process that has started the engine, and follows the load."""
         return self._take(sock, lambda: self.owner_gone.set())
 
     def listen(self, listener: socket.socket) -> None:
-        """Lets others in, until the socket is closed."""
-        threading.Thread(target=self._accept, args=(listener,), name="localllm-host", daemon=True).start()
+        """Accept other clients, until the socket is closed."""
+        threading.Thread(target=self._accept, args=(listener,), name="localllm-accept", daemon=True).start()
 
     def tell_of_move(self) -> None:
         """Tell whoever waits for an answer, also behind those of others, that the engine has moved on."""
@@ -199,38 +200,38 @@ class Host:
             return
         self._told_at = now
         with self._lock:
-            guests = list(self._guests)
-        for guest in guests:
-            guest.tell_of_move()
+            clients = list(self._clients)
+        for client in clients:
+            client.tell_of_move()
 
     def close(self) -> None:
         with self._lock:
-            guests = list(self._guests)
-        for guest in guests:
-            guest.close()
+            clients = list(self._clients)
+        for client in clients:
+            client.close()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = listener.accept()
                 with self._lock:
-                    is_full = len(self._guests) >= _MOST_GUESTS
+                    is_full = len(self._clients) >= _MOST_CLIENTS
                 if is_full:
-                    error = UsageError("too many programs use this model", why=f"{_MOST_GUESTS} do already")
+                    error = UsageError("too many programs use this model", why=f"{_MOST_CLIENTS} do already")
                     with contextlib.suppress(OSError):
                         sock.sendall(protocol.line({"op": "failed", "error": protocol.plain(error)}))
                     sock.close()
                 else:
                     self._take(sock, lambda: None)
 
-    def _take(self, sock: socket.socket, gone: Callable[[], None]) -> Guest:
-        def left(guest: Guest) -> None:
+    def _take(self, sock: socket.socket, gone: Callable[[], None]) -> ClientConnection:
+        def left(client: ClientConnection) -> None:
             with self._lock:
-                self._guests.discard(guest)
+                self._clients.discard(client)
             gone()
 
-        guest = Guest(sock, self._service, left)
+        client = ClientConnection(sock, self._engine, left)
         with self._lock:
-            self._guests.add(guest)
-        guest.begin()
-        return guest
+            self._clients.add(client)
+        client.begin()
+        return client

@@ -5,50 +5,23 @@ Imports no torch: the engine, and what it needs, is loaded on that thread while 
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from localllm.engine.engine_info import Recipient
 from localllm.engine.events import Event, FinishedEvent
 from localllm.engine.request import Request
 from localllm.errors import EngineClosedError
+from localllm.runtime.engine_handle import Recipient, RequestStream
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
 
 
-Inbox = queue.SimpleQueue[Event | BaseException]
-
-
-class RequestStream:
-    """The events of one request, in order, unless they go to a recipient; the last is a FinishedEvent. Raises what
-    broke the engine, if anything."""
-
-    def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
-        self.request_id = request_id
-        self.events: Inbox = queue.SimpleQueue()
-        self._abort = abort
-
-    def __iter__(self) -> Iterator[Event]:
-        while True:
-            event = self.events.get()
-            if isinstance(event, BaseException):
-                raise event
-            yield event
-            if isinstance(event, FinishedEvent):
-                return
-
-    def abort(self) -> None:
-        """Stop the request; what was generated stays, and its FinishedEvent says "cancelled"."""
-        self._abort(self.request_id)
-
-
-class EngineService:
-    """Loads an engine on its own thread and steps it there while there is work."""
+class EngineThread:
+    """`EngineHandle` of an engine that is loaded on a thread of this process, and steps there while there is work."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
         self._load: Callable[[], Engine] | None = load
@@ -58,36 +31,31 @@ class EngineService:
         self._loaded = threading.Event()
         self._wake = threading.Event()
         self._ended = False
-        self.moved: Callable[[], None] = lambda: None  # hears of every block, on the engine's thread
+        self.moved: Callable[[], None] = lambda: None  # called after every block, on the engine's thread
         self._lock = threading.Lock()
         self._recipients: dict[int, Recipient] = {}
         self._thread = threading.Thread(target=self._run, name="localllm-engine", daemon=True)
         self._thread.start()
 
     def wait_loaded(self, timeout_s: float | None = None) -> Engine | None:
-        """The engine once it is loaded; None if that takes longer than `timeout_s`, or the service is closed.
-
-        Raises what stopped the load.
-        """
+        """Raises what stopped the load."""
         if not self._loaded.wait(timeout_s):
             return None
         if self._failure is not None:
-            raise self._told_failure(self._failure)
+            raise self._raised_failure(self._failure)
         return self._engine
 
     @property
     def is_settled(self) -> bool:
-        """Whether the engine is loaded, or cannot be."""
         return self._loaded.is_set()
 
     def submit(self, request: Request, recipient: Recipient | None = None) -> RequestStream:
-        """Queue a request. recipient: where its events go instead of into the stream. Raises ContextOverflowError or
-        UsageError at once."""
+        """Raises ContextOverflowError or UsageError at once."""
         engine = self.wait_loaded()
         with self._lock:  # the device thread must not dispatch an event before its stream is known
             if self._ended or engine is None:
                 if self._failure is not None:
-                    raise self._told_failure(self._failure)
+                    raise self._raised_failure(self._failure)
                 raise EngineClosedError("the engine has been closed", fix="load it again")
             request_id = engine.submit(request)
             stream = RequestStream(request_id, self._abort)
@@ -96,12 +64,10 @@ class EngineService:
         return stream
 
     def wait_ended(self) -> BaseException | None:
-        """Until the engine takes no step any more; what broke it, or None where it was stopped."""
         self._thread.join()
         return self._failure
 
     def stop(self) -> None:
-        """Cancel what runs, and take nothing on any more."""
         with self._lock:
             self._ended = True
             running = list(self._recipients)
@@ -110,11 +76,10 @@ class EngineService:
         self._wake.set()
 
     def close(self, timeout_s: float = 4.0) -> None:
-        """`stop`, and end the thread; returns after `timeout_s` even where a forward is still at work."""
         self.stop()
         self._thread.join(timeout_s)
 
-    def _told_failure(self, failure: BaseException) -> BaseException:
+    def _raised_failure(self, failure: BaseException) -> BaseException:
         """Return the error with the place where it happened, without the frames of all who received it before."""
         return failure.with_traceback(self._failed_at)
 
@@ -125,7 +90,7 @@ class EngineService:
         self._wake.set()
 
     def _run(self) -> None:
-        load, self._load = self._load, None  # it may hold the service before, and that its engine
+        load, self._load = self._load, None  # it may hold the handle before, and that its engine
         assert load is not None
         try:
             self._engine = load()
@@ -145,7 +110,7 @@ class EngineService:
                 for recipient in self._recipients.values():
                     recipient.put(error)
         finally:
-            self._engine = None  # it is closed; who keeps the service keeps no more than that
+            self._engine = None  # it is closed; who keeps the handle keeps no more than that
 
     def _serve(self, engine: Engine) -> None:
         while not (self._ended and not engine.has_work):

@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import asdict
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -19,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 from localllm.engine.events import ignore
 from localllm.errors import EngineGoneError, LocalLLMError
 from localllm.runtime.engine_loader import Opening, check
+from localllm.runtime.engine_peer import EnginePeer
 from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, listener_pid
 from localllm.version import __version__
 
 if TYPE_CHECKING:
-    from localllm.runtime.engine_client import AttachedService, Mortal, RevivingService
-    from localllm.runtime.engine_process import EngineProcess
+    from localllm.runtime.engine_client import EngineClient
     from localllm.runtime.selection import Selection
 
-Telling = Callable[[str, tuple[Any, ...]], None]
+Progress = Callable[[str, tuple[Any, ...]], None]
 
 _CHOSEN = ("flag", "environment", "file")
 _MENDING = " To mend it: "  # as `server.failures` writes it
-_HEARD_S = 30.0  # for what it answers at once
+_REPLY_S = 30.0  # for what the server answers at once
 _AGAIN_S = 0.5  # between two questions whether a model is loaded
 
 
@@ -60,19 +59,19 @@ class ServerRefusedError(LocalLLMError):
 
 
 class Server:
-    """One that runs."""
+    """This user's running server."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @classmethod
     def find(cls) -> Server | None:
-        """This user's; None where there is none."""
+        """Return the server; None where there is none."""
         path = found_server() if IS_SUPPORTED else None
         return None if path is None else cls(path)
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """Raises OSError where nobody listens any more, and ServerRefusedError."""
+        """Return the reply's JSON. Raises OSError where nobody listens any more, and ServerRefusedError."""
         connection = _LocalConnection(self._path, timeout_s)
         try:
             data = None if body is None else json.dumps(body)
@@ -90,83 +89,95 @@ class Server:
 
 
 def named_at_server(word: str) -> str | None:
-    """The name, or the folder, under which the model is found that the server knows as `word`; None where it knows
+    """Return the name, or the folder, by which the model is found that the server knows as `word`; None where it knows
     none."""
     server = Server.find()
     try:
-        told = None if server is None else server.ask("POST", "/find", {"model": word}, timeout_s=_HEARD_S)
+        reply = None if server is None else server.ask("POST", "/find", {"model": word}, timeout_s=_REPLY_S)
     except (OSError, ServerRefusedError):
         return None
-    return None if told is None else str(told["name"])
+    return None if reply is None else str(reply["name"])
 
 
-def attached(selection: Selection, note: Callable[[str], None], telling: Telling = ignore) -> RevivingService | None:
-    """The model in the server's engine, which loads it where it is not loaded. None where there is no server, or one
-    whose engine is not as it is wanted, of which `note` hears. Where the server has ended since, the next request has
-    the model loaded in a process of this program's. telling: as `Hearer` has it, of that load."""
+def attached(selection: Selection, note: Callable[[str], None], progress: Progress = ignore) -> EngineClient | None:
+    """Return a client of the server's engine, which the server loads where it is not loaded. None where there is no
+    server, or one whose engine is not as it is wanted, of which `note` is told.
+
+    Where the server has ended since, the next request has the model loaded in a process of this program's.
+    progress: as `LoadObserver` has it, of that load.
+    """
     if selection.settings.overflow == "grow":  # the server's answers share one context
         return None
     first = _at_server(selection, note)
     if first is None:
         return None
-    from localllm.runtime.engine_client import RevivingService
+    from localllm.runtime.engine_client import EngineClient
+    from localllm.runtime.engine_process import Caps, EngineProcess, LoadObserver, grant
 
-    def again() -> Mortal:
+    def again() -> EnginePeer:
         there = _at_server(selection, note)
         if there is not None:
             return there
         note(f"no server answers any more: {selection.files.name} is loaded by this program itself")
-        return _own(selection, telling)
+        check(selection)
+        observer = LoadObserver(lambda _foreseen: grant(client, Caps()), progress)
+        return EngineProcess(selection, Opening(keeps_pages=True), Caps(), observer)
 
-    return RevivingService(first, again)
+    client = EngineClient(selection.files.directory, first, again)
+    return client
 
 
-def _at_server(selection: Selection, note: Callable[[str], None]) -> AttachedService | None:
+def _at_server(selection: Selection, note: Callable[[str], None]) -> ServerEngine | None:
     server = Server.find()
     if server is None:
         return None
     wanted = _wanted(selection)
     try:
-        server.ask("POST", "/attach", {**wanted, "waits": False}, timeout_s=_HEARD_S)
+        server.ask("POST", "/attach", {**wanted, "waits": False}, timeout_s=_REPLY_S)
     except TimeoutError:
-        note(f"the running server is not used: it has not answered for {_HEARD_S:.0f} s; this machine may be very busy")
+        note(f"the running server is not used: it has not answered for {_REPLY_S:.0f} s; this machine may be very busy")
         return None
-    except OSError:  # it was killed: what it left says nothing
+    except OSError:  # it was killed, and its socket's file stays behind
         return None
     except ServerRefusedError as error:
         if error.status != 404:
             note(f"the running server is not used: {error.why or error.what}")
         return None
-    from localllm.runtime.engine_client import AttachedService
-
-    pids: list[int] = []
-
-    def kill() -> None:  # as the server does where its own requests wait
-        with contextlib.suppress(OSError):
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-
-    return AttachedService(
-        selection.files.directory,
-        lambda: _connect(server, wanted, pids),
-        why_gone=_why_gone,
-        pid=lambda: next(iter(pids), None),
-        kill=kill,
-    )
+    return ServerEngine(server, wanted)
 
 
-def _own(selection: Selection, telling: Telling) -> EngineProcess:
-    from localllm.runtime.engine_process import Caps, EngineProcess, Hearer
+class ServerEngine(EnginePeer):
+    """An engine of this user's server."""
 
-    check(selection)
-    begun: Future[EngineProcess] = Future()
-    hearer = Hearer(lambda _foreseen: begun.result().grant(Caps()), telling)
-    begun.set_result(EngineProcess(selection, Opening(keeps_pages=True), Caps(), hearer))
-    return begun.result()
+    def __init__(self, server: Server, wanted: Mapping[str, Any]) -> None:
+        """wanted: the body of `POST /attach`."""
+        self._server = server
+        self._wanted = wanted
 
+    def connect(self) -> socket.socket:
+        """Connect to the engine, when it is loaded. Raises EngineGoneError, and what the server refuses."""
+        while True:
+            try:
+                reply = self._server.ask("POST", "/attach", {**self._wanted, "waits": True})
+                sock = connected(Path(reply["socket"]))
+                self.pid = listener_pid(sock) if sys.platform == "linux" else int(reply["pid"])
+                return sock
+            except OSError:
+                why = "it has ended while it loaded the model"
+                raise EngineGoneError("the server cannot be reached", why=why, fix="ask again") from None
+            except ServerRefusedError as error:
+                if error.name not in ("loading", "overloaded"):
+                    raise
+                time.sleep(_AGAIN_S)
 
-def _why_gone() -> str:
-    return "the server has ended, or the process of its engine"
+    def why_gone(self) -> str:
+        return "the server has ended, or the process of its engine"
+
+    def kill(self) -> None:
+        """Kill the engine's process, as the server does where its own requests wait."""
+        if self.pid is not None:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _wanted(selection: Selection) -> dict[str, Any]:
@@ -184,22 +195,3 @@ def _wanted(selection: Selection) -> dict[str, Any]:
         "settings": chosen,
         "private": selection.private,
     }
-
-
-def _connect(server: Server, wanted: Mapping[str, Any], pids: list[int]) -> socket.socket:
-    """Connect to the engine, when it is loaded. pids: receives its process's id, where it has one here. Raises
-    EngineGoneError, and what the server refuses."""
-    while True:
-        try:
-            told = server.ask("POST", "/attach", {**wanted, "waits": True})
-            sock = connected(Path(told["socket"]))
-            pid = listener_pid(sock) if sys.platform == "linux" else int(told["pid"])
-            pids += [] if pid is None else [pid]
-            return sock
-        except OSError:
-            why = "it has ended while it loaded the model"
-            raise EngineGoneError("the server cannot be reached", why=why, fix="ask again") from None
-        except ServerRefusedError as error:
-            if error.name not in ("loading", "overloaded"):
-                raise
-            time.sleep(_AGAIN_S)

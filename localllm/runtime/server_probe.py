@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ProbedModel:
     """ctx: its context in tokens; None: not told, or not loaded yet. has_tools: None: not told."""
 
     name: str
@@ -29,7 +29,7 @@ class Answering:
     its models."""
 
     state: Literal["absent", "locked", "other", "ready"]
-    models: tuple[ServedModel, ...] = ()
+    models: tuple[ProbedModel, ...] = ()
 
 
 def ask_models(url: str, key: str | None) -> Answering:
@@ -64,11 +64,11 @@ def _understood(data: bytes) -> Answering:
     return Answering("ready", tuple(models)) if models else Answering("other")
 
 
-def _model(row: Mapping[str, Any]) -> ServedModel:
+def _model(row: Mapping[str, Any]) -> ProbedModel:
     meta = row.get("meta")
     meta = meta if isinstance(meta, Mapping) else {}
     ctx, capabilities = meta.get("n_ctx"), meta.get("capabilities")
-    return ServedModel(
+    return ProbedModel(
         row["id"],
         ctx if isinstance(ctx, int) else None,
         "tools" in capabilities if isinstance(capabilities, list) else None,

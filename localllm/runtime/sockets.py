@@ -22,8 +22,8 @@ IS_SUPPORTED = hasattr(socket, "AF_UNIX") and sys.platform != "win32"
 
 
 def runtime_folder() -> Path:
-    """Made where it is absent, for this user alone. Raises LocalLLMError where it belongs to another, or is open to
-    one."""
+    """Return the folder of the sockets, made for this user alone where it is absent. Raises LocalLLMError where it
+    belongs to another user, or is open to one."""
     folder = _place()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def server_socket() -> Path:
 
 
 def found_server() -> Path | None:
-    """The same, where something is there, in a folder that nobody else could have put it into."""
+    """Return `server_socket` where it exists, in a folder that nobody else could have put it into."""
     path = server_socket()
     return path if is_there(path) and _is_own(path.parent) else None
 
@@ -62,7 +62,7 @@ def _place() -> Path:
 
 
 def listening(path: Path) -> socket.socket:
-    """A socket at that address, for this user alone; what was left there by a process that has ended is taken away.
+    """Listen at that address, for this user alone; a file that an ended process has left there is removed.
 
     Raises LocalLLMError where somebody listens there.
     """
@@ -107,14 +107,14 @@ def identity(path: Path) -> tuple[int, int]:
 
 
 def forget(path: Path, own: tuple[int, int]) -> None:
-    """Takes a socket's file away, where it is the one that was made and not a successor's."""
+    """Remove a socket's file, where it is the one that was made and not a successor's."""
     with contextlib.suppress(OSError):
         if identity(path) == own:
             path.unlink()
 
 
 def connected(path: Path) -> socket.socket:
-    """Raises OSError where nobody listens there."""
+    """Connect to an address. Raises OSError where nobody listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(str(path))

@@ -17,9 +17,12 @@ _LOOKS = 8  # at least, before anybody is convicted
 
 @dataclass(frozen=True)
 class Patience:
-    """still_s: for which an engine that is waited for may do nothing at all: it says nothing, and no thread of it
-    computes or reads. hung_s: for which it may compute without coming to the next block of its model, or to the next
-    piece of a load, as a graphics card that has hung keeps it computing; a block takes seconds."""
+    """The longest that somebody waits for an engine.
+
+    still_s: while it does nothing at all: it sends nothing, and no thread of it computes or reads
+    hung_s: while it computes without coming to the next block of its model, or to the next piece of a load, as a hung
+        graphics card keeps it computing; a block takes seconds
+    """
 
     still_s: float = 60.0
     hung_s: float = 600.0
@@ -35,8 +38,11 @@ class Watchdog:
         convict: Callable[[str], None],
         patience: Patience,
     ) -> None:
-        """pid: None while that is not known. waits: whether somebody does. convict: hears, once, why the process does
-        not move on."""
+        """
+        pid: returns None while that is not known
+        waits: returns whether somebody waits
+        convict: called once, with why the process does not move on
+        """
         self.patience = patience
         self._pid = pid
         self._waits = waits
@@ -57,12 +63,12 @@ class Watchdog:
         return 2 * self._still_s >= self.patience.still_s or 2 * self._hung_s >= self.patience.hung_s
 
     def begin(self) -> None:
-        """Somebody waits from now on."""
+        """Begin to watch: somebody waits from now on."""
         self._begun.set()
 
     def heard(self, *, has_moved: bool = True) -> None:
-        """The process has said something. has_moved: what it is waited for comes nearer by it, as it does not by the
-        answer to another question, for which no block has to be computed. Of one thread."""
+        """Count a message of the process, on one thread. has_moved: the message is progress, as the answer to a call is
+        not that needs no block to be computed."""
         self._num_heard += 1
         self._num_moves += has_moved
 

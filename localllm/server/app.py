@@ -17,7 +17,7 @@ from localllm.server.bodies import ignored_fields, read_body
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import ClientGoneError, RequestError, body_of, dialect_of, failure_of
 from localllm.server.guard import Admission, Guard
-from localllm.server.pool import Pool
+from localllm.server.model_server import ModelServer
 from localllm.server.replies import JsonReply, unless_gone
 
 ENDPOINTS: tuple[Endpoint, ...] = (*openai.ENDPOINTS, *anthropic.ENDPOINTS, *ollama.ENDPOINTS, *system_routes.ENDPOINTS)
@@ -26,12 +26,12 @@ _NEAR = 0.8  # of 1: less alike is another address, not a misspelt one
 
 
 def create_app(
-    pool: Pool, admission: Admission, *, log: Log = lambda _line: None, with_metrics: bool = False
+    server: ModelServer, admission: Admission, *, log: Log = lambda _line: None, with_metrics: bool = False
 ) -> ASGIApp:
     """log: called with a line for each request, without its contents."""
     endpoints = endpoints_of(needs_key=admission.key_digest is not None, with_metrics=with_metrics)
-    router = create_router(endpoints, pool)
-    return AccessLog(Guard(router, admission), [each.path for each in endpoints], pool.metrics, log)
+    router = create_router(endpoints, server)
+    return AccessLog(Guard(router, admission), [each.path for each in endpoints], server.metrics, log)
 
 
 def endpoints_of(*, needs_key: bool, with_metrics: bool) -> list[Endpoint]:
@@ -45,9 +45,9 @@ def endpoints_of(*, needs_key: bool, with_metrics: bool) -> list[Endpoint]:
     return [*endpoints, Endpoint("GET", openapi.PATH, describe, "This document", reply=dict[str, Any])]
 
 
-def create_router(endpoints: Sequence[Endpoint], pool: Pool) -> ASGIApp:
+def create_router(endpoints: Sequence[Endpoint], server: ModelServer) -> ASGIApp:
     """Return what answers admitted requests; by itself it is for a socket that only this user can open."""
-    routes = [_route(paths, pool) for paths in _by_path(endpoints)]
+    routes = [_route(paths, server) for paths in _by_path(endpoints)]
     # Without starlette's own middleware, which takes a client that has gone for an error of the server.
     return Router(routes, redirect_slashes=False, default=_Elsewhere([each.path for each in endpoints]))
 
@@ -59,7 +59,7 @@ def _by_path(endpoints: Sequence[Endpoint]) -> list[list[Endpoint]]:
     return list(paths.values())
 
 
-def _route(endpoints: Sequence[Endpoint], pool: Pool) -> Route:
+def _route(endpoints: Sequence[Endpoint], server: ModelServer) -> Route:
     by_method: dict[str, Endpoint] = {each.method: each for each in endpoints}
     allowed = ", ".join(by_method)
 
@@ -72,7 +72,7 @@ def _route(endpoints: Sequence[Endpoint], pool: Pool) -> Route:
             if endpoint is None:
                 reply: Response = _failed(request, _no_method(scope["method"], allowed))
             else:
-                reply = await _reply(endpoint, ApiCall(request, pool))
+                reply = await _reply(endpoint, ApiCall(request, server))
             await reply(scope, receive, send)
 
     return Route(endpoints[0].path, Endpoints())

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.engine.request import SamplingParams
+from localllm.runtime.served_model import ServedModel
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import GenerationRequest
+from localllm.server.model_server import ModelServer
 from localllm.server.replies import collected
-from localllm.server.served import Served
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
@@ -33,14 +34,15 @@ class TextEmbedding:
 
 
 async def embedded(
-    served: Served,
+    server: ModelServer,
+    served: ServedModel,
     prompts: Sequence[Prompt],
     *,
     num_ctx: int | None = None,
     dimensions: int | None = None,
     most_tokens: int | None = None,
 ) -> list[TextEmbedding]:
-    """Return the embedding of each prompt, in order. Raises RequestError, and what `Served.ask` does.
+    """Return the embedding of each prompt, in order. Raises RequestError, and what `ModelServer.ask` does.
 
     dimensions: as many of each vector are returned, normalised again
     most_tokens: the rest of a prompt is left out
@@ -50,21 +52,21 @@ async def embedded(
     if dimensions is not None and dimensions > size:
         why = f"the vectors of this model have {size}"
         raise RequestError(400, f"dimensions is {dimensions}", why=why, param="dimensions", name="invalid_value")
-    capacity = served.capacity
+    capacity = server.capacity
     places = min(_AT_ONCE, len(prompts), capacity.parallel + capacity.queue)
-    give_back, gate = served.take_places(places), asyncio.Semaphore(places)
+    give_back, gate = server.take_places(served, places), asyncio.Semaphore(places)
 
     async def one(prompt: Prompt) -> TextEmbedding:
         async with gate:
-            sampling, pooling = SamplingParams(max_tokens=1), served.pooling
+            sampling, pooling = SamplingParams(max_tokens=1), server.pooling
             ask = GenerationRequest(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
-            (piece,) = await collected(await served.answer([ask], lambda: None))
+            (piece,) = await collected(await server.answer(served, [ask], lambda: None))
         assert piece.finished is not None and piece.finished.embedding is not None
         return TextEmbedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
 
     try:
         if most_tokens is not None:
-            prompts = await served.off_loop(lambda: [_ids(each, engine)[:most_tokens] for each in prompts])
+            prompts = await server.pool.off_loop(lambda: [_ids(each, engine)[:most_tokens] for each in prompts])
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(prompt)) for prompt in prompts]
     except BaseExceptionGroup as failures:

@@ -10,11 +10,12 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localllm.runtime.model_pool import ModelPool
+from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Body
 from localllm.server.fields import KeepAlive, keep_seconds
-from localllm.server.pool import Pool
+from localllm.server.model_server import ModelServer
 from localllm.server.replies import EVENT_STREAM, NDJSON
-from localllm.server.served import Served
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,15 @@ class ApiCall:
     """A request that was admitted."""
 
     request: Request
-    pool: Pool
+    server: ModelServer
 
-    async def model(self, name: str | None, keep_alive: KeepAlive = None) -> Served:
+    @property
+    def pool(self) -> ModelPool:
+        return self.server.pool
+
+    async def model(self, name: str | None, keep_alive: KeepAlive = None) -> ServedModel:
         """Return the requested model, loaded. keep_alive: as requests have it. Raises RequestError."""
-        return await self.pool.model(name, keep_seconds(keep_alive))
+        return await self.server.model(name, keep_seconds(keep_alive))
 
 
 Handler = Callable[[ApiCall, Any], Awaitable[Response]]

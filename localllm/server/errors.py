@@ -19,6 +19,7 @@ from localllm.errors import (
     LocalLLMError,
     ModelChangedError,
     ModelNotFoundError,
+    ModelUnusableError,
     TemplateError,
     TokenizerError,
     UsageError,
@@ -97,11 +98,13 @@ def failure_of(error: BaseException) -> Failure:
         case EngineClosedError():
             return Failure(503, "the server is shutting down", "shutting_down")
         case BusyError():
-            return Failure(503, _sentence(error), "overloaded", headers={"retry-after": str(RETRY_S)})
+            return Failure(503, _sentence(error), error.reason, headers={"retry-after": str(RETRY_S)})
         case EngineGoneError():
             return Failure(503, _sentence(error), "engine_gone", headers={"retry-after": str(RETRY_S)})
         case ModelChangedError():
             return Failure(503, _sentence(error), "model_changed", headers={"retry-after": str(RETRY_S)})
+        case ModelUnusableError():
+            return Failure(503, _sentence(error), error.code, headers=_NO_RETRY)
         case DoesNotFitError():
             return Failure(503, _sentence(error), "does_not_fit", headers=_NO_RETRY)
         case LocalLLMError():

@@ -1,5 +1,5 @@
-"""What this user's own programs ask of the server, at its Unix socket: `ps`, `load`, `stop`, and to which engine `run`
-and `chat` may attach. Whoever can open the socket is let in: its folder is this user's alone."""
+"""The endpoints at the server's Unix socket, for this user's own programs: `ps`, `load`, `stop`, and the engine that
+`run` and `chat` attach to. Whoever can open the socket is let in: its folder is this user's alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing_extensions import TypedDict
 
 from localllm.engine.engine_info import EngineStatus, LoadedEngine
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
-from localllm.runtime.engine_process import EngineProcess
+from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Body
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
 from localllm.server.fields import KeepAlive, keep_seconds
 from localllm.server.replies import JsonReply
-from localllm.server.served import Served
 from localllm.version import __version__
 
 State = Literal["loading", "loaded", "silent", "ended"]
@@ -30,25 +30,18 @@ _WHAT_IS_LOADED = "localllm ps"
 
 
 class AttachBody(Body):
-    """model: a name, or a folder of this user's. directory: where its files are: a name may be another's alias.
-    settings: of the engine, that were chosen by somebody. private: nothing of what is said may be kept. waits: until it
-    is loaded; else it is only said whether it may be attached to.
-    """
-
     version: str
-    model: str
-    directory: str
-    settings: dict[str, Any]
-    private: bool
-    waits: bool
+    model: str  # a name, or a folder of this user's
+    directory: str  # of its files: a name may be another model's alias
+    settings: dict[str, Any]  # of the engine, that somebody has chosen
+    private: bool  # nothing of the texts may be saved
+    waits: bool  # until the model is loaded; else the reply is only whether its engine may be attached to
 
 
 class Attached(TypedDict):
-    """socket: of the engine; "" where nobody waited for it. pid: of its process."""
-
     name: str
-    socket: str
-    pid: int | None
+    socket: str  # of the engine; "" where nobody waited for it
+    pid: int | None  # of its process
 
 
 class ModelBody(Body):
@@ -57,8 +50,11 @@ class ModelBody(Body):
 
 
 class Row(TypedDict):
-    """A model that is loaded or on its way, whose engine does not answer ("silent"), or has ended: the next request
-    loads it again. memory: bytes by tier, of the plan. expires_at: in seconds since 1970."""
+    """A model that has been loaded, or is being loaded. One that has ended is loaded again by the next request.
+
+    memory: bytes by tier, of the plan
+    expires_at: in seconds since 1970
+    """
 
     name: str
     state: State
@@ -101,7 +97,7 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
     """urls: at which others reach the server. stop: ends it."""
 
     async def rows(call: ApiCall, _body: None) -> JsonReply:
-        models = await asyncio.gather(*(_row(call, each) for each in call.pool.models if each.service is not None))
+        models = await asyncio.gather(*(_row(call, each) for each in call.pool.models if each.handle is not None))
         reply: Rows = {"version": __version__, "urls": urls, "models": list(models)}
         return JsonReply(reply)
 
@@ -120,7 +116,7 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
 
 
 async def find(call: ApiCall, body: ModelBody) -> JsonReply:
-    """Of the server's own models: what else is on this disk is found without it. Raises RequestError."""
+    """Find one of the server's own models: others on this disk are found without it. Raises RequestError."""
     served = call.pool.known(body.model or "")
     if served is None:
         raise RequestError(404, "the server has no model of that name", name="model_not_found", param="model")
@@ -129,7 +125,7 @@ async def find(call: ApiCall, body: ModelBody) -> JsonReply:
 
 
 async def attach(call: ApiCall, body: AttachBody) -> Response:
-    """Loads the model where it is not. Raises RequestError where the engine is not as it is wanted."""
+    """Load the model where it is not. Raises RequestError where the engine is not as it is wanted."""
     if body.version != __version__:
         raise _refused(f"the server is version {__version__}, this program {body.version}")
     served = await call.pool.find_files(body.model, Path(body.directory))
@@ -141,15 +137,15 @@ async def attach(call: ApiCall, body: AttachBody) -> Response:
         raise _refused(other)
     if not body.waits:
         return JsonReply(Attached(name=served.name, socket="", pid=None))
-    await served.ready()
-    service = served.service
-    if not isinstance(service, EngineProcess) or service.socket_path is None:
+    await call.pool.ready(served)
+    handle = served.handle
+    if not isinstance(handle, EngineClient) or handle.peer.socket_path is None:
         raise _refused("the engine of the server cannot be reached from outside")
-    return JsonReply(Attached(name=served.name, socket=str(service.socket_path), pid=service.pid))
+    return JsonReply(Attached(name=served.name, socket=str(handle.peer.socket_path), pid=handle.peer.pid))
 
 
-async def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | None:
-    """What the engine is not, of what is wanted: by its settings, or by what has come of those that were left to it."""
+async def _other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str | None:
+    """Return how the engine differs from what is wanted: by its settings, or by what it chose where they are open."""
     engine, became = served.engine_if_loaded, dict[str, Any]()
     if wanted and engine is not None:
         with suppress(LocalLLMError):  # it has just been killed
@@ -160,8 +156,8 @@ async def _other_settings(served: Served, wanted: Mapping[str, Any]) -> str | No
         is_open = has in (None, "auto")
         if value not in (has, became.get(name, has)):
             what = became.get(name, "") if is_open else has
-            told = f"has {name} {what}" if what else f"chooses {name} itself"
-            return f"the server's engine {told}, and {value} is asked for"
+            differs = f"has {name} {what}" if what else f"chooses {name} itself"
+            return f"the server's engine {differs}, and {value} is asked for"
     return None
 
 
@@ -170,34 +166,34 @@ def _refused(why: str) -> RequestError:
 
 
 async def load(call: ApiCall, body: ModelBody) -> JsonReply:
-    """Returns when it is loaded."""
+    """Load a model, and wait for it."""
     served = await call.pool.find_own(body.model)
-    await call.pool.make_ready(served, keep_seconds(body.keep_alive))
+    await call.server.make_ready(served, keep_seconds(body.keep_alive))
     reply: Done = {"name": served.name}
     return JsonReply(reply)
 
 
 async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
-    """At once: what is being answered ends with an error."""
+    """Unload at once: running answers end with an error."""
     try:
         served = await call.pool.find_own(body.model)
     except ModelNotFoundError as error:
         error.fix = _WHAT_IS_LOADED
         raise
-    if served.service is None:
+    if served.handle is None:
         why = "there is nothing to unload"
         raise RequestError(409, f"{served.name} is not loaded", why=why, fix=_WHAT_IS_LOADED, name="not_loaded")
-    await call.pool.unload(served)
+    await call.pool.residents.unload(served)
     reply: Done = {"name": served.name}
     return JsonReply(reply)
 
 
-async def _row(call: ApiCall, served: Served) -> Row:
+async def _row(call: ApiCall, served: ServedModel) -> Row:
     engine = served.engine_if_loaded
     state: State = "loaded" if engine is not None else "loading" if served.is_loading else "ended"
-    service = served.service
-    pid = service.pid if isinstance(service, EngineProcess) and state != "ended" else None
-    row: Row = {"name": served.name, "state": state, "pid": pid, "expires_at": call.pool.expires_at(served)}
+    handle = served.handle
+    pid = handle.peer.pid if isinstance(handle, EngineClient) and state != "ended" else None
+    row: Row = {"name": served.name, "state": state, "pid": pid, "expires_at": call.pool.residents.expires_at(served)}
     if engine is None:
         return row
     try:
@@ -216,7 +212,7 @@ async def _row(call: ApiCall, served: Served) -> Row:
 
 
 def _status(engine: LoadedEngine) -> EngineStatus | None:
-    """None where it does not answer. Raises EngineGoneError."""
+    """Return the status; None where the engine does not answer. Raises EngineGoneError."""
     try:
         return engine.status()
     except EngineStuckError:

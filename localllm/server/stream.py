@@ -13,9 +13,9 @@ from dataclasses import replace
 from types import TracebackType
 
 from localllm.chat.best_of import MAX_ANSWERS
-from localllm.engine.engine_info import AnswerStream, Service
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError, EngineStuckError
+from localllm.runtime.engine_handle import EngineHandle, RequestStream
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import PreparedRequest
 from localllm.server.tools.deltas import AnswerParser, Delta, Part, ToolCallDelta
@@ -121,13 +121,13 @@ class GenerationStream:
 
     def __init__(
         self,
-        service: Service,
+        service: EngineHandle,
         prepared: PreparedRequest,
         closed: Callable[[], None],
         ended: Callable[[FinishedEvent], None],
-        renewed: Callable[[], Awaitable[Service]] | None = None,
+        renewed: Callable[[], Awaitable[EngineHandle]] | None = None,
     ) -> None:
-        """Submit the requests. Raises as `Service.submit`.
+        """Submit the requests. Raises as `EngineHandle.submit`.
 
         closed: called when the stream is closed, not where it cannot begin.
         ended: as `EventMailbox` has it.
@@ -143,8 +143,8 @@ class GenerationStream:
             self._abort()
             raise
 
-    def _submit(self, service: Service) -> None:
-        self._streams: list[AnswerStream] = []
+    def _submit(self, service: EngineHandle) -> None:
+        self._streams: list[RequestStream] = []
         self._indices: dict[int, int] = {}
         self._mailbox = EventMailbox(self.prepared.new_parser, self._ended)
         for index, request in enumerate(self.prepared.requests):

@@ -123,7 +123,7 @@ async def metrics(call: ApiCall, _body: None) -> Response:
     engines = [each.engine_if_loaded for each in call.pool.loaded]
     statuses = [await status_of(engine) for engine in engines if engine is not None]
     running, waiting = sum(len(each.running) for each in statuses), sum(each.num_waiting for each in statuses)
-    text = call.pool.metrics.text(running, waiting, num_loaded=len(statuses))
+    text = call.server.metrics.text(running, waiting, num_loaded=len(statuses))
     return Response(text, media_type=_PROMETHEUS)
 
 
@@ -134,8 +134,10 @@ async def props(call: ApiCall, _body: None) -> JsonReply:
     if engine is None and (call.pool.is_starting or served.is_loading):
         served.engine()
     sampling, directory = served.sampling(), served.selection.files.directory
-    ctx, weights = (served.was.ctx, served.was.weights) if engine is None else (engine.ctx, engine.weights)
-    template, tokens = await served.off_loop(
+    ctx, weights = (
+        (served.last_facts.ctx, served.last_facts.weights) if engine is None else (engine.ctx, engine.weights)
+    )
+    template, tokens = await call.pool.off_loop(
         lambda: _file_words(directory) if engine is None else _engine_words(engine)
     )
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty")
@@ -143,7 +145,7 @@ async def props(call: ApiCall, _body: None) -> JsonReply:
     return JsonReply(
         Props(
             default_generation_settings=GenerationSettings(n_ctx=ctx, params=params),
-            total_slots=served.capacity.parallel,
+            total_slots=call.server.capacity.parallel,
             model_alias=served.name,
             chat_template=template,
             bos_token=tokens.get("bos_token", ""),
@@ -179,7 +181,7 @@ async def slots(call: ApiCall, _body: None) -> JsonReply:
     if engine is None and call.pool.is_starting:
         served.engine()
     status = EngineStatus() if engine is None else await status_of(engine)
-    ctx = served.was.ctx if engine is None else engine.ctx
+    ctx = served.last_facts.ctx if engine is None else engine.ctx
     busy_slots = [
         Slot(
             id=index,
@@ -192,7 +194,7 @@ async def slots(call: ApiCall, _body: None) -> JsonReply:
         )
         for index, each in enumerate(status.running)
     ]
-    free_slots = [Slot(id=index, n_ctx=ctx) for index in range(len(busy_slots), served.capacity.parallel)]
+    free_slots = [Slot(id=index, n_ctx=ctx) for index in range(len(busy_slots), call.server.capacity.parallel)]
     return JsonReply([*busy_slots, *free_slots])
 
 
@@ -207,7 +209,7 @@ async def status_of(engine: LoadedEngine) -> EngineStatus:
 async def tokenize(call: ApiCall, body: TokenizeBody) -> JsonReply:
     served = await call.model(body.model)
     tokenizer = served.engine().tokenizer
-    return JsonReply(await served.off_loop(lambda: _tokens(body, tokenizer)))
+    return JsonReply(await call.pool.off_loop(lambda: _tokens(body, tokenizer)))
 
 
 def _tokens(body: TokenizeBody, tokenizer: Tokenizer) -> TokensReply:
@@ -231,7 +233,7 @@ async def detokenize(call: ApiCall, body: DetokenizeBody) -> JsonReply:
     served = await call.model(body.model)
     engine = served.engine()
     require_ids(body.tokens, engine.config.vocab_size)
-    text = await served.off_loop(lambda: engine.tokenizer.decode(body.tokens, skip_special=False))
+    text = await call.pool.off_loop(lambda: engine.tokenizer.decode(body.tokens, skip_special=False))
     return JsonReply(ContentReply(content=text))
 
 
@@ -242,7 +244,7 @@ async def apply_template(call: ApiCall, body: TemplateBody) -> JsonReply:
     generation = body.add_generation_prompt is not False
     given = ChatInput(chat_messages(body.messages), None, generation, body.chat_template_kwargs or {})
     tools = chosen(body.tools, None, None)
-    text = await served.off_loop(lambda: engine.template.render_chat(template_input(given, tools, engine)))
+    text = await call.pool.off_loop(lambda: engine.template.render_chat(template_input(given, tools, engine)))
     return JsonReply(PromptReply(prompt=text))
 
 

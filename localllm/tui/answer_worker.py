@@ -11,9 +11,9 @@ from localllm.chat.answer import Answer, silence
 from localllm.chat.context import grown_text
 from localllm.chat.recorder import AnswerRecording, Resumed
 from localllm.chat.session import ChatSession, PendingTurn
-from localllm.engine.engine_info import AnswerStream
 from localllm.engine.events import Event, GrownEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError
+from localllm.runtime.engine_handle import RequestStream
 from localllm.tui import messages
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Post, Turn
@@ -31,7 +31,7 @@ class AnswerWorker:
         self.busy_text = f"an answer is being written: {key_names['chat.stop']} in the chat stops it"
         self._anew = f"{key_names['chat.regenerate']} answers anew"
         self._goes_on = f"{key_names['chat.continue']} goes on, {self._anew}"
-        self._stream: AnswerStream | None = None
+        self._stream: RequestStream | None = None
         self._stops = threading.Event()
         self.throttle = StreamThrottle()
         self._ending: tuple[Turn, str] = {}, ""  # the latest answer that is not whole, and the reason
@@ -100,7 +100,7 @@ class AnswerWorker:
             if (answer := session.answer) is not None:
                 self._end(answer, pending.said)
 
-    def _follow(self, stream: AnswerStream, record: AnswerRecording) -> None:
+    def _follow(self, stream: RequestStream, record: AnswerRecording) -> None:
         """Take the events of the answer; each text is recorded before it is posted."""
         began = 0.0
         for events in self.throttle.batches(stream):

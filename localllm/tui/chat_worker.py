@@ -21,8 +21,9 @@ from localllm.chat.recorder import Resumed, look_up
 from localllm.chat.session import ChatSession, PendingTurn, mended_in_chat
 from localllm.chat.text_file import typed_path, write_new
 from localllm.config import ResolvedSettings
-from localllm.engine.engine_info import LoadedEngine, Service
+from localllm.engine.engine_info import LoadedEngine
 from localllm.errors import BugError, ContextOverflowError, LocalLLMError, UsageError
+from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.machine_line import machine_line
 from localllm.runtime.plan_request import with_changes
 from localllm.runtime.selection import Selection, locate, told_of, with_defaults
@@ -343,7 +344,7 @@ class ChatWorker:
         self._loader.begin(selection, lambda service, found: self.do(lambda: self._loaded(service, found)))
         self.answers.tok_s = None  # of the model before
 
-    def _loaded(self, service: Service, found: LoadedEngine | Exception) -> None:
+    def _loaded(self, service: EngineHandle, found: LoadedEngine | Exception) -> None:
         if service is not self._loader.service:  # another was chosen meanwhile, which has closed this one
             return
         try:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from textual.message import Message
 
 from localllm.config import format_bytes
-from localllm.engine.engine_info import LoadedEngine, Service
+from localllm.engine.engine_info import LoadedEngine
 from localllm.errors import LocalLLMError
+from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_loader import Opening, check, open_engine
 from localllm.runtime.selection import Selection
 from localllm.runtime.server_client import attached
@@ -28,10 +29,10 @@ _PAUSE_S = 0.1  # between two messages of progress
 class Serve(Protocol):
     """Begins to load a model; `before` releases the previous one."""
 
-    def __call__(self, selection: Selection, post: Post, before: Callable[[], None]) -> Service: ...
+    def __call__(self, selection: Selection, post: Post, before: Callable[[], None]) -> EngineHandle: ...
 
 
-def serve_attached(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
+def serve_attached(selection: Selection, post: Post, before: Callable[[], None]) -> EngineHandle:
     """Use the engine of this user's running server; without a server as `serve`."""
 
     def note(text: str) -> None:
@@ -49,9 +50,9 @@ def serve_attached(selection: Selection, post: Post, before: Callable[[], None])
     return service
 
 
-def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Service:
+def serve(selection: Selection, post: Post, before: Callable[[], None]) -> EngineHandle:
     """The service of a model in this process. Raises at once where it is known that the model cannot run."""
-    from localllm.runtime.engine_thread import EngineService
+    from localllm.runtime.engine_thread import EngineThread
 
     check(selection)
 
@@ -62,7 +63,7 @@ def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Servi
     def warn(text: str) -> None:
         post(Noted(text, "warning"))
 
-    return EngineService(load)
+    return EngineThread(load)
 
 
 class ModelLoader:
@@ -74,9 +75,9 @@ class ModelLoader:
         self._post = post
         self._start = start
         self._current = object()  # identifies the load whose progress is posted
-        self.service: Service | None = None
+        self.service: EngineHandle | None = None
 
-    def begin(self, selection: Selection, ended: Callable[[Service, LoadedEngine | Exception], None]) -> None:
+    def begin(self, selection: Selection, ended: Callable[[EngineHandle, LoadedEngine | Exception], None]) -> None:
         """Begin to load, after the previous model has been released. ended: called on another thread.
 
         Raises what can be known at once; the previous model then stays.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from localllm.engine.engine_info import AnswerStream
 from localllm.engine.events import Event, FinishedEvent
+from localllm.runtime.engine_handle import RequestStream
 
 _SHORTEST_S = 0.07  # between two batches: what an eye follows
 _LONGEST_S = 0.25
@@ -32,7 +32,7 @@ class StreamThrottle:
             self.interval_s = min(max(_SHORTEST_S, (spent_s - self._spent_s) / _SHARE), _LONGEST_S)
         self._spent_s = spent_s
 
-    def batches(self, stream: AnswerStream) -> Iterator[list[Event]]:
+    def batches(self, stream: RequestStream) -> Iterator[list[Event]]:
         """The events as they come, those of an interval together; the first at once."""
         events, flushed_at = iter(stream), 0.0
         for event in events:

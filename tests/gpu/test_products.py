@@ -14,9 +14,10 @@ from localllm.kernels import reference
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.dequantize import dequantize
 from localllm.kernels.gpu.gemm import ProgramShape, gemm
-from localllm.kernels.gpu.gemv import GpuMatrix, gemv
+from localllm.kernels.gpu.gemv import gemv
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch, _tables, multiply_dequantized
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 from tests.thinning import every_other
@@ -33,7 +34,7 @@ class Matrix:
         self.N, self.K = N, K
         self.form = Int8() if weights == "int8" else Int4(int(weights.removeprefix("int4-g")), "rtn")
         self.tensors = self.form.quantize(weight)
-        self.packed = GpuMatrix(self.tensors["qweight"], self.tensors["scale"], self.tensors.get("bias"))
+        self.packed = PackedMatrix(self.tensors["qweight"], self.tensors["scale"], self.tensors.get("bias"))
 
     def expected(self, x: Tensor) -> Tensor:
         """Of the codes that the kernel made: fp64."""

@@ -20,7 +20,7 @@ from localllm.engine import loader
 from localllm.engine.loader import Watcher, note_device
 from localllm.kernels.gpu import catalog, check, gemm, ready
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.gemv import GpuMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -193,7 +193,7 @@ def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch: pytest.Mo
     """By a hundredth of a percent, of codes and in 16 bits."""
     right = gemm.gemm
 
-    def wrong(x: Codes, matrix: GpuMatrix, y: Tensor, *rest: Any, **options: Any) -> list[Any]:
+    def wrong(x: Codes, matrix: PackedMatrix, y: Tensor, *rest: Any, **options: Any) -> list[Any]:
         return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: y.mul_(1.0001))]
 
     monkeypatch.setattr(gemm, "gemm", wrong)

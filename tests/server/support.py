@@ -17,18 +17,19 @@ import httpx2
 from localllm import hub
 from localllm.config import ResolvedSettings, load_settings
 from localllm.engine.engine import Engine
-from localllm.engine.engine_info import Service
+from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_loader import Opening, open_engine
-from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen, Hearer
-from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, start_engine
+from localllm.runtime.engine_thread import EngineThread
+from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import Selection, with_defaults
+from localllm.runtime.served_model import ServedModel
 from localllm.server.app import create_app, create_router
 from localllm.server.guard import Admission, key_digest
 from localllm.server.http_server import bound, serve
 from localllm.server.local import Doors
 from localllm.server.local import endpoints as local_endpoints
-from localllm.server.pool import Pool
-from localllm.server.served import Capacity, Served
+from localllm.server.model_server import Capacity, ModelServer
 from tests.patience import PATIENCE_S, wait_for
 
 OWL = [{"role": "user", "content": "A tale about an owl, please."}]
@@ -45,7 +46,7 @@ class Running:
     """A server that answers."""
 
     port: int
-    pool: Pool
+    server: ModelServer
     log: list[str]
     client: httpx2.Client
 
@@ -54,13 +55,17 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def served(self) -> Served:
+    def pool(self) -> ModelPool:
+        return self.server.pool
+
+    @property
+    def served(self) -> ServedModel:
         return self.pool.first
 
     @property
-    def service(self) -> EngineService:
-        assert isinstance(self.served.service, EngineService)
-        return self.served.service
+    def service(self) -> EngineThread:
+        assert isinstance(self.served.handle, EngineThread)
+        return self.served.handle
 
     @property
     def engine(self) -> Engine:
@@ -108,10 +113,10 @@ class Running:
 
 def num_cancelled(server: Running) -> float:
     """Answers that nobody waited for."""
-    return server.pool.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) or 0
+    return server.server.metrics.registry.get_sample_value("localllm_answers_total", {"reason": "cancelled"}) or 0
 
 
-async def begin(pool: Pool, begun: threading.Event, settled: threading.Event) -> None:
+async def begin(pool: ModelPool, begun: threading.Event, settled: threading.Event) -> None:
     """As `localllm serve` does: the server answers while the model is loaded. begun: set when that is on its way.
     settled: when it is loaded, or cannot be."""
 
@@ -123,7 +128,7 @@ async def begin(pool: Pool, begun: threading.Event, settled: threading.Event) ->
 
     loading = asyncio.ensure_future(load())
     loading.add_done_callback(lambda done: done.cancelled() or done.exception())
-    while pool.first.service is None and not loading.done():
+    while pool.first.handle is None and not loading.done():
         await asyncio.sleep(0)
     begun.set()
 
@@ -157,13 +162,14 @@ def running(
 
         return open_engine(selection, opening, Watcher(), lambda _text: None)
 
-    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> Service:
+    def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
         if in_processes:
-            return EngineProcess(selection, opening, caps, Hearer(foreseen))
-        return EngineService(load or (lambda: opened(selection)))
+            return start_engine(selection, opening, caps, LoadObserver(foreseen))
+        return EngineThread(load or (lambda: opened(selection)))
 
     others = [with_defaults(resolved, hub.locate(str(folder))) for folder in also]
-    pool = Pool(selection, resolved, launch, capacity, aliases=aliases, also=others, idle_s=idle_s, note=log.append)
+    pool = ModelPool(selection, resolved, launch, aliases=aliases, also=others, idle_s=idle_s, note=log.append)
+    server = ModelServer(pool, capacity)
     sock = bound("127.0.0.1", 0)
     if send_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
@@ -171,8 +177,8 @@ def running(
     admission = Admission((port,), key_digest=None if key is None else key_digest(key))
     stops: list[Callable[[], None]] = []
     begun, settled = threading.Event(), threading.Event()
-    outer = create_app(pool, admission, log=log.append, with_metrics=with_metrics)
-    app = Doors(outer, create_router(local_endpoints([], lambda: stops[0]()), pool))
+    outer = create_app(server, admission, log=log.append, with_metrics=with_metrics)
+    app = Doors(outer, create_router(local_endpoints([], lambda: stops[0]()), server))
     arguments = (app, [sock], stops.append, pool.stop, lambda: begin(pool, begun, settled))
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
@@ -181,11 +187,11 @@ def running(
         if load is None:
             assert settled.wait(PATIENCE_S)
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
-            yield Running(port, pool, log, client)
+            yield Running(port, server, log, client)
     finally:
         stops[0]()
         thread.join(PATIENCE_S)
-        pool.close()
+        server.close()
 
 
 @dataclass

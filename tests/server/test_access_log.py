@@ -25,7 +25,7 @@ def num_requests(metrics: Metrics, path: str, status: int) -> float:
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_has_gone_is_no_failure(connect: Connect, server: Running, stream: bool) -> None:
     server.log.clear()
-    before = num_requests(server.pool.metrics, CHAT, 499)
+    before = num_requests(server.server.metrics, CHAT, 499)
     raw = connect(server)
     raw.post(CHAT, {**ENDLESS, "stream": stream})
     if stream:
@@ -33,7 +33,7 @@ def test_who_has_gone_is_no_failure(connect: Connect, server: Running, stream: b
     wait_for(lambda: server.engine.has_work)
     raw.close()
     assert re.fullmatch(rf"POST {CHAT} 499 [\d.]+ s \w+", server.line_with(f"POST {CHAT} 499 "))
-    assert num_requests(server.pool.metrics, CHAT, 499) == before + 1
+    assert num_requests(server.server.metrics, CHAT, 499) == before + 1
 
 
 def test_a_reply_and_its_line_have_one_id(server: Running) -> None:

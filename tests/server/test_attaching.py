@@ -20,7 +20,7 @@ from localllm.config import load_settings
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import EngineStuckError, ModelChangedError
-from localllm.runtime.engine_client import AttachedService
+from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.selection import locate, with_defaults
 from localllm.runtime.server_client import attached
 from localllm.runtime.watchdog import Patience
@@ -30,6 +30,7 @@ from tests.server.test_cli_serve import Served
 
 # Torch cannot be imported: what runs all the same has attached.
 NO_TORCH = 'raise ImportError("torch is not to be loaded")'
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 ASK = ("run", "-p", "A tale about an owl, please.", "--max-tokens", "6", "--temperature", "0")
 
 
@@ -57,16 +58,35 @@ class Home:
         rows: list[dict[str, object]] = told["models"]
         return rows
 
+    def row_of(self, name: str) -> dict[str, object]:
+        [row] = [row for row in self.rows() if row["name"] == name]
+        return row
+
+    def pid_of(self, name: str) -> int:
+        """The process of a model's engine."""
+        pid = self.row_of(name)["pid"]
+        assert isinstance(pid, int)
+        return pid
+
+    def client(self, model: str | Path, monkeypatch: pytest.MonkeyPatch) -> EngineClient:
+        """A client of the server's engine, in this process."""
+        monkeypatch.setenv("LOCALLLM_HOME", environment(self.path)["LOCALLLM_HOME"])
+        resolved = load_settings({}, environ={})
+        client = attached(with_defaults(resolved, locate(resolved, str(model))), lambda _text: None)
+        assert client is not None
+        return client
+
 
 @contextmanager
-def served_alone(folder: Path, *arguments: str | Path) -> Iterator[Served]:
-    """A server of its own for a user of its own."""
+def served_alone(folder: Path, *arguments: str | Path, end: int = signal.SIGKILL) -> Iterator[Served]:
+    """A server of its own for a user of its own. end: the signal by which it ends."""
     process = start_cli(folder, "serve", "--port", "0", *arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     with process:
         try:
             yield Served(process)
         finally:
-            process.kill()
+            process.send_signal(end)
+            process.wait(PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)
@@ -80,16 +100,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, known_machine: Callable[[Path
     folder = tmp_path_factory.mktemp("user")
     known_machine(folder / "cache")
     write_checkpoint(folder / "other")
-    process = start_cli(
-        folder, "serve", "--port", "0", "--also", folder / "other", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
-    with process:
-        try:
-            Served(process)
-            yield Home(folder)
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(PATIENCE_S)
+    with served_alone(folder, "--also", folder / "other", end=signal.SIGINT):
+        yield Home(folder)
 
 
 def test_run_has_the_servers_engine_answer_and_loads_nothing_itself(home: Home) -> None:
@@ -102,17 +114,9 @@ def test_run_has_the_servers_engine_answer_and_loads_nothing_itself(home: Home) 
 def test_a_name_that_is_another_models_alias_there_is_not_that_model(home: Home, tmp_path: Path) -> None:
     own = Home(tmp_path)
     folder = write_checkpoint(tmp_path / "other")
-    server = start_cli(
-        tmp_path, "serve", folder, "--alias", "tiny", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
-    with server:
-        try:
-            Served(server)
-            there, here = own.localllm(*ASK, torch=False), home.localllm(*ASK, torch=False)
-            assert there.returncode == 0 and there.stdout == here.stdout
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(PATIENCE_S)
+    with served_alone(tmp_path, folder, "--alias", "tiny", end=signal.SIGINT):
+        there, here = own.localllm(*ASK, torch=False), home.localllm(*ASK, torch=False)
+    assert there.returncode == 0 and there.stdout == here.stdout
 
 
 def test_run_and_chat_know_a_model_by_the_names_that_the_server_has_for_it(tmp_path: Path) -> None:
@@ -164,19 +168,8 @@ def test_an_engine_that_has_come_to_what_is_asked_for_answers(home: Home) -> Non
 
 
 def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:
-    pid = home.rows()[0]["pid"]
-    assert isinstance(pid, int)
-    chat = start_cli(
-        home.path,
-        "chat",
-        "--plain",
-        "--max-tokens",
-        "4",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with chat:
+    pid = home.pid_of("tiny")
+    with start_cli(home.path, "chat", "--plain", "--max-tokens", "4", **PIPES) as chat:
         assert chat.stdin is not None and chat.stdout is not None
         chat.stdin.write(b"A tale about a fox.\n")
         chat.stdin.flush()
@@ -191,8 +184,7 @@ def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:
 
 def test_a_chat_goes_on_by_itself_where_the_server_has_ended(tmp_path: Path) -> None:
     chat_line = ("chat", "--plain", "--max-tokens", "4", "--temperature", "0")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with served_alone(tmp_path) as server, start_cli(tmp_path, *chat_line, **pipes) as chat:
+    with served_alone(tmp_path) as server, start_cli(tmp_path, *chat_line, **PIPES) as chat:
         assert chat.stdin is not None and chat.stdout is not None and chat.stderr is not None
         chat.stdin.write(b"A tale about a fox.\n")
         chat.stdin.flush()
@@ -211,9 +203,7 @@ def test_a_chat_goes_on_by_itself_where_the_server_has_ended(tmp_path: Path) -> 
 def test_an_engine_that_was_killed_has_ended_and_is_loaded_by_the_next_question(tmp_path: Path) -> None:
     own = Home(tmp_path)
     with served_alone(tmp_path, "--idle-unload", "1h") as server:
-        pid = own.rows()[0]["pid"]
-        assert isinstance(pid, int)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(own.pid_of("tiny"), signal.SIGKILL)
         told = server.wait_for("has ended")
         assert "the engine of tiny has ended: its process was ended by SIGKILL" in told
         [row] = own.rows()
@@ -229,18 +219,13 @@ def test_an_engine_that_is_stopped_is_listed_as_silent_and_a_program_that_waits_
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert home.localllm("load", "tiny", torch=False).returncode == 0
-    [pid] = [row["pid"] for row in home.rows() if row["name"] == "tiny"]
-    assert isinstance(pid, int)
-    monkeypatch.setenv("LOCALLLM_HOME", environment(home.path)["LOCALLLM_HOME"])
-    resolved = load_settings({}, environ={})
-    service = attached(with_defaults(resolved, locate(resolved, "tiny")), lambda _text: None)
-    assert service is not None
-    engine, current = service.wait_loaded(), service._current
-    assert engine is not None and isinstance(current, AttachedService)
+    pid, service = home.pid_of("tiny"), home.client("tiny", monkeypatch)
+    engine = service.wait_loaded()
+    assert engine is not None
     os.kill(pid, signal.SIGSTOP)
-    [row] = [row for row in home.rows() if row["name"] == "tiny"]
+    row = home.row_of("tiny")
     assert row["state"] == "silent" and row["ctx"] == 1024
-    current.watchdog.patience = Patience(still_s=1.0)
+    service.watchdog.patience = Patience(still_s=1.0)
     stream = service.submit(Request(tuple(engine.encode("Once")), SamplingParams(max_tokens=2)))
     with pytest.raises(EngineStuckError, match="does not move on"):
         list(stream)
@@ -256,10 +241,7 @@ def test_a_model_that_is_written_anew_answers_run_and_chat_as_it_is_now(
     folder = write_checkpoint(home.path / "other")
     asked = ("run", str(folder), "-p", "A tale.", "--max-tokens", "6", "--temperature", "0")
     before = home.localllm(*asked, torch=False)
-    monkeypatch.setenv("LOCALLLM_HOME", environment(home.path)["LOCALLLM_HOME"])
-    resolved = load_settings({}, environ={})
-    chat = attached(with_defaults(resolved, locate(resolved, str(folder))), lambda _text: None)
-    assert chat is not None
+    chat = home.client(folder, monkeypatch)
     engine, sampling = chat.wait_loaded(), SamplingParams(max_tokens=2)
     assert engine is not None
     old = Request(tuple(engine.encode([{"role": "user", "content": "A tale."}])), sampling)
@@ -292,8 +274,7 @@ def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
 
 def test_an_error_in_mid_answer_begins_on_a_line_of_its_own(home: Home) -> None:
     assert home.localllm("load", "tiny").returncode == 0
-    [pid] = [row["pid"] for row in home.rows() if row["name"] == "tiny"]
-    assert isinstance(pid, int)
+    pid = home.pid_of("tiny")
     endless = ("--max-tokens", "900", "--logit-bias", "2=-100", "--logit-bias", "0=-100")
     with start_cli(
         home.path, "run", "-p", "A tale.", *endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -321,8 +302,7 @@ def test_a_model_that_was_found_loaded_is_unloaded_after_its_time(tmp_path: Path
 def test_who_asks_for_a_model_that_is_being_unloaded_waits_until_its_process_has_gone(tmp_path: Path) -> None:
     own = Home(tmp_path)
     with served_alone(tmp_path) as server, ThreadPoolExecutor() as threads:
-        pid = own.rows()[0]["pid"]
-        assert isinstance(pid, int)
+        pid = own.pid_of("tiny")
         os.kill(pid, signal.SIGSTOP)  # it does not end before it is killed, after five seconds
         stopped = threads.submit(own.localllm, "stop", "tiny")
         time.sleep(2.0)
@@ -349,9 +329,7 @@ def test_the_servers_socket_is_this_users_alone(home: Home) -> None:
 
 @pytest.mark.slow
 def test_another_server_of_the_same_user_says_that_it_is_not_found(home: Home) -> None:
-    process = start_cli(home.path, "serve", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    with process:
-        served = Served(process)
+    with served_alone(home.path) as served:
         assert "do not find this server" in "".join(served.said)
         served.end(signal.SIGTERM)
     assert home.localllm(*ASK, torch=False).returncode == 0
@@ -360,22 +338,17 @@ def test_another_server_of_the_same_user_says_that_it_is_not_found(home: Home) -
 @pytest.mark.slow
 def test_what_a_killed_server_leaves_behind_is_in_nobodys_way(tmp_path: Path) -> None:
     own = Home(tmp_path)
-    process = start_cli(tmp_path, "serve", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    with process:
-        Served(process)
-        engines = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
+    with served_alone(tmp_path) as server:
+        engines = psutil.Process(server.process.pid).children(recursive=True)
     _, alive = psutil.wait_procs(engines, PATIENCE_S)
     assert alive == []
     assert b"no server is found" in own.localllm("ps").stderr
     assert own.localllm("stop").returncode == 1
     assert own.localllm(*ASK).returncode == 0
-    again = start_cli(tmp_path, "serve", "--port", "0", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    with again:
-        served = Served(again)
+    with served_alone(tmp_path) as again:
         assert own.localllm("stop").returncode == 0
-        again.wait(PATIENCE_S)
-        assert again.returncode == 0 and served.said
+        again.process.wait(PATIENCE_S)
+        assert again.process.returncode == 0 and again.said
 
 
 def test_settings_are_those_of_the_server_that_runs(home: Home) -> None:

@@ -21,7 +21,7 @@ from localllm.engine.events import TokenEvent
 from localllm.engine.sequence import Sequence
 from localllm.server import http_server, replies
 from localllm.server.logprobs import CompletionTokens
-from localllm.server.served import Capacity
+from localllm.server.model_server import Capacity
 from localllm.server.stream import Delta, EventMailbox
 from tests.cli_support import write_checkpoint
 from tests.patience import PATIENCE_S
@@ -438,7 +438,7 @@ def test_a_server_that_loads_says_so_and_lists_its_model_at_once(
     with running(load=load) as server:
         assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["tiny"]
         assert server.get("/health").status_code == 503
-        monkeypatch.setattr("localllm.server.served.LOAD_WAIT_S", 0.05)
+        monkeypatch.setattr("localllm.runtime.model_pool.LOAD_WAIT_S", 0.05)
         refused = server.post(CHAT, {"messages": OWL})
         assert refused.status_code == 503 and "retry-after" in refused.headers
         assert refused.json()["error"]["code"] == "loading"
@@ -455,7 +455,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_that_nobody_retries() -> None
         raise MemoryError("no room")
 
     with running(load=load) as server:
-        wait_for(lambda: server.served.service is None)
+        wait_for(lambda: server.served.handle is None)
         refused = server.post(CHAT, {"messages": OWL})
         assert refused.status_code == 503 and refused.headers["x-should-retry"] == "false"
         assert server.get("/health").status_code == 503

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseErrorEvent
 
 from localllm.engine.events import FinishedEvent
 from localllm.errors import DoesNotFitError, EngineClosedError, NonFiniteError
-from localllm.runtime.engine_thread import RequestStream
+from localllm.runtime.engine_handle import RequestStream
 from localllm.server.errors import body_of, failure_of
 from tests.server.support import OWL, Running, num_cancelled, running, wait_for
 from tests.thinning import thinned

@@ -14,7 +14,7 @@ import pytest
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import UsageError
-from localllm.server import served
+from localllm.server import model_server
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import GenerationRequest, PreparedRequest, chat_of, joined, prepare, prompt_ids
 from localllm.server.tools.toolset import Tool, Toolset
@@ -322,7 +322,7 @@ def test_prompts_are_prepared_beside_the_loop_and_disks_beside_both(
         threads.append(threading.current_thread().name)
         return prepare(ask, engine)
 
-    monkeypatch.setattr(served, "prepare", noting)
+    monkeypatch.setattr(model_server, "prepare", noting)
     assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": 1}).status_code == 200
     on_disk = asyncio.run(server.pool.on_disk(lambda: threading.current_thread().name))
     assert threads[0].startswith("localllm-prepare") and on_disk.startswith("localllm-look")

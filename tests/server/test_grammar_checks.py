@@ -14,9 +14,9 @@ import pytest
 
 from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, GrammarError
-from localllm.runtime.engine_client import AttachedEngine
+from localllm.runtime.engine_client import RemoteEngine
 from localllm.server.grammar_checks import AT_ONCE, GrammarChecks
-from localllm.server.served import Capacity
+from localllm.server.model_server import Capacity
 from tests.patience import PATIENCE_S
 from tests.server.support import OWL, Running, running
 
@@ -44,14 +44,14 @@ def test_a_plain_chat_does_not_wait_for_grammars_that_explode(
     processes: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told(processes, ASKED)
-    check, tried, answered = AttachedEngine.check, itertools.count(), threading.Event()
+    check, tried, answered = RemoteEngine.check, itertools.count(), threading.Event()
 
-    def check_in_turn(engine: AttachedEngine, request: Request) -> None:
+    def check_in_turn(engine: RemoteEngine, request: Request) -> None:
         if request.grammar is not None and next(tried) >= AT_ONCE:
             answered.wait(PATIENCE_S)
         check(engine, request)
 
-    monkeypatch.setattr(AttachedEngine, "check", check_in_turn)
+    monkeypatch.setattr(RemoteEngine, "check", check_in_turn)
     with ThreadPoolExecutor(8) as threads:
         refusals = [threads.submit(told, processes, exploding(number)) for number in range(8)]
         replies = [told(processes, ASKED) for _ in range(3)]

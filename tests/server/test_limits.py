@@ -153,7 +153,7 @@ def test_what_is_no_text_to_be_had_is_refused(server: Running, path: str, body: 
 
 
 def test_many_texts_to_embed_leave_room_for_others(server: Running) -> None:
-    capacity = server.served.capacity
+    capacity = server.server.capacity
     texts = ["a"] * (capacity.parallel + capacity.queue + 1)
     assert len(server.post("/v1/embeddings", {"input": texts}).json()["data"]) == len(texts)
 

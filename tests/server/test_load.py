@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from localllm.server.served import Capacity
+from localllm.server.model_server import Capacity
 from tests.patience import PATIENCE_S
 from tests.server.support import Raw, Running, running
 

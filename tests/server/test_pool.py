@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import DoesNotFitError, EngineGoneError, EngineStuckError
 from localllm.hub.names import TINY_DIRECTORY
-from localllm.runtime import protocol
-from localllm.runtime.engine_client import AttachedService
-from localllm.runtime.engine_process import Caps, EngineProcess, Foreseen
+from localllm.runtime import protocol, resident_models
+from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.engine_peer import EnginePeer
+from localllm.runtime.engine_process import Caps, Foreseen, foresee
+from localllm.runtime.served_model import ServedModel
 from localllm.runtime.watchdog import Patience, Watchdog
-from localllm.server import pool as pools
-from localllm.server.served import Capacity, Served
+from localllm.server.model_server import Capacity
 from tests.cli_support import write_checkpoint
 from tests.patience import PATIENCE_S
 from tests.server.support import OWL, Running, running, wait_for
@@ -75,16 +76,35 @@ def loaded(server: Running) -> list[str]:
     return [each["name"].removesuffix(":latest") for each in server.get("/api/ps").json()["models"]]
 
 
-def process_of(server: Running, name: str) -> EngineProcess:
+def process_of(server: Running, name: str) -> EngineClient:
     served = server.pool.known(name)
-    assert served is not None and isinstance(served.service, EngineProcess)
-    return served.service
+    assert served is not None and isinstance(served.handle, EngineClient)
+    return served.handle
+
+
+def pid_of(server: Running, name: str) -> int:
+    pid = process_of(server, name).peer.pid
+    assert pid is not None
+    return pid
 
 
 def kill(server: Running, name: str) -> None:
-    pid = process_of(server, name).pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid_of(server, name), signal.SIGKILL)
+
+
+def hold(server: Running, name: str, *, still_s: float = 2.0) -> None:
+    """Stop the engine, which is found out after that time."""
+    os.kill(pid_of(server, name), signal.SIGSTOP)
+    process_of(server, name).watchdog.patience = Patience(still_s=still_s)
+
+
+@contextmanager
+def answering(server: Running, **more: Any) -> Iterator[Iterator[str]]:
+    """A long answer, of which the first line has come."""
+    with server.client.stream("POST", "/v1/completions", json={**ENDLESS, **more}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        yield lines
 
 
 def test_a_model_is_loaded_when_it_is_asked_for_and_the_other_makes_room(
@@ -104,9 +124,7 @@ def test_a_model_that_has_room_beside_the_others_leaves_them_alone(other: Path, 
 def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Running, texts: dict[str, str]) -> None:
     said(processes, "tiny")
     with ThreadPoolExecutor() as threads:
-        with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+        with answering(processes, model="tiny") as lines:
             waiting = threads.submit(said, processes, "other")
             wait_for(lambda: processes.served.is_leaving or waiting.done())
             behind = threads.submit(said, processes, "tiny")  # it does not keep the other from its turn
@@ -116,11 +134,9 @@ def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Runni
 
 
 def test_where_no_room_comes_the_refusal_has_the_numbers(processes: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "_ROOM_S", 0.0)
+    monkeypatch.setattr(resident_models, "_ROOM_S", 0.0)
     said(processes, "tiny")
-    with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+    with answering(processes, model="tiny"):
         refused = processes.post("/v1/completions", {**TEXT, "model": "other"})
     error = refused.json()["error"]
     assert refused.status_code == 503 and "retry-after" in refused.headers
@@ -133,15 +149,13 @@ def test_an_engine_that_is_killed_in_mid_answer_ends_the_stream_with_an_error(
     processes: Running, texts: dict[str, str]
 ) -> None:
     said(processes, "tiny")
-    pid = process_of(processes, "tiny").pid
-    with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+    pid = pid_of(processes, "tiny")
+    with answering(processes, model="tiny") as lines:
         kill(processes, "tiny")
         told = "".join(lines)
     assert "the engine is gone" in told and "SIGKILL" in told and "[DONE]" not in told
     assert said(processes, "tiny") == texts["tiny"]
-    assert process_of(processes, "tiny").pid != pid
+    assert pid_of(processes, "tiny") != pid
 
 
 @pytest.mark.parametrize("phase", ["idle", "reading the prompt"])
@@ -162,15 +176,17 @@ def test_a_request_of_which_nothing_was_said_is_asked_anew_where_its_engine_is_k
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 8
 
 
-def test_an_engine_that_is_killed_while_it_loads_is_loaded_anew(processes: Running, texts: dict[str, str]) -> None:
+@pytest.mark.parametrize("end", [kill, hold], ids=["killed", "stopped"])
+def test_an_engine_that_ends_or_does_not_move_while_it_loads_is_loaded_anew(
+    processes: Running, texts: dict[str, str], end: Callable[[Running, str], None]
+) -> None:
     said(processes, "tiny")
-
     served = processes.pool.known("other")
     assert served is not None
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(said, processes, "other")
-        wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
-        kill(processes, "other")
+        wait_for(lambda: isinstance(served.handle, EngineClient) and served.handle.peer.pid is not None)
+        end(processes, "other")
         assert asked.result(PATIENCE_S) == texts["other"]
 
 
@@ -181,10 +197,8 @@ def test_who_waits_behind_an_answer_whose_engine_is_killed_keeps_no_other_model_
     with (
         running(in_processes=True, also=[other], ram="600MiB", capacity=capacity) as server,
         ThreadPoolExecutor() as threads,
-        server.client.stream("POST", "/v1/completions", json=ENDLESS) as stream,
+        answering(server),
     ):
-        lines = stream.iter_lines()
-        next(lines)
         behind = threads.submit(said, server, "tiny")
         wait_for(lambda: server.served.num_open == 2 or behind.done())
         waiting = threads.submit(said, server, "other")
@@ -202,21 +216,21 @@ def test_a_model_that_would_never_fit_is_refused_before_another_leaves(other: Pa
         assert loaded(server) == ["tiny"]
 
 
-class FakeLoading:
+class FakeLoading(EngineClient):
     """A model that nothing has room for."""
-
-    is_settled = False
 
     def __init__(self, caps: Caps, foreseen: Any) -> None:
         self._ended = threading.Event()
         self._foreseen = foreseen
-        self.foresee(caps)
+        foresee(self, caps)
 
-    def foresee(self, caps: Caps) -> None:
+    def answer(self, message: protocol.Message) -> None:
+        assert message["op"] == "foresee", "it has no room"
         self._foreseen(Foreseen(error=DoesNotFitError("it does not fit", why="3 TiB are needed")))
 
-    def grant(self, caps: Caps) -> None:
-        raise AssertionError("it has no room")
+    @property
+    def is_settled(self) -> bool:
+        return False
 
     def wait_loaded(self, timeout_s: float | None = None) -> None:
         self._ended.wait()
@@ -232,7 +246,7 @@ def test_a_model_that_is_asked_something_small_in_its_last_moment_goes_all_the_s
     said(processes, "tiny")
     processes.post("/v1/completions", {**TEXT, "model": "tiny", "keep_alive": 0.2})
     processes.post("/tokenize", {"content": "an owl", "model": "tiny"})
-    wait_for(lambda: processes.served.service is None)
+    wait_for(lambda: processes.served.handle is None)
 
 
 def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered(
@@ -250,9 +264,7 @@ def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered
         monkeypatch.setattr(Engine, "status", status)
         server.post("/v1/completions", {**TEXT, "keep_alive": 0})
         wait_for(looked.is_set)
-        with server.client.stream("POST", "/v1/completions", json=ENDLESS) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+        with answering(server) as lines:
             released.set()
             assert "data: [DONE]" in list(lines)
 
@@ -260,16 +272,16 @@ def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered
 def test_who_asks_an_engine_that_was_killed_a_moment_ago_is_answered_by_another(
     processes: Running, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitted, killed = EngineProcess.submit, list[int]()
+    submitted, killed = EngineClient.submit, list[int]()
 
-    def submit(service: EngineProcess, *arguments: Any) -> Any:
-        if not killed and service.pid is not None:
-            killed.append(service.pid)
-            os.kill(service.pid, signal.SIGKILL)
+    def submit(service: EngineClient, *arguments: Any) -> Any:
+        if not killed and service.peer.pid is not None:
+            killed.append(service.peer.pid)
+            os.kill(service.peer.pid, signal.SIGKILL)
             wait_for(lambda: service.has_ended)
         return submitted(service, *arguments)
 
-    monkeypatch.setattr(EngineProcess, "submit", submit)
+    monkeypatch.setattr(EngineClient, "submit", submit)
     assert said(processes, "tiny") == texts["tiny"]
     assert len(killed) == 1 and processes.pool.known("tiny").num_open == 0
 
@@ -279,11 +291,11 @@ def test_who_waits_for_a_model_that_is_unloaded_as_soon_as_it_is_loaded_has_it_l
 ) -> None:
     load, unloaded = processes.pool.load, list[str]()
 
-    async def loaded_for_a_moment(served: Served) -> None:
+    async def loaded_for_a_moment(served: ServedModel) -> None:
         await load(served)
         if not unloaded:
             unloaded.append(served.name)
-            await processes.pool.unload(served)
+            await processes.pool.residents.unload(served)
 
     said(processes, "other")  # in whose place the first one comes
     monkeypatch.setattr(processes.pool, "load", loaded_for_a_moment)
@@ -295,60 +307,35 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
     processes: Running, texts: dict[str, str], phase: str
 ) -> None:
     said(processes, "tiny")
-    stopped = process_of(processes, "tiny")
-    assert stopped.pid is not None
+    stopped, pid = process_of(processes, "tiny"), pid_of(processes, "tiny")
     with ThreadPoolExecutor() as threads:
         if phase == "in mid answer":
-            with processes.client.stream("POST", "/v1/completions", json={**ENDLESS, "model": "tiny"}) as stream:
-                lines = stream.iter_lines()
-                next(lines)
-                hold(stopped)
+            with answering(processes, model="tiny") as lines:
+                hold(processes, "tiny")
                 told = "".join(lines)
             assert "does not move on" in told and "[DONE]" not in told
         else:
-            hold(stopped, still_s=8.0)
+            hold(processes, "tiny", still_s=8.0)
             waiting = threads.submit(processes.post, "/v1/completions", {**TEXT, "model": "tiny"})
             wait_for(lambda: processes.get("/health").status_code == 503 or waiting.done())
             assert not waiting.done()
-            stopped.patience = Patience(still_s=1.0)
+            stopped.watchdog.patience = Patience(still_s=1.0)
             refused = waiting.result(PATIENCE_S)
             assert refused.status_code == 503 and "retry-after" in refused.headers
             assert "neither computed nor read" in refused.json()["error"]["message"]
     assert said(processes, "tiny") == texts["tiny"] and processes.get("/health").status_code == 200
-    assert process_of(processes, "tiny").pid != stopped.pid and not psutil.pid_exists(stopped.pid)
-
-
-def hold(process: EngineProcess, *, still_s: float = 2.0) -> None:
-    """It does not move any more, and is found out after that time."""
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    process.patience = Patience(still_s=still_s)
-
-
-def test_an_engine_that_does_not_move_while_it_loads_is_ended_and_the_model_loaded_anew(
-    processes: Running, texts: dict[str, str]
-) -> None:
-    said(processes, "tiny")
-    served = processes.pool.known("other")
-    assert served is not None
-    with ThreadPoolExecutor() as threads:
-        asked = threads.submit(said, processes, "other")
-        wait_for(lambda: isinstance(served.service, EngineProcess) and served.service.pid is not None)
-        hold(process_of(processes, "other"))
-        assert asked.result(PATIENCE_S) == texts["other"]
+    assert pid_of(processes, "tiny") != pid and not psutil.pid_exists(pid)
 
 
 def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(other: Path, texts: dict[str, str]) -> None:
     with running(in_processes=True, also=[other]) as server, ThreadPoolExecutor() as threads:
         said(server, "other")
-        stopped = process_of(server, "tiny")
-        assert stopped.pid is not None
-        os.kill(stopped.pid, signal.SIGSTOP)
+        hold(server, "tiny", still_s=PATIENCE_S)
         # More than its socket takes: whoever says it must not wait for the engine.
         many = [threads.submit(server.post, "/v1/completions", {"prompt": [4000] * 900, "n": 8}) for _ in range(6)]
         wait_for(lambda: server.served.num_open == 48)
         assert said(server, "other") == texts["other"]
-        stopped.patience = Patience(still_s=1.0)
+        process_of(server, "tiny").watchdog.patience = Patience(still_s=1.0)
         assert {each.result(PATIENCE_S).status_code for each in many} == {503}
 
 
@@ -387,7 +374,9 @@ def test_an_engine_that_hangs_is_ended_also_where_its_process_answers_other_ques
 
     threading.Thread(target=hang, daemon=True).start()
     patience = Patience(still_s=0.05, hung_s=0.3)
-    service = AttachedService(TINY_DIRECTORY, lambda: ours, pid=os.getpid, kill=theirs.close, patience=patience)
+    peer = EnginePeer(lambda: ours)
+    peer.pid, peer.kill = os.getpid(), theirs.close  # type: ignore[method-assign]
+    service = EngineClient(TINY_DIRECTORY, peer, patience=patience)
     service.watchdog._effort = lambda: None  # type: ignore[method-assign]
     engine = service.wait_loaded()
     assert engine is not None
@@ -409,7 +398,7 @@ def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running
 def test_a_model_whose_files_are_being_written_keeps_no_other_from_being_loaded(
     other: Path, texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localllm.server.pool._REST_WAIT_S", 3.0)
+    monkeypatch.setattr("localllm.runtime.model_pool._REST_WAIT_S", 3.0)
     folder = write_checkpoint(tmp_path / "copied")
     written, stop = threading.Event(), threading.Event()
 
@@ -437,12 +426,12 @@ def test_a_model_that_leaves_while_its_files_are_looked_at_is_loaded_again(
 ) -> None:
     with running(in_processes=True) as server:
         said(server, "tiny")
-        has_changed, looks = server.pool.has_changed, list[Served]()
+        has_changed, looks = server.pool.has_changed, list[ServedModel]()
 
-        async def leaving(served: Served) -> bool:
+        async def leaving(served: ServedModel) -> bool:
             looks.append(served)
             if len(looks) == 1:
-                await server.pool.unload(served)
+                await server.pool.residents.unload(served)
             return await has_changed(served)
 
         monkeypatch.setattr(server.pool, "has_changed", leaving)
@@ -452,8 +441,6 @@ def test_a_model_that_leaves_while_its_files_are_looked_at_is_loaded_again(
 def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(other: Path) -> None:
     """Programs that have attached may wait for its answers, of which the server knows nothing."""
     with running(in_processes=True, also=[other]) as server:
-        process = process_of(server, "tiny")
-        assert process.pid is not None
         engine, asked = server.served.engine_if_loaded, threading.Event()
 
         def status() -> EngineStatus:
@@ -465,21 +452,20 @@ def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(othe
             patch.setattr(engine, "status", status)
             server.post("/api/generate", {"model": "tiny", "keep_alive": 0})
             assert asked.wait(PATIENCE_S)
-            assert server.served.service is not None
-        wait_for(lambda: server.served.service is None)
+            assert server.served.handle is not None
+        wait_for(lambda: server.served.handle is None)
 
 
 def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tuple[Running, Path]) -> None:
     server, folder = changing
     said(server, "teller")
     process = process_of(server, "teller")
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(pid_of(server, "teller"), signal.SIGSTOP)
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(server.post, "/v1/completions", TEXT)
-        wait_for(lambda: process._service._recipients)
+        wait_for(lambda: process._connection._recipients)
         write_checkpoint(folder, seed=1)
-        os.kill(process.pid, signal.SIGKILL)
+        kill(server, "teller")
         refused = asked.result(PATIENCE_S)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "model_changed"
     said(server, "teller")
@@ -513,11 +499,8 @@ def test_an_answer_that_is_being_written_is_not_cut_where_the_model_changes(chan
     server, folder = changing
     write_checkpoint(folder)
     said(server, "teller")
-    endless = {**ENDLESS, "max_tokens": 400}
     with ThreadPoolExecutor() as threads:
-        with server.client.stream("POST", "/v1/completions", json=endless) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+        with answering(server, max_tokens=400) as lines:
             write_checkpoint(folder, seed=1)
             waiting = threads.submit(said, server, "teller")
             rest = list(lines)
@@ -529,12 +512,12 @@ def test_a_model_whose_files_are_gone_is_told_as_gone_and_answers_when_they_are_
 ) -> None:
     server, folder = changing
     said(server, "teller")
-    pid = process_of(server, "teller").pid
+    pid = pid_of(server, "teller")
     away = folder.rename(folder.with_name("away"))
     refused = server.post("/v1/completions", TEXT)
     assert refused.status_code == 404 and "is gone" in refused.json()["error"]["message"]
     away.rename(folder)
-    assert server.post("/v1/completions", TEXT).status_code == 200 and process_of(server, "teller").pid == pid
+    assert server.post("/v1/completions", TEXT).status_code == 200 and pid_of(server, "teller") == pid
 
 
 def test_a_model_of_which_a_half_is_there_is_told_with_the_reason_and_loaded_when_it_is_whole(
@@ -588,7 +571,7 @@ def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> Non
         ):
             reply = server.post(path, {"model": "tiny", **body, "keep_alive": 0})
             assert reply.status_code == 200, reply.text
-            wait_for(lambda: server.served.service is None)
+            wait_for(lambda: server.served.handle is None)
         assert loaded(server) == []
         assert server.get("/health").status_code == 200
         assert server.post("/api/generate", {"model": "tiny", "keep_alive": 0}).json()["done_reason"] == "unload"
@@ -598,13 +581,13 @@ def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
     with running(in_processes=True) as server:
         awake = server.get("/props").json()
         server.post("/api/generate", {"model": "tiny", "keep_alive": 0})
-        wait_for(lambda: server.served.service is None)
+        wait_for(lambda: server.served.handle is None)
         asleep = server.get("/props")
         assert asleep.status_code == 200 and asleep.json() == {**awake, "is_sleeping": True}
         assert not awake["is_sleeping"] and "message" in awake["chat_template"]
         assert server.get("/health").status_code == 200 and server.get("/slots").json()[0]["n_ctx"] == 1024
     with running(in_processes=True, idle_s=0.2) as server:
-        wait_for(lambda: server.served.service is None)
+        wait_for(lambda: server.served.handle is None)
         assert server.post(CHAT, {"messages": OWL, "max_tokens": 1, "keep_alive": -1}).status_code == 200
         assert server.get("/api/ps").json()["models"][0]["expires_at"].startswith("2999")
         assert server.post("/api/generate", {"model": "tiny", "keep_alive": "1h"}).json()["done_reason"] == "load"
@@ -612,7 +595,7 @@ def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
 
 
 def test_a_first_load_that_came_to_nothing_is_not_waited_for() -> None:
-    failures = [EngineGoneError("the engine is gone", why="its process was ended by SIGKILL")]
+    failures = [EngineGoneError("the engine is gone", why="its process was ended by SIGKILL") for _ in range(2)]
 
     def load() -> Engine:
         if failures:
@@ -620,7 +603,7 @@ def test_a_first_load_that_came_to_nothing_is_not_waited_for() -> None:
         return Engine.load("tiny")
 
     with running(load=load) as server:
-        wait_for(lambda: not failures and server.served.service is None)
+        wait_for(lambda: not failures and server.served.handle is None)
         assert server.get("/health").status_code == 200
         assert said(server, "tiny")
 
@@ -680,8 +663,8 @@ def test_the_server_answers_whenever_an_engine_is_killed(processes: Running, tex
             threading.Event().wait(0.025 * round_number)
             served = processes.pool.known(name)
             assert served is not None
-            if isinstance(served.service, EngineProcess) and served.service.pid is not None:
-                os.kill(served.service.pid, signal.SIGKILL)
+            if isinstance(served.handle, EngineClient) and served.handle.peer.pid is not None:
+                os.kill(served.handle.peer.pid, signal.SIGKILL)
             busy.result(PATIENCE_S)
         assert said(processes, name) == texts[name]
 

@@ -18,13 +18,13 @@ from starlette.types import Message
 from localllm.config import load_settings
 from localllm.errors import DoesNotFitError, LocalLLMError, ModelChangedError, UsageError
 from localllm.server.guard import Admission
+from localllm.server.model_server import Capacity
 from localllm.server.replicas.affinity import Affinity
 from localllm.server.replicas.beginning import CHUNK_BYTES, beginning_of
 from localllm.server.replicas.call import ReplicaCall
 from localllm.server.replicas.fleet import _require_listener, _told_by_replica, require_ray, share_of
 from localllm.server.replicas.front import ReplicaFront, ReplicaGoneError, create_front
 from localllm.server.replicas.replica import Replica, ReplicaError, Role
-from localllm.server.served import Capacity
 from localllm.settings import Settings
 from tests.cli_support import run_cli, write_checkpoint
 

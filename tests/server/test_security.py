@@ -30,7 +30,7 @@ import localllm.server
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request
 from localllm.hub import HubSettings, ModelFiles
-from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.engine_thread import EngineThread
 from localllm.server.app import ENDPOINTS, create_app
 from localllm.server.guard import Admission
 from localllm.text.chat_template import ChatTemplate
@@ -437,13 +437,13 @@ Prompts = list[tuple[int, ...]]
 def prompts(server: Running, monkeypatch: pytest.MonkeyPatch) -> Prompts:
     """The ids that the engine is given."""
     seen: Prompts = []
-    plain = EngineService.submit
+    plain = EngineThread.submit
 
-    def submit(service: EngineService, request: Request, *arguments: Any) -> Any:
+    def submit(service: EngineThread, request: Request, *arguments: Any) -> Any:
         seen.append(request.prompt_ids)
         return plain(service, request, *arguments)
 
-    monkeypatch.setattr(EngineService, "submit", submit)
+    monkeypatch.setattr(EngineThread, "submit", submit)
     return seen
 
 
@@ -612,7 +612,7 @@ def test_metrics_are_served_where_they_are_asked_for(hermit: Running) -> None:
         statuses.extend([message["status"]] if "status" in message else [])
 
     scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": [(b"host", b"127.0.0.1:1")]}
-    asyncio.run(create_app(hermit.pool, Admission((1,)))(scope, receive, send))  # type: ignore[arg-type]
+    asyncio.run(create_app(hermit.server, Admission((1,)))(scope, receive, send))  # type: ignore[arg-type]
     assert statuses == [404] and hermit.get("/metrics").status_code == 200
 
 

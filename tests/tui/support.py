@@ -18,7 +18,7 @@ from localllm.config import load_settings
 from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import FinishedEvent, PrefillEvent, Timings, TokenEvent, Usage
 from localllm.engine.request import Request
-from localllm.runtime.engine_thread import RequestStream
+from localllm.runtime.engine_handle import RequestStream
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp, Start

@@ -10,7 +10,7 @@ from textual._compositor import Compositor
 
 from localllm.chat.answer import Answer
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
-from localllm.runtime.engine_thread import RequestStream
+from localllm.runtime.engine_handle import RequestStream
 from localllm.tui import stream_throttle
 from localllm.tui.stream_throttle import StreamThrottle
 from tests.patience import PATIENCE_S

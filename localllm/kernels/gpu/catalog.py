@@ -16,11 +16,11 @@ from localllm.kernels.gpu import activations, dequantize, embed, rope, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.gemv import INT8_GROUP, GpuMatrix
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import Coding, PageLayout
+from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
 from localllm.kernels.tile16 import TILE
 
 _N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
@@ -30,13 +30,13 @@ BRIEF_FORMATS = (FORMATS[0], FORMATS[2])
 GROUPS = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
 
 
-def matrix(group: int | None) -> GpuMatrix:
+def matrix(group: int | None) -> PackedMatrix:
     """[_N, _K]: INT4 in groups, or INT8."""
     tiles = _N // TILE
     if group is None:
-        return GpuMatrix(_empty((tiles, _K // 4, TILE, 4), torch.int8), _empty((tiles, TILE)), None)
+        return PackedMatrix(_empty((tiles, _K // 4, TILE, 4), torch.int8), _empty((tiles, TILE)), None)
     values = _empty((tiles, _K // group, TILE), torch.float16)
-    return GpuMatrix(_empty((tiles, _K // 8, TILE), torch.int32), values, values)
+    return PackedMatrix(_empty((tiles, _K // 8, TILE), torch.int32), values, values)
 
 
 def products(

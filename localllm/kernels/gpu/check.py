@@ -24,13 +24,13 @@ from localllm.kernels.gpu.attention import SECTION_PAGES, AttentionHistory, atte
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.catalog import Heads
 from localllm.kernels.gpu.gemm import ProgramShape
-from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
 from localllm.kernels.gpu.ready import WRONG
 from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.noise import gumbel_noise, noise_key
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.paged_attention import LayerPages
 
 EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
@@ -114,18 +114,18 @@ def _poisoned(*shape: int, device: torch.device, dtype: torch.dtype = torch.floa
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
-def _matrix(device: torch.device, group: int | None, sizes: CheckSizes) -> GpuMatrix:
+def _matrix(device: torch.device, group: int | None, sizes: CheckSizes) -> PackedMatrix:
     tiles = -(-sizes.N // tile16.TILE)
     if group is None:
         codes = torch.randint(-127, 128, (tiles * tile16.TILE, -(-sizes.K // 64) * 64), dtype=torch.int8)
-        return GpuMatrix(int8.pack(codes).to(device), torch.rand((tiles, tile16.TILE), device=device) / 127, None)
+        return PackedMatrix(int8.pack(codes).to(device), torch.rand((tiles, tile16.TILE), device=device) / 127, None)
     groups = -(-sizes.K // group)
     qweight = tile16.pack(torch.randint(0, 16, (tiles * tile16.TILE, groups * group), dtype=torch.uint8))
     scale = torch.rand((tiles, groups, tile16.TILE)).half()
-    return GpuMatrix(qweight.to(device), scale.to(device), (-7.5 * scale).half().to(device))
+    return PackedMatrix(qweight.to(device), scale.to(device), (-7.5 * scale).half().to(device))
 
 
-def _expected(x: Codes, matrix: GpuMatrix, out_features: int) -> Tensor:
+def _expected(x: Codes, matrix: PackedMatrix, out_features: int) -> Tensor:
     assert x.scale is not None
     grouped, x_scale = x.q.cpu().view(len(x.q), -1, x.group), x.scale.cpu()
     tensors = [None if part is None else part.cpu() for part in (matrix.qweight, matrix.scale, matrix.bias)]
@@ -162,7 +162,7 @@ def _products(device: torch.device, group: int | None, sizes: CheckSizes) -> Ite
     yield from _in_16_bits(matrix, x, named, sizes)
 
 
-def _added(matrix: GpuMatrix, codes: Codes, right: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
+def _added(matrix: PackedMatrix, codes: Codes, right: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
     """With a bias, to what is there, of every kernel."""
     bias = torch.randn(sizes.N, device=codes.q.device)
     for rows, gemv_rows in ((3, 4), (7, 0), (64, 0)):
@@ -174,7 +174,7 @@ def _added(matrix: GpuMatrix, codes: Codes, right: Tensor, named: str, sizes: Ch
         yield Case(f"{kernel} of {named} added to {rows} rows", _error(y, expected), EXACT)
 
 
-def _in_16_bits(matrix: GpuMatrix, x: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
+def _in_16_bits(matrix: PackedMatrix, x: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
     """Beside the rounded activations times the weights, in fp64."""
     codes = Codes.empty(64, matrix.in_features, matrix.group, x.device, 16)
     activations.to_codes(x, codes, sizes.K).run()
@@ -192,7 +192,7 @@ def _in_16_bits(matrix: GpuMatrix, x: Tensor, named: str, sizes: CheckSizes) -> 
             yield Case(f"gemm of {named} and 16 bits, {rows} rows: bits of the first", differ, 0)
 
 
-def _weights(matrix: GpuMatrix, rows: int, columns: int) -> Tensor:
+def _weights(matrix: PackedMatrix, rows: int, columns: int) -> Tensor:
     if matrix.bias is None:
         return int8.dequantize(matrix.qweight, matrix.scale, rows, columns, torch.float32)
     return tile16.dequantize(matrix.qweight, matrix.scale, matrix.bias, rows, columns, torch.float32)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 
 _COLUMNS = 256  # of a program, for 16 rows
@@ -45,7 +45,7 @@ def _dequantize(
     tl.store(out + n[:, None] * in_features + k[None, :], weights, mask=is_there)
 
 
-def dequantize(matrix: GpuMatrix, out: Tensor, first_tile: int, tiles: int, out_features: int) -> KernelLaunch:
+def dequantize(matrix: PackedMatrix, out: Tensor, first_tile: int, tiles: int, out_features: int) -> KernelLaunch:
     """The rows of so many tiles into out [>= rows, in_features] of any float type, as `tile16.dequantize` has them."""
     groups = max(1, _COLUMNS // matrix.group)
     return KernelLaunch(

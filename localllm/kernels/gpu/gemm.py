@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.gemv import GpuMatrix, finished
+from localllm.kernels.gpu.gemv import finished
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.levels import nibble, signed_byte
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 
 MOST_ROWS = 64
@@ -150,7 +151,7 @@ def _parts_added(
 
 def gemm(
     x: Codes,
-    matrix: GpuMatrix,
+    matrix: PackedMatrix,
     y: Tensor,
     out_features: int,
     bias: Tensor | None = None,

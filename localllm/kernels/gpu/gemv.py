@@ -11,8 +11,6 @@ product and sum of floats is rounded where it stands (`fma` or nothing), as the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -20,50 +18,9 @@ from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
+from localllm.kernels.packed_matrix import PackedMatrix
 
-MOST_SLICES = 32
 MOST_ROWS = 4  # of a program; more are further programs, for which the weights are in the second cache
-INT8_GROUP = 64  # columns of INT8 weights that share a scale of the activations
-
-
-@dataclass(frozen=True)
-class GpuMatrix:
-    """Tensors of `tile16` or `int8`, padded to whole tiles and groups. bias: of INT4's groups."""
-
-    qweight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    @property
-    def bits(self) -> int:
-        return 8 if self.bias is None else 4
-
-    @property
-    def tiles(self) -> int:
-        return self.qweight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.qweight.shape[1] * 32 // self.bits
-
-    @property
-    def group(self) -> int:
-        return INT8_GROUP if self.bias is None else self.in_features // self.scale.shape[1]
-
-    @property
-    def groups(self) -> int:
-        return self.in_features // self.group
-
-    @property
-    def slices(self) -> int:
-        """Return the number of slices of the columns: a power of two. More would have no group, and add zeros, which
-        change no sum."""
-        return int(min(MOST_SLICES, triton.next_power_of_2(self.groups)))
-
-    @property
-    def words(self) -> int:
-        """32-bit words in a group of one row."""
-        return self.group * self.bits // 32
 
 
 @triton.jit
@@ -161,7 +118,7 @@ def _gemv(
 
 
 def gemv(
-    x: Codes, matrix: GpuMatrix, y: Tensor, out_features: int, bias: Tensor | None = None, *, adds: bool = False
+    x: Codes, matrix: PackedMatrix, y: Tensor, out_features: int, bias: Tensor | None = None, *, adds: bool = False
 ) -> KernelLaunch:
     """x: of M rows, in INT8 codes in the matrix's groups. y [M, >= out_features] of any float type, in rows of any
     stride; bias fp32 [out_features]; adds: to what is in y."""

@@ -16,8 +16,8 @@ from localllm.kernels.gpu import gemm, gemv
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.dequantize import dequantize, slab_tiles
 from localllm.kernels.gpu.gemm import ProgramShape
-from localllm.kernels.gpu.gemv import GpuMatrix
 from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 
 FEW_ROWS = 16  # of a step: each has the same bits whatever the others are, in any kernel
@@ -43,7 +43,7 @@ class Dispatch:
     programs: int = 2
     stages: int = 4
 
-    def shape(self, matrix: GpuMatrix, rows: int) -> ProgramShape:
+    def shape(self, matrix: PackedMatrix, rows: int) -> ProgramShape:
         """A program's loads are 16 bytes a thread where rows are few; where they are many, its sums that wait for
         others fit into registers."""
         weight_rows = 64 if rows <= 16 else 32
@@ -55,7 +55,7 @@ class Dispatch:
         return ProgramShape(weight_rows, parts, num_warps, self.stages)
 
     def product(
-        self, x: Codes, matrix: GpuMatrix, y: Tensor, out_features: int, bias: Tensor | None, *, adds: bool
+        self, x: Codes, matrix: PackedMatrix, y: Tensor, out_features: int, bias: Tensor | None, *, adds: bool
     ) -> list[KernelLaunch]:
         """x of 1 to MOST_ROWS rows; see `gemv`."""
         rows = len(x.q)
@@ -66,7 +66,7 @@ class Dispatch:
         return gemm.gemm(x, matrix, y, out_features, bias, adds=adds, shape=shape, partial=partial)
 
 
-def new_codes(rows: int, matrix: GpuMatrix) -> Codes:
+def new_codes(rows: int, matrix: PackedMatrix) -> Codes:
     """Return a buffer for the rows that this matrix is multiplied with."""
     device = matrix.qweight.device
     return Codes.empty(rows, matrix.in_features, matrix.group, device, dispatch_for(device).activation_bits)
@@ -89,12 +89,12 @@ def _tables() -> dict[str, dict[str, int]]:
     return {sm: {name: table[name] for name in names if name in table} for sm, table in tables.items()}
 
 
-def multiply(x: Codes, matrix: GpuMatrix, y: Tensor, out_features: int, bias: Tensor | None, *, adds: bool) -> None:
+def multiply(x: Codes, matrix: PackedMatrix, y: Tensor, out_features: int, bias: Tensor | None, *, adds: bool) -> None:
     for launch in dispatch_for(y.device).product(x, matrix, y, out_features, bias, adds=adds):
         launch.run()
 
 
-def multiply_dequantized(x: Tensor, matrix: GpuMatrix, y: Tensor) -> None:
+def multiply_dequantized(x: Tensor, matrix: PackedMatrix, y: Tensor) -> None:
     """x [M, K] and y [M, N] of the dtype that is multiplied in, for any M: slab by slab through the library."""
     out_features, step = y.shape[1], slab_tiles(x.shape[1], SLAB_WEIGHTS)
     slab = torch.empty((min(step * TILE, matrix.tiles * TILE), x.shape[1]), dtype=x.dtype, device=x.device)
@@ -105,7 +105,7 @@ def multiply_dequantized(x: Tensor, matrix: GpuMatrix, y: Tensor) -> None:
         torch.mm(x, slab[:rows].T, out=y[:, begin : begin + rows])
 
 
-def packed_linear(x: Tensor, matrix: GpuMatrix, out_features: int) -> Tensor:
+def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Tensor:
     """x [M, K], K as in the matrix or less by its padding -> [M, out_features] of x's dtype."""
     y = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
     if len(x) > MOST_ROWS:

@@ -142,7 +142,7 @@ async def messages(call: ApiCall, body: MessagesBody) -> Response:
     served = await call.model(body.model, body.keep_alive)
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
     sampling = overlaid(served.sampling(), {**given, "stop": body.stop_sequences or None})
-    answers = await served.ask(replace(request_of(body), sampling=sampling, evicts=served.evicts))
+    answers = await call.server.ask(served, replace(request_of(body), sampling=sampling, evicts=served.evicts))
     hides = body.thinking is not None and body.thinking.display == "omitted"
     head = _Head(new_id("msg_"), body.model or served.name, body.stop_sequences or (), hides)
     if body.stream:
@@ -155,7 +155,7 @@ async def count_tokens(call: ApiCall, body: AnthropicPromptBody) -> JsonReply:
     """Count any prompt, also one that is too long. Raises what refuses it."""
     served = await call.model(body.model, body.keep_alive)
     engine, request = served.engine(), request_of(body)
-    ids = await served.off_loop(lambda: prompt_ids(request, engine))
+    ids = await call.pool.off_loop(lambda: prompt_ids(request, engine))
     return JsonReply(TokenCount(input_tokens=len(ids)))
 
 

@@ -67,7 +67,9 @@ async def embed(call: ApiCall, body: EmbedBody) -> Response:
     most_tokens = None
     if body.truncate:
         most_tokens, num_ctx = min(num_ctx or engine.ctx, engine.ctx), None  # into which they fit
-    vectors = await embedded(served, texts, num_ctx=num_ctx, dimensions=body.dimensions, most_tokens=most_tokens)
+    vectors = await embedded(
+        call.server, served, texts, num_ctx=num_ctx, dimensions=body.dimensions, most_tokens=most_tokens
+    )
 
     def build() -> EmbedReply:
         return EmbedReply(
@@ -85,7 +87,7 @@ async def embeddings(call: ApiCall, body: OllamaEmbeddingsBody) -> JsonReply:
     """Raises as `embed`."""
     served = await call.model(body.model, body.keep_alive)
     prompts = [body.prompt] if body.prompt else []
-    vectors = await embedded(served, prompts, num_ctx=_num_ctx(body.options))
+    vectors = await embedded(call.server, served, prompts, num_ctx=_num_ctx(body.options))
     return JsonReply(OllamaEmbeddingsReply(embedding=list(vectors[0].vector) if vectors else []))
 
 

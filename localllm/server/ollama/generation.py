@@ -11,6 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent
+from localllm.runtime.served_model import ServedModel
 from localllm.server import fields
 from localllm.server.bodies import Absent, Body, OnlyFalse, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
@@ -21,7 +22,6 @@ from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName
 from localllm.server.ollama.messages import OllamaMessage, Tools, chat_messages, tools_of
 from localllm.server.ollama.options import Options, sampling_of
 from localllm.server.replies import NDJSON, JsonReply, collected, evicted_header, new_id, streamed, whole
-from localllm.server.served import Served
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.server.tools.json_text import partial_object
 from localllm.text.chat_template import ChatInput
@@ -202,6 +202,7 @@ async def chat(call: ApiCall, body: OllamaChatBody) -> Response:
     said = (last.content or "") if last.role == "assistant" and before and not last.tool_calls else ""
     served, writer = await _writer(call, body)
     return await _answer(
+        call,
         served,
         body,
         writer,
@@ -222,16 +223,16 @@ async def generate(call: ApiCall, body: OllamaGenerateBody) -> Response:
             if given:
                 why = "a raw prompt goes on as it is, without a chat template"
                 raise RequestError(400, f"{name!r} cannot be honoured", why=why, param=name, name="unsupported_value")
-        return await _answer(served, body, writer, body.prompt)
+        return await _answer(call, served, body, writer, body.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return await _answer(served, body, writer, ChatInput([*system, {"role": "user", "content": body.prompt}]))
+    return await _answer(call, served, body, writer, ChatInput([*system, {"role": "user", "content": body.prompt}]))
 
 
 async def _load_only(call: ApiCall, body: OllamaGenerationBody) -> JsonReply:
     """Load the model, or unload it where it is to stay for no time."""
     if fields.keep_seconds(body.keep_alive) == 0:
         served, reason = await call.pool.find(body.model), "unload"
-        await call.pool.leave(served)
+        await call.pool.residents.leave(served)
     else:
         served, reason = await call.model(body.model, body.keep_alive), "load"
     name, created_at, is_chat = body.model or served.name, time_text(), isinstance(body, OllamaChatBody)
@@ -239,7 +240,7 @@ async def _load_only(call: ApiCall, body: OllamaGenerationBody) -> JsonReply:
     return JsonReply({"model": name, "created_at": created_at, **text, "done": True, "done_reason": reason})
 
 
-async def _writer(call: ApiCall, body: OllamaGenerationBody) -> tuple[Served, OllamaWriter]:
+async def _writer(call: ApiCall, body: OllamaGenerationBody) -> tuple[ServedModel, OllamaWriter]:
     """Raises RequestError for a model that there is not, or that cannot be loaded."""
     fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     started_ns = time.perf_counter_ns()
@@ -251,7 +252,12 @@ async def _writer(call: ApiCall, body: OllamaGenerationBody) -> tuple[Served, Ol
 
 
 async def _answer(
-    served: Served, body: OllamaGenerationBody, writer: OllamaWriter, prompt: ChatInput | str, **more: Any
+    call: ApiCall,
+    served: ServedModel,
+    body: OllamaGenerationBody,
+    writer: OllamaWriter,
+    prompt: ChatInput | str,
+    **more: Any,
 ) -> Response:
     """more: fields of the request."""
     grammar, grammar_field = fields.one_grammar(
@@ -268,7 +274,7 @@ async def _answer(
         grammar_field=grammar_field,
         **more,
     )
-    answers = await served.ask(request)
+    answers = await call.server.ask(served, request)
     if body.stream is not False:
         return await streamed(answers, writer)
     [answer] = await collected(answers)

@@ -17,15 +17,15 @@ from localllm import hub
 from localllm.engine.engine_info import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
 from localllm.models.safetensors_header import tensors_of
+from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import sampling_defaults
+from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Absent, OnlyFalse, ReplyBody
 from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
 from localllm.server.ollama.common import NamedBody, tagged, time_text
-from localllm.server.pool import Pool
 from localllm.server.replies import JsonReply
-from localllm.server.served import Served
 from localllm.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ async def delete(call: ApiCall, body: NamedBody) -> Response:
     return Response()
 
 
-def _tags(pool: Pool) -> Iterator[OllamaListed]:
+def _tags(pool: ModelPool) -> Iterator[OllamaListed]:
     for served in pool.models:
         with suppress(ModelNotFoundError, RequestError):  # its files are gone: it cannot be had
             own = hub.describe(served.selection.model_name)
@@ -151,7 +151,7 @@ def _tags(pool: Pool) -> Iterator[OllamaListed]:
             yield _listed(pool, row.name, hub.describe(row.name))
 
 
-def _listed(pool: Pool, name: str, model: ModelDescription) -> OllamaListed:
+def _listed(pool: ModelPool, name: str, model: ModelDescription) -> OllamaListed:
     return OllamaListed(
         name=tagged(name),
         model=tagged(name),
@@ -162,10 +162,10 @@ def _listed(pool: Pool, name: str, model: ModelDescription) -> OllamaListed:
     )
 
 
-def _running(pool: Pool, served: Served) -> OllamaLoaded:
+def _running(pool: ModelPool, served: ServedModel) -> OllamaLoaded:
     engine, model = served.engine_if_loaded, hub.describe(served.selection.model_name)
     facts = EngineFacts(0, "", "") if engine is None else engine.facts()
-    expires_at = pool.expires_at(served)
+    expires_at = pool.residents.expires_at(served)
     return OllamaLoaded(
         name=tagged(served.name),
         model=tagged(served.name),
@@ -178,7 +178,7 @@ def _running(pool: Pool, served: Served) -> OllamaLoaded:
     )
 
 
-def _shown(pool: Pool, name: str) -> OllamaShown:
+def _shown(pool: ModelPool, name: str) -> OllamaShown:
     served = pool.known(name)
     engine = None if served is None else served.engine_if_loaded
     if served is not None:
@@ -200,7 +200,7 @@ def _shown(pool: Pool, name: str) -> OllamaShown:
     )
 
 
-def _delete(pool: Pool, name: str) -> None:
+def _delete(pool: ModelPool, name: str) -> None:
     row = _installed(name)
     if pool.known(name) is not None or (row is not None and any(_uses(each, row) for each in pool.models)):
         why, fix = "this server uses it", "stop the server first"
@@ -210,7 +210,7 @@ def _delete(pool: Pool, name: str) -> None:
     hub.remove(name)
 
 
-def _uses(served: Served, row: InstalledModel) -> bool:
+def _uses(served: ServedModel, row: InstalledModel) -> bool:
     """Return whether the served model is that one, or takes its draft tokens from it."""
     own = served.selection.files
     is_own = row.repo == own.repo if row.repo else row.directory == own.directory
@@ -244,7 +244,7 @@ def _digest(model: ModelDescription) -> str:
     return hashlib.sha256(f"{model.name}@{model.revision}".encode()).hexdigest()
 
 
-def _details(pool: Pool, model: ModelDescription) -> OllamaDetails:
+def _details(pool: ModelPool, model: ModelDescription) -> OllamaDetails:
     directory = _files(model).directory
     engines = (each.engine_if_loaded for each in pool.models if each.selection.files.directory == directory)
     engine = next(engines, None)

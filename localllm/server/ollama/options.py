@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from localllm.engine.request import SamplingParams
+from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Body, Ignored, OnlyTrue
 from localllm.server.fields import NUM_CTX, Count, LastN, Penalty, Seed, Share, Stop, Temperature, TopK, overlaid
-from localllm.server.served import Served
 
 _AT_START = Ignored("it is chosen when the server starts: --threads, --vram, --weights, --kv")
 _NO_MIROSTAT = Ignored("mirostat is off")
@@ -62,7 +62,7 @@ class Options(Body):
         return num_predict
 
 
-def sampling_of(options: Options | None, served: Served, **more: Any) -> SamplingParams:
+def sampling_of(options: Options | None, served: ServedModel, **more: Any) -> SamplingParams:
     """Return the options over the model's own settings. Raises RequestError."""
     given = options or Options()
     names = (

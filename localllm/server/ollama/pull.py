@@ -17,11 +17,11 @@ from localllm import hub
 from localllm.errors import ModelNotFoundError
 from localllm.registry import BUILT_IN, REPO_ID, load_registry
 from localllm.runtime.download import fetch
+from localllm.runtime.model_pool import ModelPool
 from localllm.server.bodies import Absent, OnlyFalse, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError, body_of, busy
 from localllm.server.ollama.common import NamedBody, line
-from localllm.server.pool import Pool
 from localllm.server.replies import NDJSON, JsonReply, StreamReply
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ async def _streamed(running: _Pull) -> StreamReply:
     return StreamReply(pieces(), lambda failure: line(body_of(failure, "ollama")), running.stop, NDJSON)
 
 
-def _is_here(pool: Pool, name: str) -> bool:
+def _is_here(pool: ModelPool, name: str) -> bool:
     """Return whether the model is on this disk. Raises RequestError for a name that is neither a known one nor
     ORG/REPOSITORY: a client's word is no path to look at."""
     if name == BUILT_IN or pool.known(name) is not None:

@@ -184,7 +184,8 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     )
     tokenizer = served.engine().tokenizer
     opens_turn = body.add_generation_prompt is not False or bool(said)
-    answers = await served.ask(
+    answers = await call.server.ask(
+        served,
         GenerationRequest(
             ChatInput(chat_messages(messages), None, opens_turn, body.chat_template_kwargs or {}),
             sampling,
@@ -198,7 +199,7 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
             grammar=grammar,
             tools=chosen(body.tools, body.tool_choice, body.parallel_tool_calls),
             grammar_field=grammar_field,
-        )
+        ),
     )
     head: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model or served.name}
     if body.stream:

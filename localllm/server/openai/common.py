@@ -10,13 +10,13 @@ from pydantic import Field
 
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import SamplingParams
+from localllm.runtime.served_model import ServedModel
 from localllm.server import fields
 from localllm.server.best_of import BestOfBody
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
 from localllm.server.errors import Failure, RequestError, body_of
 from localllm.server.finish_reason import timings_of
 from localllm.server.replies import EVENT_STREAM, PING, event
-from localllm.server.served import Served
 from localllm.server.stream import GenerationStream
 from localllm.text.grammar.grammar import Grammar
 from localllm.version import __version__
@@ -131,7 +131,7 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-def sampling_of(body: OpenAISamplingBody, served: Served, **more: Any) -> SamplingParams:
+def sampling_of(body: OpenAISamplingBody, served: ServedModel, **more: Any) -> SamplingParams:
     """Return the request's settings over the model's own. Raises RequestError."""
     return fields.overlaid(served.sampling(), {**{name: getattr(body, name, None) for name in _SAMPLING}, **more})
 

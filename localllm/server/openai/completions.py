@@ -11,6 +11,7 @@ from pydantic import Field, SkipValidation
 from starlette.responses import Response
 
 from localllm.engine.events import TokenLogprob
+from localllm.runtime.served_model import ServedModel
 from localllm.server.best_of import NO_BEST_OF, requested_best_of
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
@@ -29,7 +30,6 @@ from localllm.server.openai.common import (
     usage_of,
 )
 from localllm.server.replies import collected, new_id, streamed, whole
-from localllm.server.served import Served
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta
 
@@ -98,13 +98,13 @@ async def completions(call: ApiCall, body: CompletionBody) -> Response:
     served = await call.model(body.model, body.keep_alive)
     refuse_stream_options(body)
     n, prompts = body.n or 1, prompt_list(body.prompt)
-    requests = _requests(body, prompts, served)
+    requests, tokenizer = _requests(body, prompts, served), served.engine().tokenizer
     best_of = requests[0].best_of
-    answers = await served.ask(*requests)
+    answers = await call.server.ask(served, *requests)
     own = answers.prepared.requests[:: best_of.num_requests(n)]  # the first of each prompt
     try:
-        tokenizer, echoes, has_logprobs = served.engine().tokenizer, bool(body.echo), body.logprobs is not None
-        tokens = await served.off_loop(
+        echoes, has_logprobs = bool(body.echo), body.logprobs is not None
+        tokens = await call.pool.off_loop(
             lambda: [
                 CompletionTokens(tokenizer, prompt, each.prompt_ids, echoes=echoes, has_logprobs=has_logprobs)
                 for prompt, each in zip(prompts, own, strict=True)
@@ -124,7 +124,7 @@ async def completions(call: ApiCall, body: CompletionBody) -> Response:
 
 
 def _requests(
-    body: CompletionBody, prompts: Sequence[str | tuple[int, ...]], served: Served
+    body: CompletionBody, prompts: Sequence[str | tuple[int, ...]], served: ServedModel
 ) -> list[GenerationRequest]:
     """Raises RequestError."""
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

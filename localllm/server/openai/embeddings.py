@@ -55,7 +55,7 @@ class EmbeddingList(ReplyBody):
 async def embeddings(call: ApiCall, body: OpenAIEmbeddingsBody) -> Response:
     """Raises RequestError, ContextOverflowError, UsageError for ids that the model does not have."""
     served = await call.model(body.model, body.keep_alive)
-    vectors = await embedded(served, prompt_list(body.input), dimensions=body.dimensions)
+    vectors = await embedded(call.server, served, prompt_list(body.input), dimensions=body.dimensions)
     num_tokens = sum(each.num_tokens for each in vectors)
 
     def build() -> EmbeddingList:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from localllm.runtime.model_pool import ModelPool
+from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import ReplyBody
 from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import ApiCall, Endpoint
-from localllm.server.pool import Pool
 from localllm.server.replies import JsonReply
-from localllm.server.served import Served
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
@@ -65,7 +65,7 @@ async def model(call: ApiCall, _body: None) -> JsonReply:
     return JsonReply(_described(call.pool, name, served.selection.files.repo, meta))
 
 
-def _listed(pool: Pool) -> Iterator[ListedModel]:
+def _listed(pool: ModelPool) -> Iterator[ListedModel]:
     for served in pool.models:
         meta = _meta(served)
         yield from (_described(pool, name, served.selection.files.repo, meta) for name in served.names)
@@ -74,11 +74,11 @@ def _listed(pool: Pool) -> Iterator[ListedModel]:
         yield _described(pool, row.name, row.repo, _meta_of(row.directory, None))
 
 
-def _meta(served: Served) -> ModelMeta:
+def _meta(served: ServedModel) -> ModelMeta:
     return _meta_of(served.selection.files.directory, served.engine_if_loaded)
 
 
-def _described(pool: Pool, name: str, repo: str | None, meta: ModelMeta) -> ListedModel:
+def _described(pool: ModelPool, name: str, repo: str | None, meta: ModelMeta) -> ListedModel:
     return ListedModel(
         id=name,
         created=int(pool.started_at),

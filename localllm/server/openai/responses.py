@@ -277,7 +277,7 @@ async def responses(call: ApiCall, body: ResponsesBody) -> Response:
     )
     truncation = body.truncation or ("auto" if served.evicts else "disabled")
     request = replace(_request(body), sampling=sampling, evicts=truncation == "auto", grammar=grammar)
-    answers = await served.ask(replace(request, priority=body.priority, grammar_field=grammar_field))
+    answers = await call.server.ask(served, replace(request, priority=body.priority, grammar_field=grammar_field))
     head = head_of(body, body.model or served.name, truncation, sampling.temperature, sampling.top_p)
     builder = ResponseBuilder(head, tokenizer, most)
     if body.stream:
@@ -291,7 +291,7 @@ async def input_tokens(call: ApiCall, body: ResponsesCountBody) -> JsonReply:
     """Count any prompt, also one that is too long. Raises what refuses it."""
     served = await call.model(body.model, body.keep_alive)
     engine, request = served.engine(), _request(body)
-    ids = await served.off_loop(lambda: prompt_ids(request, engine))
+    ids = await call.pool.off_loop(lambda: prompt_ids(request, engine))
     return JsonReply(InputTokens(input_tokens=len(ids)))
 
 

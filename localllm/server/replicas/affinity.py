@@ -12,8 +12,8 @@ _MOST_KNOWN = 1 << 16  # beginnings that are remembered: 8 MiB of text, in about
 
 
 class Affinity(Generic[R]):
-    """Replicas, what each was asked, and how much it has to do. It is a guess: that a replica has let go of what it
-    computed is not heard of."""
+    """Replicas, what each was asked, and how much it has to do. It is an estimate: a replica does not
+    report what it has evicted."""
 
     def __init__(self, most_more: int, most_known: int = _MOST_KNOWN) -> None:
         """most_more: requests that the best replica may have more than the least busy one. most_known: beginnings."""
@@ -29,7 +29,7 @@ class Affinity(Generic[R]):
         return len(self._knowing)
 
     def keep(self, replicas: Iterable[R]) -> None:
-        """These there are, and no others."""
+        """Know these replicas, and no others."""
         there = set(replicas)
         for gone in self._num_open.keys() - there:
             self.forget(gone)
@@ -38,7 +38,7 @@ class Affinity(Generic[R]):
             self._num_asked.setdefault(replica, 0)
 
     def forget(self, replica: R) -> None:
-        """It has ended, and what it computed with it."""
+        """Forget a replica that has ended."""
         self._num_open.pop(replica, None)
         self._num_asked.pop(replica, None)
         for digest in [digest for digest, knowing in self._knowing.items() if replica in knowing]:
@@ -47,8 +47,8 @@ class Affinity(Generic[R]):
                 del self._knowing[digest]
 
     def ranked(self, beginning: Sequence[bytes]) -> list[R]:
-        """All replicas, the best first: those that are not much busier than the least busy one, by how much of the
-        beginning they know; among equals who has less to do, then who was asked for less."""
+        """Return all replicas, the best first: those that are not much busier than the least busy one, by how much of
+        the beginning they know; among equals the one with less to do, then the one that knows fewer beginnings."""
         least = min(self._num_open.values(), default=0)
         known = self._num_known_chunks(beginning)
 
@@ -59,17 +59,17 @@ class Affinity(Generic[R]):
         return sorted(self._num_open, key=rank)
 
     def sent(self, replica: R) -> None:
-        """It has one more to answer."""
+        """Count one more request of a replica."""
         if replica in self._num_open:
             self._num_open[replica] += 1
 
     def answered(self, replica: R) -> None:
-        """It has one less."""
+        """Count one request less."""
         if self._num_open.get(replica):
             self._num_open[replica] -= 1
 
     def learn(self, replica: R, beginning: Sequence[bytes]) -> None:
-        """It is computing this. The longest beginnings are the first to be forgotten, as its pages are."""
+        """Note what a replica computes. The longest beginnings are the first to be forgotten, as its pages are."""
         if replica not in self._num_open:
             return
         for digest in reversed(beginning):

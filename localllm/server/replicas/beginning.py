@@ -11,20 +11,20 @@ import json
 CHUNK_BYTES = 128
 MOST_CHUNKS = 4096  # 512 KiB of text, which fill a context of 131,072 tokens
 _DIGEST_BYTES = 8
-# What is said, in the order in which templates put it in front of the model: of all dialects.
-_SAID = ("system", "instructions", "tools", "messages", "prompt", "input")
+# The fields with texts, in the order in which templates put them in front of the model: of all dialects.
+_FIELDS = ("system", "instructions", "tools", "messages", "prompt", "input")
 
 
 def beginning_of(body: bytes) -> tuple[bytes, ...]:
-    """A chain: digest i is of the first i + 1 chunks of what the body says. None of a chunk that is not full, and none
-    of a body that is no JSON object: whoever answers it says so."""
+    """Return a chain of digests, of which i is of the first i + 1 whole chunks of the body's texts. It is empty for a
+    body that is no JSON object: the replica refuses it."""
     try:
         fields = json.loads(body)
     except ValueError:
         return ()
     if not isinstance(fields, dict):
         return ()
-    said = "".join(json.dumps(fields[name]) for name in _SAID if fields.get(name) is not None).encode()
+    said = "".join(json.dumps(fields[name]) for name in _FIELDS if fields.get(name) is not None).encode()
     chain, digest = [], b""
     for start in range(0, min(len(said) // CHUNK_BYTES, MOST_CHUNKS) * CHUNK_BYTES, CHUNK_BYTES):
         chunk = said[start : start + CHUNK_BYTES]

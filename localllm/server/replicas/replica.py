@@ -16,12 +16,12 @@ from localllm.config import ResolvedSettings
 from localllm.engine.validation import require_unchanged
 from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_loader import Opening, open_engine
-from localllm.runtime.engine_thread import EngineService
+from localllm.runtime.engine_thread import EngineThread
+from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import Selection, locate, told_of
 from localllm.server.app import create_router, endpoints_of
-from localllm.server.pool import Pool
+from localllm.server.model_server import Capacity, ModelServer
 from localllm.server.replicas.call import ReplicaCall
-from localllm.server.served import Capacity
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -32,8 +32,13 @@ BEGINS, ENDS = "<localllm ", " localllm>"  # around what a replica says of why i
 
 @dataclass(frozen=True)
 class Role:
-    """What every replica is started as. model: by which it is found on whichever machine. resolved: the settings, with
-    the replica's share of its machine. needs_key: whether clients do. is_alone: nothing of it is for other machines."""
+    """The arguments that every replica is started with.
+
+    model: a name by which the model is found on whichever machine
+    resolved: the settings, with the replica's share of its machine
+    needs_key: whether clients need one
+    is_alone: nothing of it is for other machines
+    """
 
     model: str
     resolved: ResolvedSettings
@@ -45,7 +50,7 @@ class Role:
 
 
 class ReplicaError(Exception):
-    """A replica cannot start. Its text is all that reaches who waits for it."""
+    """A replica cannot start. Its text is all that reaches the fleet."""
 
     def __init__(self, error: LocalLLMError) -> None:
         told = {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code, "exit": error.exit_code}
@@ -55,7 +60,7 @@ class ReplicaError(Exception):
 class Replica:
     """Loads its engine when it is made: Ray sends it nothing before."""
 
-    _pool: Pool | None = None
+    _server: ModelServer | None = None
     _contents = ""  # of the model's files, at the last look
 
     def __init__(self, role: Role) -> None:
@@ -72,37 +77,37 @@ class Replica:
 
             return open_engine(selection, Opening(keeps_pages=True, parallel=role.capacity.parallel), Watcher(), print)
 
-        service = EngineService(load)
-        self._pool = Pool(
+        handle = EngineThread(load)
+        pool = ModelPool(
             selection,
             role.resolved,
-            lambda *_: EngineService(load),
-            role.capacity,
+            lambda *_: EngineThread(load),
             aliases=role.aliases,
-            pooling=role.pooling,
             on_demand=False,
         )
-        self._pool.adopt(service)
-        self._router = create_router(endpoints_of(needs_key=role.needs_key, with_metrics=False), self._pool)
+        pool.adopt(handle)
+        self._server = ModelServer(pool, role.capacity, role.pooling)
+        self._router = create_router(endpoints_of(needs_key=role.needs_key, with_metrics=False), self._server)
         try:
-            service.wait_loaded()
+            handle.wait_loaded()
         except Exception as error:
             raise ReplicaError(told_of(error, selection.files, selection.resolved)) from None
 
     def check_health(self) -> None:
-        """Ray asks every second, and starts the replica anew where its engine is broken, or its model's files are
-        others and have been left alone for that second. Raises RequestError, ModelChangedError then."""
-        assert self._pool is not None
-        loaded = self._pool.first.engine().contents
+        """Raises BusyError where the engine is broken, and ModelChangedError where the model's files are others and
+        have been left alone for a second. Ray asks every second, and starts the replica anew then."""
+        assert self._server is not None
+        model = self._server.pool.first
+        loaded = model.engine().contents
         with contextlib.suppress(ModelNotFoundError):  # what is in memory still answers; a new replica could not
-            directory = hub.current(self._pool.first.selection.files).directory
+            directory = hub.current(model.selection.files).directory
             before, self._contents = self._contents, hub.contents(directory)
             if self._contents == before:
                 require_unchanged(directory, loaded)
 
     async def answer(self, call: ReplicaCall) -> AsyncIterator[Message]:
-        """The messages of the reply, as ASGI has them; what was said meanwhile comes as one. Whoever cancels it has
-        gone, and is computed for no longer."""
+        """Yield the messages of the reply, as ASGI has them; texts that have come meanwhile are one. Cancelled, it
+        stops the computation."""
         scope, outbox = call.scope(), asyncio.Queue[Message | None]()
         inbox = [{"type": "http.request", "body": call.body, "more_body": False}]
 
@@ -126,9 +131,9 @@ class Replica:
                 await task
 
     def __del__(self) -> None:
-        """Ray calls it where a replica ends in peace."""
-        if self._pool is not None:
-            self._pool.close()
+        """Close the server; Ray calls this where a replica ends in peace."""
+        if self._server is not None:
+            self._server.close()
 
 
 def _listen_on_loopback() -> None:

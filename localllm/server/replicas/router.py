@@ -11,7 +11,8 @@ from localllm.server.replicas.affinity import Affinity
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """By `Affinity`. Ray Serve itself finds out who lives, asks the next where one is full, and waits where all are."""
+    """A router by `Affinity`. Ray Serve itself finds out who lives, asks the next where one is full, and waits
+    where all are."""
 
     def initialize_state(self, *, most_more: int) -> None:
         self._affinity = Affinity[ReplicaID](most_more)
@@ -49,5 +50,5 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _beginning(request: PendingRequest | None) -> Sequence[bytes]:
-    """Of the call, which is the one argument that a replica is given."""
+    """Return the beginning of the call, which is a replica's one argument."""
     return () if request is None else request.args[0].beginning

@@ -1,0 +1,45 @@
+"""y = x @ W.T for packed weights, on the fastest way that this machine has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import cpu_linear, int8, tile16
+from localllm.kernels.dense import dense_linear
+from localllm.kernels.gpu.ready import why_not
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import TILE
+
+SLAB_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16, enough rows for the library to work well
+
+
+def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Tensor:
+    """x [T, K] bf16 or fp32, the matrix padded beyond [out_features, K] or not -> [T, out_features] of x's dtype.
+
+    Padding columns meet no activation, whatever their codes say.
+    """
+    if x.device.type == "cpu" and cpu_linear.is_available():
+        return cpu_linear.packed_linear(x, matrix, out_features)
+    if x.is_cuda and not why_not(x.device):
+        from localllm.kernels.gpu import product  # imports Triton, which not every system has
+
+        return product.packed_linear(x, matrix, out_features)
+    return dequantized_linear(x, matrix, out_features)
+
+
+def dequantized_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Tensor:
+    """Slab by slab dequantized to x's dtype, then the library's product: for many rows of x, and any device."""
+    T, K = x.shape
+    y = torch.empty((T, out_features), dtype=x.dtype, device=x.device)
+    step = max(1, SLAB_WEIGHTS // max(1, TILE * K))
+    for first in range(0, matrix.tiles, step):
+        part, begin = slice(first, first + step), first * TILE
+        N = min(out_features - begin, step * TILE)
+        qweight, scale = matrix.qweight[part], matrix.scale[part]
+        if matrix.bias is None:
+            weight = int8.dequantize(qweight, scale, N, K, x.dtype)
+        else:
+            weight = tile16.dequantize(qweight, scale, matrix.bias[part], N, K, x.dtype)
+        y[:, begin : begin + N] = dense_linear(x, weight)
+    return y

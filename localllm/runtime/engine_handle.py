@@ -1,0 +1,79 @@
+"""The interface to an engine that front ends hold, wherever it runs. Imports no torch."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from localllm.engine.events import Event, FinishedEvent
+from localllm.engine.request import Request
+
+if TYPE_CHECKING:
+    from localllm.engine.engine_info import LoadedEngine
+
+Inbox = queue.SimpleQueue[Event | BaseException]
+
+
+class Recipient(Protocol):
+    """The common destination of the events of several requests."""
+
+    def put(self, item: Event | BaseException, /) -> None:
+        """Receive an event on the engine's thread, which waits for it. The last of a request is its FinishedEvent, or
+        what broke the engine."""
+        ...
+
+
+class RequestStream:
+    """The events of one request, in order, unless they go to a recipient; the last is a FinishedEvent. Raises what
+    broke the engine, if anything."""
+
+    def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
+        self.request_id = request_id
+        self.events: Inbox = queue.SimpleQueue()
+        self._abort = abort
+
+    def __iter__(self) -> Iterator[Event]:
+        while True:
+            event = self.events.get()
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+            if isinstance(event, FinishedEvent):
+                return
+
+    def abort(self) -> None:
+        """Stop the request; what was generated stays, and its FinishedEvent says "cancelled"."""
+        self._abort(self.request_id)
+
+
+class EngineHandle(Protocol):
+    """An engine that is being loaded, and then works: an `EngineThread` or an `EngineClient`."""
+
+    def wait_loaded(self, timeout_s: float | None = None) -> LoadedEngine | None:
+        """Return the engine once it is loaded; None if that takes longer than `timeout_s`, or the handle is closed.
+
+        Raises what stopped the load.
+        """
+        ...
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the engine is loaded, or cannot be."""
+        ...
+
+    def submit(self, request: Request, recipient: Recipient | None = None) -> RequestStream:
+        """Queue a request. recipient: where its events go instead of into the stream."""
+        ...
+
+    def wait_ended(self) -> BaseException | None:
+        """Wait until the engine takes no step any more; return what broke it, or None where it was stopped."""
+        ...
+
+    def stop(self) -> None:
+        """Cancel what runs, and accept no more requests."""
+        ...
+
+    def close(self, timeout_s: float = 4.0) -> None:
+        """`stop`, and end; returns after `timeout_s` even where a forward is still at work."""
+        ...

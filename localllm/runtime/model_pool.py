@@ -1,0 +1,372 @@
+"""The models of one server: which there are, by which names, and how one is loaded that is asked for.
+
+All of it happens on one event loop; what takes time is waited for elsewhere. `resident_models` knows which
+model leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from localllm import hub
+from localllm.config import ResolvedSettings
+from localllm.errors import (
+    BugError,
+    BusyError,
+    EngineClosedError,
+    EngineGoneError,
+    LocalLLMError,
+    ModelChangedError,
+    ModelNotFoundError,
+    ModelUnusableError,
+)
+from localllm.runtime.engine_handle import EngineHandle
+from localllm.runtime.engine_process import Caps, Foreseen
+from localllm.runtime.resident_models import ResidentModels, consume_error
+from localllm.runtime.selection import Selection, locate, told_of, with_defaults
+from localllm.runtime.served_model import ServedModel, own_name
+from localllm.runtime.warm_files import keep_warm
+
+if TYPE_CHECKING:
+    from localllm.engine.engine_info import LoadedEngine
+    from localllm.hub import InstalledModel, ModelFiles
+
+T = TypeVar("T")
+
+LOAD_WAIT_S = 120.0  # for which a request waits for its model; libraries give up after 60 to 600 s of silence
+_PREPARING_THREADS = 2  # templates and tokenizers, while the loop goes on; as many again look at the disk
+_AT_REST_S = 0.5  # for which files that were written are left alone, before they are read
+_REST_WAIT_S = 10.0  # for which that is waited for
+_MOST_KEPT_S = 1e9  # thirty years: what is longer is for good, and may be more than a clock can tell
+_NEAR = 0.7  # of 1: a name that is less alike is another model's, not a misspelt one
+_MOST_NAMED = 8  # models, in the error about an unknown one
+
+
+class LaunchEngine(Protocol):
+    """Begins to load a model."""
+
+    def __call__(self, selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
+        """foreseen: called on another thread; the handle is an `EngineClient` then, and waits for an answer. One that
+        does not call it loads at once."""
+        ...
+
+
+class ModelPool:
+    """The models of one server. first: the model of requests that name none."""
+
+    def __init__(
+        self,
+        first: Selection,
+        resolved: ResolvedSettings,
+        launch: LaunchEngine,
+        *,
+        aliases: Sequence[str] = (),
+        also: Sequence[Selection] = (),
+        idle_s: float | None = None,
+        on_demand: bool = True,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        """
+        resolved: the settings of other models than the first, before a model's own defaults
+        aliases: more names of the first
+        also: others that are known by name
+        idle_s: as `ResidentModels` has it
+        on_demand: all models of this disk can be asked for
+        note: receives a line about what is loaded and unloaded
+        """
+        self.residents = ResidentModels(first.settings, idle_s, note)
+        self.models = self.residents.models
+        self.started_at = time.time()
+        self.on_demand = on_demand
+        self._note = note
+        self.first = self._added(first, aliases)
+        for each in also:
+            self._added(each)
+        self._resolved = resolved
+        self._launch = launch
+        self._loads: dict[ServedModel, asyncio.Task[None]] = {}
+        self._has_begun = False
+        self._preparing = ThreadPoolExecutor(_PREPARING_THREADS, "localllm-prepare")
+        self._looking = ThreadPoolExecutor(_PREPARING_THREADS, "localllm-look")
+
+    # Which model
+
+    async def find(self, name: str | None) -> ServedModel:
+        """Return the model of that name; None: the first. Raises ModelNotFoundError for one that is not on this
+        disk."""
+        if name is None:
+            return self.first
+        bare = name.removesuffix(":latest")
+        if (known := self.known(bare)) is not None:
+            return known
+        selection = await self.on_disk(lambda: self._installed(bare))
+        if selection is None:
+            raise await self.on_disk(lambda: self._not_found(name))
+        if (known := self.known(bare)) is not None:  # somebody else has asked for it meanwhile
+            return known
+        return self._added(selection)
+
+    def _added(self, selection: Selection, aliases: Sequence[str] = ()) -> ServedModel:
+        files = selection.files
+        model = next((each for each in self.models if each.is_of(files)), None)
+        if model is None:
+            taken = {name.casefold() for each in self.models for name in each.names}
+            model = ServedModel(selection, aliases, taken)
+            model.keep_s = self.residents.idle_s
+            self.models.append(model)
+            if model.name != (own := own_name(selection)):
+                self._note(f"{files.directory} is called {model.name} here: {own} is another model")
+        return model
+
+    async def find_own(self, word: str | None) -> ServedModel:
+        """As `find`, for this user's own programs: the word may be a folder, too."""
+        try:
+            return await self.find(word)
+        except ModelNotFoundError:
+            selection = await self.on_disk(lambda: with_defaults(self._resolved, locate(self._resolved, word)))
+            return self._added(selection)
+
+    async def find_files(self, word: str, directory: Path) -> ServedModel | None:
+        """Return the model of these files, for this user's own programs; None where the word leads to others here."""
+        for each in self.models:
+            if each.selection.files.directory.resolve() == directory:
+                return each
+        with contextlib.suppress(LocalLLMError):
+            selection = await self.on_disk(lambda: with_defaults(self._resolved, locate(self._resolved, word)))
+            if selection.files.directory.resolve() == directory:
+                return self._added(selection)
+        return None
+
+    def known(self, name: str) -> ServedModel | None:
+        return next((each for each in self.models if each.has(name)), None)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the first model has not been loaded yet, or could not be. One whose process was ended on the way is
+        loaded when it is asked for."""
+        tried = self._loads.get(self.first)
+        failure = tried.exception() if tried is not None and tried.done() and not tried.cancelled() else None
+        return not self._has_begun and not isinstance(failure, EngineGoneError)
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        return [each for each in self.models if each.engine_if_loaded is not None]
+
+    def others(self) -> list[InstalledModel]:
+        """Return whole models on this disk that nobody has asked for yet, and that can be asked for."""
+        if not self.on_demand:
+            return []
+        known = {each.selection.files.directory for each in self.models}
+        rows = [row for row in hub.list_models() if row.directory is not None and not row.partial_bytes]
+        return [row for row in rows if row.directory not in known and self.known(row.name) is None]
+
+    def _installed(self, name: str) -> Selection | None:
+        """Find an installed model by its name alone: a client's word is no path to look at."""
+        row = next((row for row in self.others() if row.is_called(name)), None)
+        if row is None:
+            return None
+        with contextlib.suppress(ModelNotFoundError):
+            return with_defaults(self._resolved, locate(self._resolved, row.name))
+        return None
+
+    def _not_found(self, name: str) -> ModelNotFoundError:
+        served = [name for each in self.models for name in each.names]
+        names = {each.casefold(): each for each in (*served, *(row.name for row in self.others()))}
+        near = difflib.get_close_matches(name[:200].casefold(), names, n=1, cutoff=_NEAR)
+        first, more = ", ".join(list(names.values())[:_MOST_NAMED]), len(names) - _MOST_NAMED
+        what, why = f"the model {name[:200]!r} is not served here", f"this server has {first}"
+        why += f" and {more} more (GET /v1/models)" if more > 0 else ""
+        fix = f"ask for {names[near[0]]!r}" if near else "ask for one of these, or start the server with --alias NAME"
+        return ModelNotFoundError(what, why=why, fix=fix)
+
+    # Loading
+
+    def adopt(self, handle: EngineHandle) -> None:
+        """Take over the first model's handle, which somebody else has begun to load."""
+        self.first.handle = handle
+        self._has_begun = True
+
+    async def ready(self, model: ServedModel, keep_s: float | None = None) -> LoadedEngine:
+        """Return the engine, when the model is loaded from its files as they are now.
+
+        keep_s: for which the model then stays unused; None: as before
+        Raises BusyError where the load takes very long, and ModelUnusableError or another LocalLLMError where it fails.
+        """
+        model.last_used = time.monotonic()
+        try:
+            async with asyncio.timeout(LOAD_WAIT_S):
+                while not await self._is_current(model):  # who came before may have unloaded it again
+                    await self.load(model)
+        except TimeoutError:
+            why = f"it has taken {LOAD_WAIT_S:.0f} s so far"
+            raise BusyError(f"{model.name} is being loaded", why=why, reason="loading") from None
+        except (BusyError, EngineClosedError, EngineGoneError, ModelChangedError, ModelNotFoundError):
+            raise
+        except Exception as error:
+            raise _unusable(model, told_of(error, model.selection.files, model.selection.resolved)) from error
+        if keep_s is not None:
+            model.keep_s = keep_s if 0 <= keep_s <= _MOST_KEPT_S else None
+            if not model.num_open:
+                self.residents.touch(model)
+        return model.engine()
+
+    async def _is_current(self, model: ServedModel) -> bool:
+        """Return whether it is loaded from the files as they are now: it may leave while they are looked at."""
+        if model.is_leaving or model.engine_if_loaded is None or await self.has_changed(model):
+            return False
+        return not model.is_leaving and model.engine_if_loaded is not None
+
+    async def load(self, model: ServedModel) -> None:
+        """Load a model, however long it takes; it goes on where the caller has gone. Raises what keeps it from that."""
+        try:
+            await self._load_once(model)
+        except EngineGoneError:  # its process was killed meanwhile, which is no reason that it must be again
+            await self._load_once(model)
+
+    async def _load_once(self, model: ServedModel) -> None:
+        task = self._loads.get(model)
+        if task is None or task.done():
+            task = self._loads[model] = asyncio.create_task(self._load_in_turn(model))
+            task.add_done_callback(consume_error)
+        await asyncio.shield(task)
+
+    async def _load_in_turn(self, model: ServedModel) -> None:
+        if await self.has_changed(model):
+            await self._wait_at_rest(model)
+        async with self.residents.turn:
+            if self.residents.is_closed:
+                raise EngineClosedError("the server is shutting down")
+            if model.engine_if_loaded is not None and await self.has_changed(model):
+                await self._unload_changed(model)
+            if model.is_leaving or model.engine_if_loaded is None:
+                model.is_leaving = False
+                await self._load(model)
+
+    async def has_changed(self, model: ServedModel) -> bool:
+        """Return whether the files are others than those that the engine was loaded from; of a replica, no. Raises
+        ModelNotFoundError."""
+        engine = model.engine_if_loaded
+        if engine is None or not engine.contents or not self.on_demand:
+            return False
+        return await self._contents(model) != engine.contents
+
+    async def _contents(self, model: ServedModel) -> str:
+        files = model.selection.files
+        return await self.off_loop(lambda: hub.contents(hub.current(files).directory))
+
+    async def _wait_at_rest(self, model: ServedModel) -> None:
+        """Wait until the files of a model have been left alone; other models are loaded meanwhile. Raises
+        ModelChangedError where they are not."""
+        until, contents = time.monotonic() + _REST_WAIT_S, ""
+        while contents != (contents := await self._contents(model)):
+            if time.monotonic() > until:
+                why = f"for {_REST_WAIT_S:.0f} s they have not been left alone"
+                raise ModelChangedError(f"the files of {model.name} are being written", why=why, fix="ask again")
+            await asyncio.sleep(_AT_REST_S)
+
+    async def _unload_changed(self, model: ServedModel) -> None:
+        """Unload what was loaded from files that are others now, as soon as it is idle. Raises BusyError where that
+        takes too long."""
+        model.is_leaving = True
+        try:
+            await self.residents.wait_idle(model)
+            self._note(f"the files of {model.name} have changed: it is loaded anew")
+            keep_s = model.keep_s
+            await self.residents.unload(model)
+            model.keep_s = keep_s
+        except TimeoutError:
+            what, why = f"{model.name} has changed on the disk", "answers of what it was are still being written"
+            raise BusyError(what, why=why, reason="loading") from None
+        finally:
+            model.is_leaving = False
+
+    async def _load(self, model: ServedModel) -> None:
+        await self.residents.wait_unloaded()
+        if model.handle is not None:  # it has ended, or was never loaded
+            await asyncio.to_thread(model.handle.close)
+            model.handle = None
+        if self.on_demand:
+            model.selection = await self.on_disk(lambda: self._selected(hub.current(model.selection.files)))
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Foreseen]()
+
+        def foreseen(what: Foreseen) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(arrived.put_nowait, what)
+
+        handle = model.handle = self._launch(model.selection, await self.residents.caps(), foreseen)
+        settled = asyncio.create_task(asyncio.to_thread(handle.wait_loaded))
+        try:
+            await self.residents.agree(model, handle, arrived, settled)
+            if await settled is None:
+                raise self._stopped(model)
+        except BaseException:
+            model.handle = None
+            settled.add_done_callback(consume_error)
+            await asyncio.shield(asyncio.to_thread(handle.close))
+            raise
+        self._has_begun |= model is self.first
+        model.last_facts = await self.residents.facts(model)
+        for evicted, weights in self.residents.take_evicted():  # not before: the disk was this model's
+            self.residents.begin(self._keep_warm(evicted, weights))
+        self.residents.touch(model)
+
+    def _selected(self, files: ModelFiles) -> Selection:
+        """Select the model with what its files recommend now. Raises CheckpointError."""
+        return with_defaults(self._resolved, files)
+
+    def _stopped(self, model: ServedModel) -> LocalLLMError:
+        """Return the error of a load that came to nothing and did not fail."""
+        if self.residents.is_closed:
+            return EngineClosedError("the server is shutting down")
+        why = "somebody stopped it while it was being loaded"
+        return BusyError(f"{model.name} was unloaded", why=why, reason="unloaded")
+
+    async def _keep_warm(self, model: ServedModel, weights: str) -> None:
+        if weights:  # else it had gone before they were known
+            await self.on_disk(partial(keep_warm, model.selection.files, weights))
+
+    # Work beside the loop, and the end
+
+    @property
+    def started_text(self) -> str:
+        """When the server was started, as RFC 3339 has it."""
+        return datetime.fromtimestamp(self.started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Return what the work does, computed while the loop goes on: templates and tokenizers take milliseconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+
+    async def on_disk(self, work: Callable[[], T]) -> T:
+        """As `off_loop`, for work that may wait for a disk: no prompt waits behind it."""
+        return await asyncio.get_running_loop().run_in_executor(self._looking, work)
+
+    def stop(self) -> None:
+        """End what runs."""
+        self.residents.is_closed = True
+        for each in self.models:
+            if each.handle is not None:
+                each.handle.stop()
+
+    def close(self) -> None:
+        """`stop`, and wait a moment for it, when the loop has ended."""
+        self.stop()
+        for threads in (self._preparing, self._looking):
+            threads.shutdown(wait=False, cancel_futures=True)
+        for each in self.models:
+            if each.handle is not None:
+                each.handle.close(timeout_s=1.0)
+
+
+def _unusable(model: ServedModel, error: LocalLLMError) -> ModelUnusableError:
+    """Return the error of a load that failed; about a bug it says no more than that."""
+    why, fix = ("a bug in localllm", "") if isinstance(error, BugError) else (f"{error.what}; {error.why}", error.fix)
+    return ModelUnusableError(f"{model.name} cannot be used", why=why, fix=fix, code=error.code)
