@@ -47,6 +47,7 @@ from localllm.text.eviction import without
 if TYPE_CHECKING:
     from localllm.cache.miss_reason import CacheMiss
     from localllm.engine.engine_info import LoadedEngine
+    from localllm.engine.events import FinishedEvent
     from localllm.engine.request import Request
     from localllm.runtime.engine_handle import EngineHandle, RequestStream
     from localllm.text.eviction import Evicted
@@ -77,6 +78,15 @@ class PendingTurn:
     def notices(self) -> list[str]:
         """The notices before the answer."""
         return [*([evicted_text(self.evicted)] if self.evicted.turns else []), *([self.note] if self.note else [])]
+
+    def answer(self) -> Answer:
+        """Return the answer before its first event."""
+        begun = [self.said] if self.said else []
+        return Answer(len(self.request.prompt_ids), self.request.sampling.seed, begun, thinking=self.thinking)
+
+    def explained(self, finished: FinishedEvent) -> Explanation | None:
+        """Return the reason why the prompt was not found whole; None where nothing more is known."""
+        return None if finished.miss is None else self.explain(finished.miss)
 
 
 @dataclass(frozen=True)
@@ -180,9 +190,7 @@ class ChatSession:
     @contextmanager
     def answering(self, pending: PendingTurn) -> Iterator[AnswerRecording]:
         """Record the answer to a question, as `ChatRecorder.answering` does; the block takes its events."""
-        request = pending.request
-        begun = [pending.said] if pending.said else []
-        answer = Answer(len(request.prompt_ids), request.sampling.seed, begun, thinking=pending.thinking)
+        answer = pending.answer()
         try:
             with self.recorder.answering(answer) as record:
                 yield record
@@ -339,7 +347,8 @@ class ChatSession:
         finished = self.answer.finished
         cached, total = finished.usage.cached_tokens, finished.usage.prompt_tokens
         line = f"{cached} of the last prompt's {total} tokens were found, the others computed"
-        return [line] if finished.miss is None else [line, str(self.pending.explain(finished.miss))]
+        explanation = self.pending.explained(finished)
+        return [line] if explanation is None else [line, str(explanation)]
 
     # The conversation
 

@@ -251,15 +251,10 @@ class LineChat:
         session = self._session
         pending = session.ask()
         self._note(pending.notices)
-        printing = Printing(
-            statistics=self._shows_statistics,
-            explain=pending.explain,
-            evicted=pending.evicted,
-            thinking=pending.thinking,
-            shows_thoughts=session.selection.settings.show_thoughts,
-        )
+        selection = session.selection
+        printing = Printing(statistics=self._shows_statistics, shows_thoughts=selection.settings.show_thoughts)
         with session.answering(pending) as record:
-            print_answer(self._front, session.selection.files, session.submit(pending), record, printing)
+            print_answer(self._front, selection.files, session.submit(pending), pending, record, printing)
         if (fullness := session.fullness()) is not None:
             (self._output.warn if fullness.is_full else self._output.note)(fullness.text)
 

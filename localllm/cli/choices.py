@@ -14,8 +14,9 @@ from localllm.chat.best_of import MAX_ANSWERS, best, seeded
 from localllm.chat.context import evicted_fields, grown_text
 from localllm.chat.miss_report import miss_fields
 from localllm.chat.recorder import AnswerRecording, ChatRecorder
+from localllm.chat.session import PendingTurn
 from localllm.cli.context import CliContext
-from localllm.cli.generate import Printing, answer_fields, event_fields, explained, print_whole
+from localllm.cli.generate import Printing, answer_fields, event_fields, print_whole
 from localllm.cli.options import option, refuse_together
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.stream import follow
@@ -183,7 +184,7 @@ def print_chosen(
     front: CliContext,
     files: ModelFiles,
     service: EngineHandle,
-    request: Request,
+    pending: PendingTurn,
     printing: Printing,
     recorder: ChatRecorder,
     choice: AnswerChoice,
@@ -192,11 +193,11 @@ def print_chosen(
 
     Raises the error that ended any. Exits where the user has stopped them.
     """
-    requests = choice.requests(request)
-    answers = [printing.answer(each) for each in requests]
+    requests = choice.requests(pending.request)
+    answers = [replace(pending, request=request).answer() for request in requests]
     with recorder.answering(answers[0]) as record:
         streams = _Streams(service, requests)
-        shown = _Shown(front, files, printing, choice, record, recorder.session_id)
+        shown = _Shown(front, files, pending, printing, choice, record, recorder.session_id)
         chosen = shown.follow(streams, _Answers(streams.request_ids, answers))
     if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):
         raise typer.Exit(front.interrupts.exit_code or 130)
@@ -209,6 +210,7 @@ class _Shown:
 
     front: CliContext
     files: ModelFiles
+    pending: PendingTurn
     printing: Printing
     choice: AnswerChoice
     record: AnswerRecording
@@ -253,16 +255,16 @@ class _Shown:
         start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": self.files.name, "session": self.session}
         first = answers.each[0]
         about = {"prompt_tokens": first.num_prompt_tokens, "seed": first.seed, "answers": self.choice.n}
-        self.front.output.json({**start, **about, **evicted_fields(self.printing.evicted)})
+        self.front.output.json({**start, **about, **evicted_fields(self.pending.evicted)})
 
     def _print_event(self, event: Event, piece: Piece, answers: _Answers) -> None:
         index = answers.index(event) if event.request_id in answers.request_ids else 0
         fields = {**event_fields(self.files, event, piece), "index": index}
         if isinstance(event, FinishedEvent) and index == 0:
-            fields["cache_miss"] = miss_fields(explained(event, self.printing))
+            fields["cache_miss"] = miss_fields(self.pending.explained(event))
         self.front.output.json(fields)
         for place, events in enumerate(event.others if isinstance(event, FinishedEvent) else (), start=1):
-            told = Answer(0, thinking=self.printing.thinking)
+            told = Answer(0, thinking=self.pending.thinking)
             for other in events:
                 self.front.output.json({**event_fields(self.files, other, told.take(other)), "index": place})
 
@@ -277,8 +279,8 @@ class _Shown:
     def _end(self, chosen: Sequence[Answer]) -> None:
         finished = _ending(chosen[0])
         if self.printing.as_json:
-            missed = {"cache_miss": miss_fields(explained(finished, self.printing))}
-            about = {**evicted_fields(self.printing.evicted), **missed, "session": self.session}
+            missed = {"cache_miss": miss_fields(self.pending.explained(finished))}
+            about = {**evicted_fields(self.pending.evicted), **missed, "session": self.session}
             self.front.output.json({**self._fields(chosen), **about})
         elif not self.printing.as_events:
             self._print_whole(chosen)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cache.miss_reason import CacheMiss
 from localllm.chat.answer import Answer, Piece, Stream, finished_fields, logprob_fields, silence, statistics
 from localllm.chat.context import evicted_fields, grown_fields, grown_text
-from localllm.chat.miss_report import NEW, Explanation, miss_fields
+from localllm.chat.miss_report import NEW, miss_fields
 from localllm.chat.recorder import AnswerRecording, ChatRecorder
-from localllm.chat.thoughts import NO_THOUGHTS, Thinking
+from localllm.chat.session import PendingTurn
 from localllm.cli.context import CliContext
 from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.cli.stream import follow
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-from localllm.engine.request import Request
 from localllm.errors import LocalLLMError
 from localllm.runtime.selection import named
-from localllm.text.eviction import NOTHING_EVICTED, Evicted
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles
@@ -28,33 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Printing:
-    """How an answer is printed.
-
-    explain: gives the reason why the prompt was not found whole in the cache.
-    evicted: turns that left the context for the prompt, which the JSON forms name.
-    thinking: how thoughts are told apart.
-    shows_thoughts: thoughts are printed, too, on stderr.
-    """
+    """How an answer is printed. shows_thoughts: thoughts are printed, too, on stderr."""
 
     as_json: bool = False
     as_events: bool = False
     streams: bool = True
     statistics: bool = False
     logprobs: bool = False
-    explain: Callable[[CacheMiss], Explanation] | None = None
-    evicted: Evicted = NOTHING_EVICTED
-    thinking: Thinking = NO_THOUGHTS
     shows_thoughts: bool = False
-
-    def answer(self, request: Request) -> Answer:
-        """Return the answer to a request, still empty."""
-        return Answer(len(request.prompt_ids), request.sampling.seed, thinking=self.thinking)
 
 
 def print_answer(
     front: CliContext,
     files: ModelFiles,
     stream: Stream,
+    pending: PendingTurn,
     record: AnswerRecording,
     printing: Printing,
     session: str | None = None,
@@ -68,11 +53,11 @@ def print_answer(
     if printing.as_events:
         start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": files.name, "session": session}
         about = {"prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed}
-        front.output.json({**start, **about, **evicted_fields(printing.evicted)})
+        front.output.json({**start, **about, **evicted_fields(pending.evicted)})
         for event, piece in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
             fields = event_fields(files, event, piece)
             if isinstance(event, FinishedEvent):
-                fields["cache_miss"] = miss_fields(explained(event, printing))
+                fields["cache_miss"] = miss_fields(pending.explained(event))
             front.output.json(fields)
     elif printing.as_json or not printing.streams:
         for event, _ in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
@@ -84,8 +69,8 @@ def print_answer(
     assert finished is not None
     if printing.as_json:
         whole = answer_fields(files, answer, with_logprobs=printing.logprobs)
-        missed = {"cache_miss": miss_fields(explained(finished, printing))}
-        front.output.json({**whole, **evicted_fields(printing.evicted), **missed, "session": session})
+        missed = {"cache_miss": miss_fields(pending.explained(finished))}
+        front.output.json({**whole, **evicted_fields(pending.evicted), **missed, "session": session})
     elif not printing.as_json and not printing.as_events and not printing.streams:
         print_whole(front.output, answer, printing)
     front.output.end_answer()
@@ -93,7 +78,7 @@ def print_answer(
         front.output.warn(empty)
     if printing.statistics or finished.finish_reason == "cancelled":
         front.output.note(statistics(answer))
-    if printing.statistics and (explanation := explained(finished, printing)) is not None and explanation.cause != NEW:
+    if printing.statistics and (explanation := pending.explained(finished)) is not None and explanation.cause != NEW:
         front.output.note(str(explanation))
     if finished.error is not None:
         raise finished.error
@@ -103,21 +88,14 @@ def print_recorded(
     front: CliContext,
     files: ModelFiles,
     service: EngineHandle,
-    request: Request,
+    pending: PendingTurn,
     printing: Printing,
     recorder: ChatRecorder,
 ) -> Answer:
     """Print the answer to the last question, as `print_answer` does, and record it."""
-    with recorder.answering(printing.answer(request)) as record:
-        print_answer(front, files, service.submit(request), record, printing, recorder.session_id)
+    with recorder.answering(pending.answer()) as record:
+        print_answer(front, files, service.submit(pending.request), pending, record, printing, recorder.session_id)
     return record.answer
-
-
-def explained(finished: FinishedEvent, printing: Printing) -> Explanation | None:
-    """Return the reason why the prompt was not found whole; None where nothing more was known."""
-    if finished.miss is None or printing.explain is None:
-        return None
-    return printing.explain(finished.miss)
 
 
 def print_whole(output: Output, answer: Answer, printing: Printing) -> None:

@@ -17,6 +17,7 @@ from localllm.chat.context import ChatPrompt, can_be_longer, evicted_text, expla
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import explain
 from localllm.chat.recorder import ChatRecorder, Resumed, look_up, recorder_of
+from localllm.chat.session import PendingTurn
 from localllm.chat.tool_words import told_in_words
 from localllm.cli import options
 from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of, print_chosen
@@ -311,13 +312,12 @@ def _answers(
         if fitted.evicted.turns:
             front.output.note(evicted_text(fitted.evicted))
         why = partial(explain, engine, _given(source, encoder, fitted), fitted.prompt_ids, num_out=fitted.floor)
-        printing = replace(printing, evicted=fitted.evicted, explain=why)
         thinking = encoder.thinking(request.prompt_ids)
         if flags["show_thoughts"] and not thinking.splits:
             front.output.note("--show-thoughts: this model's chat template knows no thoughts, and none are shown")
         request = replace(request, grammar=thinking.grammar(form), shown_ids=thinking.shown_ids)
-        printing = replace(printing, thinking=thinking)
-        asked = (front, selection.files, load.service, request, printing, recorder)
+        pending = PendingTurn(request, fitted.evicted, why, thinking=thinking)
+        asked = (front, selection.files, load.service, pending, printing, recorder)
         answers = [print_recorded(*asked)] if choice.is_plain else print_chosen(*asked, choice)
         if form is None:
             _warn_of_cut(front, engine, answers, sampling)

@@ -49,8 +49,11 @@ class ChatWorker:
         key_names: KeyNames,
         start: Callable[[Job], object],
     ) -> None:
-        """resolved: the settings for models chosen later. extra: sampling parameters that are no settings. start:
-        starts a thread worker."""
+        """resolved: the settings for models chosen later.
+
+        extra: sampling parameters that are no settings.
+        start: starts a thread worker.
+        """
         self.key_names = key_names
         self.resolved = resolved
         self._extra = extra
@@ -210,8 +213,8 @@ class ChatWorker:
         if name is not None:
             self.session.dialogue.cut(length)
             self.session.recorder.sync()
-            self.note(f"a copy: {name}")
         self._show_and_count()
+        self.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
 
     def open(self, word: str, message: int | None = None, *, is_chosen: bool = False) -> None:
         """Open a saved conversation with the loaded model. message: the number of the one to go to; is_chosen: as in
