@@ -22,7 +22,7 @@ from localllm.cli.output import Output
 from localllm.config import ResolvedSettings
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import HistoryError
-from localllm.history import BusyError, DamagedError, History, Recording, database, schema
+from localllm.history import DamagedError, History, LockedError, Recording, database, schema
 from tests.history_support import SENTENCES, ask, begun, crashed, ended, in_child, said
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -290,7 +290,7 @@ def test_a_lock_that_is_held_is_told_once_and_what_was_said_is_kept_after_it(
         holder.execute("BEGIN EXCLUSIVE")
         talk.recorder.close()
         talk.turn("Said meanwhile?")
-        with pytest.raises(BusyError, match="locked") as caught, History.open(path, patience_s=0.1) as history:
+        with pytest.raises(LockedError, match="locked") as caught, History.open(path, patience_s=0.1) as history:
             ask(history)
         assert str(path) in caught.value.why and "lsof" in caught.value.fix
         holder.execute("ROLLBACK")

@@ -22,12 +22,12 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PACKAGE = "localllm"
 LIMITS = {
-    "longest function": 81,
-    "functions over 60 lines": 4,
-    "circles of imports": 1,
-    "repeated class names": 4,
+    "longest function": 60,
+    "functions over 60 lines": 0,
+    "circles of imports": 0,
+    "repeated class names": 0,
     "modules of --version": 26,
-    "modules of plan": 1206,
+    "modules of plan": 1210,
 }
 
 # Runs a command; prints the modules that it imported and, where it is watched, the files that a step's calls are in.

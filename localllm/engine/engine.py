@@ -24,7 +24,7 @@ from localllm.engine.draft_loader import DraftModel
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import Event, FinishedEvent, ignore
 from localllm.engine.kv_allocator import KVAllocator
-from localllm.engine.loader import Loading, Replan, Watcher, note_device
+from localllm.engine.loader import LoadedModel, Loading, Replan, Watcher, note_device
 from localllm.engine.memory import DTYPES, choose_device, choose_dtype, use_threads
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
@@ -140,43 +140,62 @@ class Engine(StepLoop):
     ) -> Engine:
         """Load a model by name, `org/repo`, directory, or files that were located before.
 
-        device: auto, cpu, cuda.
-        dtype: of activations and KV cache: auto (bf16), bf16, fp32.
-        weights: their format, see `choose_recipe`; a packed one is made at first use.
-        kv: the format of keys and values, see `cache.kv_format`.
+        device: auto, cpu, cuda; dtype: of activations and KV cache: auto (bf16), bf16, fp32.
+        weights, kv: formats, see `choose_recipe` and `cache.kv_format`; packed weights are made at first use.
         ctx: tokens of context; None takes what the model was trained for, at most 8192, or less where that costs much
             of the speed.
         ram, vram: the most bytes that this process may hold on the host and on the GPU. What does not fit there is
             placed one tier down, at last on the disk, from where it is read at every step.
-        threads: of the CPU.
-        limits: what runs at once.
+        threads: of the CPU; limits: what runs at once.
         job: many prompts; memory is then shared out for the most tokens a second of all of them together, not for the
             fastest single one.
-        watcher: is told of what takes long.
-        reuse: what is cached of keys and values for later prompts.
+        watcher: hears of what takes long; reuse: what is cached of keys and values for later prompts.
         speculate: who drafts tokens, which changes the speed and no token.
 
-        Raises ModelNotFoundError, CheckpointError, ModelChangedError where the files are written meanwhile,
-        UnsupportedModelError, DoesNotFitError, UsageError; LocalLLMError where a packed model cannot be written.
+        Raises ModelNotFoundError, CheckpointError, ModelChangedError (files are written meanwhile), UsageError,
+        UnsupportedModelError, DoesNotFitError; LocalLLMError where a packed model cannot be written.
         """
         started, watcher = time.perf_counter(), watcher or Watcher()
         if threads is not None:
             use_threads(threads)
         files = model if isinstance(model, hub.ModelFiles) else hub.locate(str(model))
         contents = hub.contents(files.directory)
-        config = load_config(files.directory)
-        tokenizer = Tokenizer.load(files.directory)
+        config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
         on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
         note_device(on, watcher, is_chosen=device == "auto")
         chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
         limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
-        computed = Computed(source_id(files), chosen.name, files.name)
         draft = DraftModel.of(speculate.draft_model, tokenizer, files.name, of, on, kv)
         loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher, draft, speculate)
         if note := dense_heads_note(kv, config.head_dim, of):
             watcher.noting(note)
         loaded = loading.load(config)
-        engine = cls(
+        computed = Computed(source_id(files), chosen.name, files.name)
+        engine = cls._of(files, loaded, tokenizer, kv, limits, watcher, reuse, computed, speculate)
+        try:
+            require_unchanged(files.directory, contents)
+            engine.residency.warm_up(watcher.measuring)
+        except BaseException:  # nobody has the engine yet who would close it
+            engine.close()
+            raise
+        engine.load_s, engine.contents = time.perf_counter() - started, contents
+        return engine
+
+    @classmethod
+    def _of(
+        cls,
+        files: hub.ModelFiles,
+        loaded: LoadedModel,
+        tokenizer: Tokenizer,
+        kv: str,
+        limits: Limits,
+        watcher: Watcher,
+        reuse: KVReuse,
+        computed: Computed,
+        speculate: Speculate,
+    ) -> Engine:
+        """Return the engine of a model that is loaded."""
+        return cls(
             loaded.decoder,
             tokenizer,
             ChatTemplate.load_or_why_not(files.directory, tokenizer),
@@ -193,14 +212,6 @@ class Engine(StepLoop):
             speculating=partial(speculation, speculate, drafter=loaded.drafter),
             note=watcher.noting,
         )
-        try:
-            require_unchanged(files.directory, contents)
-            engine.residency.warm_up(watcher.measuring)
-        except BaseException:  # nobody has the engine yet who would close it
-            engine.close()
-            raise
-        engine.load_s, engine.contents = time.perf_counter() - started, contents
-        return engine
 
     def close(self) -> None:
         """End what reads blocks from the disk, and save how well the plan came true. The engine is not used after."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from localllm.config import user_directories
-from localllm.history.database import BusyError, DamagedError
+from localllm.history.database import DamagedError, LockedError
 from localllm.history.recording import Recording
 from localllm.history.records import Conversation, Hit, Message, Said, Session, State, clean, content_of, title_of
 from localllm.history.removal import Removed
@@ -16,12 +16,12 @@ from localllm.history.store import LAST, GoneError, History
 
 __all__ = [
     "LAST",
-    "BusyError",
     "Conversation",
     "DamagedError",
     "GoneError",
     "History",
     "Hit",
+    "LockedError",
     "Message",
     "Recording",
     "Removed",

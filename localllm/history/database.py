@@ -29,7 +29,7 @@ _SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
 _SIDE_FILES = ("-wal", "-shm", "-journal")  # of SQLite, beside the database
 
 
-class BusyError(HistoryError):
+class LockedError(HistoryError):
     """Another process has held the file for longer than was waited."""
 
 
@@ -229,7 +229,7 @@ class Database:
         why = f"{error} ({self.path})"
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             why = f"another process holds {self.path}"
-            return BusyError("the history is locked", why=why, fix=f"see which: lsof {path}")
+            return LockedError("the history is locked", why=why, fix=f"see which: lsof {path}")
         if code in _DAMAGE or "decode" in str(error):  # Python's word for a text that is no UTF-8 any more
             self._suspect(error)
             return DamagedError("the history is damaged", why=why, fix="localllm sessions list")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from localllm.errors import HistoryError
-from localllm.history.database import BusyError
+from localllm.history.database import LockedError
 from localllm.history.records import Session, State
 from localllm.history.store import History
 
@@ -76,7 +76,7 @@ class Recording:
                 self.message = self._append("writing", self._facts)
             else:
                 self._history.write(self.message, self.text)
-        except BusyError:  # the next sentence brings this one along
+        except LockedError:  # the next sentence brings this one along
             pass
 
     def _finish(self, state: State, facts: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from localllm.errors import HistoryError
 from localllm.history import removal, rescue, search
-from localllm.history.database import PATIENCE_S, BusyError, DamagedError, Database
+from localllm.history.database import PATIENCE_S, DamagedError, Database, LockedError
 from localllm.history.records import PINNED, Conversation, Hit, Message, Said, Session, State, clean
 from localllm.history.removal import Removed
 
@@ -82,7 +82,7 @@ class History:
         """As `open`, and where the file cannot be written, to read alone."""
         try:
             return cls.open(path)
-        except BusyError:
+        except LockedError:
             raise
         except HistoryError as error:
             try:

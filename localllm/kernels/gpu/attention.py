@@ -82,6 +82,14 @@ def _and(tiles, tile):
 
 
 @triton.jit
+def _zeros(COUNT: tl.constexpr, R: tl.constexpr):
+    tiles = ()
+    for _ in tl.static_range(COUNT):
+        tiles = _and(tiles, tl.zeros((R, GROUP), tl.float32))
+    return tiles
+
+
+@triton.jit
 def _queries(q, mask, D: tl.constexpr, OPERAND: tl.constexpr):
     """Load 32 features of each of the rows at q, pointers [R]: [R, 32]."""
     tiles = ()
@@ -263,14 +271,11 @@ def _attend(
     end = tl.minimum(section * SECTION + SECTION, own_page + 1)
     if (last < 0) | (begin >= end):
         return
-    segment = tl.load(task + 2)
     row = token * H + head
     queries = _queries(q + row * D, mask, D, OPERAND)
     peak, total = tl.full((BLOCK_R,), NOTHING, tl.float32), tl.zeros((BLOCK_R,), tl.float32)
-    mixed = ()
-    for _ in tl.static_range(len(queries)):
-        mixed = _and(mixed, tl.zeros((BLOCK_R, GROUP), tl.float32))
-    pages = tables + segment.to(tl.int64) * table_stride
+    mixed = _zeros(len(queries), BLOCK_R)
+    pages = tables + tl.load(task + 2).to(tl.int64) * table_stride
     if is_coded:
         at = (layer.to(tl.int64) * KH + kv_head) * CODED_HEAD
         for number in range(tl.maximum(begin, 1), tl.minimum(end, own_page)):
@@ -305,6 +310,13 @@ def _attend(
     _store(part, peaks, totals, task, r, kv_head, section.to(tl.int64) * num_rows * H, mixed, peak, total, H, KH, D)
 
 
+def _scaling(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Return the factor of a score and its cap, to the base of two. exp2(2 log2(e) x) is what tanh(x) is made of."""
+    if softcap is None:
+        return scale * LOG2_E, 0.0
+    return 2 * scale * LOG2_E / softcap, softcap * LOG2_E
+
+
 def attend(
     q: Tensor,
     out: Tensor,
@@ -322,15 +334,14 @@ def attend(
 ) -> list[KernelLaunch]:
     """q fp32 [M, H, D] from `rope_store` -> out fp32 [M, H * D].
 
-    Queries and weights are rounded to bf16 on a card, but for models in fp32: 4e-3 of the norm at most, 2e-3 as a rule,
-    which is what a model in bf16 rounds the result to.
+    On a card queries and weights are rounded to bf16, but for models in fp32: 2e-3 of the norm as a rule, 4e-3 at most.
     parts: of one section, where a program has all pages of its task, or of as many as the longest segment has. rows:
-    see `block_rows`. Rows of no task, and padding, are left as they are. Else see `paged_attention`.
+    see `block_rows`. Rows of no task, and padding, stay as they are. Else see `paged_attention`.
     """
     assert q.is_contiguous() and out.is_contiguous() and parts.mixed.shape[1:] == q.shape
     pages = SECTION_PAGES if parts.sections > 1 else ALL_PAGES
     reach = FAR.value if window is None else window
-    (M, H, _), block = q.shape, _rows_at_once(rows, dense)
+    (M, H, _), block, (factor, cap) = q.shape, _rows_at_once(rows, dense), _scaling(scale, softcap)
     is_wide = is_interpreted() or dense.dtype is torch.float32  # the interpreter multiplies bf16 wrongly
     attending = KernelLaunch(
         kernel=_attend,
@@ -340,22 +351,19 @@ def attend(
             "part": parts.mixed,
             "peaks": parts.peaks,
             "totals": parts.totals,
-            "positions": tokens.positions,
-            "own": tokens.own,
-            "own_stride": tokens.own_stride,
+            **{name: getattr(tokens, name) for name in ("positions", "own", "own_stride")},
             "tasks": history.tasks,
             "tables": history.tables,
             "layer": layer,
             "window": reach,
-            # With a softcap exp2(2 log2(e) x) is what tanh(x) is made of.
-            "factor": scale * LOG2_E if softcap is None else 2 * scale * LOG2_E / softcap,
-            "cap": 0.0 if softcap is None else softcap * LOG2_E,
+            "factor": factor,
+            "cap": cap,
             "num_rows": M,
             "table_stride": history.tables.stride(0),
         },
-        constants={
-            "H": H,
-            **page_constants(dense, coded),
+        constants={"H": H}
+        | page_constants(dense, coded)
+        | {
             "OPERAND": tl.float32 if is_wide else tl.bfloat16,
             "BLOCKS": rows // block,
             "BLOCK_R": block,
@@ -367,5 +375,5 @@ def attend(
         num_warps=8 if block * max(128, dense.head_dim) >= 8192 else 4,
         num_stages=2 if block == DECODE_ROWS and dense.head_dim <= 128 else 1,
     )
-    turned = coded is not None
-    return [attending, merge(parts, out, tokens, reach, section_tokens=pages * PAGE_TOKENS, is_turned=turned)]
+    merging = merge(parts, out, tokens, reach, section_tokens=pages * PAGE_TOKENS, is_turned=coded is not None)
+    return [attending, merging]
