@@ -89,7 +89,7 @@ def guessing(found: Guessing) -> str:
     if found.gain is None or found.alpha is None:
         return f"{found.drafter}: {found.why_not}"
     leaving = f" leaving out {found.skipped} blocks" if found.skipped else ""
-    share = f"where {found.alpha:.0%} of the guesses are right" + (", as was found" if found.is_known else "")
+    share = f"where {found.alpha:.0%} of the guesses are right"
     if found.gain.speedup <= 1:
         return f"{found.drafter}{leaving} does not pay {share}"
     gained = f"about {format_figure(found.gain.tok_s)} tok/s, {format_figure(found.gain.speedup, 2)} times as fast"

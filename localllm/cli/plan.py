@@ -116,7 +116,6 @@ def _fields(planned: Planned) -> dict[str, Any]:
             {
                 "drafter": found.drafter,
                 "alpha": found.alpha,
-                "is_known": found.is_known,
                 "skipped_blocks": found.skipped,
                 "draft_tokens": found.gain and found.gain.count,
                 "tok_s": found.gain and found.gain.tok_s,

@@ -34,7 +34,7 @@ from localllm.text.tokenizer import Tokenizer
 
 
 class Hearing(Protocol):
-    """Who is told of what takes long, as `engine.loading.Watcher` is."""
+    """Who is told of what takes long, as `engine.loader.Watcher` is."""
 
     @property
     def reading(self) -> Progress: ...

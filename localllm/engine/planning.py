@@ -56,15 +56,18 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Guessing:
-    """Of one drafter, where a share alpha of its guesses is right. gain: with the best number of them. skipped: blocks
-    that it leaves out. is_known: alpha is what trials on this model's text said, and no example. why_not: why it does
-    not guess, or nobody knows what it gives, and there is nothing else to tell of it."""
+    """The gain of one drafter.
+
+    alpha: the expected share of drafts that are accepted.
+    gain: with the best number of drafts.
+    skipped: the number of blocks that it leaves out.
+    why_not: why it does not draft, or nobody knows its gain; nothing else is known then.
+    """
 
     drafter: str
     alpha: float | None = None
     gain: Gain | None = None
     skipped: int = 0
-    is_known: bool = False
     why_not: str = ""
 
 
