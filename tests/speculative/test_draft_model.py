@@ -11,7 +11,7 @@ import pytest
 
 from localllm import Engine, SamplingParams, TokenEvent, hub
 from localllm.engine import draft_loader as draft_loading
-from localllm.engine import loader, planner
+from localllm.engine import planner
 from localllm.engine.loader import Watcher
 from localllm.engine.speculative.config import Speculate
 from localllm.errors import ModelNotFoundError, UsageError
@@ -31,7 +31,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "why_left_out", lambda *_: "")
+    monkeypatch.setattr(planner, "why_left_out", lambda *_: "")
 
 
 def text(engine: Engine, **sampling: object) -> list[int]:
@@ -110,7 +110,7 @@ def test_one_that_does_not_fit_is_left_out_and_that_is_said(twin: Path, monkeypa
     taken = roomy.plan.total_bytes("ram") - roomy.plan.ledger["ram"]["program"]
     roomy.close()
     monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(taken + (1 << 20), 0, taken + (1 << 20)))
-    monkeypatch.setattr(draft_loading.DraftModel, "num_bytes", lambda *_: taken)
+    monkeypatch.setattr(planner.DraftShape, "num_bytes", lambda *_: taken)
     notes: list[str] = []
     guessing = engine(f"model:{twin}", notes, ctx=256)
     assert len(notes) == 1 and "for which there is no room" in notes[0]
