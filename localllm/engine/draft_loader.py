@@ -14,7 +14,6 @@ from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.placement import model_shape
-from localllm.engine.planner import DraftShape
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS
 from localllm.engine.speculative.draft_model import ModelDrafter
@@ -79,10 +78,6 @@ class DraftModel:
     @property
     def shape(self) -> ModelShape:
         return model_shape(self.config, self.recipe, self.dtype, self.files.name, self.device, self.kv)
-
-    def num_bytes(self, ctx: int, sequences: int = 1) -> int:
-        """What it takes where it is computed, with room for so many tokens of each sequence."""
-        return DraftShape(self.shape, self.config.longest_context).num_bytes(ctx, sequences)
 
     def load(self, vocab_size: int, sequences: int, watcher: Hearing) -> ModelDrafter | None:
         """vocab_size: of the logits that its own are compared with. sequences: that it has room for at once. None where
