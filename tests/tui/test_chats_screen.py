@@ -17,7 +17,7 @@ from textual.widgets import Input, Static
 
 from localllm.chat.export import proposed_name
 from localllm.chat.text import format_ago
-from localllm.history import BusyError, History, Session, history_file
+from localllm.history import History, LockedError, Session, history_file
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.dialogs import LineDialog
@@ -414,7 +414,7 @@ async def test_a_chat_that_could_not_be_deleted_is_back_in_the_list(monkeypatch:
     keep("Foxes", "a")
 
     def refused(*_: object) -> None:
-        raise BusyError("the history is locked", why="another process holds it", fix="lsof")
+        raise LockedError("the history is locked", why="another process holds it", fix="lsof")
 
     monkeypatch.setattr(History, "take_out", refused)
     async with listing() as (app, pilot, screen):
