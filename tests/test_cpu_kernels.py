@@ -251,9 +251,7 @@ SOURCES: dict[str, Callable[[Isa], Kernel]] = {
 }
 
 
-# Every kernel for one CPU of each instruction set, those with the most of it for every CPU.
-ON_X86 = [(source, *cpu) for source in SOURCES for cpu in X86[::2]]
-ON_X86 += [(source, *cpu) for source in ("int4", "rope", "attention") for cpu in X86[1::2]]
+ON_X86 = [(source, *cpu) for source in SOURCES for cpu in X86]
 
 
 @pytest.mark.parametrize(("source", "isa", "cpu"), ON_X86)

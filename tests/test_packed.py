@@ -406,7 +406,7 @@ def spoilt(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 
 
 BLOCKS = [f"layers.{i}.{kind}" for i in range(4) for kind in ("attention", "mlp")]
-EACH = settings(max_examples=60, deadline=None)
+EACH = settings(max_examples=150, deadline=None)
 
 
 @EACH

@@ -38,14 +38,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     yield Pair(Engine.load(directory, device="cpu", dtype="fp32"), peer, request.param)
 
 
-# What a family may have of its own: windows, frequencies by the length, heads of odd sizes, layers of two kinds.
-one_of_each_kind = pytest.mark.parametrize(
-    "pair",
-    ["llama-dynamic-rope", "mistral-windowed", "phi3-longrope", "gemma3", "llama-one-kv-head-odd-sizes"],
-    indirect=True,
-)
-
-
 def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (length,), generator=generator).tolist()
@@ -122,7 +114,6 @@ def test_greedy_tokens_are_those_of_transformers_over_64_steps(pair: Pair) -> No
     assert greedy(pair.engine, [ids]) == [generated[0, len(ids) :].tolist()]
 
 
-@one_of_each_kind
 def test_neither_a_batch_nor_small_chunks_change_a_token(pair: Pair) -> None:
     prompts = [prompt(length, seed=length) for length in (5, 39, 13, 1)]
     alone = [greedy(pair.engine, [ids], max_tokens=10)[0] for ids in prompts]

@@ -94,6 +94,43 @@ def test_a_worker_answers_though_its_libraries_write_to_stdout() -> None:
         worker.close()
 
 
+def test_a_worker_whose_interpreter_lacks_everything_says_how_it_ended() -> None:
+    worker = Worker([sys.executable, "-c", "import a_module_that_nobody_has"])
+    try:
+        with pytest.raises(UnavailableError, match=r"ended with 1 during load.*No module named"):
+            worker.call("load")
+    finally:
+        worker.close()
+
+
+def test_a_side_that_does_not_fit_beside_the_others_is_not_even_started(match: Match) -> None:
+    most = 2 * match.budget_bytes // 3
+    for name, command in {"first": COMMAND, "second": ["/nonexistent"]}.items():
+        match.start(Contender(name, name, command, {"seconds_a_token": 1}, needed_bytes=most))
+    assert list(match.running) == ["first"]
+    assert "it needs" in match.skipped["second"].reason
+
+
+SPINNER = """
+import threading
+
+def spin():
+    while True:
+        pass
+
+threading.Thread(target=spin, daemon=True).start()
+"""
+SLEEPER = FAKE_SIDE.replace("return 2e-6", "import time; time.sleep(0.5); return 1.0")
+
+
+@pytest.mark.parametrize(("beside", "spins"), [(SPINNER + FAKE_SIDE, True), (FAKE_SIDE, False)])
+def test_a_waiting_side_that_spins_is_noticed(match: Match, beside: str, spins: bool) -> None:
+    for name, code in {"beside": beside, "computing": SLEEPER}.items():
+        match.start(Contender(name, name, [sys.executable, "-c", code], {"seconds_a_token": 1}, needed_bytes=0))
+    match.call("computing", "dram_read")
+    assert (match.waiting_cpu_share > peers.SPINNING_SHARE) is spins
+
+
 @pytest.fixture
 def both(match: Match) -> Match:
     match.start(contender(peers.OURS, 0.1))

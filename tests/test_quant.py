@@ -27,7 +27,7 @@ from localllm.quant.weight_format import WeightFormat
 from tests.patience import PATIENCE_S
 
 GROUPS = (32, 64, 128)
-INT4 = [Int4(32, "hqq"), Int4(64, "hqq"), Int4(64, "rtn"), Int4(128, "rtn")]
+INT4 = [Int4(group, how) for group in GROUPS for how in ("hqq", "rtn")]
 QUANTIZED: list[WeightFormat] = [Int8(), NF4(), *INT4]
 FORMATS = list({recipe.blocks.name: recipe.blocks for recipe in RECIPES.values()}.values())
 each_format = pytest.mark.parametrize("weights", FORMATS, ids=lambda weights: weights.name)

@@ -144,7 +144,7 @@ class OneTier(RuleBasedStateMachine):
 
 TestOneTier = OneTier.TestCase
 TestOneTier.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -213,5 +213,5 @@ class TwoTiers(RuleBasedStateMachine):
 
 TestTwoTiers = TwoTiers.TestCase
 TestTwoTiers.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

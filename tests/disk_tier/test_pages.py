@@ -45,7 +45,8 @@ def test_pages_outlive_the_process_that_put_them(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 511, 4096, 5000, 65536, 300_001])
-@pytest.mark.parametrize(("is_aligned", "is_cached"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("is_cached", [True, False])
 def test_a_page_of_any_size_is_read_into_any_buffer_from_the_cache_and_past_it(
     directory: Path, num_bytes: int, is_aligned: bool, is_cached: bool
 ) -> None:

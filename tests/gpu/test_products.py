@@ -68,7 +68,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 WEIGHTS = ("int4-g32", "int4-g64", "int4-g128", "int8")
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.generate])
+@settings(max_examples=8, deadline=None, phases=[Phase.generate])
 @given(
     weights=st.sampled_from(WEIGHTS),
     rows=st.integers(1, 6),
