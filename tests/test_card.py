@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
-from localllm.engine import card, loader, planner, planning, residency
+from localllm.engine import card, loader, model_plan, planner, residency
 from localllm.errors import DoesNotFitError
 from localllm.offload.planner import device_rates
 from localllm.offload.planner import plan as plan_module
@@ -37,7 +37,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     def card_memory(_device: object, vram: int | None, found: device_rates.DeviceRates, workspace: int) -> CardMemory:
         return CardMemory(vram or 80 * GIB, found.context_bytes, workspace, 80 * GIB, 80 * GIB)
 
-    for module in (card, planner, planning):
+    for module in (card, planner, model_plan):
         monkeypatch.setattr(module, "kept_profile", lambda: profile)
     for module in (loader, planner):
         monkeypatch.setattr(module, "has_card", lambda _device: True)

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine import planner, planning
+from localllm.engine import model_plan, planner
+from localllm.engine.model_plan import Wishes, consider, plan_model
 from localllm.engine.placement import model_shape
-from localllm.engine.planning import Wishes, consider, plan_model
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
@@ -404,7 +404,7 @@ def test_wishes_are_refused_before_anything_is_measured(own_cache: Path) -> None
 
 def test_a_model_that_would_make_room_is_not_counted_as_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
-    for module in (planner, planning):
+    for module in (planner, model_plan):
         monkeypatch.setattr(module, "kept_profile", lambda: Profile("this machine", 45.0, 3.0, formats=rates))
     held = psutil.Process().memory_info().rss
     shape, wishes = find_shape("tiny"), Wishes(device="cpu", ram=held + (1 << 30))

@@ -14,7 +14,7 @@ from localllm.config import format_bytes
 from localllm.engine.engine import Engine
 from localllm.engine.loader import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
-from localllm.engine.planning import Wishes, plan_model
+from localllm.engine.model_plan import Wishes, plan_model
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.speculative.config import OFF
 from localllm.engine.step_types import Limits

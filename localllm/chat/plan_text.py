@@ -11,7 +11,7 @@ from localllm.config import format_figure
 from localllm.history.exchange import format_time
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Guessing, Planned, Prediction
+    from localllm.engine.model_plan import Guessing, Planned, Prediction
     from localllm.offload.placement import BlockPlacement, Tier
     from localllm.offload.planner.plan import Plan
 

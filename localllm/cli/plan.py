@@ -20,7 +20,7 @@ from localllm.runtime.plan_request import Goal, considered
 from localllm.settings import EngineConfig
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Planned
+    from localllm.engine.model_plan import Planned
     from localllm.offload.planner.plan import Plan
 
 EXAMPLES = """Examples:

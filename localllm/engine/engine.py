@@ -287,8 +287,9 @@ class Engine(StepLoop):
         sequence = new_sequence(detokenizer=detokenizer)
         if request.beams > 1:
             ends = Ends(self.eos_ids, self.config.rope_switch_length, self.tokenizer.token_text)
-            another = lambda: new_sequence(detokenizer=self._detokenizer(request))  # noqa: E731
-            self._searches[request_id] = BeamSearch(sequence, ends, another, self._detokenizer(request))
+            self._searches[request_id] = BeamSearch(
+                sequence, ends, lambda: new_sequence(detokenizer=self._detokenizer(request)), self._detokenizer(request)
+            )
         elif self.speculation.is_on:
             sequence.drafter = self.speculation.name
         if request.grows:

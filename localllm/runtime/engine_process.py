@@ -236,7 +236,7 @@ def _agree_on_room(sock: socket.socket, selection: Selection, opening: Opening, 
 
 
 def _foreseen(selection: Selection, opening: Opening, tell: Callable[[str, tuple[Any, ...]], None]) -> Foreseen:
-    from localllm.engine.planning import foresee
+    from localllm.engine.model_plan import foresee
     from localllm.errors import DoesNotFitError
     from localllm.models.shapes import find_shape
     from localllm.runtime.plan_options import wishes_of

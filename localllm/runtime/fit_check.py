@@ -67,7 +67,7 @@ def _foreseen(name: str, resolved: ResolvedSettings, say: Callable[[str], None])
 
     require_address_space()  # before torch is imported
     from localllm import hub
-    from localllm.engine.planning import foresee
+    from localllm.engine.model_plan import foresee
     from localllm.models.shapes import find_shape
 
     shape = find_shape(name)

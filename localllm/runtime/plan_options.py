@@ -9,15 +9,15 @@ from localllm.config import ResolvedSettings
 from localllm.runtime.vram import vram_cap
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Wishes
+    from localllm.engine.model_plan import Wishes
     from localllm.offload.planner.plan import JobShape
 
 
 def wishes_of(resolved: ResolvedSettings, tell: Callable[[str], None], job: JobShape | None = None) -> Wishes:
     """tell: as `vram_cap` has it. Imports torch. Raises UsageError for a cap on a GPU's memory where none is used."""
     from localllm.engine.memory import choose_device
+    from localllm.engine.model_plan import Wishes
     from localllm.engine.planner import has_card
-    from localllm.engine.planning import Wishes
 
     settings = resolved.settings
     wishes = {field: getattr(settings, field) for field in Wishes.__dataclass_fields__ if field != "job"}

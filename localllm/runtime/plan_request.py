@@ -9,7 +9,7 @@ from localllm.config import Origin, ResolvedSettings, accepted
 from localllm.runtime.plan_options import wishes_of
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Considered
+    from localllm.engine.model_plan import Considered
 
 Goal = Literal["latency", "throughput"]
 
@@ -26,7 +26,7 @@ def considered(
     placed_bytes: int = 0,
 ) -> Considered:
     """latency: one answer, as fast as can be; throughput: DEFAULT_PARALLEL prompts answered together. say: hears what
-    is being measured; tell: of a setting that is left aside. placed_bytes: as `engine.planning.consider` has it.
+    is being measured; tell: of a setting that is left aside. placed_bytes: as `engine.model_plan.consider` has it.
 
     Raises ModelNotFoundError, and UsageError for what cannot be honoured.
     """
@@ -34,7 +34,7 @@ def considered(
 
     require_address_space()  # before torch is imported
     from localllm import hub
-    from localllm.engine.planning import consider
+    from localllm.engine.model_plan import consider
     from localllm.errors import ModelNotFoundError
     from localllm.models.shapes import find_shape
     from localllm.offload.planner.plan import JobShape

@@ -11,7 +11,7 @@ import gc
 gc.disable()
 
 import localllm.engine.engine  # noqa: E402
-import localllm.engine.planning  # noqa: E402
+import localllm.engine.model_plan  # noqa: E402
 import localllm.runtime.engine_server  # noqa: E402
 import localllm.runtime.engine_thread  # noqa: E402, F401
 

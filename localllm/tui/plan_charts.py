@@ -15,7 +15,7 @@ from localllm.errors import LocalLLMError
 from localllm.tui.bars import bar, split_bar
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Planned
+    from localllm.engine.model_plan import Planned
     from localllm.offload.placement import Tier
     from localllm.offload.planner.plan import Plan
 

@@ -17,7 +17,7 @@ from localllm.runtime.selection import Selection, named, told_of
 from localllm.tui.chat_worker import ChatWorker
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Considered, Planned
+    from localllm.engine.model_plan import Considered, Planned
 
 _LOOK_S = 0.1  # between two looks at what a plan waits for
 _REST_S = 0.15  # without another wish, before advice is computed: that takes longer than a plan

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm import hub
-from localllm.engine import planner, planning
+from localllm.engine import model_plan, planner
 from localllm.engine.placement import model_shape
 from localllm.engine.speculative.config import Speculate
 from localllm.models.families import parse_config
@@ -102,7 +102,7 @@ def planned(*options: str) -> list[dict[str, Any]]:
 def test_the_plan_tells_what_each_who_guesses_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = dict.fromkeys(RECIPES, FormatRates(RATES.matrix_gbs, RATES.compute_gops, 0))  # of no busy machine
     profile = Profile("this machine", dram_read_gbs=RATES.matrix_gbs, disk_read_gbs=RATES.disk_gbs, formats=rates)
-    for module in (planner, planning):
+    for module in (planner, model_plan):
         monkeypatch.setattr(module, "kept_profile", lambda: profile)
     # What the tests before have left in this process is no part of what a program holds.
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=400 << 20, vms=1 << 30))
@@ -143,7 +143,7 @@ def test_an_embedding_that_is_looked_up_on_the_disk_is_no_block_to_leave_out() -
     plan = on_a_cpu(4.5)
     looked_up = replace(plan, blocks=(replace(plan.blocks[0], tier="disk"), *plan.blocks[1:]))
     assert not looked_up.is_whole and not slow(looked_up) and not skipped(looked_up)
-    (told,) = planning._drafting(looked_up, None, "", Speculate("skip"))
+    (told,) = model_plan._drafting(looked_up, None, "", Speculate("skip"))
     assert told.why_not.startswith("every block is near")
     near, streamed = plan.blocks, on_a_cpu(3.0)
     assert slow(streamed) == skipped(streamed) == set(streamed.streamed)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from localllm.engine import model_plan as engine_planning
 from localllm.engine import planner
-from localllm.engine import planning as engine_planning
-from localllm.engine.planning import Considered, Guessing, Planned, Prediction
+from localllm.engine.model_plan import Considered, Guessing, Planned, Prediction
 from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
 from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import Machine, Memory, Rates

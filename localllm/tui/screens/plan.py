@@ -27,7 +27,7 @@ from localllm.tui.widgets.notice import Activity, Notice
 from localllm.tui.widgets.slider import Slider, SliderStop
 
 if TYPE_CHECKING:
-    from localllm.engine.planning import Planned
+    from localllm.engine.model_plan import Planned
 
 _WEIGHTS = ("auto", "bf16", "bf12", "int8", "int4", "nf4")
 _LEAST_CTX = 256
