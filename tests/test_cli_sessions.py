@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import re
 import signal
 import sqlite3
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from localllm.chat.text import one_line
-from localllm.cli.names import complete_sessions
+from localllm.cli.options import complete_sessions
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import CheckpointError
 from localllm.history import History, Session
@@ -259,22 +260,25 @@ def test_a_question_that_does_not_fit_is_not_kept(talk, path: Path) -> None:
     assert questions(path) == ["one"]
 
 
-class BreaksOff:
-    """A stream whose disk vanishes after some tokens."""
+def broken_off(submit: Any, tokens: int) -> Any:
+    """`EngineThread.submit`, but the disk vanishes after some tokens."""
 
-    def __init__(self, stream: Any, tokens: int) -> None:
-        self._stream, self._tokens = stream, tokens
+    class BreaksOff:
+        def __init__(self, inbox: Any) -> None:
+            self.inbox, self.left = inbox, tokens
 
-    def __iter__(self) -> Any:
-        left = self._tokens
-        for event in self._stream:
-            if not left:
-                raise CheckpointError("a file vanished", why="for a test", fix="df -h")
-            left -= isinstance(event, TokenEvent)
-            yield event
+        def put(self, item: Any) -> None:
+            vanished = CheckpointError("a file vanished", why="for a test", fix="df -h")
+            self.inbox.put(item if self.left else vanished)
+            self.left -= isinstance(item, TokenEvent)
 
-    def abort(self) -> None:
-        self._stream.abort()
+    def submitted(thread: EngineThread, request: Any, inbox: Any = None) -> Any:
+        events = inbox or queue.SimpleQueue()
+        stream = submit(thread, request, BreaksOff(events))
+        stream.events = events
+        return stream
+
+    return submitted
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(0, []), (2, ["user", "assistant"])])
@@ -283,7 +287,7 @@ def test_what_was_said_before_an_error_stays_and_a_question_without_a_word_is_ta
     model: Path, path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, kept: list[str], command: str
 ) -> None:
     submit = EngineThread.submit
-    monkeypatch.setattr(EngineThread, "submit", lambda *arguments: BreaksOff(submit(*arguments), tokens))
+    monkeypatch.setattr(EngineThread, "submit", broken_off(submit, tokens))
     line = [command, model, *SHORT, *(["-p", "the fox"] if command == "run" else ["--plain"])]
     result = run_cli(*line, stdin=b"" if command == "run" else b"the fox\n")
     assert result.code == 1 and "a file vanished" in result.err

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from localllm.models.shapes import Shape
 
 Result = TypeVar("Result")
-EXAMPLES = """Examples:
+BENCH_EXAMPLES = """Examples:
 
 \b
   localllm bench

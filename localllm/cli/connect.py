@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
-from localllm.cli.names import complete_connections
+from localllm.cli.options import argument, complete_connections, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.server import own_url
 from localllm.config import load_settings
@@ -31,7 +30,7 @@ from localllm.runtime.server_probe import Answering, ProbedModel, ask_models
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 
-EXAMPLES = """Examples:
+CONNECT_EXAMPLES = """Examples:
 
 \b
   localllm connect
@@ -42,28 +41,14 @@ EXAMPLES = """Examples:
 """
 
 
+@takes(
+    argument("name", "NAME", f"The program: {', '.join(names())}. None: list them.", completion=complete_connections),
+    option("--url", f"Where the server is, or will be. Default: your server's, else {DEFAULT_URL}.", "URL"),
+    option("--model", "Default: what is served there, else the setting `model` (tiny).", "NAME"),
+    options.AS_JSON,
+)
 def connect_command(
-    context: typer.Context,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            show_default=False,
-            autocompletion=complete_connections,
-            help=f"The program: {', '.join(names())}. None: list them.",
-        ),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url", metavar="URL", help=f"Where the server is, or will be. Default: your server's, else {DEFAULT_URL}."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="Default: what is served there, else the setting `model` (tiny)."),
-    ] = None,
-    as_json: options.AsJson = False,
+    context: typer.Context, name: str | None, url: str | None, model: str | None, as_json: bool
 ) -> None:
     """Print what a program needs to talk to `localllm serve`.
 
@@ -72,7 +57,10 @@ def connect_command(
     """
     front = cli_context(context)
     if name is None:
-        _refuse_without_name(url, model)
+        for flag, value in (("--url", url), ("--model", model)):
+            if value is not None:
+                why = "the list is the same for every server"
+                raise UsageError(f"{flag} needs a NAME", why=why, fix=f"leave {flag} out")
         _list(front, as_json=as_json)
         return
     connection, address = _connection(name), _address(url or own_url() or DEFAULT_URL)
@@ -95,14 +83,6 @@ def connect_command(
     else:
         _print(front, connection.filled(target))
     _tell(front, connection, answering, served, target)
-
-
-def _refuse_without_name(url: str | None, model: str | None) -> None:
-    for flag, value in (("--url", url), ("--model", model)):
-        if value is not None:
-            raise UsageError(
-                f"{flag} needs a NAME", why="the list is the same for every server", fix=f"leave {flag} out"
-            )
 
 
 def _list(front: CliContext, *, as_json: bool) -> None:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import PackingProgress
-from localllm.cli.names import complete_weights
-from localllm.cli.options import option, takes
+from localllm.cli.options import choice, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select
-from localllm.config import accepted, format_bytes
+from localllm.config import format_bytes
 from localllm.errors import UsageError
 from localllm.settings import WEIGHTS, Accepts
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles
 
-EXAMPLES = """Examples:
+QUANTIZE_EXAMPLES = """Examples:
 
 \b
   localllm quantize mistral-7b
@@ -31,16 +30,15 @@ EXAMPLES = """Examples:
 """
 _DEFAULT_GROUP = 64
 _UNPACKED = ("auto", "bf16")
-_PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in _UNPACKED))
 
 
 @takes(
     options.REQUIRED_MODEL,
-    option(
+    choice(
         "--weights",
         "The format. Default: the setting `weights` if it names one of these, else int4.",
-        "int4|int8|nf4|bf12",
-        completion=complete_weights,
+        *(name for name in WEIGHTS if name != "auto"),
+        shown="int4|int8|nf4|bf12",
     ),
     option(
         "--group",
@@ -49,11 +47,11 @@ _PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in 
         int,
         accepts=Accepts("text", choices=("32", "64", "128")),
     ),
-    option(
+    choice(
         "--method",
         "int4: hqq (half-quadratic) is more exact, rtn (round to nearest) quicker. Default: hqq.",
-        "hqq|rtn",
-        Literal["hqq", "rtn"],
+        "hqq",
+        "rtn",
     ),
     option("--ram", "Most memory that this process may hold: 2GiB.", "SIZE"),
     options.AS_JSON,
@@ -67,11 +65,8 @@ def quantize_command(context: typer.Context, **flags: Any) -> None:
     from localllm.hub.packed import own_bytes, packed_directory, packed_recipes
 
     front = cli_context(context)
-    weights = flags["weights"]
-    if weights is not None and weights not in WEIGHTS:
-        accepted("weights", weights, "--weights", _PACKED)
     selection = select(front, flags["model"], flags)
-    name = recipe_name(weights, selection.settings.weights, flags["group"], flags["method"])
+    name = recipe_name(flags["weights"], selection.settings.weights, flags["group"], flags["method"])
     files = selection.files
     target = packed_directory(files, name)
     was_there = name in packed_recipes(files)

@@ -8,21 +8,21 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import LoadLine
-from localllm.cli.options import option, refuse_together, takes
+from localllm.cli.options import choice, number, option, refuse_together, takes
 from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select
 from localllm.config import user_directories
 from localllm.errors import BusyError, EngineClosedError, EngineGoneError, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.selection import Selection, locate, with_defaults
-from localllm.settings import SETTINGS, Accepts, EngineConfig, SamplingSettings
+from localllm.settings import SETTINGS, EngineConfig, SamplingSettings
 
 if TYPE_CHECKING:
     import asyncio
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_HOST, DEFAULT_PORT, OLLAMA_PORT = "127.0.0.1", 8420, 11434
 DEFAULT_PARALLEL, DEFAULT_QUEUE = 8, 64
 
-EXAMPLES = """Examples:
+SERVE_EXAMPLES = """Examples:
 
 \b
   localllm serve
@@ -56,28 +56,12 @@ EXAMPLES = """Examples:
         "Where to listen. Default: 127.0.0.1, which this machine alone reaches; others need an API key.",
         "ADDRESS",
     ),
-    option(
-        "--port",
-        f"The port; 0: one that is free. Default: {DEFAULT_PORT}.",
-        "N",
-        int,
-        accepts=Accepts("integer", 0, 65535, usual="8420"),
-    ),
+    number("--port", f"The port; 0: one that is free. Default: {DEFAULT_PORT}.", 0, 65535, "8420"),
     option("--also-ollama-port", f"Listen on {OLLAMA_PORT} too, for programs that look nowhere else."),
     option("--alias", "Another name for the model, as clients ask for it. May be repeated.", "NAME", list[str]),
-    option(
-        "--parallel",
-        f"Answers that are computed at once. Default: {DEFAULT_PARALLEL}.",
-        "N",
-        int,
-        accepts=options.PARALLEL,
-    ),
-    option(
-        "--queue",
-        f"Answers that may wait for their turn; more are refused. Default: {DEFAULT_QUEUE}.",
-        "N",
-        int,
-        accepts=Accepts("integer", 0, 10_000, usual="64"),
+    number("--parallel", f"Answers that are computed at once. Default: {DEFAULT_PARALLEL}.", 1, 1024, "8"),
+    number(
+        "--queue", f"Answers that may wait for their turn; more are refused. Default: {DEFAULT_QUEUE}.", 0, 10_000, "64"
     ),
     option(
         "--api-key-file",
@@ -110,28 +94,23 @@ EXAMPLES = """Examples:
         "Unload a model that nobody has asked for so long: 10m, 1h30m. Default: when its room is needed.",
         "TIME",
     ),
-    option(
-        "--pooling",
-        "What an embedding is made of: all tokens, or the last one. Default: mean.",
-        "mean|last",
-        Literal["mean", "last"],
-    ),
+    choice("--pooling", "What an embedding is made of: all tokens, or the last one. Default: mean.", "mean", "last"),
     option("--metrics", "Serve /metrics for Prometheus."),
     option("--quiet", "No line for each request."),
-    option(
+    choice(
         "--overflow",
         "What to do where a chat is longer than the context. stop: an error says what would fit. evict: the oldest "
         "turns leave the model's view. Default: stop.",
-        "stop|evict",
-        Literal["stop", "evict"],
+        "stop",
+        "evict",
     ),
     option("--ray", "Serve replicas of the model on Ray Serve: one for each GPU, or machine of a cluster."),
-    option(
+    number(
         "--replicas",
         "How many, with --ray. Default: one for each GPU; without any, one for each machine.",
-        "N",
-        int,
-        accepts=Accepts("integer", 1, 1024, usual="2"),
+        1,
+        1024,
+        "2",
     ),
     "private",
     option(
