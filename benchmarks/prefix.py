@@ -31,9 +31,8 @@ from typing import Any
 import torch
 
 from benchmarks.measure import RESULTS, drop_from_cache, interleaved, machine, paired, parser, save, spread
-from localllm.bench.depth import Depth
-from localllm.bench.random_blocks import RandomBlocks
-from localllm.bench.random_model import random_model, word_tokenizer
+from localllm.bench.random_model import RandomBlocks, random_model, word_tokenizer
+from localllm.bench.run import Depth
 from localllm.bench.target import BenchmarkTarget
 from localllm.bench.workload import Workload
 from localllm.cache.kv_format import KV_FORMATS

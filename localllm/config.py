@@ -209,16 +209,7 @@ def _parsed(name: str, text: str) -> object:
     except ValueError:
         return text
     if kind == "switch":
-        words = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
+        words = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
         return words.get(text.lower(), text)
     if kind == "table":  # name=text;name=text
         return dict(part.strip().partition("=")[::2] for part in text.split(";") if part.strip())
@@ -235,7 +226,7 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
         place, shown = where if isinstance(where, str) else where(), repr(value)[:80]
         raise SettingsError(
             f"{place} is {shown}" if place.startswith("--") else f"{key} is {shown} in {place}",
-            why=f"it must be {accepts.describe()}{_missing(value, accepts)}",
+            why=f"it must be {accepts.describe()}",
             fix=_mending(key, value, place, accepts),
         )
     if accepts.kind == "number":
@@ -251,11 +242,6 @@ def _mending(key: str, value: object, place: str, accepts: Accepts) -> str:
     if place.startswith("--") or place.rfind("/") == 0:  # typed: a flag, a command of the chat
         return accepts.mending(place if place.startswith("--") else f"{place} {key}", value)
     return f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
-
-
-def _missing(value: object, accepts: Accepts) -> str:
-    is_bare = accepts.prefix and isinstance(value, str) and value.strip() == accepts.prefix
-    return f", and there is no name behind {accepts.prefix}" if is_bare else ""
 
 
 def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:

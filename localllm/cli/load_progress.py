@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -21,6 +23,22 @@ if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.engine_info import LoadedEngine
     from localllm.runtime.engine_handle import EngineHandle
+
+Result = TypeVar("Result")
+
+
+def on_a_thread(work: Callable[[], Result]) -> Result:
+    """Return what `work` returns, or raise what it raises. This thread only waits, so that signals reach it at once."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="work", daemon=True).start()
+    return future.result()
 
 
 class PackingProgress:

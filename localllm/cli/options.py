@@ -64,7 +64,7 @@ def complete_connections(incomplete: str) -> list[str]:
     return _beginning(incomplete, names())
 
 
-def _completion_of(accepts: Accepts) -> Completion | None:
+def completion_of(accepts: Accepts) -> Completion | None:
     """The choices that begin so, and installed models behind the prefix of those that name one."""
     if not accepts.choices:
         return None
@@ -142,11 +142,11 @@ def option(
     return _parameter(name or _name_of(spelled[-1]), kind, info, accepts, default, required=required)
 
 
-def choice(flags: str, about: str, *choices: str, shown: str = "", default: str | None = None) -> CommandParameter:
-    """A flag that takes one of a few words. shown: its metavar where that is not all of them."""
+def choice(flags: str, about: str, *choices: str, default: str | None = None) -> CommandParameter:
+    """A flag that takes one of a few words."""
     accepts = Accepts("text", choices=choices)
-    metavar = shown or "|".join(choices)
-    return option(flags, about, metavar, accepts=accepts, completion=_completion_of(accepts), default=default)
+    completion = completion_of(accepts)
+    return option(flags, about, "|".join(choices), accepts=accepts, completion=completion, default=default)
 
 
 def number(
@@ -242,7 +242,7 @@ def setting_option(name: str) -> CommandParameter:
     """The flag of a setting."""
     row = SETTINGS[name]
     accepts, flags = row.accepts, row.flags or (flag_of(name),)
-    completion = _completion_of(accepts)
+    completion = completion_of(accepts)
     info = typer.Option(*flags, metavar=row.metavar, autocompletion=completion, help=row.help)
     is_checked = accepts.kind in ("integer", "number") or completion is not None
     return _parameter(name, _KINDS.get(accepts.kind, str), info, accepts if is_checked else None)

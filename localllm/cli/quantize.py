@@ -11,10 +11,10 @@ import typer
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import PackingProgress
-from localllm.cli.options import choice, option, takes
+from localllm.cli.options import choice, completion_of, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select
-from localllm.config import format_bytes
+from localllm.config import accepted, format_bytes
 from localllm.errors import UsageError
 from localllm.settings import WEIGHTS, Accepts
 
@@ -30,15 +30,16 @@ QUANTIZE_EXAMPLES = """Examples:
 """
 _DEFAULT_GROUP = 64
 _UNPACKED = ("auto", "bf16")
+_PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in _UNPACKED))
 
 
 @takes(
     options.REQUIRED_MODEL,
-    choice(
+    option(
         "--weights",
         "The format. Default: the setting `weights` if it names one of these, else int4.",
-        *(name for name in WEIGHTS if name != "auto"),
-        shown="int4|int8|nf4|bf12",
+        "int4|int8|nf4|bf12",
+        completion=completion_of(_PACKED),
     ),
     option(
         "--group",
@@ -65,8 +66,11 @@ def quantize_command(context: typer.Context, **flags: Any) -> None:
     from localllm.hub.packed import own_bytes, packed_directory, packed_recipes
 
     front = cli_context(context)
+    weights = flags["weights"]
+    if weights is not None and weights not in WEIGHTS:
+        accepted("weights", weights, "--weights", _PACKED)
     selection = select(front, flags["model"], flags)
-    name = recipe_name(flags["weights"], selection.settings.weights, flags["group"], flags["method"])
+    name = recipe_name(weights, selection.settings.weights, flags["group"], flags["method"])
     files = selection.files
     target = packed_directory(files, name)
     was_there = name in packed_recipes(files)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
@@ -85,31 +83,25 @@ def perplexity_command(context: typer.Context, **flags: Any) -> None:
 
     Perplexity is exp of the mean negative log-likelihood of the tokens: lower is better.
     """
-    from localllm.cli.load_progress import loading
+    from localllm.cli.load_progress import loading, on_a_thread
 
     front = cli_context(context)
     text = read_input(flags["file"], "--file", front.output)
     selection = select(front, flags["model"], flags)
-    future: Future[Any] = Future()
     with (
         loading(front, selection, Opening(speculates=False)) as load,  # what is asked for is measured
         front.output.progress("measuring") as line,
     ):
         engine = cast("Engine", load.wait())
 
-        def compute() -> None:
-            def show(done: int, total: int) -> None:
-                line.show(f"measuring: {done} of {total} tokens")
+        def show(done: int, total: int) -> None:
+            line.show(f"measuring: {done} of {total} tokens")
 
-            try:
-                ids = engine.tokenizer.encode(text, bos=True)
-                future.set_result(engine.perplexity(ids, ctx=selection.settings.ctx, progress=show))
-            except BaseException as error:
-                future.set_exception(error)
+        def measured() -> Any:
+            ids = engine.tokenizer.encode(text, bos=True)
+            return engine.perplexity(ids, ctx=selection.settings.ctx, progress=show)
 
-        # On a thread of its own, so that this one can be interrupted in the middle of a step.
-        Thread(target=compute, name="perplexity", daemon=True).start()
-        result = future.result()
+        result = on_a_thread(measured)
     shown = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity
     fields = {"perplexity": shown, "nll": result.nll, "tokens": result.tokens, "ctx": result.ctx}
     if flags["as_json"]:
