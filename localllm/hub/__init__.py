@@ -17,10 +17,9 @@ from localllm.hub.installed import (
 )
 from localllm.hub.names import ModelFiles, understand
 from localllm.hub.packed import PackedWeights
-from localllm.hub.progress import Progress, PullProgress
 from localllm.hub.removal import remove
 from localllm.hub.repo_cache import RepoCache
-from localllm.hub.settings import HubSettings, RetryPolicy
+from localllm.hub.settings import HubSettings, Progress, PullProgress, RetryPolicy
 from localllm.registry import Registry, load_registry
 
 __all__ = [
