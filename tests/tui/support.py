@@ -207,16 +207,6 @@ async def chatting(
         yield app, pilot
 
 
-@asynccontextmanager
-async def chatting(
-    service: Any = None, resumed: Resumed | None = None, *, size: tuple[int, int] = (100, 30), **settings: Any
-) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
-    """`chat_app`, `running`."""
-    app = chat_app(service, resumed, **settings)
-    async with running(app, size) as pilot:
-        yield app, pilot
-
-
 async def until(pilot: Pilot[Any], condition: Callable[[], object]) -> None:
     """Waits for what the screen is to show."""
     end = time.monotonic() + PATIENCE_S
