@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localllm.chat.best_of import MAX_ANSWERS, seeded
+from localllm.chat.answer import MAX_ANSWERS, seeded
 from localllm.cli.options import flag_of, number, refuse_together
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import UsageError

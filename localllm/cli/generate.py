@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from localllm.chat.answer import Answer, Piece, finished_fields, logprob_fields, silence, statistics
-from localllm.chat.best_of import best
+from localllm.chat.answer import Answer, Piece, best, finished_fields, logprob_fields, silence, statistics
 from localllm.chat.context import evicted_fields, grown_fields, grown_text
 from localllm.chat.miss_report import NEW, miss_fields
 from localllm.chat.recorder import AnswerRecording
