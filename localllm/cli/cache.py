@@ -123,7 +123,17 @@ def _info(front: CliContext, as_json: bool) -> None:
     front.output.line(f"{format_bytes(size_bytes)} in {directory}, {limit}")
     if kept:
         header = ("MODEL", "FORMAT", "TOKENS", "SIZE", "LAST USED")
-        front.output.table(header, [_cells(pages) for pages in kept], optional=("LAST USED", "FORMAT"))
+        rows = [
+            (
+                pages.about.get("model", "-"),
+                ", ".join(f"{key} {value}" for key, value in pages.told.items() if key != "model"),
+                str(pages.num_tokens),
+                format_bytes(pages.num_bytes),
+                _when(pages).astimezone().strftime("%Y-%m-%d %H:%M"),
+            )
+            for pages in kept
+        ]
+        front.output.table(header, rows, optional=("LAST USED", "FORMAT"))
     if quarantined:
         count = "1 damaged file" if len(quarantined) == 1 else f"{len(quarantined)} damaged files"
         verb = "is" if len(quarantined) == 1 else "are"
@@ -139,12 +149,6 @@ def _fields(pages: KeptPages) -> dict[str, Any]:
         "size_bytes": pages.num_bytes,
         "last_used": _when(pages).isoformat(timespec="seconds"),
     }
-
-
-def _cells(pages: KeptPages) -> tuple[str, ...]:
-    form = ", ".join(f"{key} {value}" for key, value in pages.told.items() if key != "model")
-    when = _when(pages).astimezone().strftime("%Y-%m-%d %H:%M")
-    return (pages.about.get("model", "-"), form, str(pages.num_tokens), format_bytes(pages.num_bytes), when)
 
 
 def _when(pages: KeptPages) -> datetime:

@@ -228,7 +228,7 @@ class LineChat:
     def _turn(self) -> None:
         message = self._reader.message()
         if message is None:
-            self._leaving = True
+            self._leave()
         elif message.startswith("/"):
             name, rest = slash.split_command(message)
             if name in self._own_commands:
@@ -260,7 +260,7 @@ class LineChat:
 
     # Commands of the line mode alone
 
-    def _leave(self, _rest: str) -> None:
+    def _leave(self, _rest: str = "") -> None:
         self._leaving = True
 
     def _regenerate(self, _rest: str) -> None:

@@ -66,14 +66,20 @@ def connect_command(
     connection, address = _connection(name), _address(url or own_url() or DEFAULT_URL)
     if model is not None and (not model.strip() or not model.isprintable()):
         raise UsageError(f"--model is {model[:80]!r}", why="it must be a name", fix="--model tiny")
-    answering = ask_models(address, os.environ.get("LOCALLLM_API_KEY"))
-    served = _chosen(answering, model)
+    key = os.environ.get("LOCALLLM_API_KEY")
+    answering = ask_models(address, key)
+    if model is not None:
+        served = next((each for each in answering.models if each.name == model), ProbedModel(model))
+    else:
+        served = next(iter(answering.models), None) or ProbedModel(load_settings().settings.model)
+    is_local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")
+    is_open = answering.state == "ready" or (is_local and answering.state == "absent")
     target = Target(
         url=address,
         model=served.name,
         ctx=served.ctx or USUAL_CTX,
         has_tools=served.has_tools is not False,
-        key=_key(answering, address),
+        key=PLACEHOLDER_KEY if is_open and not key else YOUR_KEY,  # the key itself is printed nowhere
     )
     if as_json:
         parts = [vars(part) for part in connection.filled(target)]
@@ -86,14 +92,12 @@ def connect_command(
 
 
 def _list(front: CliContext, *, as_json: bool) -> None:
+    keys = ("name", "title", "speaks", "tested")
     if as_json:
-        rows = [
-            {"name": each.name, "title": each.title, "speaks": each.speaks, "tested": each.tested}
-            for each in CONNECTIONS
-        ]
+        rows = [{key: getattr(each, key) for key in keys} for each in CONNECTIONS]
         front.output.json({"schema_version": SCHEMA_VERSION, "connections": rows}, indent=2)
         return
-    cells = [(each.name, each.title, each.speaks, each.tested) for each in CONNECTIONS]
+    cells = [[getattr(each, key) for key in keys] for each in CONNECTIONS]
     front.output.table(("NAME", "PROGRAM", "SPEAKS", "TESTED"), cells, optional=("SPEAKS", "TESTED"))
     front.output.note("localllm connect NAME prints what to put where")
 
@@ -124,20 +128,6 @@ def _address(url: str) -> str:
 
 
 _URL_FIX = f"--url {DEFAULT_URL}"
-
-
-def _chosen(answering: Answering, model: str | None) -> ProbedModel:
-    """The one that is asked for, with what the server says of it; else the first that it has."""
-    if model is not None:
-        return next((each for each in answering.models if each.name == model), ProbedModel(model))
-    return answering.models[0] if answering.models else ProbedModel(load_settings().settings.model)
-
-
-def _key(answering: Answering, url: str) -> str:
-    """Return a placeholder of the key: the key itself is printed nowhere."""
-    is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    is_open = answering.state == "ready" or (is_local and answering.state == "absent")
-    return PLACEHOLDER_KEY if is_open and not os.environ.get("LOCALLLM_API_KEY") else YOUR_KEY
 
 
 def _print(front: CliContext, parts: Sequence[Filled]) -> None:

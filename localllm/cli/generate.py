@@ -104,7 +104,10 @@ class AnswerPrinter:
         is_live = printing.streams and in_turn and not (printing.as_json or printing.as_events)
         others: list[Answer] = []  # the next best of a search
         if printing.as_events:
-            self._print_start(answers[0])
+            start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": self.files.name}
+            about = {"session": self.session, "prompt_tokens": answers[0].num_prompt_tokens, "seed": answers[0].seed}
+            several = {} if choice.is_plain else {"answers": choice.n}
+            output.json({**start, **about, **several, **evicted_fields(self.pending.evicted)})
         with output.progress("answering") as line:
             for place, event in follow(streams, inbox, answers, self.front.interrupts):
                 piece = answers[place].take(event)
@@ -135,12 +138,6 @@ class AnswerPrinter:
             if (failure := _ending(answer).error) is not None:
                 raise failure
         return chosen
-
-    def _print_start(self, first: Answer) -> None:
-        start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": self.files.name, "session": self.session}
-        about = {"prompt_tokens": first.num_prompt_tokens, "seed": first.seed}
-        several = {} if self.choice.is_plain else {"answers": self.choice.n}
-        self.front.output.json({**start, **about, **several, **evicted_fields(self.pending.evicted)})
 
     def _print_event(self, place: int, event: Event, piece: Piece) -> None:
         fields = event_fields(self.files, event, piece)

@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 
 DEFAULT_HOST, DEFAULT_PORT, OLLAMA_PORT = "127.0.0.1", 8420, 11434
 DEFAULT_PARALLEL, DEFAULT_QUEUE = 8, 64
+# What a flag's value must match, in words too, and an example.
+_HOST = r"[A-Za-z0-9._-]+(:\d{1,5})?", "it must be a name, or a name and a port", "box.local"
+_ORIGIN = (
+    r"[a-z][a-z0-9+.-]*://[^/\s]+",
+    "it must be a scheme and a host, without a path, as browsers send it",
+    "https://app.example",
+)
 
 SERVE_EXAMPLES = """Examples:
 
@@ -301,8 +308,8 @@ def _admission(front: CliContext, flags: Mapping[str, Any], sockets: Sequence[so
     return Admission(
         ports=tuple(sock.getsockname()[1] for sock in sockets),
         is_local=is_local,
-        hosts=tuple(_host(name) for name in flags["allow_host"] or ()),
-        origins=tuple(_origin(url) for url in flags["allow_origin"] or ()),
+        hosts=_matching("--allow-host", flags["allow_host"], *_HOST),
+        origins=_matching("--allow-origin", flags["allow_origin"], *_ORIGIN),
         key_digest=None if key is None else key.digest,
     )
 
@@ -320,15 +327,9 @@ def _idle_seconds(text: str | None) -> float | None:
     return seconds
 
 
-def _host(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._-]+(:\d{1,5})?", name):
-        why = "it must be a name, or a name and a port"
-        raise UsageError(f"--allow-host is {name[:80]!r}", why=why, fix="--allow-host box.local")
-    return name
-
-
-def _origin(url: str) -> str:
-    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", url):
-        why = "it must be a scheme and a host, without a path, as browsers send it"
-        raise UsageError(f"--allow-origin is {url[:80]!r}", why=why, fix="--allow-origin https://app.example")
-    return url
+def _matching(flag: str, values: Sequence[str] | None, pattern: str, why: str, usual: str) -> tuple[str, ...]:
+    """The values of a flag. Raises UsageError for one that is not as it must be."""
+    for value in values or ():
+        if not re.fullmatch(pattern, value):
+            raise UsageError(f"{flag} is {value[:80]!r}", why=why, fix=f"{flag} {usual}")
+    return tuple(values or ())

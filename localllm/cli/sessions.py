@@ -68,7 +68,9 @@ def list_sessions(context: typer.Context, everything: bool, as_json: bool) -> No
         front.output.note("no chat is kept yet: `localllm chat` keeps one, unless it is --private")
         return
     front.output.table(
-        ("ID", "WHEN", "MODEL", "MESSAGES", "TITLE"), [_cells(*row) for row in found], optional=("MODEL", "MESSAGES")
+        ("ID", "WHEN", "MODEL", "MESSAGES", "TITLE"),
+        [(each.id, _when(each.updated), _short(each.model), str(num), each.title) for each, num in found],
+        optional=("MODEL", "MESSAGES"),
     )
     if count > len(found):
         front.output.note(f"{count - len(found)} more: localllm sessions list --all")
@@ -237,7 +239,11 @@ def remove_sessions(
     with _opened(front) as history:
         found = _chosen(history, sessions, everything, "rm")
         if not yes:
-            _ask(front, found, everything=everything)
+            ids = ["--all"] if everything else [session.id for session in found]
+            shown = [f"{session.id}  {_when(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]]
+            if len(found) > _MOST_LISTED:
+                shown.append(f"and {len(found) - _MOST_LISTED} more")
+            front.ask_to_delete(_counted(found), shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]), shown)
         history.remove(found)
     if as_json:
         removed = [session.id for session in found]
@@ -299,21 +305,8 @@ def _chosen(history: History, words: Sequence[str] | None, everything: bool, com
     return list(found.values())
 
 
-def _ask(front: CliContext, found: Sequence[Session], *, everything: bool) -> None:
-    """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
-    ids = ["--all"] if everything else [session.id for session in found]
-    shown = [f"{session.id}  {_when(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]]
-    if len(found) > _MOST_LISTED:
-        shown.append(f"and {len(found) - _MOST_LISTED} more")
-    front.ask_to_delete(_counted(found), shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]), shown)
-
-
 def _counted(found: Sequence[Session]) -> str:
     return f"the chat {found[0].id} ({found[0].title})" if len(found) == 1 else f"{len(found)} chats"
-
-
-def _cells(session: Session, count: int) -> tuple[str, ...]:
-    return (session.id, _when(session.updated), _short(session.model), str(count), session.title)
 
 
 def _short(model: str | None) -> str:
