@@ -138,7 +138,10 @@ def load_settings(
     file = config_file or user_directories(environ).config / "config.toml"
     resolved = ResolvedSettings().overlaid(_from_file(file))
     resolved = resolved.overlaid(_from_environment(environ))
-    return resolved.overlaid(_from_flags(flags or {}))
+    typed = {name: ("--" + name.replace("_", "-"), value) for name, value in (flags or {}).items() if value is not None}
+    return resolved.overlaid(
+        {name: (accepted(name, value, flag), Origin("flag", flag)) for name, (flag, value) in typed.items()}
+    )
 
 
 def _from_file(path: Path) -> dict[str, tuple[Any, Origin]]:
@@ -189,15 +192,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, Origin
     return values
 
 
-def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, Origin]]:
-    values = {}
-    for name, value in flags.items():
-        if value is not None:
-            flag = "--" + name.replace("_", "-")
-            values[name] = (accepted(name, value, flag), Origin("flag", flag))
-    return values
-
-
 def _parsed(name: str, text: str) -> object:
     """The value that `text`, a variable's content, stands for; `text` itself where it is none of the kind."""
     kind = SETTINGS[name].accepts.kind
@@ -224,11 +218,12 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     accepts = accepts or SETTINGS[key].accepts
     if not accepts.allows(value):
         place, shown = where if isinstance(where, str) else where(), repr(value)[:80]
-        raise SettingsError(
-            f"{place} is {shown}" if place.startswith("--") else f"{key} is {shown} in {place}",
-            why=f"it must be {accepts.describe()}",
-            fix=_mending(key, value, place, accepts),
-        )
+        is_flag = place.startswith("--")
+        fix = f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
+        if is_flag or place.rfind("/") == 0:  # typed: a flag, a command of the chat
+            fix = accepts.mending(place if is_flag else f"{place} {key}", value)
+        what = f"{place} is {shown}" if is_flag else f"{key} is {shown} in {place}"
+        raise SettingsError(what, why=f"it must be {accepts.describe()}", fix=fix)
     if accepts.kind == "number":
         return float(value)  # type: ignore[arg-type]
     if accepts.kind == "bytes":
@@ -236,12 +231,6 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     if accepts.kind == "bytes or off":
         return parse_bytes(value) or 0
     return tuple(value) if accepts.kind == "texts" else value  # type: ignore[arg-type]
-
-
-def _mending(key: str, value: object, place: str, accepts: Accepts) -> str:
-    if place.startswith("--") or place.rfind("/") == 0:  # typed: a flag, a command of the chat
-        return accepts.mending(place if place.startswith("--") else f"{place} {key}", value)
-    return f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
 
 
 def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:
