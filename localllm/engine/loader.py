@@ -21,7 +21,7 @@ from localllm.engine.runner import operators_compute
 from localllm.engine.speculative.config import OFF, Speculate
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.weights import is_unpacked, open_checkpoint, open_packed
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, Fix
 from localllm.hub import ModelFiles
 from localllm.kernels.gpu.ready import is_known, why_not
 from localllm.models.block_source import BlockSource
@@ -30,7 +30,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
-from localllm.offload.planner.advice import flags_for_context
+from localllm.offload.planner.advice import fixes_for_context
 from localllm.offload.planner.nvml import gpus
 from localllm.offload.planner.plan import JobShape, Plan, with_kept_pages
 from localllm.offload.planner.search import Search
@@ -68,7 +68,7 @@ class LoadedModel:
     ctx: int
     placed: OffloadedModel | None
     replan: Replan
-    flags_for: Callable[[int], str]
+    fixes_for: Callable[[int], list[Fix]]
     held: ExitStack
     drafter: ModelDrafter | None = None
 
@@ -184,8 +184,8 @@ class Loading:
         if self.job is not None and self.ctx is None:  # one sequence may have what several have together
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
         smaller = smaller_kv(search.shape, decoder.config, self.dtype)
-        flags_for = partial(flags_for_context, search, smaller=smaller)
-        return LoadedModel(decoder, plan, ctx, placed, replan, flags_for, held or ExitStack())
+        fixes_for = partial(fixes_for_context, search, smaller=smaller)
+        return LoadedModel(decoder, plan, ctx, placed, replan, fixes_for, held or ExitStack())
 
     def _placed(self, packed: PackedModel, plan: Plan) -> OffloadedModel:
         accelerator = self.device if has_card(self.device) else None
@@ -205,7 +205,7 @@ class Loading:
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
                 self._search(config, RECIPES[DEFAULT]).best()
-                error.fix = "--weights int4"
+                error.fix = Fix.flag("--weights", "int4")
             raise
 
     def _search(

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from localllm.errors import HistoryError
+from localllm.errors import Fix, HistoryError
 from localllm.history import schema
 from localllm.history.records import clean
 
@@ -232,7 +232,7 @@ class Database:
             return LockedError("the history is locked", why=why, fix=f"see which: lsof {path}")
         if code in _DAMAGE or "decode" in str(error):  # Python's word for a text that is no UTF-8 any more
             self._suspect(error)
-            return DamagedError("the history is damaged", why=why, fix="localllm sessions list")
+            return DamagedError("the history is damaged", why=why, fix=Fix.command("sessions", "list"))
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
             return HistoryError("the history cannot be written", why=why, fix=f"df -h {folder}")
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from localllm.errors import HistoryError
+from localllm.errors import Fix, HistoryError
 from localllm.history import removal, rescue, search
 from localllm.history.database import PATIENCE_S, DamagedError, Database, LockedError
 from localllm.history.records import PINNED, Conversation, Hit, Message, Said, Session, State, clean
@@ -387,9 +387,9 @@ class History:
     def _absent(self, word: str) -> HistoryError:
         count = self.count()
         if not count:
-            return HistoryError("no chat is kept yet", why=f"{self._database.path} has none", fix="localllm chat")
+            return HistoryError("no chat is kept yet", why=f"{self._database.path} has none", fix=Fix.command("chat"))
         why = f"none of the {count} that are kept has such an id or title"
-        return HistoryError(f"there is no chat {word[:80]!r}", why=why, fix="localllm sessions list")
+        return HistoryError(f"there is no chat {word[:80]!r}", why=why, fix=Fix.command("sessions", "list"))
 
     def _settle(self) -> None:
         """Answers that a kill cut short are interrupted ones. One that another process is writing becomes one that is
@@ -472,11 +472,11 @@ def _told_by(message: Message) -> dict[str, Any]:
 
 def _gone(name: str) -> GoneError:
     return GoneError(
-        f"the chat {name} is not in the history any more", why="it was removed", fix="localllm sessions list"
+        f"the chat {name} is not in the history any more", why="it was removed", fix=Fix.command("sessions", "list")
     )
 
 
 def _ambiguous(word: str, found: Sequence[Session]) -> HistoryError:
     shown = ", ".join(f"{session.id} ({session.title})" for session in found[:5])
     why = f"it fits {shown}" + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-    return HistoryError(f"{word[:80]!r} is more than one chat", why=why, fix="localllm sessions list")
+    return HistoryError(f"{word[:80]!r} is more than one chat", why=why, fix=Fix.command("sessions", "list"))

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
+from localllm.errors import Fix, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.hub.installed import folder_bytes, packed_of
 from localllm.hub.locks import exclusive
 from localllm.hub.names import ModelReference, understand
@@ -37,7 +37,7 @@ def remove(
     registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
     packed = packed_of(name, registry, hub)
     if packed_only and not packed:
-        raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix="localllm list")
+        raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix=Fix.command("list"))
     packed_bytes = sum(model.size_bytes for model in packed)
     if packed_only or _is_gone(name, registry):
         confirm(0, packed_bytes)
@@ -53,7 +53,7 @@ def remove(
         return remove_packed(packed)
     if not is_here and not is_link(cache.folder):
         why = f"{cache.folder} does not hold it"
-        raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix="localllm list")
+        raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=Fix.command("list"))
     confirm(_checkpoint_bytes(cache, commit), packed_bytes)
 
     def refuse(process: str) -> None:

@@ -34,7 +34,7 @@ class GrammarChecks:
         while (other := self._under_way.get(key)) is not None:
             await asyncio.wait([other])
             if isinstance(error := _failure(other), GrammarError):  # one error for all would keep the frames of each
-                raise GrammarError(error.what, why=error.why, fix=error.fix)
+                raise GrammarError(error.what, why=error.why, fix=error.fixes)
         if key in self._passed:  # kept by the engine, and cheap to check once more
             await self._off_loop(check)
             return
@@ -53,7 +53,7 @@ class GrammarChecks:
                 await self.check(key, check)
                 self._verdicts[key] = None
             except GrammarError as error:
-                self._verdicts[key] = GrammarError(error.what, why=error.why, fix=error.fix)
+                self._verdicts[key] = GrammarError(error.what, why=error.why, fix=error.fixes)
             while len(self._verdicts) > _MOST_VERDICTS:
                 self._verdicts.popitem(last=False)
         return self._verdicts.get(key)

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from localllm.errors import Fix
 from localllm.server.access_log import IGNORED_HEADER, note_failure
 from localllm.server.errors import RequestError, body_of, dialect_of, failure_of
 from localllm.server.replies import JsonReply
@@ -63,7 +64,17 @@ class Admission:
             return
         shown = "no Host header" if not host else f"the Host header {host[:200]!r}"
         why = f"{shown} does not name this server"
-        fix = f"localllm serve --allow-host {parts[0][:200] if parts else 'NAME'}, if this machine is called so"
+        fix = Fix.command(
+            "serve",
+            "--allow-host",
+            f"{parts[0][:200] if parts else 'NAME'},",
+            "if",
+            "this",
+            "machine",
+            "is",
+            "called",
+            "so",
+        )
         raise RequestError(403, "refused", why=why, fix=fix, name="host_not_allowed")
 
     def _is_known(self, host: str, name: str, port: int) -> bool:

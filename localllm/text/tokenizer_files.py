@@ -151,7 +151,7 @@ def _as_tokenizer_error() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise TokenizerError(error.what, why=error.why, fix=error.fix) from error
+        raise TokenizerError(error.what, why=error.why, fix=error.fixes) from error
 
 
 def byte_level_bpe(files: TokenizerFiles, config: Mapping[str, Any]) -> tokenizers.Tokenizer:

@@ -79,7 +79,7 @@ class Grammars:
             if cached is not None:
                 self._cached.move_to_end(key)
         if isinstance(cached, GrammarError):
-            raise GrammarError(cached.what, why=cached.why, fix=cached.fix)
+            raise GrammarError(cached.what, why=cached.why, fix=cached.fixes)
         if cached is not None and cached.num_answers < _SHARED_BY:
             return cached
         try:
@@ -87,7 +87,7 @@ class Grammars:
             definition = cached.definition if cached else defined(key[0], leading_spaces=key[1] or 0)
             compiled = _Compiled(definition, _matcher(vocabulary, definition))
         except GrammarError as error:
-            self._cache(key, GrammarError(error.what, why=error.why, fix=error.fix))
+            self._cache(key, GrammarError(error.what, why=error.why, fix=error.fixes))
             raise
         self._cache(key, compiled)
         return compiled
