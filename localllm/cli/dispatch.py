@@ -114,7 +114,7 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
     if isinstance(error, UnknownModelError) and error.nearest and error.name in kept:
         kept[kept.index(error.name)] = error.nearest
         error.fix = [
-            _line(kept, f"the same command {error.nearest}") if fix.runs("run") else fix for fix in error.fixes
+            _line(kept, f"the same command with {error.nearest}") if fix.runs("run") else fix for fix in error.fixes
         ]
     elif error.code == "template" and kept[:1] == ["run"] and not any(word.startswith(_WITH_TEMPLATE) for word in kept):
         error.fix = Fix.flag(_RAW)
