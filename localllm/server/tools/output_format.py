@@ -12,7 +12,7 @@ from localllm.chat.harmony import FINAL, is_harmony
 from localllm.chat.thoughts import THOUGHT_MARKS, special_among, splits_off_thoughts
 from localllm.chat.tool_words import has_calls, in_words
 from localllm.server.errors import RequestError
-from localllm.server.tools.deltas import AnswerParser, ThoughtParser
+from localllm.server.tools.deltas import AnswerParser, Says, ThoughtParser
 from localllm.server.tools.grammars import tools_lark
 from localllm.server.tools.tool_formats import HARMONY, ToolFormat, tool_format_of
 from localllm.server.tools.tool_parser import HarmonyParser, ToolCallParser
@@ -91,7 +91,7 @@ class OutputFormat:
             return HarmonyParser(names, streams=streams, is_final=bool(self.tail))
         if self.tool_format is None or tools is None:
             return ThoughtParser(is_thinking=is_thinking) if splits else None
-        says = "nothing" if tools.must_call else "json" if has_form else "anything"
+        says: Says = "nothing" if tools.must_call else "json" if has_form else "anything"
         said = ToolCallParser(self.tool_format, names, streams=streams, says=says)
         return ThoughtParser(is_thinking=is_thinking, said=said) if splits else said
 
