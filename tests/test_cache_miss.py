@@ -15,6 +15,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.request import Request, SamplingParams
+from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatInput, encode_chat
 from tests.cli_support import run_cli
 
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    engine = Engine.load("tiny", device="cpu", ctx=1024, reuse=KVReuse(directory=folder))
+    engine = Engine.load("tiny", EngineConfig(device="cpu", ctx=1024), reuse=KVReuse(directory=folder))
     yield engine
     engine.close()
 
@@ -113,7 +114,7 @@ def test_pages_of_another_format_are_named(engine: Engine, folder: Path) -> None
     chat = [user("F " + TALE)]
     asked(engine, chat)
     assert engine.prefix is not None and engine.prefix.disk is not None and engine.prefix.disk.flush(10)
-    other = Engine.load("tiny", device="cpu", ctx=1024, kv="int4", reuse=KVReuse(directory=folder))
+    other = Engine.load("tiny", EngineConfig(device="cpu", ctx=1024, kv="int4"), reuse=KVReuse(directory=folder))
     _, explanation = asked(other, chat)
     other.close()
     assert explanation is not None and "kv int8" in explanation.cause
@@ -125,7 +126,7 @@ def test_what_is_written_beside_pages_may_be_anything(engine: Engine, folder: Pa
     assert engine.prefix is not None and engine.prefix.disk is not None and engine.prefix.disk.flush(10)
     for about in folder.glob("*/about.json"):
         about.write_text(json.dumps({**json.loads(about.read_text("utf-8")), "root": "no number"}))
-    other = Engine.load("tiny", device="cpu", ctx=1024, kv="k8v4", reuse=KVReuse(directory=folder))
+    other = Engine.load("tiny", EngineConfig(device="cpu", ctx=1024, kv="k8v4"), reuse=KVReuse(directory=folder))
     assert asked(other, chat)[0] is None
     other.close()
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import TracebackType
 
-from localllm.chat.best_of import MAX_ANSWERS
+from localllm.chat.answer import MAX_ANSWERS
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError, EngineStuckError
 from localllm.runtime.engine_handle import EngineHandle, RequestStream

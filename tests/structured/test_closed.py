@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from localllm.errors import GrammarError
-from localllm.text.grammar.closed_objects import close
 from localllm.text.grammar.definition import defined
+from localllm.text.grammar.rewriting import close
 from tests.structured.support import json_schema
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.text.grammar.compiled import Grammars
-from localllm.text.grammar.formats import with_pattern
+from localllm.text.grammar.rewriting import with_pattern
 from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import accepts, drawn, json_schema
 

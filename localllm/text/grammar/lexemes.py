@@ -9,15 +9,15 @@ text of it makes a longer one, as behind a quoted string. The rest is taken apar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import ClassVar, NamedTuple
 
 from localllm.errors import GrammarError
+from localllm.text.grammar.termination import grounded
 
-_MOST_PASSES = 100  # over all rules, each of which takes at most 10 ms, until it is known which can end
 _NUM_CHARACTERS = 128  # that are told apart; all others count as one
 _SIGNS = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 
@@ -72,33 +72,24 @@ def as_lark(rules: Rules, start: str) -> str:
     """
     rules = _reachable(rules, start)
     writer = _Writer(rules)
-    ending = {name for name in rules if writer.is_plain(name)}
-    for _ in range(_MOST_PASSES):
-        known = len(ending)
-        for name, node in rules.items():
-            if name not in ending and _ends(node, ending):
-                ending.add(name)
-        if len(ending) == known:
-            break
-    else:
-        why = f"which of its {len(rules)} rules can end is not found out in {_MOST_PASSES} passes"
-        raise GrammarError("the grammar explodes", why=why, fix="make it simpler")
-    if endless := [name for name in rules if name not in ending]:
+    nodes = list(_with_parts(rules.values()))
+    ending = grounded({id(node): _needs(node, rules) for node in nodes})
+    if endless := [name for name, node in rules.items() if id(node) not in ending]:
         why = f"what meets the rule {endless[-1]!r} has to hold itself, without end"
         raise GrammarError("the grammar never ends", why=why, fix="give the rule an alternative that does without it")
     return writer.lark(start)
 
 
-def _ends(node: Node, ending: set[str]) -> bool:
-    """Tell if some text meets a node, where these rules have one."""
+def _needs(node: Node, rules: Rules) -> list[list[int]]:
+    """Return the ways to meet a node: what has to end for each."""
     match node:
         case Reference(name):
-            return name in ending
+            return [[id(rules[name])]]
         case Choice(parts):
-            return any(_ends(part, ending) for part in parts)
+            return [[id(part)] for part in parts]
         case Repeated(_, 0):
-            return True
-    return all(_ends(part, ending) for part in node.parts)
+            return [[]]
+    return [list(map(id, node.parts))]
 
 
 class _Facts(NamedTuple):
@@ -230,15 +221,14 @@ def _reachable(rules: Rules, start: str) -> Rules:
         elif name not in seen:
             seen.add(name)
             rest.append((name, True))
-            rest += ((each, False) for each in _held(rules[name]))
+            rest += ((part.name, False) for part in _with_parts([rules[name]]) if isinstance(part, Reference))
     return found
 
 
-def _held(node: Node) -> Iterator[str]:
-    """Yield the names of the rules that a node refers to."""
-    rest = [node]
+def _with_parts(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yield nodes and all that they are made of."""
+    rest = list(nodes)
     while rest:
-        part = rest.pop()
-        rest += part.parts
-        if isinstance(part, Reference):
-            yield part.name
+        node = rest.pop()
+        rest += node.parts
+        yield node

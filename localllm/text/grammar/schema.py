@@ -14,8 +14,6 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from localllm.errors import GrammarError
-from localllm.text.grammar.closed_objects import close
-from localllm.text.grammar.formats import FORMATS, with_pattern, without_format
 from localllm.text.grammar.keywords import (
     ANNOTATIONS,
     BOUNDS,
@@ -29,9 +27,9 @@ from localllm.text.grammar.keywords import (
     Steps,
     mapped,
 )
-from localllm.text.grammar.numbers import with_ends
 from localllm.text.grammar.pattern import has_control, has_surrogate, parse_error, why_not
 from localllm.text.grammar.references import References, pointer
+from localllm.text.grammar.rewriting import FORMATS, close, with_ends, with_pattern, without_format
 from localllm.text.grammar.termination import endless
 
 MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000
@@ -45,7 +43,7 @@ _MOST_EXACT = 2**53  # llguidance computes with doubles: beyond it, and with mor
 _MOST_DIGITS = 15
 _ENFORCED = SUPPORTED - {"nullable"} | {"$schema"}  # by which the library knows the draft
 
-_OWN_PLACE = re.compile(r" while processing json-schema:///#/\$defs/_\S*")  # that `numbers.with_ends` has made
+_OWN_PLACE = re.compile(r" while processing json-schema:///#/\$defs/_\S*")  # that `with_ends` has made
 # What llguidance says of keywords that it cannot enforce as they stand.
 _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("oneOf constraints", ("oneOf",)),
