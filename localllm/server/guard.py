@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localllm.chat.text_file import replace_file
-from localllm.errors import Fix, LocalLLMError, UsageError
+from localllm.errors import LocalLLMError, UsageError
 from localllm.server.access_log import IGNORED_HEADER
 from localllm.server.errors import RequestError
 from localllm.server.replies import JsonReply, error_reply
@@ -71,17 +71,7 @@ class Admission:
             return
         shown = "no Host header" if not host else f"the Host header {host[:200]!r}"
         why = f"{shown} does not name this server"
-        fix = Fix.command(
-            "serve",
-            "--allow-host",
-            f"{parts[0][:200] if parts else 'NAME'},",
-            "if",
-            "this",
-            "machine",
-            "is",
-            "called",
-            "so",
-        )
+        fix = f"localllm serve --allow-host {parts[0][:200] if parts else 'NAME'}, if this machine is called so"
         raise RequestError(403, "refused", why=why, fix=fix, name="host_not_allowed")
 
     def _is_known(self, host: str, name: str, port: int) -> bool:
