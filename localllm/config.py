@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from localllm.errors import SettingsError
+from localllm.errors import Fix, SettingsError
 from localllm.settings import SETTINGS, Accepts, Settings, parse_bytes
 from localllm.toml_file import TomlFile
 
@@ -219,9 +219,12 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     if not accepts.allows(value):
         place, shown = where if isinstance(where, str) else where(), repr(value)[:80]
         is_flag = place.startswith("--")
-        fix = f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
-        if is_flag or place.rfind("/") == 0:  # typed: a flag, a command of the chat
-            fix = accepts.mending(place if is_flag else f"{place} {key}", value)
+        fix: str | Fix = f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
+        if is_flag:
+            fix = flag_fix(place, value, accepts)
+        elif place.rfind("/") == 0:  # a command of the chat
+            likeliest = accepts.likeliest(value)
+            fix = f"{place} {key} {likeliest}" if likeliest else f"give {key} {accepts.describe()}"
         what = f"{place} is {shown}" if is_flag else f"{key} is {shown} in {place}"
         raise SettingsError(what, why=f"it must be {accepts.describe()}", fix=fix)
     if accepts.kind == "number":
@@ -231,6 +234,12 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     if accepts.kind == "bytes or off":
         return parse_bytes(value) or 0
     return tuple(value) if accepts.kind == "texts" else value  # type: ignore[arg-type]
+
+
+def flag_fix(flag: str, value: object, accepts: Accepts) -> Fix:
+    """Return the fix for a flag that does not accept this value."""
+    likeliest = accepts.likeliest(value)
+    return Fix.flag(flag, likeliest) if likeliest else Fix.advice(f"leave {flag} out, or give it {accepts.describe()}")
 
 
 def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:

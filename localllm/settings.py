@@ -64,23 +64,23 @@ class Accepts:
             "bytes or off": "an amount with its unit, 8GiB, 600MiB, or off",
         }[self.kind]
 
-    def mending(self, flag: str, value: object) -> str:
-        """The flag with the nearest value, else with a usual one; advice where there is neither."""
+    def likeliest(self, value: object) -> str:
+        """Return the nearest value, else a usual one; "" where there is neither."""
         text = str(value).strip().casefold()
         if self.choices:
-            return f"{flag} {[*difflib.get_close_matches(text, self.choices, n=1), *self.choices][0]}"
+            return [*difflib.get_close_matches(text, self.choices, n=1), *self.choices][0]
         if self.kind == "bytes":
-            return f"{flag} {_nearest_gib(text):g}GiB"
+            return f"{_nearest_gib(text):g}GiB"
         if self.kind == "bytes or off":
             number = _leading_number(text)
-            return f"{flag} {f'{number:g}GiB' if number else 'off' if text in _OFF else self.usual}"
+            return f"{number:g}GiB" if number else "off" if text in _OFF else self.usual
         with contextlib.suppress(ValueError, OverflowError):
             near = min(max(self.low, float(text)), self.high)
             if self.kind == "number" and math.isfinite(near):
-                return f"{flag} {near:g}"
+                return f"{near:g}"
             if near == int(near) and self.low <= float(text) <= self.high:
-                return f"{flag} {int(near)}"
-        return f"{flag} {self.usual}" if self.usual else f"leave {flag} out, or give it {self.describe()}"
+                return str(int(near))
+        return self.usual
 
     def _has_prefix(self, text: str) -> bool:
         return bool(self.prefix) and text.startswith(self.prefix) and bool(text.removeprefix(self.prefix).strip())

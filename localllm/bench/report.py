@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from localllm.config import format_figure
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 
 SCHEMA_VERSION = 1
 _LARGEST_FILE_BYTES = 16 << 20
@@ -141,5 +141,5 @@ def read_report(path: Path) -> BenchmarkReport:
             fault = error.errors(include_input=False, include_url=False)[0]
             steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"])
             why = f"{''.join(steps).lstrip('.')}: {fault['msg']}"
-        fix = "localllm bench --output bench.json"
-        raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=fix) from None
+        helps = Fix.command("bench", "--output", "bench.json")
+        raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=helps) from None

@@ -6,7 +6,6 @@ Knows no model, no history and no terminal.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from localllm.chat.text_file import replace_file, write_new
 from localllm.chat.thoughts import kept_apart, with_thought
 from localllm.config import Origin, ResolvedSettings, accepted, unknown_key
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.settings import SETTINGS, taken_by
 
 Message = dict[str, Any]
@@ -68,10 +67,7 @@ class Dialogue:
 
     def given(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as the template is given them: without the thoughts of earlier answers."""
-        return joined([self._spoken(message) for message in messages])
-
-    def _spoken(self, message: Message) -> Message:
-        return {**message, "content": self._apart(message)[1]} if _is_answer(message) else message
+        return joined([{**each, "content": self._apart(each)[1]} if _is_answer(each) else each for each in messages])
 
     def _saved(self, message: Message) -> Message:
         """Return a message with the thought in a field of its own."""
@@ -145,7 +141,7 @@ class Dialogue:
             raise UsageError(
                 f"/set {key}: it cannot be changed now",
                 why=why,
-                fix=f"localllm chat {flag} {shlex.quote(text) if text else key.upper()}",
+                fix=Fix.command("chat", flag, text) if text else key.upper(),
             )
         if key and key not in SETTABLE:
             raise unknown_key(key, "/set", SETTABLE, fix="/set lists what can be set")

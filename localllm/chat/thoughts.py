@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat import harmony
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.settings import THOUGHT_LEVELS
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
     if effort in ("on", "off"):
         if switch is not None:
             return {switch: effort == "on"}
-        if effort == "off" and template.asks_for(LEVEL) and _quotes_none(template):
+        sources = "".join(template.sources.values())
+        if effort == "off" and template.asks_for(LEVEL) and ("'none'" in sources or '"none"' in sources):
             return {LEVEL: "none"}
         is_harmony = harmony.is_harmony(template)  # which `answer_ids` keeps from thinking
         thinks = is_harmony or any(map(may_think, template.sources.values()))
@@ -132,11 +133,6 @@ def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
         return {LEVEL: effort}
     why = f"its chat template knows no levels{'' if switch is None else ', only on and off'}"
     raise UsageError(f"thinking cannot be {effort}", why=why)
-
-
-def _quotes_none(template: ChatTemplate) -> bool:
-    """Return whether "none" is a level that the template knows."""
-    return any(quoted in source for source in template.sources.values() for quoted in ("'none'", '"none"'))
 
 
 @dataclass(frozen=True)
@@ -175,7 +171,10 @@ def effort_of(resolved: ResolvedSettings, template: ChatTemplate, switch: str = 
             return Effort(note=f"think = {wanted} ({where}) changes nothing: {error.why}")
         mended = "on" if wanted in THOUGHT_LEVELS and "on and off" in error.why else None
         error.what = f"{switch} {wanted} cannot be had from this model"
-        error.fix = f"{switch} {mended}" if mended else f"leave {switch} out" if switch == "--think" else f"{switch} -"
+        if switch == "--think":
+            error.fix = Fix.flag(switch, mended) if mended else Fix.without(switch)
+        else:
+            error.fix = f"{switch} {mended or '-'}"
         raise
 
 

@@ -27,7 +27,7 @@ from localllm.cli.prompt import argument_text
 from localllm.cli.source import Encoder
 from localllm.config import format_figure
 from localllm.engine.request import Request
-from localllm.errors import ContextOverflowError, LocalLLMError, SchemaError, UsageError
+from localllm.errors import ContextOverflowError, Fix, LocalLLMError, SchemaError, UsageError
 from localllm.hub.packed import source_id
 from localllm.offload.planner.plan import JobShape
 from localllm.runtime.engine_loader import Opening
@@ -70,7 +70,7 @@ def run_batch(front: CliContext, selection: Selection, flags: Mapping[str, Any],
         raise typer.Exit(1)
     if job.tally.num_incomplete and flags["strict"]:
         why = 'they were cut before they were whole; "complete" of each line says which'
-        raise SchemaError(_incomplete_text(job), why=why, fix=f"--max-tokens {4 * longest_answer}")
+        raise SchemaError(_incomplete_text(job), why=why, fix=Fix.flag("--max-tokens", 4 * longest_answer))
 
 
 def _incomplete_text(job: Job) -> str:
@@ -140,12 +140,12 @@ def _require_room(
     prompts.refuse(problems)
     if too_long:
         longest, possible = max(lengths), engine.config.longest_context
-        flags = engine.flags_for(min(possible, longest + DEFAULT_MAX_TOKENS)) if longest < possible else ""
+        fixes = engine.fixes_for(min(possible, longest + DEFAULT_MAX_TOKENS)) if longest < possible else []
         rest = f", and {len(too_long) - TOLD} more" if len(too_long) > TOLD else ""
         raise ContextOverflowError(
             f"{len(too_long)} of {len(prompts)} prompts do not fit into the context of {engine.ctx} tokens",
             why=f"{', '.join(too_long[:TOLD])}{rest}; nothing was cut",
-            fix=flags or "shorten them",
+            fix=fixes or "shorten them",
         )
 
 

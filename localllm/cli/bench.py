@@ -19,7 +19,7 @@ from localllm.cli.load_progress import PackingProgress, on_a_thread
 from localllm.cli.options import flag_of, number, option, takes
 from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import engine_config
 from localllm.settings import EngineConfig, Settings
 
@@ -248,4 +248,4 @@ def _require_writable(path: Path) -> None:
     except OSError as error:  # a name too long, a folder that may not be entered
         why, file = error.strerror or str(error), Path("bench.json")
     if why:
-        raise UsageError(f"--output is {path}", why=why, fix=f"--output {shlex.quote(str(file))}")
+        raise UsageError(f"--output is {path}", why=why, fix=Fix.flag("--output", str(file)))

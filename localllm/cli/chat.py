@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +29,7 @@ from localllm.cli.prompt import argument_text, has_blanks
 from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
 from localllm.config import user_directories
-from localllm.errors import HistoryError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.errors import Fix, HistoryError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.error_origins import with_origins
@@ -107,7 +106,7 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
             resumed = look_up(front.output, chat)
         except HistoryError as error:
             if is_model(chat):  # which is a positional
-                error.fix = f"localllm chat {shlex.quote(chat)} --resume"
+                error.fix = Fix.command("chat", chat, "--resume")
             raise
     selection = _select(front, flags["model"], flags, resumed)
     selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
@@ -137,7 +136,7 @@ def _select(front: CliContext, word: str | None, flags: Mapping[str, Any], resum
         return select_resumed(front, word, flags, resumed, again)
     except ModelNotFoundError as error:
         if word is not None and has_blanks(word):
-            error.fix += f", or if it is a prompt: localllm run -p {shlex.quote(word)}"
+            error.fix = [*error.fixes, f"if it is a prompt: {Fix.command('run', '-p', word)}"]
         raise
 
 

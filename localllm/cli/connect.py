@@ -15,7 +15,7 @@ from localllm.cli.options import argument, complete_connections, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.server import own_url
 from localllm.config import load_settings
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.runtime.client_configs import (
     CONNECTIONS,
     PLACEHOLDER_KEY,
@@ -60,12 +60,12 @@ def connect_command(
         for flag, value in (("--url", url), ("--model", model)):
             if value is not None:
                 why = "the list is the same for every server"
-                raise UsageError(f"{flag} needs a NAME", why=why, fix=f"leave {flag} out")
+                raise UsageError(f"{flag} needs a NAME", why=why, fix=Fix.without(flag))
         _list(front, as_json=as_json)
         return
     connection, address = _connection(name), _address(url or own_url() or DEFAULT_URL)
     if model is not None and (not model.strip() or not model.isprintable()):
-        raise UsageError(f"--model is {model[:80]!r}", why="it must be a name", fix="--model tiny")
+        raise UsageError(f"--model is {model[:80]!r}", why="it must be a name", fix=Fix.flag("--model", "tiny"))
     key = os.environ.get("LOCALLLM_API_KEY")
     answering = ask_models(address, key)
     if model is not None:
@@ -107,7 +107,7 @@ def _connection(name: str) -> ClientConfig:
     if found is None:
         near = difflib.get_close_matches(name.casefold()[:100], names(), n=1, cutoff=0)[0]
         why = f"there are {', '.join(names())}; what speaks OpenAI's, Anthropic's or Ollama's dialect takes the address"
-        raise UsageError(f"nothing is known of {name[:80]!r}", why=why, fix=f"localllm connect {near}")
+        raise UsageError(f"nothing is known of {name[:80]!r}", why=why, fix=Fix.command("connect", near))
     return found
 
 
@@ -119,15 +119,16 @@ def _address(url: str) -> str:
     except ValueError:
         is_right = False
     if not is_right or "@" in url or not url.isprintable() or " " in url:
-        raise UsageError(f"--url is {url[:200]!r}", why="it must be http:// or https:// and a host", fix=_URL_FIX)
+        raise UsageError(
+            f"--url is {url[:200]!r}",
+            why="it must be http:// or https:// and a host",
+            fix=Fix.flag("--url", DEFAULT_URL),
+        )
     path = parts.path.rstrip("/")
     if path not in ("", "/v1") or parts.query or parts.fragment:
         why = "the paths of the server's dialects are put behind its address"
-        raise UsageError(f"--url is {url[:200]!r}", why=why, fix=f"--url {parts.scheme}://{parts.netloc}")
+        raise UsageError(f"--url is {url[:200]!r}", why=why, fix=Fix.flag("--url", f"{parts.scheme}://{parts.netloc}"))
     return f"{parts.scheme}://{parts.netloc}"
-
-
-_URL_FIX = f"--url {DEFAULT_URL}"
 
 
 def _print(front: CliContext, parts: Sequence[Filled]) -> None:

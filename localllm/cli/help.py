@@ -10,7 +10,7 @@ import typer
 
 from localllm.cli.context import cli_context
 from localllm.cli.options import argument, takes
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 
 
 @takes(argument("topic", "CODE", "An error's code, or a command."))
@@ -36,7 +36,7 @@ def help_command(context: typer.Context, topic: str | None) -> None:
         raise UsageError(
             f"there is no help for {topic!r}",
             why=f"the codes are {', '.join(sections)}",
-            fix=f"localllm help {nearest[0] if nearest else 'usage'}",
+            fix=Fix.command("help", nearest[0] if nearest else "usage"),
         )
     output.line(sections[topic])
 

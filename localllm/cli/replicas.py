@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.context import CliContext
 from localllm.cli.options import flag_of
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 
 if TYPE_CHECKING:
     import socket
@@ -24,7 +24,7 @@ def require_sense(flags: Mapping[str, Any]) -> None:
     """Raises UsageError for flags that replicas cannot honour, and for --ray where there is no Ray."""
     if not flags["ray"]:
         if flags["replicas"] is not None:
-            raise UsageError("--replicas needs --ray", why="they are processes of Ray Serve", fix="--ray")
+            raise UsageError("--replicas needs --ray", why="they are processes of Ray Serve", fix=Fix.flag("--ray"))
         return
     from localllm.server.replicas.fleet import require_ray
 
@@ -35,7 +35,7 @@ def require_sense(flags: Mapping[str, Any]) -> None:
     ):
         if flags[flag]:
             typed = flag_of(flag)
-            raise UsageError(f"--ray and {typed} cannot go together", why=why, fix=f"leave {typed} out")
+            raise UsageError(f"--ray and {typed} cannot go together", why=why, fix=Fix.without(typed))
     require_ray()
 
 

@@ -16,8 +16,8 @@ from localllm.chat.tool_words import told_in_words
 from localllm.cli.context import CliContext
 from localllm.cli.options import option
 from localllm.cli.output import Output
-from localllm.cli.prompt import THIS_COMMAND, argument_text, join_parts, read_input, read_stdin
-from localllm.errors import GrammarError, SchemaError, UsageError
+from localllm.cli.prompt import argument_text, join_parts, read_input, read_stdin
+from localllm.errors import Fix, GrammarError, SchemaError, UsageError
 from localllm.runtime.selection import Selection
 from localllm.text.grammar.gbnf import is_gbnf
 from localllm.text.grammar.grammar import Grammar
@@ -113,7 +113,7 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
         raise UsageError(
             "there is no prompt",
             why=f"none on the command line, and {piped}" if text is None and not any(parts) else "it is blank",
-            fix=f"{THIS_COMMAND} -p TEXT" if is_form_piped else 'localllm run "Tell me a tale about a fox."',
+            fix=Fix.flag("-p", "TEXT") if is_form_piped else Fix.command("run", "Tell me a tale about a fox."),
         )
     if flags["raw"]:
         return Source(raw=prompt)
@@ -156,7 +156,9 @@ def refuse_idle_strict(flags: Mapping[str, Any]) -> None:
     """Raises UsageError where --strict has no form to insist on, and for a form and a prompt that are both piped in."""
     if flags["strict"] and all(flags[form.removeprefix("--")] is None for form in _FORMS):
         why = "it insists on the form of an answer, and none is given"
-        raise UsageError(f"--strict needs {', '.join(_FORMS[:-1])} or {_FORMS[-1]}", why=why, fix="--schema FILE")
+        raise UsageError(
+            f"--strict needs {', '.join(_FORMS[:-1])} or {_FORMS[-1]}", why=why, fix=Fix.flag("--schema", "FILE")
+        )
     form = _form_of_stdin(flags)
     files = (("--file", path) for path in flags["file"] or ())
     for other, path in (("--messages", flags["messages"]), ("--batch", flags["batch"]), *files):
@@ -181,7 +183,9 @@ def typed_grammar(flags: Mapping[str, Any], output: Output) -> Grammar | None:
     value = flags[flag.removeprefix("--")]
     if flag == "--regex":
         if not value:
-            raise UsageError("--regex is empty", why="it would allow no answer but an empty one", fix="--regex PATTERN")
+            raise UsageError(
+                "--regex is empty", why="it would allow no answer but an empty one", fix=Fix.flag("--regex", "PATTERN")
+            )
         named, grammar = flag, Grammar("regex", argument_text(value, flag))
     else:
         named, source = f"{flag} {value}", _read_form(value, flag, output)
@@ -191,7 +195,7 @@ def typed_grammar(flags: Mapping[str, Any], output: Output) -> Grammar | None:
     try:
         defined(grammar)
     except GrammarError as error:
-        fix = error.fix or "mend it, and run the same command again"
+        fix = error.fixes or "mend it, and run the same command again"
         raise GrammarError(f"{named}: {error.what}", why=error.why, fix=fix) from None
     return grammar
 
@@ -217,7 +221,7 @@ def _read_form(path: Path, flag: str, output: Output) -> str:
 def require_met(front: CliContext, endings: Sequence[FinishedEvent], *, strict: bool) -> None:
     """Warns of answers that ended before they had their form; `endings`: of those that were printed, in their order.
     Raises SchemaError for them with `strict`."""
-    cuts: dict[tuple[str, str], list[int]] = {}
+    cuts: dict[tuple[str, Fix], list[int]] = {}
     for place, finished in enumerate(endings, start=1):
         if finished.meets_grammar is False and finished.finish_reason not in ("cancelled", "error"):
             cuts.setdefault(_cut_of(finished), []).append(place)
@@ -231,19 +235,19 @@ def require_met(front: CliContext, endings: Sequence[FinishedEvent], *, strict: 
         what = f"{num_cut} of {len(endings)} answers are not whole, and do not have the form that was asked for"
         why = "; ".join(f"{_named(places)} {reason}" for (reason, _), places in cuts.items())
     if strict:
-        raise SchemaError(what, why=why, fix=", or ".join(dict.fromkeys(fix for _, fix in cuts)))
+        raise SchemaError(what, why=why, fix=list(dict.fromkeys(fix for _, fix in cuts)))
     front.output.warn(f"{what}: {why}")
 
 
-def _cut_of(finished: FinishedEvent) -> tuple[str, str]:
+def _cut_of(finished: FinishedEvent) -> tuple[str, Fix]:
     """Why an answer ended before its form did, and what helps."""
     num_tokens = finished.usage.completion_tokens
     after = f"after {num_tokens} token{'s' * (num_tokens != 1)}"
     if finished.stop_text is not None:
-        return f"ended by the stop string {finished.stop_text!r} {after}", "leave --stop out"
+        return f"ended by the stop string {finished.stop_text!r} {after}", Fix.without("--stop")
     if finished.ctx is not None and finished.usage.prompt_tokens + num_tokens >= finished.ctx:
-        return f"cut {after}: the context of {finished.ctx} tokens is full", f"--ctx {2 * finished.ctx}"
-    return f"cut {after}: the most that one may have", f"--max-tokens {max(512, 4 * num_tokens)}"
+        return f"cut {after}: the context of {finished.ctx} tokens is full", Fix.flag("--ctx", 2 * finished.ctx)
+    return f"cut {after}: the most that one may have", Fix.flag("--max-tokens", max(512, 4 * num_tokens))
 
 
 def _named(places: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ from localllm.server.ollama.messages import OllamaMessage, Tools, chat_messages,
 from localllm.server.ollama.options import Options, sampling_of
 from localllm.server.replies import NDJSON, JsonReply, collected, evicted_header, new_id, streamed, whole
 from localllm.server.tools.deltas import Delta, ToolCallDelta
-from localllm.server.tools.json_text import partial_object
+from localllm.server.tools.tool_parser import partial_object
 from localllm.text.chat_template import ChatInput
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer

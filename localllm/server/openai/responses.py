@@ -31,8 +31,7 @@ from localllm.server.openai.tools import (
     toolset_for,
 )
 from localllm.server.replies import JsonReply, collected, evicted_header, streamed, whole
-from localllm.server.tools.foreign import ForeignTool
-from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Toolset, call_of
+from localllm.server.tools.toolset import MAX_TOOLS, ForeignTool, OpenCalls, Toolset, call_of
 from localllm.text.chat_template import ChatInput
 from localllm.text.grammar.grammar import Grammar
 

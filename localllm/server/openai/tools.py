@@ -9,8 +9,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_valid
 
 from localllm.server.bodies import Body, Ignored, tagged_by
 from localllm.server.fields import ANY_OBJECT, CACHES_ITSELF, ArgumentsSchema, Label, Labels, json_grammar, optional
-from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
-from localllm.server.tools.toolset import MAX_TOOLS, Tool, Toolset, toolset
+from localllm.server.tools.toolset import KINDS, MAX_TOOLS, NO_SUCH_TOOL, ForeignTool, Tool, Toolset, toolset
 from localllm.text.grammar.grammar import Grammar
 
 NO_SERVER_TOOLS = "this server runs no tools of its own; a function's calls are for the client to make"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from localllm.errors import GrammarError
-from localllm.text.grammar.keywords import (
+from localllm.text.grammar.rewriting import FORMATS, close, with_ends, with_pattern, without_format
+from localllm.text.grammar.schema_parts import (
     ANNOTATIONS,
     BOUNDS,
     COUNTS,
@@ -24,12 +25,11 @@ from localllm.text.grammar.keywords import (
     SEVERAL,
     SUPPORTED,
     TYPES,
+    References,
     Steps,
     mapped,
+    pointer,
 )
-from localllm.text.grammar.pattern import has_control, has_surrogate, parse_error, why_not
-from localllm.text.grammar.references import References, pointer
-from localllm.text.grammar.rewriting import FORMATS, close, with_ends, with_pattern, without_format
 from localllm.text.grammar.termination import endless
 
 MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000
@@ -56,6 +56,22 @@ _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("regex", ("pattern", "patternProperties")),
     ("lookaround", ("pattern", "patternProperties")),
 )
+# Patterns: what Rust reads otherwise than JavaScript, or quietly leaves out.
+# Inside a class these mean something else to Rust than to JavaScript.
+_CLASS_OPERATOR = re.compile(r"&&|--|~~|\[")
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}|(.))", re.DOTALL
+)
+# A class that is not ended goes to the end: else every bracket would be looked at from there to the end.
+_CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])*)(?:\]|\\?\Z)", re.DOTALL)
+# Escapes and classes, which only look like one of these, are matched first.
+_BACKTRACKING = re.compile(
+    r"(?P<word>\\[bB])|\\[^1-9k]|\[(?:\\.|[^\]\\])*\]|(?P<look>\(\?<?[=!])|(?P<back>\\(?:[1-9]|k<))", re.DOTALL
+)
+_UNREAD = {"word": "asks where a word ends (\\b, \\B)", "look": "looks around", "back": "refers back to a group"}
+_PARSE_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n( *)\^+\nerror: (.*)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # that JSON writes as \u alone, and the last
 
 
 def checked(source: str) -> CheckedSchema:
@@ -102,7 +118,7 @@ class CheckedSchema:
         self._used = self._references.used()
         self._bounds: list[tuple[str, float, str]] = []  # (keyword, value, place)
         self._multiples: list[int] = []
-        self._named: list[float] = []  # other numbers
+        self._named: list[float] = []  # numbers of values
         walked: dict[str, Any] = self._walked(schema, (), 0)
         self._require_closed_zero()
         if self._refused:
@@ -120,10 +136,11 @@ class CheckedSchema:
                 fix="let it end: a property that is not required, an array that may be empty, or anyOf with null",
             )
         has_one_of = "oneOf" in self.places
-        self.opened = with_ends(closed, self._multiples, self._named) if has_one_of else None
+        others = [*self._named, *(value for _, value, _ in self._bounds)]
+        self.opened = with_ends(closed, self._multiples, others) if has_one_of else None
         self.by_the_letter: dict[str, Any] | None = mapped(walked, without_format) if has_one_of else None
         close(closed)
-        self.schema = with_ends(closed, self._multiples, self._named)
+        self.schema = with_ends(closed, self._multiples, others)
 
     def refuse(self, message: str) -> NoReturn:
         """Raise GrammarError with llguidance's message and the keyword that it is about."""
@@ -155,7 +172,11 @@ class CheckedSchema:
         if not isinstance(schema, dict):
             self._refuse(_place(steps), f"is {_kind(schema)}, and must be a schema")
             return schema
-        self._require_few_left(schema, _place(steps))
+        least, required = schema.get("minProperties"), schema.get("required")
+        if isinstance(least, int | float) and least - len(required if isinstance(required, list) else ()) > 1:
+            # Names of the model's own may come twice in an answer, and whoever reads it counts one.
+            why = "is enforced where at most one property more than `required` has is wanted"
+            self._refuse(_place((*steps, "minProperties")), why, "minProperties")
         walked = {key: self._keyword(key, value, steps, nesting) for key, value in schema.items()}
         found = {key: value for key, value in walked.items() if key in _ENFORCED}
         if found.get("format") not in FORMATS:
@@ -191,34 +212,24 @@ class CheckedSchema:
             self._refuse(at, f"is {_kind(value)}, and must be {_KIND_NAMES[_KINDS[key]]}", key)
             return value
         if key == "$ref":
-            return self._reference(value, steps, at)
-        return _CHECKS[key](self, key, value, at)
-
-    def _reference(self, value: str, steps: Steps, at: str) -> str:
-        target = self._references.target(steps, value)
-        if target is None:
-            self._refuse(at, f"points at {value[:80]!r}, which is no schema of this document", "$ref")
-        return value if target is None else pointer(target)
+            target = self._references.target(steps, value)
+            if target is None:
+                self._refuse(at, f"points at {value[:80]!r}, which is no schema of this document", "$ref")
+            return value if target is None else pointer(target)
+        if key in (*COUNTS, "multipleOf") and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if why := _fault(key, value):
+            self._refuse(at, why, key)
+        elif key in BOUNDS:
+            self._bounds.append((key, value, at))
+        elif key == "multipleOf":
+            self._multiples.append(value)
+        elif key in ("enum", "const"):
+            self._named += (part for part in _all_in(value) if isinstance(part, float))
+        return value
 
     def _refuse(self, at: str, why: str, key: str = "") -> None:
         self._refused.append(f"{key!r} {why} ({at})" if key else f"{at} {why}")
-
-    def _count(self, key: str, value: Any, at: str) -> Any:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            self._refuse(at, "must be a whole number, 0 or more", key)
-        elif key.startswith("min") and value > MAX_LEAST:
-            self._refuse(at, f"is more than {MAX_LEAST}: no context has room for that", key)
-        return value
-
-    def _bound(self, key: str, value: Any, at: str) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MOST_EXACT:
-            self._refuse(at, f"must be a number of at most {_MOST_EXACT}", key)
-        else:
-            self._bounds.append((key, value, at))
-            self._named.append(value)
-        return value
 
     def _require_closed_zero(self) -> None:
         """Note an exclusive bound of 0 beside a bound nearer than 1.
@@ -233,67 +244,41 @@ class CheckedSchema:
             if value == 0 and key == "exclusiveMaximum" and ("minimum", False) in near:
                 self._refuse(at, "of 0 is not enforced beside a minimum above -1", key)
 
-    def _multiple(self, key: str, value: Any, at: str) -> Any:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            self._refuse(
-                at, "is enforced for whole numbers alone: of others, validators find quotients that differ", key
-            )
-        else:
-            self._multiples.append(value)
-        return value
-
-    def _type(self, key: str, value: Any, at: str) -> Any:
-        names = value if isinstance(value, list) else [value]
-        unknown = [name for name in names if not (isinstance(name, str) and name in TYPES)]
-        if unknown or not names:
-            why = f"knows no {str(unknown[0])[:40]!r}{_meant(unknown[0], TYPES, ', but {}')}" if unknown else ""
-            self._refuse(at, why or "has no type in it", key)
-        return value
-
-    def _text(self, key: str, value: str, at: str) -> Any:
-        if key == "pattern" and (why := why_not(value)):
-            self._refuse(at, why, key)
-        return value
-
-    def _names(self, key: str, value: Any, at: str) -> Any:
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            self._refuse(at, "must be a list of names", key)
-        return value
-
-    def _values(self, key: str, value: Any, at: str) -> Any:
-        parts = list(_all_in(value))
-        if any(isinstance(part, str) and has_control(part) for part in parts):
-            self._refuse(at, "has a control character, which an answer cannot have", key)
-        if not all(map(_is_exact, parts)):
-            self._refuse(at, f"has a number beyond {_MOST_EXACT}, or of more than {_MOST_DIGITS} digits", key)
-        self._named += (part for part in parts if isinstance(part, float))
-        return value
-
-    def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
-        """Note a `minProperties` that needs names of the model's own.
-
-        Such a name may come twice in an answer, and whoever reads it counts one.
-        """
-        least, required = schema.get("minProperties"), schema.get("required")
-        if isinstance(least, int | float) and least - len(required if isinstance(required, list) else ()) > 1:
-            why = "is enforced where at most one property more than `required` has is wanted"
-            self._refuse(f"{place}/minProperties", why, "minProperties")
-
 
 _KINDS: dict[str, type] = {"$ref": str, "pattern": str, "format": str, "enum": list, "nullable": bool}
 _KIND_NAMES = {str: "a text", list: "a list", bool: "true or false"}
-_CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
-    **dict.fromkeys(COUNTS, CheckedSchema._count),
-    **dict.fromkeys(BOUNDS, CheckedSchema._bound),
-    **dict.fromkeys(("pattern", "format"), CheckedSchema._text),
-    **dict.fromkeys(("enum", "const"), CheckedSchema._values),
-    "multipleOf": CheckedSchema._multiple,
-    "type": CheckedSchema._type,
-    "required": CheckedSchema._names,
-    "nullable": lambda _schema, _key, value, _at: value,
-}
+
+
+def _fault(key: str, value: Any) -> str:
+    """Return what is wrong with the value of a keyword; "" for nothing."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key in COUNTS:
+        if not is_number or not isinstance(value, int) or not 0 <= value < 2**31:
+            return "must be a whole number, 0 or more"
+        is_long = key.startswith("min") and value > MAX_LEAST
+        return f"is more than {MAX_LEAST}: no context has room for that" if is_long else ""
+    if key in BOUNDS:
+        return "" if is_number and abs(value) <= _MOST_EXACT else f"must be a number of at most {_MOST_EXACT}"
+    match key:
+        case "pattern":
+            return why_not(value)
+        case "multipleOf" if not is_number or not isinstance(value, int) or value <= 0:
+            return "is enforced for whole numbers alone: of others, validators find quotients that differ"
+        case "required" if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            return "must be a list of names"
+        case "type":
+            names = value if isinstance(value, list) else [value]
+            for name in names:
+                if not (isinstance(name, str) and name in TYPES):
+                    return f"knows no {str(name)[:40]!r}{_meant(name, TYPES, ', but {}')}"
+            return "" if names else "has no type in it"
+        case "enum" | "const":
+            parts = list(_all_in(value))
+            if any(isinstance(part, str) and has_control(part) for part in parts):
+                return "has a control character, which an answer cannot have"
+            if not all(map(_is_exact, parts)):
+                return f"has a number beyond {_MOST_EXACT}, or of more than {_MOST_DIGITS} digits"
+    return ""
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
@@ -353,3 +338,49 @@ def _nested() -> GrammarError:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise GrammarError("the JSON Schema is no JSON", why=f"JSON has no {name}")
+
+
+def why_not(pattern: str) -> str:
+    """Return why an answer cannot be held to a pattern; "" where it can, as far as its spelling tells."""
+    for found in _CLASS.finditer(pattern):
+        if found[2] and _CLASS_OPERATOR.search(_ESCAPE.sub("", found[2])):
+            return "has an operator in a class: && -- ~~ or a second [ (write \\[)"
+    kinds = {found.lastgroup for found in _BACKTRACKING.finditer(pattern)}
+    for kind, why in _UNREAD.items():
+        if kind in kinds:
+            return why
+    if has_control(_ESCAPE.sub(_unescaped, _CLASS.sub(_single, pattern))):
+        return "wants a control character, which an answer cannot have"
+    return ""
+
+
+def parse_error(message: str) -> str | None:
+    """Return the library's message about a pattern in one line; None where it is about something else."""
+    found = _PARSE_ERROR.search(message)
+    return found and f"{found[3]}, at character {len(found[2]) - 3} of {found[1][:80]}"
+
+
+def has_control(text: str) -> bool:
+    """Tell if a text has a character that an answer, which has no \\u in its strings, cannot have."""
+    return _CONTROL.search(text) is not None
+
+
+def has_surrogate(text: str) -> bool:
+    """Tell if a text has half of a pair of surrogates, which is no character."""
+    return _SURROGATE.search(text) is not None
+
+
+def _single(found: re.Match[str]) -> str:
+    """Return the character of a class of one, nothing for other classes, and what is no class as it is."""
+    if found[2] is None:
+        return found[0]
+    is_single = not found[1] and (len(found[2]) == 1 or _ESCAPE.fullmatch(found[2]) is not None)
+    return found[2] if is_single else ""
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """Return the character of an escape, where it is a control character; else a letter."""
+    code = next((digits for digits in found.groups()[:4] if digits is not None), None)
+    if code is None:
+        return {"a": "\a", "v": "\v"}.get(found[5], "x")
+    return chr(int(code, 16)) if int(code, 16) < 0x80 else "x"

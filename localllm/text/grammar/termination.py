@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from localllm.text.grammar.keywords import TYPES, all_parts
-from localllm.text.grammar.references import pointer
+from localllm.text.grammar.schema_parts import TYPES, all_parts, pointer
 
 K = TypeVar("K")
 Schema = Mapping[str, Any]
@@ -58,7 +57,7 @@ def leading_to_themselves(held: Mapping[K, Collection[K]]) -> set[K]:
 def endless(schema: Schema) -> str | None:
     """Return the place of a schema that only an endless answer would meet; None where there is none.
 
-    Its references have to be pointers as `references.pointer` writes them, with a target each.
+    Its references have to be pointers as `pointer` writes them, with a target each.
     """
     places = {pointer(steps): part for steps, part in all_parts(schema) if isinstance(part, Mapping)}
     circular = leading_to_themselves({id(part): _in_place(part, places) for part in places.values()})
@@ -66,7 +65,7 @@ def endless(schema: Schema) -> str | None:
         ways: dict[int, list[list[int]]] = {_NEVER: []}
         num_met = 0
         for part in places.values():
-            schemas = list(_met_with(part, places)) if num_met < _MOST_MET else []
+            schemas = list(met_together(part, places, ("allOf",))) if num_met < _MOST_MET else []
             num_met += len(schemas)
             choices = [each[key] for each in schemas for key in ("anyOf", "oneOf") if each.get(key)]
             ways |= {id(branches): [_needed([branch]) for branch in branches] for branches in choices}
@@ -82,8 +81,8 @@ def _in_place(schema: Schema, places: Mapping[str, Schema]) -> list[int]:
     return [id(each) for each in (*parts, places.get(schema.get("$ref", ""))) if isinstance(each, Mapping)]
 
 
-def _met_with(schema: Schema, places: Mapping[str, Schema]) -> Iterator[Schema]:
-    """Yield a schema and what is met together with it."""
+def met_together(schema: Schema, places: Mapping[str, Schema], keys: Sequence[str]) -> Iterator[Schema]:
+    """Yield a schema, the target of its `$ref`, what it has at these keys, and so on. places: by their pointers."""
     seen, rest = set[int](), list[Any]([schema])
     while rest:
         each = rest.pop()
@@ -92,7 +91,8 @@ def _met_with(schema: Schema, places: Mapping[str, Schema]) -> Iterator[Schema]:
         if isinstance(each, Mapping) and id(each) not in seen:
             seen.add(id(each))
             yield each
-            rest += (*each.get("allOf", ()), places.get(each.get("$ref", "")))
+            rest += (part for key in keys for part in each.get(key, ()))
+            rest.append(places.get(each.get("$ref", "")))
 
 
 def _ways(schemas: Sequence[Schema]) -> Iterator[list[int]]:
