@@ -11,8 +11,7 @@ from localllm.engine.validation import require_same
 from localllm.errors import EngineGoneError, ModelChangedError
 from localllm.runtime import protocol
 from localllm.runtime.engine_connection import EngineConnection
-from localllm.runtime.engine_handle import Recipient, RequestStream
-from localllm.runtime.engine_peer import EnginePeer
+from localllm.runtime.engine_handle import EnginePeer, Recipient, RequestStream
 from localllm.runtime.remote_engine import RemoteEngine
 from localllm.runtime.watchdog import Patience, Watchdog
 

@@ -8,7 +8,6 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,56 +18,16 @@ from localllm.engine.request import Request
 from localllm.engine.validation import require_fit
 from localllm.errors import EngineClosedError, EngineGoneError, EngineStuckError, LocalLLMError
 from localllm.runtime import protocol
-from localllm.runtime.engine_handle import Recipient, RequestStream
-from localllm.runtime.engine_peer import EnginePeer
+from localllm.runtime.engine_handle import EnginePeer, Recipient, RequestStream
 from localllm.runtime.remote_engine import RemoteEngine
+from localllm.runtime.sockets import Outbox
 from localllm.runtime.watchdog import Patience, Watchdog
 
 _CALL_S = 120.0  # for an answer, which takes a second at most: a machine may be busy, a process may be stopped
 _LOOK_S = 5.0  # for one that nothing has to be computed for
-_AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)
+_SEND_S = 1.0  # for what is still to be sent when a connection is closed
 _LOOKS = frozenset({"facts", "status"})
 _ASK_AGAIN = "ask again: it is started anew"
-
-
-class _Outbox:
-    """Messages to a socket from any thread: none of them waits for a peer that does not read."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._lock = threading.Lock()
-        self._unsent: deque[bytes] = deque()
-        self._is_draining = False
-
-    def send(self, data: bytes) -> None:
-        """Ignore a connection that has ended: the thread that reads it finds out."""
-        with self._lock:
-            if not self._is_draining:
-                data = self._unsent_of(data)
-                if not data:
-                    return
-                self._is_draining = True
-                threading.Thread(target=self._drain, name="localllm-send", daemon=True).start()
-            self._unsent.append(data)
-
-    def _unsent_of(self, data: bytes) -> bytes:
-        """Return what is left of a message where the system takes no more at once."""
-        try:
-            return data[self._sock.send(data, _AT_ONCE) :]
-        except BlockingIOError:
-            return data
-        except OSError:
-            return b""
-
-    def _drain(self) -> None:
-        while True:
-            with self._lock:
-                if not self._unsent:
-                    self._is_draining = False
-                    return
-                data = self._unsent.popleft()
-            with contextlib.suppress(OSError):
-                self._sock.sendall(data)
 
 
 class EngineConnection:
@@ -79,7 +38,7 @@ class EngineConnection:
         self.peer = peer
         self._directory = directory
         self._sock: socket.socket | None = None
-        self._outbox: _Outbox | None = None
+        self._outbox: Outbox | None = None
         self._engine: RemoteEngine | None = None
         self._failure: BaseException | None = None
         self._settled = threading.Event()
@@ -148,10 +107,10 @@ class EngineConnection:
 
     def close(self, timeout_s: float) -> None:
         self.stop()
-        sock = self._sock
-        if sock is not None:
+        if self._outbox is not None and self._sock is not None:
+            self._outbox.end(min(timeout_s, _SEND_S))
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_WR)
+                self._sock.shutdown(socket.SHUT_WR)
         self._thread.join(timeout_s)
 
     def _abort(self, number: int) -> None:
@@ -214,7 +173,7 @@ class EngineConnection:
         self._began = time.perf_counter()
         try:
             self._sock = self.peer.connect()
-            self._outbox = _Outbox(self._sock)
+            self._outbox = Outbox(self._sock)
             self.watchdog.begin()
         except Exception as error:
             gone = EngineGoneError("the engine's process cannot be reached", why=str(error), fix="ask again")
@@ -286,5 +245,7 @@ class EngineConnection:
             recipient.put(error)
         for call in calls:
             call.put(error)
+        if self._outbox is not None:
+            self._outbox.end()
         self.watchdog.end()
         self._settled.set()

@@ -1,12 +1,13 @@
-"""A check whether a model would run on this machine, and how fast: from its shape, before a byte of it is fetched."""
+"""This machine, and whether a model would run on it, and how fast: from its shape, before a byte of it is fetched."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.config import ResolvedSettings, format_figure
+from localllm.config import ResolvedSettings, format_bytes, format_figure
 from localllm.errors import DoesNotFitError, LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_loader import engine_config
 
@@ -77,3 +78,19 @@ def _foreseen(name: str, resolved: ResolvedSettings, say: Callable[[str], None])
         files = None
     plan = foresee(shape, files, engine_config(resolved, lambda _: None), say)
     return Verdict("fits" if plan.is_whole else "offloads", plan.decode_tok_s, plan.ctx, plan.shape.weights)
+
+
+def machine_line() -> str:
+    """Return what a model can use here. Asking the system and the driver takes tens of milliseconds."""
+    import psutil
+
+    from localllm.offload.planner.nvml import gpus
+
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parts = [f"{cores} core{'' if cores == 1 else 's'}"]
+    parts.append(f"{format_bytes(memory.available)} of {format_bytes(memory.total)} memory free")
+    for gpu in gpus():
+        free = "" if gpu.free_bytes is None else f", {format_bytes(gpu.free_bytes)} free"
+        parts.append(f"{gpu.name or 'a GPU'}{free}")
+    return "; ".join(parts) if len(parts) > 2 else "; ".join([*parts, "no NVIDIA GPU"])

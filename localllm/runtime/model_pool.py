@@ -31,10 +31,9 @@ from localllm.errors import (
 )
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_process import Caps, Foreseen
-from localllm.runtime.resident_models import ResidentModels, consume_error
+from localllm.runtime.resident_models import ResidentModels, consume_error, keep_warm
 from localllm.runtime.selection import Selection, locate, told_of, with_defaults
 from localllm.runtime.served_model import ServedModel, own_name
-from localllm.runtime.warm_files import keep_warm
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.engine.events import ignore
 from localllm.errors import EngineGoneError, LocalLLMError
+from localllm.runtime.engine_handle import EnginePeer
 from localllm.runtime.engine_loader import Opening, check
-from localllm.runtime.engine_peer import EnginePeer
 from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, listener_pid
 from localllm.version import __version__
 
