@@ -363,5 +363,5 @@ def test_an_engine_without_a_plan_never_grows(directory: Path) -> None:
     ],
 )
 def test_the_contexts_that_are_tried_are_the_longest_first(prompt: int, most: int | None, contexts: list[int]) -> None:
-    tried = growth._contexts(growth.Needed(prompt, most), 128, 4096)
+    tried = growth.contexts(prompt, most, 128, 4096)
     assert tried == sorted(tried, reverse=True) and tried[0] >= prompt + 1

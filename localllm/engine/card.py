@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 
 from localllm.config import format_bytes
-from localllm.engine.memory import HEADROOM, is_device_out_of_memory, out_of_memory
+from localllm.engine.memory import HEADROOM, choose_device, choose_dtype, is_device_out_of_memory, out_of_memory
 from localllm.errors import UsageError
 from localllm.kernels.gpu.ready import why_not
 from localllm.offload.planner.device_rates import DeviceRates
 from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import KERNELS, Card, CardMemory, CardRates, Machine, Memory
 from localllm.offload.planner.plan import GIB
-from localllm.offload.planner.profile import device_measured, kept_profile, measured
-from localllm.quant.recipe import Recipe
+from localllm.offload.planner.profile import Profile, device_measured, kept_profile, machine_key, measured
+from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
 
 def card_machine(
@@ -90,3 +90,12 @@ def cap_allocator(device: torch.device, card: CardMemory) -> None:
     """What torch takes on the card stays within the plan's share of it; more is torch's error for want of memory."""
     share = (card.vram_bytes - card.context_bytes) / card.total_bytes
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)), device)
+
+
+def measure_again(say: Callable[[str], None]) -> Profile:
+    """Measure the machine again, with INT4 weights, for who knows that it was busy; other formats are measured when a
+    plan needs them. What runs have taught is forgotten: it was of the figures before. Until there are new ones, the old
+    ones stay."""
+    device, dtype, blocks = choose_device("auto"), choose_dtype("auto"), RECIPES[DEFAULT].blocks
+    profile = measured(Profile(machine_key()), DEFAULT, blocks, dtype, say)
+    return device_measured(profile, device, DEFAULT, blocks, dtype, say) if device.type != "cpu" else profile

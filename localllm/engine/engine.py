@@ -5,7 +5,6 @@ Not a thread and not a server: whoever calls `step` owns the device. `submit` an
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import secrets
 import time
@@ -21,9 +20,10 @@ from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.beam_search import BeamSearch, Ends, require_room
+from localllm.engine.context_growth import contexts, grow
 from localllm.engine.draft_loader import DraftModel
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
-from localllm.engine.events import Event, FinishedEvent, ignore
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, ignore
 from localllm.engine.kv_allocator import KVAllocator
 from localllm.engine.loader import Loading, Replan, Watcher, note_device
 from localllm.engine.perplexity import Perplexity, perplexity
@@ -39,7 +39,7 @@ from localllm.engine.speculative.config import NO_DRAFTS, Speculate, Speculating
 from localllm.engine.step import StepLoop
 from localllm.engine.step_types import Limits
 from localllm.engine.validation import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
-from localllm.errors import DoesNotFitError, TemplateError, UsageError
+from localllm.errors import ContextOverflowError, DoesNotFitError, TemplateError, UsageError
 from localllm.hub.packed import source_id
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
@@ -54,8 +54,6 @@ from localllm.text.detokenizer import Detokenizer
 from localllm.text.grammar.compiled import Grammars
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
-
-_GROWTH = "localllm.engine.context_growth"  # of `--overflow grow`: imported by the first request that asks for it
 
 
 class Engine(StepLoop):
@@ -258,8 +256,6 @@ class Engine(StepLoop):
             )
         elif self.speculation.is_on:
             sequence.drafter = self.speculation.name
-        if request.grows:
-            importlib.import_module(_GROWTH).ask_for_growth(sequence)
         self.scheduler.add(sequence)
         return request_id
 
@@ -337,23 +333,49 @@ class Engine(StepLoop):
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.num_waiting)
 
-    def _settled(self, plan: Plan) -> None:
-        self.scheduler.limits = self._limits.within(plan)
+    def _prepare(self) -> list[Event]:
+        """Do what is due between answers: blocks move, the context grows."""
+        if self.residency.is_lost:
+            self.residency.restore()
+        if not self.scheduler.waiting or self.scheduler.running:  # what was lost was in the midst of an answer
+            return []
+        if (plan := self.residency.settle()) is not None:
+            self.scheduler.limits = self._limits.within(plan)
+        return self._grow(self.scheduler.waiting[0]) if self.scheduler.waiting[0].wants_growth else []
 
     def _grow(self, sequence: Sequence) -> list[Event]:
+        """Make the context longer for a sequence that wants that, or let it do with what there is. Raises as
+        `Residency.move`."""
+        sequence.fit(self.ctx)  # another one may have made it longer since
         if not sequence.wants_growth:
             return []
-        events: list[Event] = importlib.import_module(_GROWTH).grow_for(self, sequence)
-        return events
-
-    def fail(self, sequence: Sequence, error: Exception) -> FinishedEvent:
-        """End a request with an error, before it runs."""
-        return self._fail(sequence, error)
-
-    def fit(self, plan: Plan) -> None:
-        """Take the context and the limits of a plan by which the model is placed by now."""
+        residency, before, num_tokens = self.residency, self.ctx, sequence.num_prompt_tokens
+        longest = self.config.longest_context
+        tried = contexts(num_tokens, sequence.request.sampling.max_tokens, before, longest)
+        try:
+            plan, from_disk, from_memory = grow(residency, self.planned, tried, self.kv_allocator.give_up_ram)
+        except DoesNotFitError as error:
+            residency.restore()  # where the way back found no room either
+            self.kv_allocator.share_ram(residency.plan)  # as before
+            if num_tokens < before:
+                sequence.wants_growth = False
+                return []
+            overflow = ContextOverflowError(
+                f"the prompt has {num_tokens} tokens, the context {before}, and it cannot grow",
+                why=f"{error.what}: {error.why}" if error.why else error.what,
+                fix=self.flags_for(min(longest, num_tokens + 512)) or "shorten the prompt",
+            )
+            return [self._fail(sequence, overflow)]
+        self.kv_allocator.share_ram(plan)
         self.ctx = plan.ctx
-        self._settled(plan)
+        self.scheduler.limits = self._limits.within(plan)
+        for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
+            if waiting.wants_growth:
+                waiting.fit(self.ctx)
+        sequence.wants_growth = False
+        is_sure = plan.costs.rates.is_measured and residency.plan is plan
+        decode_tok_s = plan.decode_tok_s if is_sure else None
+        return [GrownEvent(sequence.request_id, before, plan.ctx, from_disk, from_memory, decode_tok_s)]
 
     def planned(self, ctx: int) -> Plan:
         """Return the best plan for this context in the memory of now. Raises DoesNotFitError."""

@@ -27,7 +27,6 @@ from localllm.engine.step_types import Chunk, StepCancelledError, StepOutput
 from localllm.errors import LocalLLMError
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.load import Progress
-from localllm.offload.planner.plan import Plan
 
 _REPORT_S = 0.2  # between two reports of one forward
 
@@ -69,7 +68,8 @@ class StepLoop:
         """
         events, computed = self._drop_aborted(), list[Computed]()
         with self._failures(events) as attempt:
-            if prepared := self._prepare():
+            is_between = self.scheduler.waiting and not self.scheduler.running
+            if (is_between or self.residency.is_lost) and (prepared := self._prepare()):
                 return events + prepared  # before anything is reported of the forward that follows
             attempt.ends = lambda: [self.scheduler.waiting[0]]
             attempt.gives_way = lambda error: self.kv_allocator.gives_way(error, 0)
@@ -98,21 +98,8 @@ class StepLoop:
         return self.speculation.gives_way(error) or self.kv_allocator.gives_way(error, num_rows)
 
     def _prepare(self) -> list[Event]:
-        """Do what is due between answers: blocks move, the context grows. Raises as `Residency.move`."""
-        if self.residency.is_lost:
-            self.residency.restore()
-        if not self.scheduler.waiting or self.scheduler.running:
-            return []
-        if (plan := self.residency.settle()) is not None:
-            self._settled(plan)
-        return self._grow(self.scheduler.waiting[0])
-
-    def _settled(self, plan: Plan) -> None:
-        """Go on within another plan."""
-
-    def _grow(self, _sequence: Sequence) -> list[Event]:
-        """Make the context longer for a sequence that wants that, as nothing runs."""
-        return []
+        """Do what is due between answers. Raises as `Residency.move`."""
+        raise NotImplementedError
 
     # Forward
 
