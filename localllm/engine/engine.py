@@ -35,7 +35,8 @@ from localllm.engine.runner import BATCH_ROWS, ModelRunner
 from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence
-from localllm.engine.speculative.config import NO_DRAFTS, Speculate, Speculating, speculation
+from localllm.engine.speculative.config import Speculate, speculation
+from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.step import StepLoop
 from localllm.engine.step_types import Limits
 from localllm.engine.validation import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
@@ -73,7 +74,8 @@ class Engine(StepLoop):
         held: ExitStack | None = None,
         reuse: KVReuse = IN_POOLS,
         computed: Computed = UNKNOWN_SOURCE,
-        speculating: Speculating = NO_DRAFTS,
+        speculate: Speculate = Speculate("off"),  # noqa: B008
+        drafter: ModelDrafter | None = None,
         note: Callable[[str], None] = ignore,
     ) -> None:
         """Serve a loaded model.
@@ -84,7 +86,7 @@ class Engine(StepLoop):
         flags_for: the flags with which a longer context fits, "" where none does.
         held: what must stay open as long as the engine is used.
         reuse: what later prompts find of earlier ones, computed with this checkpoint and recipe.
-        speculating: makes what drafts tokens.
+        speculate, drafter: who drafts tokens, and the second model, if it is one.
         note: called with what is worth a line.
         """
         self.tokenizer = tokenizer
@@ -108,7 +110,7 @@ class Engine(StepLoop):
         super().__init__(
             residency,
             Scheduler(self._limits.within(plan), KVAllocator(residency, reuse, computed, plan)),
-            speculating(residency, plan),
+            speculation(speculate, residency, plan, drafter),
             frozenset(token_id for token_id in eos if token_id is not None),
             tokenizer.token_text,
         )
@@ -165,7 +167,8 @@ class Engine(StepLoop):
             held=loaded.held,
             reuse=reuse,
             computed=Computed(source_id(files), planner.recipe.name, files.name),
-            speculating=partial(speculation, speculate, drafter=loaded.drafter),
+            speculate=speculate,
+            drafter=loaded.drafter,
             note=watcher.noting,
         )
         try:

@@ -14,7 +14,7 @@ from localllm.engine.events import Event
 from localllm.engine.placement import model_shape
 from localllm.engine.prefix_config import IN_POOLS, KVReuse
 from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.drafter import Drafter, Lookup
+from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
@@ -87,7 +87,7 @@ def place(engine: Engine, placement: str) -> None:
 
 def guess_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool = False) -> None:
     """From now on. `skip` leaves out what is streamed, a few blocks where nothing is."""
-    lookup: Lookup | None = NgramLookup() if "ngram" in drafter else None
+    lookup = NgramLookup() if "ngram" in drafter else None
     drafters: list[Drafter] = []
     if "skip" in drafter:
         skipped = engine.residency.model.stream.names or SKIPPED

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Protocol
+from functools import cache
 
 from localllm.engine.residency import Residency
 from localllm.engine.speculative.draft_model import ModelDrafter
@@ -62,36 +61,15 @@ class Speculate:
         return DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
 
 
-class Speculating(Protocol):
-    def __call__(self, residency: Residency, plan: Plan | None) -> Speculation:
-        """plan: the plan that the model was loaded by, if one was made."""
-        ...
-
-
 def speculation(
-    speculate: Speculate,
-    residency: Residency,
-    plan: Plan | None,
-    drafter: ModelDrafter | None = None,
+    speculate: Speculate, residency: Residency, plan: Plan | None, drafter: ModelDrafter | None = None
 ) -> Speculation:
-    """drafter: the second model, if there is one."""
-    drafters: list[Drafter] = []
+    """plan: the plan that the model was loaded by. drafter: the second model, if there is one."""
     lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
-    if speculate.who in ("auto", "skip"):
-        drafters.append(SkipDrafter(lambda: residency.runner))
-    if drafter is not None:
-        drafters.append(drafter)
-    return Speculation(
-        residency,
-        lookup,
-        drafters,
-        speculate.most_tokens,
-        adapts=speculate.adapts,
-        growth=None if plan is None else growth(plan),
-    )
-
-
-NO_DRAFTS: Speculating = partial(speculation, Speculate("off"))
+    drafters: list[Drafter] = [SkipDrafter(lambda: residency.runner)] if speculate.who in ("auto", "skip") else []
+    drafters += [] if drafter is None else [drafter]
+    growing = None if plan is None else growth(plan)
+    return Speculation(residency, lookup, drafters, speculate.most_tokens, adapts=speculate.adapts, growth=growing)
 
 
 def growth(plan: Plan) -> Callable[[int, int], float]:

@@ -10,16 +10,14 @@ from localllm.cache.prefix import PrefixCache
 from localllm.engine.runner import ModelRunner
 from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.draft_loop import Confidence, draft_tokens
-from localllm.engine.speculative.drafter import NO_DRAFT, Draft
+from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter
 from localllm.engine.step_types import Chunk
 
 _CHUNK_TOKENS = 512  # of a prompt that are computed at once
 _AT_ONCE = 8  # tokens behind which the first one is drafted in the same pass: those that the last verification gave
 
 
-class ModelDrafter:
-    is_ready = True
-
+class ModelDrafter(Drafter):
     def __init__(
         self,
         name: str,
@@ -56,17 +54,14 @@ class ModelDrafter:
             kv = self._kvs.get(sequence.request_id)
             if len(sequence.token_ids) >= self._ctx or (kv is None and len(self._kvs) >= self._sequences):
                 continue
-            kv = kv or self._begun(sequence, is_cancelled)
+            if kv is None:
+                kv = self._kvs[sequence.request_id] = self._new_kv(min(sequence.max_length, self._ctx))
+                if self._prefix is not None:
+                    self._prefix.attach(kv, sequence.token_ids, cancelled=is_cancelled)
             while (rest := len(sequence.token_ids) - kv.length) > _AT_ONCE:
                 chunk = Chunk(sequence.token_ids, kv, min(rest - 1, _CHUNK_TOKENS))
                 runner.forward([chunk], cancelled=is_cancelled)
             self._seal(sequence, kv)
-
-    def _begun(self, sequence: Running, is_cancelled: Callable[[], bool]) -> PagedKV:
-        kv = self._kvs[sequence.request_id] = self._new_kv(min(sequence.max_length, self._ctx))
-        if self._prefix is not None:
-            self._prefix.attach(kv, sequence.token_ids, cancelled=is_cancelled)
-        return kv
 
     def _seal(self, sequence: Running, kv: PagedKV) -> None:
         if self._prefix is not None:

@@ -1,10 +1,9 @@
-"""What drafts the next tokens of sequences."""
+"""What drafts the next tokens of sequences by passes of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from localllm.engine.sequence import Sequence as Running
 
@@ -20,60 +19,32 @@ class Draft:
 NO_DRAFT = Draft()
 
 
-class Lookup(Protocol):
-    """Drafts that take next to no time: made in every step, and compared with the text verified or not."""
+class Drafter:
+    """Drafts that take passes of a model; this one has read all that the engine has, and holds nothing."""
 
     name: str
-
-    def read(self, sequences: Sequence[Running]) -> None:
-        """Index the text so far: for a long prompt that takes longer than to look."""
-        ...
-
-    def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
-        """Return for each sequence at most so many tokens."""
-        ...
-
-    def hindsight(self, sequence: Running, since: int, limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
-        """Yield what it would have offered behind some of the tokens from `since` on, with what was sampled there."""
-        ...
-
-    def forget(self, sequence: Running) -> None:
-        """Drop what is held for a sequence that has ended."""
-        ...
-
-
-class Drafter(Protocol):
-    """Drafts that take passes of a model."""
-
-    @property
-    def name(self) -> str: ...
 
     @property
     def is_ready(self) -> bool:
         """Whether it can draft now, as the model is placed."""
-        ...
+        return True
 
-    def num_unread(self, sequences: Sequence[Running]) -> int:
+    def num_unread(self, _sequences: Sequence[Running]) -> int:
         """Return the tokens of these that `read` would have to compute."""
-        ...
+        return 0
 
     def read(self, sequences: Sequence[Running], is_cancelled: Callable[[], bool]) -> None:
         """Prefill the text so far, which may take many passes. Raises as a forward does."""
-        ...
 
     def propose(
-        self,
-        sequences: Sequence[Running],
-        limits: Sequence[int],
-        least: float,
-        is_cancelled: Callable[[], bool],
+        self, sequences: Sequence[Running], limits: Sequence[int], least: float, is_cancelled: Callable[[], bool]
     ) -> list[Draft]:
         """Return for each sequence at most so many tokens, up to one whose probability of being accepted, together with
         those before it, is below `least`. Raises as a forward does; no sequence has changed then."""
-        ...
+        raise NotImplementedError
 
     def forget(self, sequence: Running) -> None:
         """Drop what is held for a sequence that has ended."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back what is held for all."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from localllm.engine.runner import ModelRunner
 from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.draft_loop import Confidence, draft_tokens
-from localllm.engine.speculative.drafter import Draft
+from localllm.engine.speculative.drafter import Draft, Drafter
 from localllm.layers.mlp import SplitMLP
 from localllm.models.decoder import Decoder
 from localllm.models.layout import HEAD
@@ -24,7 +24,7 @@ def slow_blocks(model: Decoder) -> frozenset[str]:
     return model.stream.names | apart
 
 
-class SkipDrafter:
+class SkipDrafter(Drafter):
     name = "skip"
 
     def __init__(self, runner: Callable[[], ModelRunner], skipped: Callable[[], frozenset[str]] | None = None) -> None:
@@ -47,12 +47,6 @@ class SkipDrafter:
             self._slow = weakref.ref(model), slow_blocks(model)
         return self._slow[1]
 
-    def num_unread(self, _sequences: Sequence[Running]) -> int:
-        return 0
-
-    def read(self, sequences: Sequence[Running], is_cancelled: Callable[[], bool]) -> None:
-        """The model has read everything already."""
-
     def propose(
         self, sequences: Sequence[Running], limits: Sequence[int], least: float, is_cancelled: Callable[[], bool]
     ) -> list[Draft]:
@@ -63,6 +57,3 @@ class SkipDrafter:
 
     def forget(self, sequence: Running) -> None:
         self._confidence.forget(sequence)
-
-    def close(self) -> None:
-        """It holds nothing."""

@@ -25,7 +25,8 @@ from localllm.engine.speculative.controller import (
     StepTimes,
     cooldown_steps,
 )
-from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, Lookup
+from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter
+from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.step_types import Chunk
 from localllm.models.config import ModelConfig
 from localllm.settings import DRAFT_TOKENS, MOST_DRAFT_TOKENS
@@ -53,7 +54,7 @@ class Speculation:
     def __init__(
         self,
         residency: Residency,
-        lookup: Lookup | None,
+        lookup: NgramLookup | None,
         drafters: Sequence[Drafter],
         draft_tokens: int = DRAFT_TOKENS,
         *,
@@ -106,7 +107,7 @@ class Speculation:
                     raise
                 self._give_up_drafters()
         return [
-            (sequence, _with_draft(chunk, draft.token_ids))
+            (sequence, _with_draft(chunk, draft.token_ids) if draft.token_ids else chunk)
             for (sequence, chunk), draft in zip(scheduled, this.drafts, strict=True)
         ]
 
@@ -262,7 +263,5 @@ def _is_decoding(sequence: Running, chunk: Chunk) -> bool:
 
 
 def _with_draft(chunk: Chunk, draft: Sequence[int]) -> Chunk:
-    if not draft:
-        return chunk
     token_ids = [*chunk.token_ids, *draft]
     return replace(chunk, token_ids=token_ids, num_tokens=1 + len(draft), num_drafted=len(draft))
