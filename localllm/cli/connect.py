@@ -22,12 +22,14 @@ from localllm.runtime.client_configs import (
     PLACEHOLDER_KEY,
     USUAL_CTX,
     YOUR_KEY,
+    Answering,
     ClientConfig,
     Part,
+    ProbedModel,
     Target,
+    ask_models,
     names,
 )
-from localllm.runtime.server_probe import Answering, ProbedModel, ask_models
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 

@@ -21,11 +21,10 @@ from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.beam_search import BeamSearch, Ends, require_room
 from localllm.engine.context_growth import contexts, grow
-from localllm.engine.draft_loader import DraftModel
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, ignore
 from localllm.engine.kv_allocator import KVAllocator
-from localllm.engine.loader import Loading, Replan, Watcher, note_device
+from localllm.engine.loader import DraftModel, Loading, Replan, Watcher, note_device
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse

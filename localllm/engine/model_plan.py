@@ -10,7 +10,7 @@ from typing import Any
 
 from localllm import hub
 from localllm.config import format_bytes
-from localllm.engine.draft_loader import require_same_tokenizer
+from localllm.engine.loader import require_same_tokenizer
 from localllm.engine.placement import model_shape
 from localllm.engine.planner import DraftShape, ModelPlanner
 from localllm.engine.speculative.config import Speculate
