@@ -13,7 +13,6 @@ from localllm.engine.memory import HEADROOM, choose_device, choose_dtype, is_dev
 from localllm.errors import UsageError
 from localllm.kernels.gpu.ready import why_not
 from localllm.offload.planner.device_rates import DeviceRates
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import KERNELS, Card, CardMemory, CardRates, Machine, Memory
 from localllm.offload.planner.plan import GIB
 from localllm.offload.planner.profile import Profile, device_measured, kept_profile, machine_key, measured
@@ -45,15 +44,12 @@ def card_machine(
             vram_memory = card_memory(device, vram, known, found.workspace_bytes)
     except RuntimeError as error:
         raise out_of_memory(device, error) if is_device_out_of_memory(error) else error from None
-    card = Card(vram_memory, _card_rates(found, known, is_fused=not why_not(device)))
+    rates_of_card = CardRates(found.matrix_gbs, found.compute_gops, known.h2d_gbs, known.launch_s, known.hop_s)
+    if not why_not(device):
+        graph_launch_s = known.graph_launch_s
+        rates_of_card = replace(rates_of_card, launch_s=graph_launch_s, launches=KERNELS, is_fused=True)
+    card = Card(vram_memory, rates_of_card)
     return Machine(memory(), rates, card, profile.corrections(recipe.name))
-
-
-def _card_rates(found: FormatRates, card: DeviceRates, *, is_fused: bool) -> CardRates:
-    rates = CardRates(found.matrix_gbs, found.compute_gops, card.h2d_gbs, card.launch_s, card.hop_s)
-    if is_fused:
-        return replace(rates, launch_s=card.graph_launch_s, launches=KERNELS, is_fused=True)
-    return rates
 
 
 def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates, workspace_bytes: int) -> CardMemory:

@@ -299,7 +299,11 @@ class Engine(StepLoop):
     def status(self) -> EngineStatus:
         """Return what the engine is doing; from any thread."""
         idle_s = time.monotonic() - self.scheduler.used_at
-        return EngineStatus(tuple(map(_slot, list(self.scheduler.running))), self.scheduler.num_waiting, idle_s)
+        slots = []
+        for each in list(self.scheduler.running):
+            num_prefilled = 0 if each.kv is None else min(each.kv.length, each.num_prompt_tokens)
+            slots.append(SlotFacts(each.request_id, each.num_prompt_tokens, num_prefilled, each.num_completion_tokens))
+        return EngineStatus(tuple(slots), self.scheduler.num_waiting, idle_s)
 
     def abort(self, request_id: int) -> None:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""
@@ -393,9 +397,3 @@ class Engine(StepLoop):
             raise UsageError(what, fix=f"--ctx {self.ctx}")
         require_ids(token_ids, self.config.vocab_size)
         return perplexity(self.runner, token_ids, ctx=ctx or self.ctx, new_kv=self.residency.new_kv, progress=progress)
-
-
-def _slot(sequence: Sequence) -> SlotFacts:
-    kv = sequence.kv
-    num_prefilled = 0 if kv is None else min(kv.length, sequence.num_prompt_tokens)
-    return SlotFacts(sequence.request_id, sequence.num_prompt_tokens, num_prefilled, sequence.num_completion_tokens)

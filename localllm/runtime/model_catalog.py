@@ -57,7 +57,11 @@ def model_rows(*, has_available: bool) -> list[ModelRow]:
     rows = [_of_installed(model) for model in hub.list_models()]
     if has_available:
         here = {row.name for row in rows}
-        rows += [_of_entry(entry) for entry in load_registry().entries if entry.name not in here]
+        rows += [
+            ModelRow(entry.name, "available", entry.repo, entry.revision, **_registered(entry))
+            for entry in load_registry().entries
+            if entry.name not in here
+        ]
     return rows
 
 
@@ -92,7 +96,6 @@ def licence_text(row: ModelRow) -> str:
 
 
 def _of_installed(model: InstalledModel) -> ModelRow:
-    entry = model.entry
     return ModelRow(
         name=model.name,
         state=model.state,
@@ -103,26 +106,12 @@ def _of_installed(model: InstalledModel) -> ModelRow:
         partial_bytes=model.partial_bytes,
         packed=model.packed,
         model_type=model.model_type,
-        aliases=entry.aliases if entry else (),
-        licence=entry.licence if entry else None,
-        gated=entry.gated if entry else None,
-        context=entry.context if entry else None,
-        parameters=entry.parameters if entry else None,
+        **(_registered(model.entry) if model.entry else {}),
     )
 
 
-def _of_entry(entry: ModelEntry) -> ModelRow:
-    return ModelRow(
-        name=entry.name,
-        state="available",
-        repo=entry.repo,
-        revision=entry.revision,
-        aliases=entry.aliases,
-        licence=entry.licence,
-        gated=entry.gated,
-        context=entry.context,
-        parameters=entry.parameters,
-    )
+def _registered(entry: ModelEntry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in ("aliases", "licence", "gated", "context", "parameters")}
 
 
 # One model
@@ -130,10 +119,12 @@ def _of_entry(entry: ModelEntry) -> ModelRow:
 
 def model_facts(model: ModelDescription) -> dict[str, Any]:
     """Return the facts of `localllm show --json`. Raises CheckpointError for a checkpoint's defaults out of range."""
-    entry = model.entry
+    entry, state = model.entry, "orphan" if model.packed and model.entry is None else "available"
+    if model.files or model.partial_bytes:
+        state = "installed" if model.files else "partial"
     return {
         "name": model.name,
-        "state": _state(model),
+        "state": state,
         "repo": model.repo,
         "revision": model.revision if model.repo else None,
         "directory": str(model.files.directory) if model.files else None,
@@ -162,14 +153,6 @@ def fact_lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
             yield from ((label, f"{packed_text(packed)} in {packed.directory}") for packed in model.packed)
         else:
             yield label, _shown(name, value)
-
-
-def _state(model: ModelDescription) -> str:
-    if model.files:
-        return "installed"
-    if model.partial_bytes:
-        return "partial"
-    return "orphan" if model.packed and model.entry is None else "available"
 
 
 def _shown(name: str, value: bool | float | str | list[str] | Mapping[str, float]) -> str:

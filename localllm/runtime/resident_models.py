@@ -53,7 +53,7 @@ class ResidentModels:
         self._timers: dict[ServedModel, asyncio.TimerHandle] = {}
         self._ending: set[asyncio.Task[None]] = set()  # handles of models that were unloaded
         self._evicted: list[tuple[ServedModel, str]] = []  # with their weights' formats
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     # Leaving
 
@@ -65,14 +65,11 @@ class ResidentModels:
             model.keep_s = self.idle_s
             if not handle.is_settled:
                 handle.stop()  # nothing of a load is waited for
-            await asyncio.shield(self._end(handle))
+            task = asyncio.create_task(asyncio.to_thread(handle.close))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            await asyncio.shield(task)
             self._note(f"{model.name} is unloaded")
-
-    def _end(self, handle: EngineHandle) -> asyncio.Task[None]:
-        task = asyncio.create_task(asyncio.to_thread(handle.close))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        return task
 
     async def wait_unloaded(self) -> None:
         """Wait until no process is ending: until then its memory counts as used."""
@@ -98,7 +95,7 @@ class ResidentModels:
             return None
         return time.time() + max(0.0, model.last_used + model.keep_s - time.monotonic())
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Do it in the background."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)  # else nobody keeps it

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
-from localllm.engine.events import Event
+from localllm.engine.events import Event, SpeculationStats
 from localllm.engine.placement import model_shape
 from localllm.engine.prefix_config import IN_POOLS, KVReuse
 from localllm.engine.speculative.draft_model import ModelDrafter
@@ -128,6 +128,19 @@ def answers(engine: Engine, requests: Sequence[Request]) -> list[list[Event]]:
 
 def said(engine: Engine, *requests: Request) -> list[Said]:
     return [Said.of(events) for events in answers(engine, requests)]
+
+
+def plainly(engine: Engine, *requests: Request, placement: str = "whole") -> list[Said]:
+    """What each says alone, without guesses."""
+    place(engine, placement)
+    guess_with(engine, "", 0)
+    return [said(engine, request)[0] for request in requests]
+
+
+def stats(events: Sequence[Event]) -> SpeculationStats:
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent) and finished.speculation is not None
+    return finished.speculation
 
 
 def request(engine: Engine, prompt: str = TALE, mask: object = None, **sampling: object) -> Request:

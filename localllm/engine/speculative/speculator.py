@@ -89,7 +89,11 @@ class Speculation:
         cooled_until = time.perf_counter()
         self._end_cooldown()
         hindsight_s = time.perf_counter() - cooled_until
-        if not self.is_on or not all(_is_decoding(sequence, chunk) for sequence, chunk in scheduled):
+        # Each sequence has one token more after the step, behind one of its answer.
+        if not self.is_on or not all(
+            chunk.num_tokens == 1 and chunk.end == len(chunk.token_ids) and sequence.num_completion_tokens > 0
+            for sequence, chunk in scheduled
+        ):
             return scheduled
         if self._model() is not self._residency.model:  # moved: it takes another time now
             self._model = weakref.ref(self._residency.model)
@@ -255,11 +259,6 @@ def draft_limit(sequence: Running, config: ModelConfig) -> int:
         if rope.kind == "dynamic" or (rope.kind == "longrope" and length <= trained):
             most = min(most, trained - length - 1)
     return max(0, most)
-
-
-def _is_decoding(sequence: Running, chunk: Chunk) -> bool:
-    """Return whether the step gives the sequence one token more, behind one of its answer."""
-    return chunk.num_tokens == 1 and chunk.end == len(chunk.token_ids) and sequence.num_completion_tokens > 0
 
 
 def _with_draft(chunk: Chunk, draft: Sequence[int]) -> Chunk:
