@@ -13,9 +13,8 @@ from typing import Any
 from benchmarks.engines import answer, tiny_engine
 from benchmarks.measure import RESULTS, spread
 from localllm.engine.engine import Engine
-from localllm.engine.speculative.drafter import Drafter
+from localllm.engine.speculative.drafter import Drafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
-from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 
 HELD_OUT = "tales/641.txt"  # a book that the built-in model was not trained on

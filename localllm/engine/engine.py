@@ -35,7 +35,7 @@ from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculative.config import Speculate, speculation
-from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.speculative.drafter import ModelDrafter
 from localllm.engine.step import StepLoop
 from localllm.engine.step_types import Limits
 from localllm.engine.validation import Prompt, encode_prompt, is_chat, require_fit, require_unchanged

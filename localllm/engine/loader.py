@@ -23,7 +23,7 @@ from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.planner import DraftShape, ModelPlanner, has_card
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS, operators_compute
-from localllm.engine.speculative.draft_model import ModelDrafter
+from localllm.engine.speculative.drafter import ModelDrafter
 from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import FETCH_ANEW, DoesNotFitError, ModelNotFoundError, TokenizerError, UsageError
 from localllm.hub import ModelFiles

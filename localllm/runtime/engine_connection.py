@@ -1,4 +1,5 @@
-"""One connection to an engine in another process, for as long as that lasts. No torch."""
+"""One connection to an engine in another process, for as long as that lasts, and the engine as it is used here. No
+torch."""
 
 from __future__ import annotations
 
@@ -8,26 +9,132 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from localllm.engine.engine_info import EngineFacts
+from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.engine.events import Event, FinishedEvent, GrownEvent
 from localllm.engine.request import Request
-from localllm.engine.validation import require_fit
-from localllm.errors import EngineClosedError, EngineGoneError, EngineStuckError, LocalLLMError
+from localllm.engine.validation import encode_prompt, require_fit, require_unchanged
+from localllm.errors import EngineClosedError, EngineGoneError, EngineStuckError, LocalLLMError, TemplateError
+from localllm.models.config import ModelConfig
+from localllm.models.families import load_config
 from localllm.runtime import protocol
 from localllm.runtime.engine_handle import EnginePeer, Recipient, RequestStream
-from localllm.runtime.remote_engine import RemoteEngine
 from localllm.runtime.sockets import Outbox
 from localllm.runtime.watchdog import Patience, Watchdog
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.tokenizer import Tokenizer
+
+Call = Callable[[str, Any], Any]
+T = TypeVar("T")
 
 _CALL_S = 120.0  # for an answer, which takes a second at most: a machine may be busy, a process may be stopped
 _LOOK_S = 5.0  # for one that nothing has to be computed for
 _SEND_S = 1.0  # for what is still to be sent when a connection is closed
 _LOOKS = frozenset({"facts", "status"})
 _ASK_AGAIN = "ask again: it is started anew"
+
+
+class RemoteEngine:
+    """`LoadedEngine`: what the model's files say is read here, all else is asked of the other process."""
+
+    def __init__(self, directory: Path, facts: EngineFacts, call: Call) -> None:
+        """directory: the model's files. call: asks the other process, by a name of `engine_server.CALLS`."""
+        self._directory = directory
+        self._facts = facts
+        self._call = call
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return self._read(Tokenizer.load)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return self._read(load_config)
+
+    @cached_property
+    def _template(self) -> ChatTemplate | TemplateError:
+        tokenizer = self.tokenizer
+        return self._read(lambda directory: ChatTemplate.load_or_why_not(directory, tokenizer))
+
+    def _read(self, read: Callable[[Path], T]) -> T:
+        """Read the files that the other process has loaded from. Raises ModelChangedError where they are others
+        now."""
+        try:
+            return read(self._directory)
+        finally:
+            self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Raises ModelChangedError, and ModelNotFoundError where the files are gone."""
+        require_unchanged(self._directory, self.contents)
+
+    @property
+    def contents(self) -> str:
+        return self._facts.contents
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises TemplateError where the model has none, or a broken one."""
+        if isinstance(self._template, TemplateError):
+            raise self._template.with_traceback(None)
+        return self._template
+
+    @property
+    def ctx(self) -> int:
+        return self._facts.ctx
+
+    @property
+    def weights(self) -> str:
+        return self._facts.weights
+
+    @property
+    def load_s(self) -> float:
+        return self._facts.load_s
+
+    def flags_for(self, ctx: int) -> str:
+        """Return the flags with which a context of so many tokens fits; "" where none does, and where nobody can be
+        asked."""
+        with contextlib.suppress(EngineGoneError):
+            return str(self._call("flags_for", ctx))
+        return ""
+
+    def check(self, request: Request) -> None:
+        """Raises ContextOverflowError or UsageError for a request that cannot run."""
+        require_fit(request, self.ctx, self.config, self.flags_for)
+        if request.grammar is not None or request.beams > 1:  # compiled, and searched, where they are used
+            self._call("check", protocol.plain(request))
+
+    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
+        """Return the ids of a prompt, as `encode_prompt` does."""
+        return encode_prompt(prompt, self.tokenizer, lambda: self.template)
+
+    @property
+    def current_plan(self) -> None:
+        return None
+
+    def facts(self) -> EngineFacts:
+        """Return the engine's facts as they are now, or as they were where it does not answer."""
+        with contextlib.suppress(EngineStuckError):
+            self._facts = protocol.read(EngineFacts, self._call("facts", None))
+        return self._facts
+
+    def status(self) -> EngineStatus:
+        """Raises EngineStuckError where it does not answer."""
+        status: EngineStatus = protocol.read(EngineStatus, self._call("status", None))
+        return status
+
+    def go_on_as(self, other: RemoteEngine) -> None:
+        """Become `other`, the same model loaded anew, which may have changed meanwhile."""
+        self.__dict__ = dict(vars(other))  # at once: other threads read it, and what they still read is the old one's
+
+    def set_ctx(self, ctx: int) -> None:
+        """Take over the context's new length."""
+        self._facts = replace(self._facts, ctx=ctx)
 
 
 class EngineConnection:

@@ -13,10 +13,8 @@ from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent,
 from localllm.engine.events import Event, SpeculationStats
 from localllm.engine.placement import model_shape
 from localllm.engine.prefix_config import IN_POOLS, KVReuse
-from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.drafter import Drafter
+from localllm.engine.speculative.drafter import Drafter, ModelDrafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
-from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.engine.weights import open_packed
 from localllm.models.families import load_config

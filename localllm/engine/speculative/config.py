@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from localllm.engine.residency import Residency
-from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.drafter import Drafter
+from localllm.engine.speculative.drafter import Drafter, ModelDrafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
-from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.errors import UsageError
 from localllm.offload.planner.plan import Plan
