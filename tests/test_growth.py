@@ -30,6 +30,7 @@ from localllm.offload.planner.profile import Profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
+from tests.choices.support import steps
 from tests.packed_support import pack, small_checkpoint
 from tests.test_device_placement import Packed
 from tests.test_placement import engine, shape_of
@@ -80,9 +81,7 @@ def answer(engine: Engine, prompt: tuple[int, ...], *, grows: bool = True, max_t
     request = Request(prompt, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True), grows)
     engine.check(request)
     engine.submit(request)
-    events = []
-    while engine.has_work:
-        events += engine.step()
+    events = list(steps(engine))
     engine.residency.kv_pages.check_integrity()
     return events
 
@@ -303,9 +302,7 @@ def test_a_request_behind_one_that_could_not_grow_grows_by_itself_or_is_refused(
     greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     with capped(directory, "int4", least(directory, "int4", CTX)) as small:
         ids = [small.submit(Request(prompt, greedy, grows=True)) for prompt in (LONG, (*LONG, 5), SHORT)]
-        events = []
-        while small.has_work:
-            events += small.step()
+        events = list(steps(small))
     ended = {event.request_id: event.error for event in events if isinstance(event, FinishedEvent)}
     assert [isinstance(ended[number], ContextOverflowError) for number in ids] == [True, True, False]
 

@@ -281,19 +281,19 @@ class Engine(StepLoop):
 
     def facts(self) -> EngineFacts:
         """Return how the model is placed now."""
-        plan = self.current_plan
-        return EngineFacts(
-            self.ctx,
-            self.weights,
-            self.kv_format.name,
-            self.load_s,
-            weight_bytes=0 if plan is None else plan.shape.num_bytes,
-            ledger={} if plan is None else {str(tier): dict(owners) for tier, owners in plan.ledger.items()},
-            limits={} if plan is None else {str(tier): count for tier, count in plan.limits.items()},
-            bound_by="" if plan is None else plan.bound_by,
-            streamed_bytes=0 if plan is None else plan.streamed_bytes,
-            host_bytes=self.residency.host_bytes,
-            contents=self.contents,
+        plan, host_bytes = self.current_plan, self.residency.host_bytes
+        facts = EngineFacts(
+            self.ctx, self.weights, self.kv_format.name, self.load_s, host_bytes=host_bytes, contents=self.contents
+        )
+        if plan is None:
+            return facts
+        return replace(
+            facts,
+            weight_bytes=plan.shape.num_bytes,
+            ledger={str(tier): dict(owners) for tier, owners in plan.ledger.items()},
+            limits={str(tier): count for tier, count in plan.limits.items()},
+            bound_by=plan.bound_by,
+            streamed_bytes=plan.streamed_bytes,
         )
 
     def status(self) -> EngineStatus:

@@ -53,7 +53,10 @@ class ClientConnection:
 
     def _read(self) -> None:
         try:
-            self._tell_of_load()
+            try:
+                self.send({"op": "loaded", "facts": protocol.plain(self._loaded().facts())})
+            except BaseException as error:
+                self.send({"op": "failed", "error": protocol.plain(error)})
             with self._sock.makefile("rb") as lines:
                 while data := lines.readline(protocol.MOST_BYTES):
                     self._take(protocol.message(data))
@@ -72,15 +75,11 @@ class ClientConnection:
         self.close()
         self._gone(self)
 
-    def _tell_of_load(self) -> None:
-        """Wait for the engine, and report it."""
-        try:
-            engine = self._engine.wait_loaded()
-            if engine is None:
-                raise EngineClosedError("the engine has been closed")
-            self.send({"op": "loaded", "facts": protocol.plain(engine.facts())})
-        except BaseException as error:
-            self.send({"op": "failed", "error": protocol.plain(error)})
+    def _loaded(self, timeout_s: float | None = None) -> LoadedEngine:
+        engine = self._engine.wait_loaded(timeout_s)
+        if engine is None:
+            raise EngineClosedError("the engine has been closed")
+        return engine
 
     def _take(self, message: protocol.Message) -> None:
         number = int(message["id"])
@@ -114,10 +113,7 @@ class ClientConnection:
 
     def _answer(self, number: int, name: str, argument: Any) -> None:
         try:
-            engine = self._engine.wait_loaded(0)
-            if engine is None:
-                raise EngineClosedError("the engine has been closed")
-            value = CALLS[name](engine, argument)
+            value = CALLS[name](self._loaded(0), argument)
         except Exception as error:
             self.send({"op": "refused", "id": number, "error": protocol.plain(error)})
             return

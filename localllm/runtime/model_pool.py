@@ -309,8 +309,10 @@ class ModelPool:
         settled = asyncio.create_task(asyncio.to_thread(handle.wait_loaded))
         try:
             await self.residents.agree(model, handle, arrived, settled)
-            if await settled is None:
-                raise self._stopped(model)
+            if await settled is None:  # it came to nothing and did not fail
+                why = "somebody stopped it while it was being loaded"
+                stopped = BusyError(f"{model.name} was unloaded", why=why, reason="unloaded")
+                raise EngineClosedError("the server is shutting down") if self.residents.is_closed else stopped
         except BaseException:
             model.handle = None
             settled.add_done_callback(consume_error)
@@ -322,13 +324,6 @@ class ModelPool:
             if weights:  # else it had gone before they were known
                 self.residents.begin(self.on_disk(partial(keep_warm, evicted.selection.files, weights)))
         self.residents.touch(model)
-
-    def _stopped(self, model: ServedModel) -> LocalLLMError:
-        """Return the error of a load that came to nothing and did not fail."""
-        if self.residents.is_closed:
-            return EngineClosedError("the server is shutting down")
-        why = "somebody stopped it while it was being loaded"
-        return BusyError(f"{model.name} was unloaded", why=why, reason="unloaded")
 
     # Work beside the loop, and the end
 

@@ -25,6 +25,7 @@ from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
+from tests.choices.support import steps
 
 TALE = (
     "Once upon a time there was a fox who found a lantern. The fox was proud of the lantern, and the fox said: "
@@ -117,9 +118,8 @@ class Said:
 def answers(engine: Engine, requests: Sequence[Request]) -> list[list[Event]]:
     """All at once."""
     events: dict[int, list[Event]] = {engine.submit(request): [] for request in requests}
-    while engine.has_work:
-        for event in engine.step():
-            events[event.request_id].append(event)
+    for event in steps(engine):
+        events[event.request_id].append(event)
     engine.residency.kv_pages.check_integrity()
     return list(events.values())
 
