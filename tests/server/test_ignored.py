@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from localllm.server.bodies import NO_EFFECT
-from localllm.server.openai.messages import OpenAIMessage, chat_messages
+from localllm.server.openai.prompt import OpenAIMessage, chat_messages
 from tests.server.support import OWL, Running
 
 HEADER = "x-ignored-fields"

@@ -19,29 +19,31 @@ from localllm.server.fields import optional
 from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
-from localllm.server.openai.common import (
-    FINGERPRINT,
-    ChunkWriter,
-    OpenAIGenerationBody,
-    OpenAIUsage,
-    StreamOptions,
-    refuse_stream_options,
-    sampling_of,
-    usage_of,
+from localllm.server.openai import common
+from localllm.server.openai.prompt import (
+    OpenAIMessage,
+    ResponseFormat,
+    ToolChoice,
+    Tools,
+    chat_messages,
+    chosen,
+    form_of,
+    joined_text,
 )
-from localllm.server.openai.messages import OpenAIMessage, chat_messages, joined_text
-from localllm.server.openai.tools import ResponseFormat, ToolChoice, Tools, chosen, form_of
 from localllm.server.replies import collected, evicted_header, new_id, streamed, whole
 from localllm.server.stream import GenerationStream
-from localllm.server.tools.deltas import Delta, ToolCallDelta
+from localllm.server.tools.deltas import Delta
 from localllm.text.chat_template import ChatInput
 from localllm.text.tokenizer import Tokenizer
 
 _ONLY_TOOLS = "it is 'tools' and 'tool_choice' here, as it is there by now"
 
 
-class OpenAIChatBody(OpenAIGenerationBody):
-    elsewhere: ClassVar = {**OpenAIGenerationBody.elsewhere, "prompt": "send it as 'messages', or to /v1/completions"}
+class OpenAIChatBody(common.OpenAIGenerationBody):
+    elsewhere: ClassVar = {
+        **common.OpenAIGenerationBody.elsewhere,
+        "prompt": "send it as 'messages', or to /v1/completions",
+    }
     why: ClassVar = {
         **dict.fromkeys(("functions", "function_call"), _ONLY_TOOLS),
         "modalities": "models here write text",
@@ -144,13 +146,13 @@ class _ChatHead(ReplyBody):
     id: str
     created: int
     model: str
-    system_fingerprint: str = FINGERPRINT
+    system_fingerprint: str = common.FINGERPRINT
 
 
 class ChatCompletion(_ChatHead):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    usage: OpenAIUsage
+    usage: common.OpenAIUsage
     service_tier: Absent[str] = None
     timings: Absent[TimingsReply] = None
 
@@ -158,13 +160,13 @@ class ChatCompletion(_ChatHead):
 class ChatChunk(_ChatHead):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: NullOrAbsent[OpenAIUsage] = None
+    usage: NullOrAbsent[common.OpenAIUsage] = None
     timings: Absent[TimingsReply] = None
 
 
 async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was emitted."""
-    refuse_stream_options(body)
+    common.refuse_stream_options(body)
     fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         what, why = "'max_tokens' and 'max_completion_tokens' differ", "one is the other's older name"
@@ -173,7 +175,9 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     most_logprobs = body.top_logprobs or 0 if body.logprobs else None
     served = await call.model(body.model, body.keep_alive)
     limit = body.max_completion_tokens or body.max_tokens
-    best_of, sampling = requested_best_of(body, sampling_of(body, served, max_tokens=limit, logprobs=most_logprobs))
+    best_of, sampling = requested_best_of(
+        body, common.sampling_of(body, served, max_tokens=limit, logprobs=most_logprobs)
+    )
     grammar, grammar_field = fields.one_grammar(
         response_format=form_of(body.response_format),
         structured_outputs=fields.grammar_of(body.structured_outputs),
@@ -202,14 +206,22 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     if body.stream:
         return await streamed(answers, ChatWriter(head, answers, body.stream_options, tokenizer, most_logprobs))
     found = await collected(answers)
-    usage = usage_of([each.end for each in found], len(found))
+    usage = common.usage_of([each.end for each in found], len(found))
     (found,) = best_of.chosen(found, body.n or 1)
     tier = "default" if body.service_tier == "auto" else body.service_tier
 
     def build() -> ChatCompletion:
         return ChatCompletion(
             **head,
-            choices=[_choice(index, each, tokenizer, most_logprobs) for index, each in enumerate(found)],
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=_message(answer),
+                    logprobs=_logprobs(answer, tokenizer, most_logprobs),
+                    finish_reason=_reason(answer.end, called=bool(answer.calls)),
+                )
+                for index, answer in enumerate(found)
+            ],
             usage=usage,
             service_tier=tier,
             timings=timings_of(found[0].end) if len(found) == 1 else None,
@@ -240,27 +252,13 @@ def _logprobs(delta: Delta, tokenizer: Tokenizer, most: int | None) -> ChatLogpr
     return None if most is None else ChatLogprobs(content=content_logprobs(delta.logprobs, tokenizer, most))
 
 
-def _choice(index: int, answer: Delta, tokenizer: Tokenizer, most_logprobs: int | None) -> ChatChoice:
-    message = ChatMessage(
-        content=answer.text if answer.text or not answer.calls else None,
-        reasoning_content=answer.thought or None,
-        tool_calls=list(map(_call, answer.calls)) or None,
-    )
-    reason = _reason(answer.end, called=bool(answer.calls))
-    return ChatChoice(
-        index=index, message=message, logprobs=_logprobs(answer, tokenizer, most_logprobs), finish_reason=reason
-    )
-
-
-def _call(call: ToolCallDelta) -> ChatToolCall:
-    return ChatToolCall(id=new_id("call_"), function=ChatFunction(name=call.name or "", arguments=call.arguments))
-
-
-def _call_delta(more: ToolCallDelta) -> ChatToolCallDelta:
-    function = ChatFunctionDelta(name=more.name, arguments=more.arguments)
-    if more.name is None:
-        return ChatToolCallDelta(index=more.index, function=function)
-    return ChatToolCallDelta(index=more.index, id=new_id("call_"), type="function", function=function)
+def _message(answer: Delta) -> ChatMessage:
+    calls = []
+    for call in answer.calls:
+        function = ChatFunction(name=call.name or "", arguments=call.arguments)
+        calls.append(ChatToolCall(id=new_id("call_"), function=function))
+    text = answer.text if answer.text or not calls else None
+    return ChatMessage(content=text, reasoning_content=answer.thought or None, tool_calls=calls or None)
 
 
 def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
@@ -268,14 +266,14 @@ def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-class ChatWriter(ChunkWriter):
+class ChatWriter(common.ChunkWriter):
     """Writes the role, the answer, why it ended with nothing else, and usage if it is wanted."""
 
     def __init__(
         self,
         head: Mapping[str, Any],
         answers: GenerationStream,
-        options: StreamOptions | None,
+        options: common.StreamOptions | None,
         tokenizer: Tokenizer,
         most_logprobs: int | None,
     ) -> None:
@@ -299,7 +297,12 @@ class ChatWriter(ChunkWriter):
             )
         if delta.calls:
             self._called.add(index)
-            yield self._delta(index, tool_calls=list(map(_call_delta, delta.calls)))
+            calls = []
+            for more in delta.calls:
+                function = ChatFunctionDelta(name=more.name, arguments=more.arguments)
+                head: dict[str, Any] = {} if more.name is None else {"id": new_id("call_"), "type": "function"}
+                calls.append(ChatToolCallDelta(index=more.index, function=function, **head))
+            yield self._delta(index, tool_calls=calls)
         if delta.finished is not None:
             reason = _reason(delta.finished, called=index in self._called)
             choice = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason)

@@ -17,7 +17,7 @@ from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
 from localllm.server.errors import Failure, RequestError, body_of
 from localllm.server.fields import optional
 from localllm.server.finish_reason import timings_of
-from localllm.server.replies import EVENT_STREAM, PING, event
+from localllm.server.replies import StreamWriter, event
 from localllm.server.stream import GenerationStream
 from localllm.text.grammar.grammar import Grammar
 from localllm.version import __version__
@@ -149,11 +149,8 @@ def _others(finished: FinishedEvent) -> list[FinishedEvent]:
     return [event for events in finished.others for event in events if isinstance(event, FinishedEvent)]
 
 
-class ChunkWriter:
+class ChunkWriter(StreamWriter):
     """Writes the chunks of several answers, with the usage that is wanted."""
-
-    media_type = EVENT_STREAM
-    ping = PING
 
     def __init__(self, head: ReplyBody, answers: GenerationStream, options: StreamOptions | None, n: int) -> None:
         """head: a chunk without choices. n: answers to each prompt."""

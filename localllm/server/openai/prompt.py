@@ -1,4 +1,4 @@
-"""Tools and forms of answers, as OpenAI's requests have them."""
+"""Messages, tools and forms of answers, as OpenAI's requests have them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
+from localllm.server import fields
 from localllm.server.bodies import Body, Ignored, tagged_by
-from localllm.server.fields import ANY_OBJECT, CACHES_ITSELF, ArgumentsSchema, Label, Labels, json_grammar, optional
 from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
-from localllm.server.tools.toolset import MAX_TOOLS, Tool, Toolset, toolset
+from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
 from localllm.text.grammar.grammar import Grammar
 
 NO_SERVER_TOOLS = "this server runs no tools of its own; a function's calls are for the client to make"
@@ -30,8 +30,8 @@ FunctionType = Annotated[Literal["function"], BeforeValidator(_is_function)]
 class OpenAIFunction(Body):
     name: FunctionName
     description: str | None = None
-    parameters: ArgumentsSchema | None = None
-    strict: bool | None = optional("true: a grammar makes calls fit the schema, also where none is due.")
+    parameters: fields.ArgumentsSchema | None = None
+    strict: bool | None = fields.optional("true: a grammar makes calls fit the schema, also where none is due.")
 
     @property
     def tool(self) -> Tool:
@@ -41,7 +41,7 @@ class OpenAIFunction(Body):
 class OpenAIFunctionTool(Body):
     type: FunctionType
     function: OpenAIFunction
-    cache_control: Annotated[Labels | None, CACHES_ITSELF] = None
+    cache_control: Annotated[fields.Labels | None, fields.CACHES_ITSELF] = None
 
 
 FUNCTION_OR_FOREIGN = tagged_by("type", {"function": "FunctionTool", **KINDS}, NO_SUCH_TOOL, default="function")
@@ -109,9 +109,9 @@ class ObjectFormat(Body):
 
 class NamedSchema(Body):
     name: Annotated[FunctionName | None, Ignored("the model is not told of the form")] = None
-    description: Annotated[Label | None, Ignored("the model is not told of the form")] = None
+    description: Annotated[fields.Label | None, Ignored("the model is not told of the form")] = None
     schema_: Schema = None
-    strict: bool | None = optional("A schema is held to in any case.")
+    strict: bool | None = fields.optional("A schema is held to in any case.")
 
 
 class OpenAISchemaFormat(Body):
@@ -148,4 +148,93 @@ def form_of(given: ResponseFormat | None) -> Grammar | None:
 
 
 def schema_form(schema: dict[str, Any] | None) -> Grammar:
-    return ANY_OBJECT if schema is None else json_grammar(schema)
+    return fields.ANY_OBJECT if schema is None else fields.json_grammar(schema)
+
+
+_OTHER_PARTS = ("image_url", "input_audio", "file", "input_image", "input_file")
+
+
+def refuse_other_parts(kind: object) -> object:
+    """Raises ValueError for images, sound and files."""
+    if kind in _OTHER_PARTS:
+        raise ValueError(fields.TEXT_ONLY)
+    return kind
+
+
+class OpenAITextPart(Body):
+    type: Annotated[Literal["text"], BeforeValidator(refuse_other_parts)]
+    text: str
+    cache_control: Annotated[fields.Labels | None, fields.CACHES_ITSELF] = None
+
+
+class OpenAICalledFunction(Body):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: fields.CallText = None
+    # openai's library adds it to what it has parsed.
+    parsed_arguments: Annotated[dict[str, Any] | None, fields.OF_A_REPLY] = None
+
+
+class OpenAIToolCall(Body):
+    id: Annotated[str, Field(min_length=1)]
+    type: FunctionType
+    function: OpenAICalledFunction
+    index: Annotated[fields.Number | None, fields.OF_A_REPLY] = None  # some clients keep it of a stream
+
+
+class OpenAIMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[OpenAITextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = fields.optional("Another name of `reasoning_content`.")
+    thinking: str | None = fields.optional("Another name of `reasoning_content`.")
+    refusal: None = None
+    tool_calls: list[OpenAIToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: fields.Nothing = None
+    # openai's and LiteLLM's libraries add these to an answer.
+    parsed: Annotated[Any, fields.OF_A_REPLY] = None
+    provider_specific_fields: Annotated[dict[str, Any] | None, fields.OF_A_REPLY] = None
+    cache_control: Annotated[fields.Labels | None, fields.CACHES_ITSELF] = None
+
+    @property
+    def thought(self) -> str | None:
+        names = (self.reasoning_content, self.reasoning, self.thinking)
+        return next((given for given in names if given is not None), None)
+
+    @model_validator(mode="after")
+    def _calls_as_assistant(self) -> OpenAIMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are the assistant's")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a message of the role 'tool', and no other, has the tool_call_id of a call")
+        return self
+
+
+def chat_messages(messages: Sequence[OpenAIMessage]) -> list[dict[str, Any]]:
+    """Return the messages as templates want them: text in one piece, no fields that nobody set. Raises RequestError for
+    the result of a call that never was, and for a call without a result."""
+    calls, told = OpenCalls(), []
+    for index, message in enumerate(messages):
+        where, call_id = f"messages[{index}]", message.tool_call_id
+        found: dict[str, Any] = {"role": message.role, "content": joined_text(message.content)}
+        more: dict[str, Any] = {"name": message.name, "reasoning_content": message.thought}
+        if call_id is not None:
+            more |= {"tool_call_id": call_id, "name": calls.answered(where, call_id)}
+        else:
+            calls.settled(where)
+        made = message.tool_calls or []
+        for number, call in enumerate(made):
+            calls.made(f"{where}.tool_calls[{number}]", call.id, call.function.name)
+        more["tool_calls"] = [call_of(call.id, call.function.name, call.function.arguments) for call in made] or None
+        told.append(found | {name: value for name, value in more.items() if value is not None})
+    calls.settled(f"messages[{len(messages) - 1}]")
+    return told
+
+
+def joined_text(content: str | Sequence[OpenAITextPart] | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content or ())
