@@ -69,17 +69,10 @@ def test_a_completion_has_sixteen_tokens_where_nobody_asks_for_more(client: open
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("suffix", "end"),
-        ("best_of", 17),
-        ("best_of", -1),
-        ("max_tokens", -1),
-        ("beam_width", 17),
-        ("prompt", ""),
-        ("prompt", [10**6]),
-        ("logprobs", 10**6),
-        ("echo", "yes"),
+        ("suffix", "end"), ("best_of", 17), ("best_of", -1), ("max_tokens", -1), ("beam_width", 17), ("prompt", ""),
+        ("prompt", [10**6]), ("logprobs", 10**6), ("echo", "yes"),
     ],
-)
+)  # fmt: skip
 def test_a_completion_that_cannot_be_honoured_is_refused_by_name(
     client: openai.OpenAI, field: str, value: object
 ) -> None:
