@@ -265,12 +265,10 @@ def test_a_message_with_its_thought_can_be_sent_back(thinker: Running, client: a
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools.0", [{"type": "frobnicate_20250305", "name": "frobnicate"}]), ("tool_choice", {"type": "any"}),
         ("mcp_servers", [{"type": "url", "url": "http://localhost", "name": "x"}]), ("container", "container_1"),
         ("context_management", {"edits": [{"type": "clear_thinking_20251015"}]}),
         ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
         ("diagnostics", {"previous_message_id": None}), ("inference_geo", "us"), ("speed", "fast"),
-        ("thinking", {"type": "enabled", "budget_tokens": 1024}),
         ("output_config.format", {"format": {"type": "json_object"}}), ("output_config.effort", {"effort": "utmost"}),
         ("output_config.effort", {"effort": "low"}), ("messages.0.content.0", user([IMAGE])),
         ("messages.0.content.0", user([RESULT])),

@@ -133,11 +133,9 @@ def test_what_was_said_before_comes_with_the_request(client: openai.OpenAI) -> N
         ("previous_response_id", "resp_1"),
         ("conversation", "conv_1"),
         ("background", True),
-        ("tools", [{"type": "frobnicate"}]),
         ("text", {"format": {"type": "grammar"}}),
         ("include", ["reasoning.frobnicated_content"]),
         ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]),
-        ("input", [{"type": "function_call_output", "call_id": "c", "output": "o"}]),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -16,9 +16,10 @@ from localllm.server.bodies import Absent, Body, OnlyFalse, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, RequestError, body_of
 from localllm.server.fields import optional
+from localllm.server.finish_reason import finish_reason, timings_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
-from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName, line, time_text, timings_until
+from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName, line, time_text
 from localllm.server.ollama.prompt import OllamaMessage, Options, Tools, chat_messages, sampling_of, tools_of
 from localllm.server.replies import NDJSON, JsonReply, StreamWriter, collected, evicted_header, new_id, streamed, whole
 from localllm.server.tools.deltas import Delta, ToolCallDelta
@@ -120,6 +121,7 @@ class OllamaWriter(StreamWriter):
 
     is_chat: replies have a message, not a response
     most_logprobs: how many of the likeliest tokens each token has; None: no log-probabilities at all
+    started_ns: `time.perf_counter_ns` when the request came; load_ns: how long it waited for its model
     """
 
     model: str
@@ -169,7 +171,16 @@ class OllamaWriter(StreamWriter):
         return line(body_of(failure, "ollama"))
 
     def _timings(self, finished: FinishedEvent) -> dict[str, Any]:
-        return timings_until(finished, self.started_ns, self.load_ns)
+        timings = timings_of(finished)
+        return {
+            "done_reason": finish_reason(finished),
+            "total_duration": time.perf_counter_ns() - self.started_ns,
+            "load_duration": self.load_ns,
+            "prompt_eval_count": finished.usage.prompt_tokens,
+            "prompt_eval_duration": round(timings.prompt_ms * 1e6),
+            "eval_count": finished.usage.completion_tokens,
+            "eval_duration": round(timings.predicted_ms * 1e6),
+        }
 
     def _logprobs(self, delta: Delta) -> list[ContentLogprob] | None:
         most = self.most_logprobs

@@ -32,7 +32,7 @@ from localllm.server.openai.prompt import (
 )
 from localllm.server.replies import collected, evicted_header, new_id, streamed, whole
 from localllm.server.stream import GenerationStream
-from localllm.server.tools.deltas import Delta
+from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.text.chat_template import ChatInput
 from localllm.text.tokenizer import Tokenizer
 
@@ -79,28 +79,17 @@ class OpenAIChatBody(common.OpenAIGenerationBody):
 
 
 class ChatFunction(ReplyBody):
-    name: str
-    arguments: str
-
-
-class ChatToolCall(ReplyBody):
-    id: str
-    type: Literal["function"] = "function"
-    function: ChatFunction
-
-
-class ChatFunctionDelta(ReplyBody):
     name: Absent[str] = None
     arguments: str
 
 
-class ChatToolCallDelta(ReplyBody):
-    """The first one of a call has its id and name."""
+class ChatToolCall(ReplyBody):
+    """A call; or in a stream more of the call `index`, of which the first piece has id, type and name."""
 
-    index: int
+    index: Absent[int] = None
     id: Absent[str] = None
     type: Absent[Literal["function"]] = None
-    function: ChatFunctionDelta
+    function: ChatFunction
 
 
 class ChatMessage(ReplyBody):
@@ -117,7 +106,7 @@ class ChatDelta(ReplyBody):
     role: Absent[Literal["assistant"]] = None
     content: Absent[str] = None
     reasoning_content: Absent[str] = None
-    tool_calls: Absent[list[ChatToolCallDelta]] = None
+    tool_calls: Absent[list[ChatToolCall]] = None
 
 
 class ChatLogprobs(ReplyBody):
@@ -253,12 +242,16 @@ def _logprobs(delta: Delta, tokenizer: Tokenizer, most: int | None) -> ChatLogpr
 
 
 def _message(answer: Delta) -> ChatMessage:
-    calls = []
-    for call in answer.calls:
-        function = ChatFunction(name=call.name or "", arguments=call.arguments)
-        calls.append(ChatToolCall(id=new_id("call_"), function=function))
-    text = answer.text if answer.text or not calls else None
+    text = answer.text if answer.text or not answer.calls else None
+    calls = [_call(each, None) for each in answer.calls]
     return ChatMessage(content=text, reasoning_content=answer.thought or None, tool_calls=calls or None)
+
+
+def _call(more: ToolCallDelta, index: int | None) -> ChatToolCall:
+    function = ChatFunction(name=more.name, arguments=more.arguments)
+    if more.name is None:
+        return ChatToolCall(index=index, function=function)
+    return ChatToolCall(index=index, id=new_id("call_"), type="function", function=function)
 
 
 def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
@@ -292,24 +285,17 @@ class ChatWriter(common.ChunkWriter):
             yield self._delta(index, reasoning_content=delta.thought)
         if delta.text or delta.logprobs:
             logprobs = _logprobs(delta, self._tokenizer, self._most_logprobs)
-            yield self.chunk(
-                index, ChatChunkChoice(index=index, delta=ChatDelta(content=delta.text), logprobs=logprobs)
-            )
+            yield self._delta(index, logprobs, content=delta.text)
         if delta.calls:
             self._called.add(index)
-            calls = []
-            for more in delta.calls:
-                function = ChatFunctionDelta(name=more.name, arguments=more.arguments)
-                head: dict[str, Any] = {} if more.name is None else {"id": new_id("call_"), "type": "function"}
-                calls.append(ChatToolCallDelta(index=more.index, function=function, **head))
-            yield self._delta(index, tool_calls=calls)
+            yield self._delta(index, tool_calls=[_call(more, more.index) for more in delta.calls])
         if delta.finished is not None:
             reason = _reason(delta.finished, called=index in self._called)
             choice = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason)
             yield self.chunk(index, choice, delta.finished)
 
-    def _delta(self, index: int, **fields: Any) -> bytes:
-        return self.chunk(index, ChatChunkChoice(index=index, delta=ChatDelta(**fields)))
+    def _delta(self, index: int, logprobs: ChatLogprobs | None = None, **fields: Any) -> bytes:
+        return self.chunk(index, ChatChunkChoice(index=index, delta=ChatDelta(**fields), logprobs=logprobs))
 
 
 ENDPOINTS = (

@@ -135,18 +135,15 @@ def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:
     """Return the usage of all that was computed for a request, n answers to each prompt, which is counted once."""
     firsts = [each.usage for each in finished[::n]]
     prompt, cached = sum(each.prompt_tokens for each in firsts), sum(each.cached_tokens for each in firsts)
-    completion = sum(each.usage.completion_tokens for one in finished for each in (one, *_others(one)))
+    others = [event for one in finished for events in one.others for event in events]  # of beam searches
+    ends = [event for event in (*finished, *others) if isinstance(event, FinishedEvent)]
+    completion = sum(each.usage.completion_tokens for each in ends)
     return OpenAIUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
     )
-
-
-def _others(finished: FinishedEvent) -> list[FinishedEvent]:
-    """Return the ends of the other answers of a beam search."""
-    return [event for events in finished.others for event in events if isinstance(event, FinishedEvent)]
 
 
 class ChunkWriter(StreamWriter):
