@@ -14,8 +14,17 @@ from localllm.server.bodies import Body, Ignored, tagged_by
 from localllm.server.errors import RequestError
 from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest
-from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
-from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
+from localllm.server.tools.toolset import (
+    KINDS,
+    MAX_TOOLS,
+    NO_SUCH_TOOL,
+    ForeignTool,
+    OpenCalls,
+    Tool,
+    Toolset,
+    call_of,
+    toolset,
+)
 from localllm.text.chat_template import ChatInput
 from localllm.text.grammar.grammar import Grammar
 

@@ -23,7 +23,7 @@ from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName
 from localllm.server.ollama.prompt import OllamaMessage, Options, Tools, chat_messages, sampling_of, tools_of
 from localllm.server.replies import NDJSON, JsonReply, StreamWriter, collected, evicted_header, new_id, streamed, whole
 from localllm.server.tools.deltas import Delta, ToolCallDelta
-from localllm.server.tools.json_text import partial_object
+from localllm.server.tools.tool_parser import partial_object
 from localllm.text.chat_template import ChatInput
 from localllm.text.tokenizer import Tokenizer
 

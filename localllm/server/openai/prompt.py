@@ -9,8 +9,17 @@ from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_valid
 
 from localllm.server import fields
 from localllm.server.bodies import Body, Ignored, tagged_by
-from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
-from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
+from localllm.server.tools.toolset import (
+    KINDS,
+    MAX_TOOLS,
+    NO_SUCH_TOOL,
+    ForeignTool,
+    OpenCalls,
+    Tool,
+    Toolset,
+    call_of,
+    toolset,
+)
 from localllm.text.grammar.grammar import Grammar
 
 NO_SERVER_TOOLS = "this server runs no tools of its own; a function's calls are for the client to make"

@@ -19,8 +19,7 @@ from localllm.server.openai import prompt
 from localllm.server.openai.common import NOT_OBFUSCATED, OpenAISamplingBody, sampling_of
 from localllm.server.openai.response_object import ResponseBuilder, ResponseEvent, ResponseObject, ResponseWriter
 from localllm.server.replies import JsonReply, collected, evicted_header, streamed, whole
-from localllm.server.tools.foreign import ForeignTool
-from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Toolset, call_of
+from localllm.server.tools.toolset import MAX_TOOLS, ForeignTool, OpenCalls, Toolset, call_of
 from localllm.text.chat_template import ChatInput
 
 _STATELESS = "nothing is kept of a response; send what was said before as input"
