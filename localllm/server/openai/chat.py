@@ -202,15 +202,7 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     def build() -> ChatCompletion:
         return ChatCompletion(
             **head,
-            choices=[
-                ChatChoice(
-                    index=index,
-                    message=_message(answer),
-                    logprobs=_logprobs(answer, tokenizer, most_logprobs),
-                    finish_reason=_reason(answer.end, called=bool(answer.calls)),
-                )
-                for index, answer in enumerate(found)
-            ],
+            choices=[_choice(index, each, tokenizer, most_logprobs) for index, each in enumerate(found)],
             usage=usage,
             service_tier=tier,
             timings=timings_of(found[0].end) if len(found) == 1 else None,
@@ -241,10 +233,15 @@ def _logprobs(delta: Delta, tokenizer: Tokenizer, most: int | None) -> ChatLogpr
     return None if most is None else ChatLogprobs(content=content_logprobs(delta.logprobs, tokenizer, most))
 
 
-def _message(answer: Delta) -> ChatMessage:
+def _choice(index: int, answer: Delta, tokenizer: Tokenizer, most_logprobs: int | None) -> ChatChoice:
     text = answer.text if answer.text or not answer.calls else None
     calls = [_call(each, None) for each in answer.calls]
-    return ChatMessage(content=text, reasoning_content=answer.thought or None, tool_calls=calls or None)
+    return ChatChoice(
+        index=index,
+        message=ChatMessage(content=text, reasoning_content=answer.thought or None, tool_calls=calls or None),
+        logprobs=_logprobs(answer, tokenizer, most_logprobs),
+        finish_reason=_reason(answer.end, called=bool(calls)),
+    )
 
 
 def _call(more: ToolCallDelta, index: int | None) -> ChatToolCall:
