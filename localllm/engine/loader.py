@@ -25,7 +25,7 @@ from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS, operators_compute
 from localllm.engine.speculative.drafter import ModelDrafter
 from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
-from localllm.errors import FETCH_ANEW, DoesNotFitError, ModelNotFoundError, TokenizerError, UsageError
+from localllm.errors import FETCH_ANEW, DoesNotFitError, Fix, ModelNotFoundError, TokenizerError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.kernels.gpu.ready import is_known, why_not
@@ -36,11 +36,12 @@ from localllm.models.families import load_config
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
-from localllm.offload.planner.advice import flags_for_context
+from localllm.offload.planner.advice import fixes_for_context
 from localllm.offload.planner.nvml import gpus
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
 from localllm.quant.bf12 import NotCompactError
+from localllm.quant.dense import dense_name
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 from localllm.settings import DRAFT_MODEL
 from localllm.text.tokenizer import Tokenizer
@@ -87,11 +88,13 @@ class DraftModel:
         require_same_tokenizer(tokenizer, planner.name, files)
         config = load_config(files.directory)
         recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), planner.dtype)]
-        return cls(files, config, recipe, planner.dtype, planner.device, planner.wanted.kv)
+        return cls(files, config, recipe, planner.torch_dtype, planner.torch_device, planner.wanted.kv)
 
     @property
     def shape(self) -> DraftShape:
-        shape = model_shape(self.config, self.recipe, self.dtype, self.files.name, self.device, self.kv)
+        shape = model_shape(
+            self.config, self.recipe, dense_name(self.dtype), self.files.name, str(self.device), self.kv
+        )
         return DraftShape(shape, self.config.longest_context)
 
     def load(self, vocab_size: int, sequences: int, watcher: Watcher) -> ModelDrafter | None:
@@ -113,7 +116,7 @@ class DraftModel:
                     device=self.device,
                     progress=watcher.reading,
                 )
-            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype)
+            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype.itemsize)
             residency = Residency(decoder, kv_format, BATCH_ROWS)
             residency.warm_up(watcher.measuring)
         except (MemoryError, RuntimeError) as error:
@@ -133,19 +136,18 @@ class DraftModel:
 
 
 def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -> None:
-    """tokenizer, name: of the model for which the one of these files shall guess. Raises UsageError where the two do
+    """tokenizer, name: of the model for which the one of these files shall draft. Raises UsageError where the two do
     not speak the same tokens, TokenizerError."""
     try:
         difference = tokenizer.difference(Tokenizer.load(files.directory))
     except TokenizerError as error:
-        anew = FETCH_ANEW if files.repo else f"copy the model's files into {files.directory} anew"
-        error.fix = error.fix.replace(FETCH_ANEW, anew).replace("MODEL", files.name)
+        error.fix = FETCH_ANEW.with_model(files.name) if files.repo else f"copy its files into {files.directory} anew"
         raise
     if difference:
         raise UsageError(
-            f"--speculate {DRAFT_MODEL}{files.name}: it cannot guess for {name}, as it has another tokenizer",
+            f"--speculate {DRAFT_MODEL}{files.name}: it cannot draft for {name}, as it has another tokenizer",
             why=f"{difference}; a smaller model of the same family has the same one",
-            fix="--speculate auto",
+            fix=Fix.flag("--speculate", "auto"),
         )
 
 
@@ -171,7 +173,7 @@ class LoadedModel:
     ctx: int
     placed: OffloadedModel | None
     replan: Replan
-    flags_for: Callable[[int], str]
+    fixes_for: Callable[[int], list[Fix]]
     held: ExitStack
     drafter: ModelDrafter | None = None
 
@@ -201,21 +203,21 @@ class Loading:
                 loaded.held.close()
                 raise
             if drafter is None:
-                self.watcher.noting(f"{self.draft.files.name} does not guess: there is too little memory for it")
+                self.watcher.noting(f"{self.draft.files.name} does not draft: there is too little memory for it")
             return replace(loaded, drafter=drafter)
         except (MemoryError, RuntimeError) as error:
-            raise out_of_memory(self.planner.device, error) if is_out_of_memory(error) else error from None
+            raise out_of_memory(self.planner.torch_device, error) if is_out_of_memory(error) else error from None
 
     def _without_draft(self, config: ModelConfig, reason: str) -> LoadedModel:
         if self.draft is not None and reason:
-            self.watcher.noting(f"{self.draft.files.name} does not guess: {reason}")
+            self.watcher.noting(f"{self.draft.files.name} does not draft: {reason}")
         return replace(self, planner=replace(self.planner, draft=None), draft=None)._load(config)
 
     def _load(self, config: ModelConfig) -> LoadedModel:
         if (planner := self.planner.in_best_form(config)) is not self.planner:
             with suppress(NotCompactError):
                 return replace(self, planner=planner)._load(config)
-        recipe, device, watcher = self.planner.recipe, self.planner.device, self.watcher
+        recipe, device, watcher = self.planner.recipe, self.planner.torch_device, self.watcher
         plan, search = self._plan(config)  # before minutes of conversion, not after
         with ExitStack() as opened:
             if is_unpacked(recipe) and plan.is_whole:
@@ -227,7 +229,7 @@ class Loading:
                         blocks,
                         blocks.config,
                         recipe,
-                        dtype=self.planner.dtype,
+                        dtype=self.planner.torch_dtype,
                         device=device,
                         on_host=frozenset(on_host),
                         progress=watcher.reading,
@@ -239,8 +241,9 @@ class Loading:
                 open_packed(self.files, config, recipe, watcher.packing, watcher.waiting, ram)
             )
             plan, search = self._plan(packed.config, packed)
-            parts = DecoderParts(packed.config, recipe, self.planner.dtype, device)
-            placed = opened.enter_context(OffloadedModel(packed, parts, device if has_card(device) else None))
+            parts = DecoderParts(packed.config, recipe, self.planner.torch_dtype, device)
+            has_own_memory = has_card(self.planner.device)
+            placed = opened.enter_context(OffloadedModel(packed, parts, device if has_own_memory else None))
             placed.place(plan.blocks, plan.many_rows, watcher.reading)
             replan = self._replan(packed.config, packed, lambda: placed.host_bytes)
             return self._loaded(plan, search, placed.decode_model, replan, placed, opened.pop_all())
@@ -269,8 +272,8 @@ class Loading:
         if planner.job is not None and planner.wanted.ctx is None:  # one sequence may have what several have together
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
         smaller = smaller_kv(search.shape, decoder.config, planner.dtype)
-        flags_for = partial(flags_for_context, search, smaller=smaller)
-        return LoadedModel(decoder, plan, ctx, placed, replan, flags_for, held or ExitStack())
+        fixes_for = partial(fixes_for_context, search, smaller=smaller)
+        return LoadedModel(decoder, plan, ctx, placed, replan, fixes_for, held or ExitStack())
 
     def _plan(
         self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0
@@ -279,13 +282,13 @@ class Loading:
         try:
             search = self.planner.search(config, packed, placed_bytes)
             if search.machine.card is not None:  # also where nothing fits: a model that is there goes on under it
-                cap_allocator(self.planner.device, search.machine.card.memory)
+                cap_allocator(self.planner.torch_device, search.machine.card.memory)
             plan = search.best()
             return plan if self.planner.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
-                replace(self.planner, recipe=RECIPES[DEFAULT]).search(config).best()
-                error.fix = "--weights int4"
+                replace(self.planner, weights=DEFAULT).search(config).best()
+                error.fix = Fix.flag("--weights", "int4")
             raise
 
 

@@ -19,7 +19,7 @@ from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.engine.events import Event, FinishedEvent, GrownEvent
 from localllm.engine.request import Request
 from localllm.engine.validation import encode_prompt, require_fit, require_unchanged
-from localllm.errors import EngineClosedError, EngineGoneError, EngineStuckError, LocalLLMError, TemplateError
+from localllm.errors import EngineClosedError, EngineGoneError, EngineStuckError, Fix, LocalLLMError, TemplateError
 from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 from localllm.runtime import protocol
@@ -96,16 +96,15 @@ class RemoteEngine:
     def load_s(self) -> float:
         return self._facts.load_s
 
-    def flags_for(self, ctx: int) -> str:
-        """Return the flags with which a context of so many tokens fits; "" where none does, and where nobody can be
-        asked."""
+    def fixes_for(self, ctx: int) -> list[Fix]:
+        """Return the flags with which a context of so many tokens fits; none where nobody can be asked."""
         with contextlib.suppress(EngineGoneError):
-            return str(self._call("flags_for", ctx))
-        return ""
+            return protocol.read_fixes(self._call("fixes_for", ctx))
+        return []
 
     def check(self, request: Request) -> None:
         """Raises ContextOverflowError or UsageError for a request that cannot run."""
-        require_fit(request, self.ctx, self.config, self.flags_for)
+        require_fit(request, self.ctx, self.config, self.fixes_for)
         if request.grammar is not None or request.beams > 1:  # compiled, and searched, where they are used
             self._call("check", protocol.plain(request))
 
@@ -184,7 +183,7 @@ class EngineConnection:
         engine = self.wait_loaded()
         if engine is None:
             raise EngineClosedError("the engine has been closed", fix="load it again")
-        require_fit(request, engine.ctx, engine.config, engine.flags_for)
+        require_fit(request, engine.ctx, engine.config, engine.fixes_for)
         plain = protocol.plain(request)
         stream = RequestStream(next(self._numbers), self._abort)
         with self._lock:

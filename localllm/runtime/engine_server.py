@@ -141,7 +141,7 @@ class _Outbound:
 # The calls beside requests, by name.
 CALLS: dict[str, Callable[[LoadedEngine, Any], Any]] = {
     "check": lambda engine, argument: engine.check(protocol.read(Request, argument)),
-    "flags_for": lambda engine, argument: engine.flags_for(int(argument)),
+    "fixes_for": lambda engine, argument: protocol.plain_fixes(engine.fixes_for(int(argument))),
     "facts": lambda engine, _: engine.facts(),
     "status": lambda engine, _: engine.status(),
 }

@@ -213,7 +213,7 @@ class ModelPool:
         except Exception as error:
             told = told_of(error, model.selection.files, model.selection.resolved)
             is_bug = isinstance(told, BugError)  # of which nothing more is said
-            why, fix = ("a bug in localllm", "") if is_bug else (f"{told.what}; {told.why}", told.fix)
+            why, fix = ("a bug in localllm", "") if is_bug else (f"{told.what}; {told.why}", told.fixes)
             raise ModelUnusableError(f"{model.name} cannot be used", why=why, fix=fix, code=told.code) from error
         if keep_s is not None:
             model.keep_s = keep_s if 0 <= keep_s <= _MOST_KEPT_S else None
