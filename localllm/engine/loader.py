@@ -141,7 +141,8 @@ def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -
     try:
         difference = tokenizer.difference(Tokenizer.load(files.directory))
     except TokenizerError as error:
-        error.fix = FETCH_ANEW.with_model(files.name) if files.repo else f"copy its files into {files.directory} anew"
+        copy = f"copy the model's files into {files.directory} anew"
+        error.fix = FETCH_ANEW.with_model(files.name) if files.repo else copy
         raise
     if difference:
         raise UsageError(
