@@ -40,8 +40,8 @@ from localllm.models.gpu_program import GpuProgram
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.packed_file import PackedFile
 from localllm.models.shapes import shipped_shapes
-from localllm.offload.planner.device_rates import DeviceRates
 from localllm.offload.planner.machine import CardMemory
+from localllm.offload.planner.profile import DeviceRates
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import RECIPES, Recipe
 from localllm.settings import EngineConfig
