@@ -24,7 +24,7 @@ from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.random_model import word_vocabulary
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page
-from localllm.engine import card
+from localllm.engine import card, planner
 from localllm.engine import loader as loading
 from localllm.engine.engine import Engine
 from localllm.engine.loader import Watcher
@@ -151,7 +151,8 @@ def as_card(device: torch.device, model: MemoryModel | None = None) -> Iterator[
             patched.enter_context(patch.object(loading, "open_packed", lambda *_: nullcontext(model)))
         if device.type == "cpu":
             patched.enter_context(patch.object(card, "card_memory", _stand_in_memory))
-            patched.enter_context(patch.object(loading, "has_card", lambda _device: True))
+            for module in (loading, planner):
+                patched.enter_context(patch.object(module, "has_card", lambda _device: True))
             patched.enter_context(patch.object(loading, "cap_allocator", lambda _device, _card: None))
         yield
 
