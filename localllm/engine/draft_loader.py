@@ -1,4 +1,4 @@
-"""A second model that guesses for the first: whether it speaks the same tokens, what it takes, and how it is loaded."""
+"""A second model that drafts for the first: whether it speaks the same tokens, what it takes, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class DraftModel:
 
 
 def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -> None:
-    """tokenizer, name: of the model for which the one of these files shall guess. Raises UsageError where the two do
+    """tokenizer, name: of the model for which the one of these files shall draft. Raises UsageError where the two do
     not speak the same tokens, TokenizerError."""
     try:
         difference = tokenizer.difference(Tokenizer.load(files.directory))
@@ -123,7 +123,7 @@ def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -
         raise
     if difference:
         raise UsageError(
-            f"--speculate {DRAFT_MODEL}{files.name}: it cannot guess for {name}, as it has another tokenizer",
+            f"--speculate {DRAFT_MODEL}{files.name}: it cannot draft for {name}, as it has another tokenizer",
             why=f"{difference}; a smaller model of the same family has the same one",
             fix=Fix.flag("--speculate", "auto"),
         )

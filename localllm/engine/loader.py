@@ -101,14 +101,14 @@ class Loading:
                 loaded.held.close()
                 raise
             if drafter is None:
-                self.watcher.noting(f"{self.draft.files.name} does not guess: there is too little memory for it")
+                self.watcher.noting(f"{self.draft.files.name} does not draft: there is too little memory for it")
             return replace(loaded, drafter=drafter)
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(self.planner.device, error) if is_out_of_memory(error) else error from None
 
     def _without_draft(self, config: ModelConfig, reason: str) -> LoadedModel:
         if self.draft is not None and reason:
-            self.watcher.noting(f"{self.draft.files.name} does not guess: {reason}")
+            self.watcher.noting(f"{self.draft.files.name} does not draft: {reason}")
         return replace(self, planner=replace(self.planner, draft=None), draft=None)._load(config)
 
     def _load(self, config: ModelConfig) -> LoadedModel:

@@ -131,7 +131,7 @@ def test_a_plan_leaves_out_a_second_model_as_a_run_would(tmp_path: Path, own_fol
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     for command in (("plan", "tiny"), ("run", "tiny", "-p", "x")):
         refused = run_cli(*command, "--speculate", f"model:{other}")
-        assert refused.code == 2 and "it cannot guess for tiny" in refused.err
+        assert refused.code == 2 and "it cannot draft for tiny" in refused.err
         assert refused.error_lines[2].endswith("--speculate auto")
     (other / "tokenizer.json").unlink()
     found = run_cli("plan", "tiny", "--speculate", f"model:{other}", "--json").json
