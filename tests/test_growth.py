@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from localllm import Engine, EngineThread, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.paged_kv import KVPages
@@ -22,11 +21,10 @@ from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitErr
 from localllm.models.families import load_config
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.planner.advice import fixes_for_context
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
 from localllm.offload.planner.plan import KEPT_PAGES, Plan
-from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
@@ -343,8 +341,8 @@ def test_a_longer_context_is_offered_with_a_format_of_keys_and_values_where_that
 
 def test_the_formats_that_take_less_are_named_the_largest_first(tmp_path: Path) -> None:
     config = load_config(small_checkpoint(tmp_path / "gemma2", "gemma2"))
-    shape = model_shape(config, RECIPES["bf16"], torch.bfloat16, "it", kv="bf16")
-    found = smaller_kv(shape, config, torch.bfloat16)
+    shape = model_shape(config, RECIPES["bf16"], "bf16", "it", kv="bf16")
+    found = smaller_kv(shape, config, "bf16")
     sizes = [shape.kv_bytes_per_token, *(other.kv_bytes_per_token for other in found.values())]
     assert list(found) == ["int8", "k8v4", "int4"] and sizes == sorted(sizes, reverse=True)
 

@@ -12,11 +12,10 @@ from localllm.config import format_bytes
 from localllm.engine.memory import HEADROOM, is_device_out_of_memory, out_of_memory
 from localllm.errors import Fix, UsageError
 from localllm.kernels.gpu.ready import why_not
-from localllm.offload.planner.device_rates import DeviceRates
-from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.measuring.measurement import device_measured, measured
 from localllm.offload.planner.machine import KERNELS, Card, CardMemory, CardRates, Machine, Memory
 from localllm.offload.planner.plan import GIB
-from localllm.offload.planner.profile import device_measured, kept_profile, measured
+from localllm.offload.planner.profile import DeviceRates, FormatRates, kept_profile
 from localllm.quant.recipe import Recipe
 
 

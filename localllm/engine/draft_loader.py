@@ -27,6 +27,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress, load_decoder
+from localllm.quant.dense import dense_name
 from localllm.quant.recipe import RECIPES, Recipe
 from localllm.settings import DRAFT_MODEL
 from localllm.text.tokenizer import Tokenizer
@@ -74,11 +75,13 @@ class DraftModel:
         require_same_tokenizer(tokenizer, planner.name, files)
         config = load_config(files.directory)
         recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), planner.dtype)]
-        return cls(files, config, recipe, planner.dtype, planner.device, planner.wanted.kv)
+        return cls(files, config, recipe, planner.torch_dtype, planner.torch_device, planner.wanted.kv)
 
     @property
     def shape(self) -> DraftShape:
-        shape = model_shape(self.config, self.recipe, self.dtype, self.files.name, self.device, self.kv)
+        shape = model_shape(
+            self.config, self.recipe, dense_name(self.dtype), self.files.name, str(self.device), self.kv
+        )
         return DraftShape(shape, self.config.longest_context)
 
     def load(self, vocab_size: int, sequences: int, watcher: Hearing) -> ModelDrafter | None:
@@ -91,7 +94,7 @@ class DraftModel:
             else:
                 with open_packed(self.files, self.config, self.recipe, watcher.packing, watcher.waiting) as packed:
                     decoder = self._decoder(packed, packed.config, watcher.reading)
-            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype)
+            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype.itemsize)
             residency = Residency(decoder, kv_format, BATCH_ROWS)
             residency.warm_up(watcher.measuring)
         except (MemoryError, RuntimeError) as error:

@@ -94,7 +94,7 @@ class Engine(StepLoop):
         self.ctx = ctx
         self.contents, self.plan, self.fixes_for = "", plan, fixes_for
         self._held = held or ExitStack()
-        self.kv_format = choose_format(kv, model.config.head_dim, model.dtype)
+        self.kv_format = choose_format(kv, model.config.head_dim, model.dtype.itemsize)
         residency = Residency(
             model,
             self.kv_format,
@@ -147,7 +147,7 @@ class Engine(StepLoop):
         contents = hub.contents(files.directory)
         model_config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
-        note_device(planner.device, watcher, is_chosen=config.device == "auto")
+        note_device(planner.torch_device, watcher, is_chosen=config.device == "auto")
         draft = DraftModel.of(speculate.draft_model, tokenizer, planner)
         if note := dense_heads_note(config.kv, model_config.head_dim, planner.dtype):
             watcher.noting(note)

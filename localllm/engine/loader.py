@@ -34,7 +34,7 @@ from localllm.offload.planner.nvml import gpus
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
 from localllm.quant.bf12 import NotCompactError
-from localllm.quant.recipe import DEFAULT, RECIPES
+from localllm.quant.recipe import DEFAULT
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Loading:
                 self.watcher.noting(f"{self.draft.files.name} does not draft: there is too little memory for it")
             return replace(loaded, drafter=drafter)
         except (MemoryError, RuntimeError) as error:
-            raise out_of_memory(self.planner.device, error) if is_out_of_memory(error) else error from None
+            raise out_of_memory(self.planner.torch_device, error) if is_out_of_memory(error) else error from None
 
     def _without_draft(self, config: ModelConfig, reason: str) -> LoadedModel:
         if self.draft is not None and reason:
@@ -163,8 +163,8 @@ class Loading:
 
     def _placed(self, packed: PackedModel, plan: Plan) -> OffloadedModel:
         planner = self.planner
-        parts = DecoderParts(packed.config, planner.recipe, planner.dtype, planner.device)
-        placed = OffloadedModel(packed, parts, planner.device if has_card(planner.device) else None)
+        parts = DecoderParts(packed.config, planner.recipe, planner.torch_dtype, planner.torch_device)
+        placed = OffloadedModel(packed, parts, planner.torch_device if has_card(planner.device) else None)
         placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
         return placed
 
@@ -175,12 +175,12 @@ class Loading:
         try:
             search = self.planner.search(config, packed, placed_bytes)
             if search.machine.card is not None:  # also where nothing fits: a model that is there goes on under it
-                cap_allocator(self.planner.device, search.machine.card.memory)
+                cap_allocator(self.planner.torch_device, search.machine.card.memory)
             plan = search.best()
             return plan if self.planner.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
-                replace(self.planner, recipe=RECIPES[DEFAULT]).search(config).best()
+                replace(self.planner, weights=DEFAULT).search(config).best()
                 error.fix = Fix.flag("--weights", "int4")
             raise
 
@@ -190,8 +190,8 @@ class Loading:
             source,
             config,
             self.planner.recipe,
-            dtype=self.planner.dtype,
-            device=self.planner.device,
+            dtype=self.planner.torch_dtype,
+            device=self.planner.torch_device,
             on_host=frozenset(block.name for block in plan.blocks if block.tier == "ram"),
             progress=self.watcher.reading,
         )

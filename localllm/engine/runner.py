@@ -15,6 +15,7 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.engine.async_decode import Ahead
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_out_of_memory
+from localllm.engine.placement import BATCH_ROWS as BATCH_ROWS
 from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk, StepCancelledError
 from localllm.errors import FETCH_ANEW, Fix, LocalLLMError, NonFiniteError
@@ -32,11 +33,6 @@ from localllm.offload.placement import NEVER
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
 # costs 0.4 ms of 13.
 SINGLE_CALL_ROWS = 16
-# Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
-# matrices still fits into the caches.
-BATCH_ROWS = 512
-# On a GPU all weights are unpacked for each of them: for 512 tokens of an INT4 model that is a third of the time.
-DEVICE_BATCH_ROWS = 2048
 
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent, Usage
 from localllm.server.anthropic.body import AnthropicPromptBody, MessagesBody, request_of
-from localllm.server.bodies import ReplyBody
+from localllm.server.bodies import Absent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, body_of
 from localllm.server.fields import overlaid
 from localllm.server.generation_request import prompt_ids
-from localllm.server.replies import EVENT_STREAM, JsonReply, collected, event, evicted_header, new_id, streamed, whole
+from localllm.server.replies import JsonReply, StreamWriter, collected, event, evicted_header, new_id, streamed, whole
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.server.tools.tool_parser import partial_object
 
@@ -69,68 +69,28 @@ class MessageReply(ReplyBody):
     stop_sequence: str | None = None
 
 
-class MessageStart(ReplyBody):
-    type: Literal["message_start"] = "message_start"
-    message: MessageReply
-
-
-class BlockStart(ReplyBody):
-    type: Literal["content_block_start"] = "content_block_start"
-    index: int
-    content_block: ReplyBlock
-
-
-class TextDelta(ReplyBody):
-    type: Literal["text_delta"] = "text_delta"
-    text: str
-
-
-class ThinkingDelta(ReplyBody):
-    type: Literal["thinking_delta"] = "thinking_delta"
-    thinking: str
-
-
-class SignatureDelta(ReplyBody):
-    type: Literal["signature_delta"] = "signature_delta"
-    signature: str = ""
-
-
-class InputDelta(ReplyBody):
-    """More of a call's input, as JSON."""
-
-    type: Literal["input_json_delta"] = "input_json_delta"
-    partial_json: str
-
-
-BlockDeltaPart = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
-
-
 class BlockDelta(ReplyBody):
-    type: Literal["content_block_delta"] = "content_block_delta"
-    index: int
-    delta: BlockDeltaPart
+    """More of a block. partial_json: of a call's input."""
+
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
+    text: Absent[str] = None
+    thinking: Absent[str] = None
+    signature: Absent[str] = None
+    partial_json: Absent[str] = None
 
 
-class BlockStop(ReplyBody):
-    type: Literal["content_block_stop"] = "content_block_stop"
-    index: int
+class StreamEvent(ReplyBody):
+    """index: of the block, where it is of one. delta, usage: last those of the message."""
 
-
-class MessageDelta(ReplyBody):
-    type: Literal["message_delta"] = "message_delta"
-    delta: StopDelta
-    usage: AnthropicUsage
-
-
-class MessageStop(ReplyBody):
-    type: Literal["message_stop"] = "message_stop"
-
-
-class Ping(ReplyBody):
-    type: Literal["ping"] = "ping"
-
-
-StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
+    type: Literal[
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_stop", "ping",
+    ]  # fmt: skip
+    index: Absent[int] = None
+    message: Absent[MessageReply] = None
+    content_block: Absent[ReplyBlock] = None
+    delta: Absent[BlockDelta | StopDelta] = None
+    usage: Absent[AnthropicUsage] = None
 
 
 class TokenCount(ReplyBody):
@@ -207,15 +167,10 @@ def _message(head: _Head, answer: Delta) -> MessageReply:
     return MessageReply(id=head.id, model=head.model, content=blocks, usage=usage, **stop.written)
 
 
-def _event(data: StreamEvent) -> bytes:
-    return event(data, data.type)
-
-
-class MessageWriter:
+class MessageWriter(StreamWriter):
     """Writes an answer in blocks, one behind the other; the last is a text or a call, be it an empty text."""
 
-    media_type = EVENT_STREAM
-    ping = _event(Ping())
+    ping = event({"type": "ping"}, "ping")
 
     def __init__(self, head: _Head, num_prompt_tokens: int) -> None:
         self._head = head
@@ -228,57 +183,55 @@ class MessageWriter:
         # How much of the prompt was cached is known at the end only.
         usage = _usage(Usage(self._num_prompt_tokens))
         message = MessageReply(id=self._head.id, model=self._head.model, content=[], usage=usage)
-        yield _event(MessageStart(message=message))
-
-    def write(self, _index: int, delta: Delta) -> Iterator[bytes]:
-        return map(_event, self._events(delta))
-
-    def end(self) -> tuple[bytes, ...]:
-        return ()
+        yield _event("message_start", message=message)
 
     def fail(self, failure: Failure) -> bytes:
         return event(body_of(failure, "anthropic"), "error")
 
-    def _events(self, delta: Delta) -> Iterator[StreamEvent]:
+    def write(self, _index: int, delta: Delta) -> Iterator[bytes]:
         if delta.thought:
             yield from self._begin_block(ReplyThinking())
             if shown := self._head.shown(delta.thought):
-                yield self._block_delta(ThinkingDelta(thinking=shown))
+                yield self._block_delta("thinking_delta", thinking=shown)
         if delta.text:
             yield from self._begin_block(ReplyText())
-            yield self._block_delta(TextDelta(text=delta.text))
+            yield self._block_delta("text_delta", text=delta.text)
         for call in delta.calls:
             self._has_called = True
             if call.name is not None:
                 yield from self._end_block()
                 yield from self._begin_block(_tool_use(ToolCallDelta(call.index, call.name)))
-            yield self._block_delta(InputDelta(partial_json=call.arguments))
+            yield self._block_delta("input_json_delta", partial_json=call.arguments)
         if delta.finished is not None:
             if self._open != "tool_use":
                 yield from self._begin_block(ReplyText())
             yield from self._end_block()
             stop = self._head.stop(delta.finished, called=self._has_called)
-            yield MessageDelta(delta=stop, usage=_usage(delta.finished.usage))
-            yield MessageStop()
+            yield _event("message_delta", delta=stop, usage=_usage(delta.finished.usage))
+            yield _event("message_stop")
 
-    def _begin_block(self, block: ReplyBlock) -> Iterator[StreamEvent]:
+    def _begin_block(self, block: ReplyBlock) -> Iterator[bytes]:
         """Have a block of that type open."""
         if self._open == block.type:
             return
         yield from self._end_block()
         self._open = block.type
         self._index += 1
-        yield BlockStart(index=self._index, content_block=block)
+        yield _event("content_block_start", index=self._index, content_block=block)
 
-    def _block_delta(self, delta: BlockDeltaPart) -> BlockDelta:
-        return BlockDelta(index=self._index, delta=delta)
+    def _block_delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
 
-    def _end_block(self) -> Iterator[StreamEvent]:
+    def _end_block(self) -> Iterator[bytes]:
         if self._open == "thinking":
-            yield self._block_delta(SignatureDelta())
+            yield self._block_delta("signature_delta", signature="")
         if self._open is not None:
-            yield BlockStop(index=self._index)
+            yield _event("content_block_stop", index=self._index)
         self._open = None
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
