@@ -282,8 +282,8 @@ class ResidentModel:
             return self._answer(prompt, 1).ttft_s
         prefix = self.known.prefix
         assert prefix is not None
-        engine = self.engine
-        with patch.object(engine, "kv_allocator", self.known), patch.object(engine.scheduler, "allocator", self.known):
+        scheduler = self.engine.scheduler
+        with patch.object(self.engine, "kv_allocator", self.known), patch.object(scheduler, "allocator", self.known):
             self._answer(prompt[:shared], 1)  # whose pages others may have taken since
             before = prefix.counts.pool
             found = self._answer(prompt, 1)

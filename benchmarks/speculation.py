@@ -28,9 +28,8 @@ from benchmarks.measure import DOCS, RESULTS, Spread, known, machine, paired, pa
 from benchmarks.oracle import Oracle, Wrong, draft_with, stream
 from localllm.engine.engine import Engine
 from localllm.engine.speculative.config import Speculate
-from localllm.engine.speculative.drafter import Drafter
+from localllm.engine.speculative.drafter import Drafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
-from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 
 ALPHAS, COUNTS = (0.3, 0.6, 0.8, 0.95), (2, 4, 8)

@@ -186,7 +186,7 @@ def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[
         return [
             f"{word} is taken to have the tokenizer of {name}: no tokenizer.json of {' and of '.join(absent)} is here"
         ]
-    from localllm.engine.draft_loader import require_same_tokenizer
+    from localllm.engine.loader import require_same_tokenizer
     from localllm.text.tokenizer import Tokenizer
 
     require_same_tokenizer(Tokenizer.load(files.directory), name, draft)

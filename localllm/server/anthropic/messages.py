@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from starlette.responses import Response
@@ -104,11 +104,12 @@ async def messages(call: ApiCall, body: MessagesBody) -> Response:
     sampling = overlaid(served.sampling(), {**given, "stop": body.stop_sequences or None})
     answers = await call.server.ask(served, replace(request_of(body), sampling=sampling, evicts=served.evicts))
     hides = body.thinking is not None and body.thinking.display == "omitted"
-    head = _Head(new_id("msg_"), body.model or served.name, body.stop_sequences or (), hides)
+    name, num_prompt_tokens = body.model or served.name, answers.num_prompt_tokens
+    writer = MessageWriter(name, body.stop_sequences or (), num_prompt_tokens, hides_thoughts=hides)
     if body.stream:
-        return await streamed(answers, MessageWriter(head, answers.num_prompt_tokens))
+        return await streamed(answers, writer)
     [answer] = await collected(answers)
-    return await whole(lambda: _message(head, answer), evicted_header(answers))
+    return await whole(lambda: writer.whole(answer), evicted_header(answers))
 
 
 async def count_tokens(call: ApiCall, body: AnthropicPromptBody) -> JsonReply:
@@ -117,31 +118,6 @@ async def count_tokens(call: ApiCall, body: AnthropicPromptBody) -> JsonReply:
     engine, request = served.engine(), request_of(body)
     ids = await call.pool.off_loop(lambda: prompt_ids(request, engine))
     return JsonReply(TokenCount(input_tokens=len(ids)))
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The fields of a reply that are known before its answer.
-
-    stops: texts that the client wants it to end at
-    hides: thoughts are not shown
-    """
-
-    id: str
-    model: str
-    stops: Sequence[str]
-    hides: bool
-
-    def shown(self, thought: str) -> str:
-        return "" if self.hides else thought
-
-    def stop(self, finished: FinishedEvent, *, called: bool) -> StopDelta:
-        """Return why it ended. At a stop text of the model's own it has ended its turn."""
-        if finished.stop_text in self.stops:
-            return StopDelta(stop_reason="stop_sequence", stop_sequence=finished.stop_text)
-        if finished.finish_reason == "length":
-            return StopDelta(stop_reason="max_tokens")
-        return StopDelta(stop_reason="tool_use" if called else "end_turn")
 
 
 def _usage(usage: Usage) -> AnthropicUsage:
@@ -157,33 +133,43 @@ def _tool_use(call: ToolCallDelta) -> ReplyToolUse:
     return ReplyToolUse(id=new_id("toolu_"), name=call.name or "", input=partial_object(call.arguments))
 
 
-def _message(head: _Head, answer: Delta) -> MessageReply:
-    """Return a message of at least one block, be it an empty text."""
-    blocks: list[ReplyBlock] = [ReplyThinking(thinking=head.shown(answer.thought))] if answer.thought else []
-    if answer.text or not answer.calls:
-        blocks.append(ReplyText(text=answer.text))
-    blocks += map(_tool_use, answer.calls)
-    stop, usage = head.stop(answer.end, called=bool(answer.calls)), _usage(answer.end.usage)
-    return MessageReply(id=head.id, model=head.model, content=blocks, usage=usage, **stop.written)
-
-
 class MessageWriter(StreamWriter):
     """Writes an answer in blocks, one behind the other; the last is a text or a call, be it an empty text."""
 
     ping = event({"type": "ping"}, "ping")
 
-    def __init__(self, head: _Head, num_prompt_tokens: int) -> None:
-        self._head = head
+    def __init__(self, model: str, stops: Sequence[str], num_prompt_tokens: int, *, hides_thoughts: bool) -> None:
+        """stops: texts that the client wants the answer to end at."""
+        self._head: dict[str, Any] = {"id": new_id("msg_"), "model": model}
+        self._stops = stops
         self._num_prompt_tokens = num_prompt_tokens
+        self._hides_thoughts = hides_thoughts
         self._open: str | None = None  # the type of the block that is open
         self._index = -1
         self._has_called = False
 
+    def whole(self, answer: Delta) -> MessageReply:
+        blocks: list[ReplyBlock] = []
+        if answer.thought:
+            blocks.append(ReplyThinking(thinking="" if self._hides_thoughts else answer.thought))
+        if answer.text or not answer.calls:
+            blocks.append(ReplyText(text=answer.text))
+        blocks += map(_tool_use, answer.calls)
+        stop, usage = self._stop(answer.end, called=bool(answer.calls)), _usage(answer.end.usage)
+        return MessageReply(**self._head, content=blocks, usage=usage, **stop.written)
+
+    def _stop(self, finished: FinishedEvent, *, called: bool) -> StopDelta:
+        """Return why it ended. At a stop text of the model's own it has ended its turn."""
+        if finished.stop_text in self._stops:
+            return StopDelta(stop_reason="stop_sequence", stop_sequence=finished.stop_text)
+        if finished.finish_reason == "length":
+            return StopDelta(stop_reason="max_tokens")
+        return StopDelta(stop_reason="tool_use" if called else "end_turn")
+
     def begin(self) -> Iterator[bytes]:
         # How much of the prompt was cached is known at the end only.
         usage = _usage(Usage(self._num_prompt_tokens))
-        message = MessageReply(id=self._head.id, model=self._head.model, content=[], usage=usage)
-        yield _event("message_start", message=message)
+        yield _event("message_start", message=MessageReply(**self._head, content=[], usage=usage))
 
     def fail(self, failure: Failure) -> bytes:
         return event(body_of(failure, "anthropic"), "error")
@@ -191,8 +177,8 @@ class MessageWriter(StreamWriter):
     def write(self, _index: int, delta: Delta) -> Iterator[bytes]:
         if delta.thought:
             yield from self._begin_block(ReplyThinking())
-            if shown := self._head.shown(delta.thought):
-                yield self._block_delta("thinking_delta", thinking=shown)
+            if not self._hides_thoughts:
+                yield self._block_delta("thinking_delta", thinking=delta.thought)
         if delta.text:
             yield from self._begin_block(ReplyText())
             yield self._block_delta("text_delta", text=delta.text)
@@ -206,7 +192,7 @@ class MessageWriter(StreamWriter):
             if self._open != "tool_use":
                 yield from self._begin_block(ReplyText())
             yield from self._end_block()
-            stop = self._head.stop(delta.finished, called=self._has_called)
+            stop = self._stop(delta.finished, called=self._has_called)
             yield _event("message_delta", delta=stop, usage=_usage(delta.finished.usage))
             yield _event("message_stop")
 

@@ -126,8 +126,9 @@ _EVENTS: dict[ItemKind, str] = {
 }
 
 
-class ResponseBuilder:
-    """Builds a response out of an answer's deltas. head: the fields of the response that are known before."""
+class ResponseWriter(StreamWriter):
+    """Builds a response out of an answer's deltas, and writes it in numbered events; an item's begin when there is
+    something of it. head: the fields of the response that are known before."""
 
     def __init__(self, head: Mapping[str, Any], tokenizer: Tokenizer, most_logprobs: int | None) -> None:
         self._head = {"id": new_id("resp_"), **head}
@@ -137,6 +138,9 @@ class ResponseBuilder:
         self._waiting: list[TokenLogprob] = []  # of tokens whose text is still to come, or is of a call
         self._finished: FinishedEvent | None = None
         self._items: list[OutputItem] = []
+        self._number = -1
+        self._index = -1  # of the item that is open
+        self._open: OutputItem | None = None
 
     def add(self, delta: Delta) -> Iterator[ItemDelta]:
         """Take a delta; a new item comes without any text first. A response that has ended has a message or a call, be
@@ -201,30 +205,12 @@ class ResponseBuilder:
             usage=usage,
         )
 
-
-def _begun(kind: ItemKind, name: str) -> OutputItem:
-    if kind == "function_call":
-        return FunctionCallItem(id=new_id("fc_"), call_id=new_id("call_"), name=name, arguments="")
-    if kind == "message":
-        return OutputMessage(id=new_id("msg_"), content=[OutputText(text="", logprobs=[])])
-    return ReasoningItem(id=new_id("rs_"), content=[OutputReasoningText(text="")])
-
-
-class ResponseWriter(StreamWriter):
-    """Writes a response in numbered events; an item's begin when there is something of it."""
-
-    def __init__(self, builder: ResponseBuilder) -> None:
-        self._builder = builder
-        self._number = -1
-        self._index = -1  # of the item that is open
-        self._open: OutputItem | None = None
-
     def begin(self) -> Iterator[bytes]:
         for name in ("created", "in_progress"):
-            yield self._event(f"response.{name}", response=self._builder.response())
+            yield self._event(f"response.{name}", response=self.response())
 
     def write(self, _index: int, delta: Delta) -> Iterator[bytes]:
-        for item, text, logprobs in self._builder.add(delta):
+        for item, text, logprobs in self.add(delta):
             if item is not self._open:
                 yield from self._close_item()
                 yield from self._open_item(item)
@@ -235,7 +221,7 @@ class ResponseWriter(StreamWriter):
             yield from self._close_item()
 
     def end(self) -> Iterator[bytes]:
-        yield self._event(f"response.{self._builder.status}", response=self._builder.response())
+        yield self._event(f"response.{self.status}", response=self.response())
 
     def fail(self, failure: Failure) -> bytes:
         return self._event("error", code=failure.name, message=failure.message, param=failure.param)
@@ -272,3 +258,11 @@ class ResponseWriter(StreamWriter):
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+
+def _begun(kind: ItemKind, name: str) -> OutputItem:
+    if kind == "function_call":
+        return FunctionCallItem(id=new_id("fc_"), call_id=new_id("call_"), name=name, arguments="")
+    if kind == "message":
+        return OutputMessage(id=new_id("msg_"), content=[OutputText(text="", logprobs=[])])
+    return ReasoningItem(id=new_id("rs_"), content=[OutputReasoningText(text="")])
