@@ -22,9 +22,9 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import Event, FinishedEvent, Timings, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.kernels.paged_attention import write
+from localllm.offload.measuring.roofline import DeviceFloors, MatmulFloor, MemoryFloor
 from localllm.offload.planner.disk_speed import disk_file
-from localllm.offload.planner.roofline import DeviceFloors, MatmulFloor, MemoryFloor
-from localllm.quant.dense import Dense
+from localllm.quant.dense import dense_name
 
 DISK_BYTES = 1 << 30  # beyond what a disk keeps in its own memory
 _MOST_DISK_READS = 5  # a second each, and nothing that comes later stands beside them
@@ -132,7 +132,7 @@ def summary(
     return BenchmarkRun(
         model=target.name,
         weights=target.weights,
-        kv=Dense(target.engine.model.dtype).name if kv == "bf16" else kv,  # dense ones are in the model's dtype
+        kv=dense_name(target.engine.model.dtype) if kv == "bf16" else kv,  # dense ones are in the model's dtype
         prompt_tokens=workload.prompt_tokens,
         gen_tokens=workload.gen_tokens,
         context=context,

@@ -21,12 +21,14 @@ from localllm.runtime.client_configs import (
     PLACEHOLDER_KEY,
     USUAL_CTX,
     YOUR_KEY,
+    Answering,
     ClientConfig,
-    Filled,
+    Part,
+    ProbedModel,
     Target,
+    ask_models,
     names,
 )
-from localllm.runtime.server_probe import Answering, ProbedModel, ask_models
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 
@@ -131,7 +133,7 @@ def _address(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def _print(front: CliContext, parts: Sequence[Filled]) -> None:
+def _print(front: CliContext, parts: Sequence[Part]) -> None:
     """Print the text of the (first) file to stdout, so that it can be redirected, and all else to stderr."""
     whole = next((part for part in parts if part.language != "sh"), parts[0])
     for part in parts:

@@ -14,8 +14,16 @@ from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select_text_only
 from localllm.config import format_bytes, load_settings
 from localllm.runtime.download import fetch
-from localllm.runtime.model_catalog import ModelRow, licence_text, model_rows, packed_text, row_fields, size_text
-from localllm.runtime.model_facts import fact_lines, model_facts
+from localllm.runtime.model_catalog import (
+    ModelRow,
+    fact_lines,
+    licence_text,
+    model_facts,
+    model_rows,
+    packed_text,
+    row_fields,
+    size_text,
+)
 
 if TYPE_CHECKING:
     from localllm.hub import PullProgress
