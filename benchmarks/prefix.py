@@ -37,7 +37,7 @@ from localllm.bench.random_model import random_model, word_tokenizer
 from localllm.bench.target import BenchmarkTarget
 from localllm.bench.workload import Workload
 from localllm.cache.kv_format import KV_FORMATS
-from localllm.cache.page_readers import READERS
+from localllm.cache.page_file import READERS
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import NO_REUSE, KVReuse

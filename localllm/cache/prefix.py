@@ -13,7 +13,6 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -21,9 +20,7 @@ from torch import Tensor
 
 from localllm.cache.disk import DiskTier
 from localllm.cache.miss_reason import CacheMiss
-from localllm.cache.page_file import PageKey
-from localllm.cache.page_folder import ROOT
-from localllm.cache.page_readers import READERS
+from localllm.cache.page_file import READERS, PageKey
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page, PagePool
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -287,28 +284,15 @@ class PrefixCache:
         known = [key.token_ids for key in self._children(keys[number - 1].digest if number else self.root)]
         nearest = max(known, key=lambda ids: _common(ids, here), default=())
         common = _common(nearest, here)
-        if nearest and common < len(here):
-            at = num_tokens + common
-            return CacheMiss(at, nearest[common:], tuple(token_ids[at : at + PAGE_TOKENS]))
-        other = self._elsewhere(here) if not number and not known and len(here) == PAGE_TOKENS else ""
-        return CacheMiss(0, other=other) if other else None
+        if not nearest or common == len(here):
+            return None
+        at = num_tokens + common
+        return CacheMiss(at, nearest[common:], tuple(token_ids[at : at + PAGE_TOKENS]))
 
     def _children(self, parent: bytes) -> Iterator[PageKey]:
         yield from (entry.key for entry in self._entries.values() if entry.key.parent == parent)
         if self.disk is not None:
             yield from self.disk.children(parent)
-
-    def _elsewhere(self, token_ids: tuple[int, ...]) -> str:
-        """Return which other settings of the same model computed the same first page; "" where none did."""
-        if self.disk is None:
-            return ""
-        for about in self.disk.others():
-            root = b""
-            with suppress(ValueError):  # anyone may have written that file
-                root = bytes.fromhex(about.get(ROOT, ""))
-            if len(root) == len(self.root) and self.disk.has_under(root, page_digest(root, token_ids)):
-                return f"weights {about.get('weights')}, kv {about.get('kv')}"
-        return ""
 
     # What becomes known
 

@@ -125,7 +125,7 @@ def _info(front: CliContext, as_json: bool) -> None:
 def _fields(pages: KeptPages) -> dict[str, Any]:
     return {
         "model": pages.about.get("model"),
-        "about": pages.told,
+        "about": dict(pages.about),
         "pages": pages.num_pages,
         "tokens": pages.num_tokens,
         "size_bytes": pages.num_bytes,
@@ -134,7 +134,7 @@ def _fields(pages: KeptPages) -> dict[str, Any]:
 
 
 def _cells(pages: KeptPages) -> tuple[str, ...]:
-    form = ", ".join(f"{key} {value}" for key, value in pages.told.items() if key != "model")
+    form = ", ".join(f"{key} {pages.about[key]}" for key in ("weights", "kv", "dtype") if key in pages.about)
     when = _when(pages).astimezone().strftime("%Y-%m-%d %H:%M")
     return (pages.about.get("model", "-"), form, str(pages.num_tokens), format_bytes(pages.num_bytes), when)
 

@@ -14,7 +14,6 @@ import torch
 from localllm.cache.disk import QUEUE_BYTES, DiskTier
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.page_file import LAYOUT_VERSION
-from localllm.cache.page_folder import ROOT
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.events import ignore
 from localllm.engine.residency import Residency
@@ -66,7 +65,7 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
         return PrefixCache(secrets.token_bytes(32), residency.kv_pages, ram_bytes)
     disk = None
     if reuse.directory is not None and reuse.disk_bytes != 0:
-        shown = _shown(computed, about) | {ROOT: root.hex()}
+        shown = _shown(computed, about)
         disk = DiskTier(reuse.directory, root, shown, reuse.disk_bytes, reuse.warn, queue_bytes=queue_bytes)
     return PrefixCache(root, residency.kv_pages, ram_bytes, disk)
 
