@@ -33,8 +33,7 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.engine.memory import choose_device
 from localllm.kernels.gpu import check, gemm, gemv, product
 from localllm.kernels.gpu.activations import Codes, to_codes
-from localllm.kernels.gpu.catalog import Heads
-from localllm.kernels.gpu.check import Case
+from localllm.kernels.gpu.check import Case, Heads
 from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
 from localllm.kernels.gpu.product import Dispatch

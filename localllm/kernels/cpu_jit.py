@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,6 @@ import torch
 from localllm.config import user_directories
 from localllm.kernels.cpu_ir import Kernel
 from localllm.kernels.cpu_isa import LLVM_TARGETS, Isa, host_isas
-from localllm.kernels.spare import require_spare_memory
 
 DIGEST_BYTES = 32
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -50,6 +51,10 @@ class Native:
         array.tensors = [value for value in values if isinstance(value, torch.Tensor)]  # type: ignore[attr-defined]
         return array
 
+    def step(self, **words: torch.Tensor | int) -> tuple[Native, ctypes.Array[ctypes.c_int64]]:
+        """The kernel with its arguments, for a tape."""
+        return self, self.arguments(**words)
+
     def point(self, words: ctypes.Array[ctypes.c_int64], name: str, tensor: torch.Tensor) -> None:
         """Another tensor for one of the words. The caller keeps it alive until the kernel has run."""
         words[self.pointers.index(name)] = tensor.data_ptr()
@@ -62,6 +67,15 @@ def best_isa() -> Isa:
         raise KernelUnavailableError("llvmlite is missing, or this CPU has neither AVX2 and FMA nor NEON dot products")
     openmp()
     return host_isas()[0]
+
+
+def compiles(make: Callable[[], object]) -> bool:
+    """Return whether this machine compiles what `make` compiles (15-150 ms, once)."""
+    try:
+        make()
+    except KernelUnavailableError:
+        return False
+    return True
 
 
 def compile_kernel(kernel: Kernel, isa: Isa) -> Native:
@@ -187,3 +201,14 @@ def openmp() -> ctypes.CDLL:
         if "libgomp" in line:
             return ctypes.CDLL(line.split(maxsplit=5)[-1])
     raise KernelUnavailableError("torch was built without libgomp")
+
+
+_SPARE_BYTES = 32 << 20  # ten times what the largest of our kernels takes while it is compiled
+
+
+def require_spare_memory() -> None:
+    """Raises MemoryError where there is too little for them. Takes 5 us: nothing of it is touched."""
+    try:
+        mmap.mmap(-1, _SPARE_BYTES).close()
+    except OSError as error:
+        raise MemoryError(f"{_SPARE_BYTES >> 20} MiB must be free for what is compiled while it computes") from error

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_linear, int8, tile16
-from localllm.kernels.dense import dense_linear
+from localllm.kernels.cpu_gemv import dense_linear
 from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE

@@ -15,8 +15,8 @@ from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig
 from localllm.models.layout import BlockLayout, Matrix, block_layouts
-from localllm.quant.finite import require_finite
 from localllm.quant.recipe import Recipe
+from localllm.quant.weight_format import require_finite
 
 
 class BlockSource(Protocol):

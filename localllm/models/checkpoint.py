@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ class Checkpoint:
         """locations: stored name -> the open file that holds it."""
         self.directory = directory
         self._locations = locations
-        self._prefix = _text_prefix(locations)
+        self._prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in locations), "model.")
         self._stored = _plain_names(locations, self._prefix, directory)
         self._asked: set[str] = set()
 
@@ -52,7 +52,7 @@ class Checkpoint:
         single = directory / SINGLE
         if single.exists():
             file = SafetensorsFile.open(single)
-            return cls(directory, dict.fromkeys(file.names, file))
+            return cls(directory, dict.fromkeys(file.specs, file))
         if (directory / INDEX).exists():
             return cls(directory, _open_shards(directory, _read_index(directory / INDEX)))
         raise _nothing_to_read(directory)
@@ -84,7 +84,10 @@ class Checkpoint:
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Check a tensor without reading it. Raises as `read` does."""
-        self._check_shape(name, shape)
+        stored = self._spec(name).shape
+        if stored != shape:
+            why = f"{self._file(name).path.name} stores {list(stored)}; config.json means {list(shape)}"
+            raise CheckpointError(f"{self.directory}: {name} has the wrong shape", why=why, fix=FETCH_ANEW)
         self.dtype(name)
         self._asked.add(name)
 
@@ -134,7 +137,8 @@ class Checkpoint:
         head, embedding = self._spec(HEAD), self._spec(EMBEDDING)
         if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
             return True
-        pairs = zip(self._chunks(HEAD), self._chunks(EMBEDDING), strict=True)
+        chunks = (self._file(name).chunks(self._stored[name]) for name in (HEAD, EMBEDDING))
+        pairs = zip(*chunks, strict=True)
         return any(mine != other for mine, other in pairs)
 
     def unused(self) -> tuple[str, ...]:
@@ -149,32 +153,21 @@ class Checkpoint:
             and (not multimodal or stored.startswith(self._prefix))
         )
 
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        stored = self._spec(name).shape
-        if stored != shape:
-            why = f"{self._file(name).path.name} stores {list(stored)}; config.json means {list(shape)}"
-            raise CheckpointError(f"{self.directory}: {name} has the wrong shape", why=why, fix=FETCH_ANEW)
-
     def _file(self, name: str) -> SafetensorsFile:
         return self._locations[self._stored[name]]
 
-    def _chunks(self, name: str) -> Iterator[bytes]:
-        return self._file(name).chunks(self._stored[name])
-
     def _spec(self, name: str) -> StoredTensor:
         if name not in self._stored:
-            near = ", ".join(_nearest(name, self._stored)) or "none"
+            # difflib over all of a large checkpoint would take seconds; those of its layer are enough.
+            layer = name.rpartition(".layers.")[2].partition(".")[0]
+            alike = [other for other in self._stored if f".{layer}." in other or ".layers." not in other][:1000]
+            near = ", ".join(show(other) for other in difflib.get_close_matches(name, alike)) or "none"
             raise CheckpointError(
                 f"{self.directory} has no tensor {name}",
                 why=f"{len(self._stored)} tensors are stored; the nearest names: {near}",
                 fix=FETCH_ANEW,
             )
         return self._file(name).spec(self._stored[name])
-
-
-def _text_prefix(stored: Iterable[str]) -> str:
-    names = set(stored)
-    return next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in names), "model.")
 
 
 def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[str, str]:
@@ -191,13 +184,6 @@ def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[st
             raise CheckpointError(f"{directory} stores {show(plain)} twice", why=why, fix=FETCH_ANEW)
         names[plain] = name
     return names
-
-
-def _nearest(name: str, names: Iterable[str]) -> list[str]:
-    """difflib over all of a large checkpoint would take seconds; those of its layer are enough."""
-    layer = name.rpartition(".layers.")[2].partition(".")[0]
-    alike = [other for other in names if f".{layer}." in other or ".layers." not in other][:1000]
-    return [show(other) for other in difflib.get_close_matches(name, alike)]
 
 
 def _read_index(path: Path) -> dict[str, str]:

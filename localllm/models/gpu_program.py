@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu import product, sample
-from localllm.kernels.gpu.embed import embed
+from localllm.kernels.gpu.dequantize import embed
 from localllm.kernels.kv_page import pages_of
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
@@ -154,7 +154,8 @@ class GpuProgram:
         self.decoder.stream.begin()
         for index, run in enumerate(self._runs):
             if run.is_streamed:
-                with self.decoder.stream.held(_name(run.stages[0])):
+                (stage,) = run.stages
+                with self.decoder.stream.held(stage.name if isinstance(stage, Block) else stage):
                     self._run(index, run, room, forward, bool(draws))
             else:
                 self._run(index, run, room, forward, bool(draws))
@@ -246,7 +247,12 @@ class GpuProgram:
     def _many(self, batches: Sequence[Batch], on_block: OnBlock | None) -> Tensor:
         decoder = self.decoder
         decoder.stream.begin()
-        forwards = [self._forward(batch) for batch in batches]
+        forwards = []
+        for batch in batches:
+            shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
+            tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts)
+            tables.fill(batch, self._groups(batch), tokens)
+            forwards.append(GpuForward(batch, tables, self._places(batch), decoder.dtype))
         states = [torch.empty((len(b), decoder.config.hidden_size), device=self.device) for b in batches]
         with decoder.stream.held(EMBED):
             for forward, x in zip(forwards, states, strict=True):
@@ -263,12 +269,6 @@ class GpuProgram:
         wanted = torch.cat([x[moved(b.logit_rows, self.device)] for b, x in zip(batches, states, strict=True)])
         with decoder.stream.held(HEAD):
             return torch.cat([self._head(part) for part in torch.split(wanted, product.MOST_ROWS)])
-
-    def _forward(self, batch: Batch) -> GpuForward:
-        shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
-        tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts)
-        tables.fill(batch, self._groups(batch), tokens)
-        return GpuForward(batch, tables, self._places(batch), self.decoder.dtype)
 
     def _shape(self, batch: Batch, rows: int, pages: int) -> tuple[TableShape, int]:
         """Return the shape of a batch's tables, and the most tokens of a task."""
@@ -333,28 +333,21 @@ class GpuProgram:
     def _runs(self) -> tuple[_Run, ...]:
         """Memory is pinned beside everything else: once the embedding is, the runs are others."""
         if self._joined_runs is None or (not self._joined_runs[0].is_ours and self._embeds):
-            self._joined_runs = tuple(_joined(self._stages()))
+            streamed, blocks = self.decoder.stream.names, self.decoder.blocks
+            runs = [_Run((EMBED,), self._embeds, EMBED in streamed)]
+            runs += [_Run((block,), is_ours(block, self.device), block.name in streamed) for block in blocks]
+            runs.append(_Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed))
+            self._joined_runs = tuple(_joined(runs))
             for room in self._rooms.values():
                 room.graphs.clear()
             self._pool = None  # torch ends a pool with the last graph of it
         return self._joined_runs
 
-    def _stages(self) -> Iterator[_Run]:
-        streamed = self.decoder.stream.names
-        yield _Run((EMBED,), self._embeds, EMBED in streamed)
-        for block in self.decoder.blocks:
-            yield _Run((block,), is_ours(block, self.device), block.name in streamed)
-        yield _Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed)
-
     def _is_capturable(self, run: _Run) -> bool:
         """Return whether nothing that is launched depends on what the host would have to see."""
-        linears = [linear for stage in run.stages for linear in self._linears(stage)]
+        linears = [linear for stage in run.stages if isinstance(stage, Block) for linear in stage.body.linears]
+        linears += [self.decoder.head] if HEAD in run.stages else []
         return all(linear.packed is not None or isinstance(linear.format, Dense) for linear in linears)
-
-    def _linears(self, stage: Block | str) -> tuple[Linear, ...]:
-        if isinstance(stage, Block):
-            return stage.body.linears
-        return (self.decoder.head,) if stage == HEAD else ()
 
 
 @contextmanager
@@ -369,26 +362,20 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _joined(runs: Iterator[_Run]) -> Iterator[_Run]:
+def _joined(runs: Sequence[_Run]) -> list[_Run]:
     """Neighbours that are ours, and all there, as one."""
-    last: _Run | None = None
+    joined: list[_Run] = []
     for run in runs:
-        if last is not None and last.is_ours and run.is_ours and not last.is_streamed and not run.is_streamed:
-            last = _Run((*last.stages, *run.stages), True, False)
-            continue
-        if last is not None:
-            yield last
-        last = run
-    if last is not None:
-        yield last
+        last = joined[-1] if joined else run
+        if joined and last.is_ours and run.is_ours and not last.is_streamed and not run.is_streamed:
+            joined[-1] = _Run((*last.stages, *run.stages), True, False)
+        else:
+            joined.append(run)
+    return joined
 
 
 def _longest(batch: Batch) -> int:
     return max(segment.past + segment.end - segment.begin for segment in batch.segments)
-
-
-def _name(stage: Block | str) -> str:
-    return stage.name if isinstance(stage, Block) else stage
 
 
 def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bool:

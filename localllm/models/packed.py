@@ -85,13 +85,8 @@ def _block_entry(file: PackedFile, checksum: str) -> dict[str, object]:
         }
         for name, placed in file.tensors.items()
     }
-    return {
-        "name": file.name,
-        "file": file.file_name,
-        "bytes": file.file_bytes,
-        "checksum": checksum,
-        "tensors": tensors,
-    }
+    entry = {"name": file.name, "file": file.file_name, "bytes": file.file_bytes, "checksum": checksum}
+    return {**entry, "tensors": tensors}
 
 
 def needs_conversion(directory: Path) -> bool:
@@ -172,7 +167,11 @@ class PackedModel:
     def content(self, layout: BlockLayout) -> Tensor:
         """The block as it lies on the disk, uint8, whole pages of its own, checked. Raises as `tensors` does."""
         file = self._files[layout.name]
-        buffer, read = self._begun(file)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] != file.name:
+            ahead[2].close()
+            ahead = None
+        buffer, read = self._begin(file) if ahead is None else ahead[1:]
         try:
             following = self._next.get(layout.name)
             if following is not None:
@@ -239,15 +238,6 @@ class PackedModel:
         except (OSError, EOFError) as error:
             raise self._refusal(file, "cannot be read", str(error)) from None
 
-    def _begun(self, file: PackedFile) -> tuple[Tensor, FileRead]:
-        """Return the reading that was begun ahead, if it is of this file."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == file.name:
-            return ahead[1:]
-        if ahead is not None:
-            ahead[2].close()
-        return self._begin(file)
-
     def _begin(self, file: PackedFile) -> tuple[Tensor, FileRead]:
         buffer = host_buffer(file.file_bytes)
         try:
@@ -300,11 +290,9 @@ def _agreed(found: Mapping[str, object], plan: PackedPlan, path: Path) -> tuple[
 
 def _checksums(blocks: object, plan: PackedPlan) -> dict[str, str]:
     """Return checksums by the block's name, as far as the index has them in place; "" for the others."""
-    entries = blocks if isinstance(blocks, list) else []
-    found = [entry.get("checksum") if isinstance(entry, dict) else None for entry in entries]
-    names = list(plan.files)
-    checksums = dict.fromkeys(names, "")
-    for name, checksum in zip(names, found, strict=False):
+    checksums = dict.fromkeys(plan.files, "")
+    for name, entry in zip(plan.files, blocks if isinstance(blocks, list) else [], strict=False):
+        checksum = entry.get("checksum") if isinstance(entry, dict) else None
         if isinstance(checksum, str) and CHECKSUM.fullmatch(checksum):
             checksums[name] = checksum
     return checksums

@@ -31,16 +31,9 @@ from localllm.quant.weight_format import TensorSpec
 LAYOUT_VERSION = 1  # of these files and of the index: grows when older bytes can no longer be read
 CHECKSUM = re.compile(r"[0-9a-f]{32}")  # XXH3-128 of all data: 20 GB/s, where blake2b has 0.9 and would slow a load
 TEMPORARY = re.compile(r"\..+\.tmp")
-DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
-    {
-        torch.bfloat16: "BF16",
-        torch.float16: "F16",
-        torch.float32: "F32",
-        torch.int32: "I32",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-    }
-)
+_NAMES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_NAMES |= {"I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+DTYPES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in _NAMES.items()})
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 64  # a cache line, and an AVX-512 vector
 _NO_CHECKSUM = "0" * 32
@@ -153,7 +146,7 @@ def write_block(
                 expected, place = next(placed)
                 assert (name, TensorSpec(tuple(tensor.shape), tensor.dtype)) == (expected, place.spec)
                 append(memoryview(bytes(place.begin - position)))
-                append(_bytes_of(tensor))
+                append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             written(sum(tensor.nbytes for tensor in part.values()))
         assert next(placed, None) is None
         append(memoryview(bytes(file.file_bytes - file.data_begin - position)))
@@ -225,11 +218,6 @@ def _json(
         offsets = [placed.begin, placed.end]
         entries[name] = {"dtype": DTYPES[placed.spec.dtype], "shape": placed.spec.shape, "data_offsets": offsets}
     return json.dumps(entries, separators=(",", ":")).encode("ascii")
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-    return flat
 
 
 def _rounded_up(value: int, multiple: int) -> int:

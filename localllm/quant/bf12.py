@@ -9,7 +9,7 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError
 from localllm.kernels import bf12, cpu_bf12
-from localllm.kernels.dense import dense_linear
+from localllm.kernels.cpu_gemv import dense_linear
 from localllm.kernels.tile16 import TILE
 from localllm.quant.weight_format import TensorSpec
 

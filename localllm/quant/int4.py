@@ -15,8 +15,7 @@ from localllm.kernels.packed_linear import packed_linear
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE, WORD
 from localllm.quant import hqq
-from localllm.quant.finite import require_finite
-from localllm.quant.weight_format import TensorSpec
+from localllm.quant.weight_format import TensorSpec, require_finite
 
 Calibration = Literal["hqq", "rtn"]
 _FITS: dict[Calibration, Callable[[Tensor], hqq.Affine]] = {"hqq": hqq.half_quadratic, "rtn": hqq.round_to_nearest}

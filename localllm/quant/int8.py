@@ -12,8 +12,7 @@ from localllm.kernels import int8
 from localllm.kernels.packed_linear import packed_linear
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
-from localllm.quant.finite import require_finite
-from localllm.quant.weight_format import TensorSpec
+from localllm.quant.weight_format import TensorSpec, require_finite
 
 COLUMNS = 64  # K is padded to a multiple of it
 LEVELS = 127

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from localllm.errors import UsageError
-from localllm.kernels.dense import dense_linear
-from localllm.quant.finite import require_finite
-from localllm.quant.weight_format import TensorSpec
+from localllm.kernels.cpu_gemv import dense_linear
+from localllm.quant.weight_format import TensorSpec, require_finite
 
 BLOCK = 64  # weights that share one absmax
 SLAB_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16
