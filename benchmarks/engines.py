@@ -12,18 +12,18 @@ from typing import Any
 from localllm.bench.random_model import random_model
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, SpeculationStats, TokenEvent
-from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE, KVReuse
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.speculative.config import OFF
 from localllm.models.shapes import find_shape
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 
 SHAPE, WEIGHTS = "qwen2.5-0.5b", "int4-g64"
 
 
 @contextmanager
 def tiny_engine(ctx: int) -> Iterator[Engine]:
-    engine = Engine.load("tiny", weights=WEIGHTS, device="cpu", ctx=ctx, reuse=NO_REUSE, speculate=OFF)
+    engine = Engine.load("tiny", EngineConfig(weights=WEIGHTS, device="cpu", ctx=ctx, speculate="off"), reuse=NO_REUSE)
     try:
         yield engine
     finally:
@@ -32,19 +32,28 @@ def tiny_engine(ctx: int) -> Iterator[Engine]:
 
 @contextmanager
 def random_engine(
-    shape: str, ctx: int, *, tokenizer: str = "", changes: Mapping[str, Any] | None = None, **options: Any
+    shape: str,
+    ctx: int,
+    *,
+    tokenizer: str = "",
+    changes: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    reuse: KVReuse = NO_REUSE,
 ) -> Iterator[Engine]:
     """An engine of random weights of this shape.
 
     tokenizer: the content of tokenizer.json, in place of one word an id.
     changes: of the shape's config.json.
-    options: of `Engine.load`.
+    reuse: as `Engine.load` has it.
     """
-    options = {"device": "cpu", "reuse": NO_REUSE, "speculate": OFF, **options}
     with random_model(shape, {**find_shape(shape).raw_config, **(changes or {})}, RECIPES[WEIGHTS]) as files:
         if tokenizer:
             (files.directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        engine = Engine.load(files, weights=WEIGHTS, ctx=ctx, **options)
+        engine = Engine.load(
+            files,
+            EngineConfig(device="cpu", weights=WEIGHTS, ctx=ctx, speculate="off", threads=threads),
+            reuse=reuse,
+        )
         try:
             yield engine
         finally:

@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +31,6 @@ from localllm.engine.engine import Engine
 from localllm.engine.loader import Watcher
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.sampler import PlainDraw
-from localllm.engine.speculative.config import OFF
 from localllm.hub import ModelFiles, locate
 from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -44,6 +44,7 @@ from localllm.offload.planner.device_rates import DeviceRates
 from localllm.offload.planner.machine import CardMemory
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import RECIPES, Recipe
+from localllm.settings import EngineConfig
 
 SMALL = "small"  # a shape with MLP blocks of 5 MB in bf16, for a stand-in
 _SMALL = {
@@ -168,13 +169,14 @@ def resident(device: torch.device, ctx: int, kv: str, note: Callable[[str], None
     is_card = device.type == "cuda"
     if is_card and (reason := why_not(device)):
         raise UnavailableError(f"our kernels do not compute: {reason}")
-    options: dict[str, Any] = {} if is_card else {"vram": _STAND_IN_BYTES, "dtype": "fp32"}
-    options |= {"watcher": Watcher(noting=note), "reuse": NO_REUSE, "kv": kv, "ctx": ctx, "speculate": OFF}
+    config = EngineConfig(ctx=ctx, device=device.type, weights=_WEIGHTS, kv=kv, speculate="off")
+    if not is_card:
+        config = replace(config, vram=_STAND_IN_BYTES, dtype="fp32")
     with tempfile.TemporaryDirectory() as folder:
         files = written(Path(folder), model_config(small=small))
         model = MemoryModel(load_config(files.directory), RECIPES[_WEIGHTS])
         with as_card(device, model):
-            engine = Engine.load(files, device=device.type, weights=_WEIGHTS, **options)
+            engine = Engine.load(files, config, watcher=Watcher(noting=note), reuse=NO_REUSE)
     if not is_card:
         engine.runner.cpu_program, engine.runner.gpu_program = None, GpuProgram(engine.model)
     engine.residency._replan = None  # another side's memory on the card comes and goes: nothing moves for it

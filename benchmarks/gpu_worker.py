@@ -53,7 +53,7 @@ from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, UNKNOWN_SOURCE
 from localllm.engine.request import SamplingParams
 from localllm.engine.residency import Residency
-from localllm.engine.speculative.config import OFF, Speculate
+from localllm.engine.speculative.config import Speculate
 from localllm.hub import locate
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.convert import convert
@@ -67,6 +67,7 @@ from localllm.offload.planner.profile import device_measured, kept_profile, meas
 from localllm.offload.planner.roofline import DeviceFloors, warm_up
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 
 CTX = 544
@@ -102,10 +103,7 @@ class CappedModel:
                     recipe,
                     torch.bfloat16,
                     self.device,
-                    "auto",
-                    CTX,
-                    None,
-                    cap_bytes,
+                    EngineConfig(ctx=CTX, vram=cap_bytes),
                     None,
                     ignore,
                 )
@@ -115,7 +113,9 @@ class CappedModel:
                 plannings = [_planned_ms(self.search) for _ in range(_PLANNINGS)]
                 _reset_peak(self.device)
                 engine = Engine.load(
-                    files, device=device, weights=weights, ctx=CTX, vram=cap_bytes, reuse=NO_REUSE, speculate=OFF
+                    files,
+                    EngineConfig(device=device, weights=weights, ctx=CTX, vram=cap_bytes, speculate="off"),
+                    reuse=NO_REUSE,
                 )
         plan, placed = engine.plan, engine.residency.placed
         assert plan is not None
@@ -349,13 +349,13 @@ class SpeculationRows:
 def _wrong_row(engine: Engine, placement: str, rounds: int, tokens: int) -> dict[str, Any]:
     """The controller's speed where every draft is wrong."""
     prompt = random_ids(64, engine.config.vocab_size, 1)
-    draft_with(engine, OFF)
+    draft_with(engine, Speculate("off"))
     expected = (*prompt, *answer(engine, [prompt], tokens).ids)
     draft_with(engine, Speculate("ngram"), Wrong({prompt: expected}, engine.config.vocab_size))
     drafting, plain, drafted = engine.speculation, list[float](), list[float]()
     answer(engine, [prompt], tokens)
     for _ in range(rounds):
-        draft_with(engine, OFF)
+        draft_with(engine, Speculate("off"))
         plain.append(answer(engine, [prompt], tokens).token_s)
         engine.speculation = drafting
         drafted.append(answer(engine, [prompt], tokens).token_s)

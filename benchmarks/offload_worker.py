@@ -21,13 +21,13 @@ from benchmarks.measure import drop_from_cache, fill_cache
 from localllm.bench.machine import PeakMemory
 from localllm.engine.engine import Engine
 from localllm.engine.prefix_config import NO_REUSE
-from localllm.engine.speculative.config import OFF
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory
 from localllm.offload.planner.disk_speed import files_read_gbs
 from localllm.offload.planner.plan import JobShape, Plan
 from localllm.offload.planner.profile import Profile, machine_key, measured
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,8 @@ def measure(spec: Spec) -> dict[str, Any]:
     job = JobShape(spec.sequences, spec.prompt_tokens + spec.gen_tokens, spec.ctx) if spec.sequences > 1 else None
     dtype = "fp32" if spec.weights == "fp32" else "bf16"
     started = time.perf_counter()
-    options: dict[str, Any] = {
-        "weights": spec.weights,
-        "dtype": dtype,
-        "ram": spec.ram_bytes,
-        "ctx": spec.ctx,
-        "job": job,
-    }
-    engine = Engine.load(files, **options, reuse=NO_REUSE, speculate=OFF)
+    config = EngineConfig(weights=spec.weights, dtype=dtype, ram=spec.ram_bytes, ctx=spec.ctx, speculate="off")
+    engine = Engine.load(files, config, job=job, reuse=NO_REUSE)
     load_s = time.perf_counter() - started
     plan = engine.plan
     assert plan is not None

@@ -42,13 +42,13 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import NO_REUSE, KVReuse
 from localllm.engine.request import SamplingParams
-from localllm.engine.speculative.config import OFF
 from localllm.hub import ModelFiles
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
 from localllm.models.shapes import Shape, find_shape
 from localllm.offload.planner.disk_speed import files_read_gbs
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 
 NAME = "tinyllama-1.1b"
 SHARED_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 4096, 48, 32
@@ -127,7 +127,9 @@ class Chat:
 
     def _load(self) -> Engine:
         ctx, reuse = self._shared_tokens + 4 * (TURN_TOKENS + ANSWER_TOKENS), KVReuse(directory=self._folder)
-        return Engine.load(self._files, weights=self._weights, ctx=min(ctx, 8192), reuse=reuse, speculate=OFF)
+        return Engine.load(
+            self._files, EngineConfig(weights=self._weights, ctx=min(ctx, 8192), speculate="off"), reuse=reuse
+        )
 
     def turn(self, number: int) -> Turn:
         """One turn of a chat that nobody has had before."""

@@ -34,7 +34,6 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import TokenEvent
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.speculative.config import OFF
 from localllm.engine.step_types import Limits
 from localllm.hub import ModelFiles
 from localllm.quant.recipe import RECIPES
@@ -48,6 +47,7 @@ from localllm.server.app import create_app
 from localllm.server.guard import Admission
 from localllm.server.http_server import bound, serve
 from localllm.server.model_server import Capacity, ModelServer
+from localllm.settings import EngineConfig
 
 NAME, WEIGHTS = "tinyllama-1.1b", "int4-g64"
 PATH = "/v1/completions"
@@ -100,7 +100,9 @@ def bench(files: ModelFiles, *, on_thread: bool) -> Iterator[Bench]:
 
     def load() -> Engine:
         limits = Limits(max_sequences=PARALLEL)
-        return Engine.load(files, weights=WEIGHTS, ctx=_CTX, limits=limits, reuse=NO_REUSE, speculate=OFF)
+        return Engine.load(
+            files, EngineConfig(weights=WEIGHTS, ctx=_CTX, speculate="off"), limits=limits, reuse=NO_REUSE
+        )
 
     service = EngineThread(load)
     engine = service.wait_loaded()

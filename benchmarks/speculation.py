@@ -25,7 +25,7 @@ from benchmarks.measure import DOCS, RESULTS, Spread, known, machine, paired, pa
 from benchmarks.oracle import Oracle, Wrong, draft_with, stream
 from benchmarks.speculation_texts import texts
 from localllm.engine.engine import Engine
-from localllm.engine.speculative.config import OFF, Speculate
+from localllm.engine.speculative.config import Speculate
 
 ALPHAS, COUNTS = (0.3, 0.6, 0.8, 0.95), (2, 4, 8)
 _PASSES = 64  # with which the tokens of each are known to a tenth or so
@@ -51,14 +51,14 @@ def oracle_row(
 ) -> dict[str, Any]:
     """least_passes: of each round; few of them give more or fewer tokens by chance."""
     prompt, vocab_size = random_ids(64, engine.config.vocab_size, 1), engine.config.vocab_size
-    draft_with(engine, OFF)
+    draft_with(engine, Speculate("off"))
     streams = {prompt: (*prompt, *answer(engine, [prompt], num_tokens).ids)}
     plain: list[float] = []
     drafted: list[float] = []
     tokens: list[float] = []
     formulas: list[float] = []
     for number in range(rounds):
-        draft_with(engine, OFF)
+        draft_with(engine, Speculate("off"))
         plain.append(answer(engine, [prompt], num_tokens).token_s)
         steps: list[float] = []
         seconds: list[float] = []
@@ -131,10 +131,10 @@ def _never_rows(engine: Engine, placement: str, rounds: int, num_tokens: int) ->
         "switching": ((*half * 3, *random_text, *half), {"temperature": 1.0, "seed": 2}, ("auto", "ngram", "skip")),
     }
     for text, (prompt, sampling, drafters) in texts.items():
-        draft_with(engine, OFF)
+        draft_with(engine, Speculate("off"))
         expected = answer(engine, [prompt], num_tokens, **sampling).ids
         for who in drafters:
-            draft_with(engine, OFF)
+            draft_with(engine, Speculate("off"))
             plain = engine.speculation
             lookup = Wrong({prompt: (*prompt, *expected)}, vocab_size) if who == "wrong" else None
             draft_with(engine, Speculate("ngram" if who == "wrong" else who), lookup)

@@ -27,7 +27,7 @@ from benchmarks.oracle import draft_with
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.speculative.config import OFF, Speculate
+from localllm.engine.speculative.config import Speculate
 from localllm.models.shapes import find_shape
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer_files import BYTE_ALPHABET
@@ -111,7 +111,7 @@ class Steps:
 
 
 def overheads(engine: Engine, model: str, rounds: int, num_tokens: int) -> Iterator[dict[str, Any]]:
-    draft_with(engine, OFF)
+    draft_with(engine, Speculate("off"))
     for sampler, temperature in SAMPLERS.items():
         steps = {
             name: Steps(engine, grammar, num_tokens, temperature)
@@ -150,7 +150,7 @@ def drafted(engine: Engine, model: str, rounds: int, num_tokens: int) -> dict[st
 
     passes: list[float] = []
     measured = interleaved(
-        {"off": lambda: tokens_per_s(OFF), "ngram": lambda: tokens_per_s(Speculate("ngram"))}, rounds
+        {"off": lambda: tokens_per_s(Speculate("off")), "ngram": lambda: tokens_per_s(Speculate("ngram"))}, rounds
     )
     row = {
         "model": model,

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
     from localllm.engine.request import Request, SamplingParams
     from localllm.runtime.engine_thread import EngineThread
+    from localllm.settings import EngineConfig
     from localllm.text.grammar.grammar import Grammar
 
 __all__ = [
     "Engine",
+    "EngineConfig",
     "EngineThread",
     "Event",
     "FinishedEvent",
@@ -40,6 +42,7 @@ __all__ = [
 
 _HOMES = {
     "Engine": "localllm.engine.engine",
+    "EngineConfig": "localllm.settings",
     "EngineThread": "localllm.runtime.engine_thread",
     "Event": "localllm.engine.events",
     "FinishedEvent": "localllm.engine.events",

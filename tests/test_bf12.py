@@ -24,6 +24,7 @@ from localllm.kernels.bf12 import ManyExceptionsError
 from localllm.offload.planner.machine import Memory
 from localllm.quant.bf12 import BF12, NotCompactError
 from localllm.quant.dense import Dense
+from localllm.settings import EngineConfig
 from tests.cli_support import write_checkpoint
 
 # Asked of other kernels: where these alone did not compile, nothing here may be skipped.
@@ -140,7 +141,7 @@ def engine(checkpoint: Path, memory_bytes: int | None, weights: str = "bf16") ->
             memory = Memory(memory_bytes, 0, memory_bytes)
             patch.setattr(planner, "process_memory", lambda *_, **__: memory)
             patch.setattr(planner, "as_stored", lambda _files, _name, config, _weights: (config, None))
-        loaded = Engine.load(checkpoint, device="cpu", weights=weights, ctx=128)
+        loaded = Engine.load(checkpoint, EngineConfig(device="cpu", weights=weights, ctx=128))
     try:
         yield loaded
     finally:

@@ -15,6 +15,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.request import Request, SamplingParams
+from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatInput, encode_chat
 from tests.cli_support import run_cli
 
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    engine = Engine.load("tiny", device="cpu", ctx=1024, reuse=KVReuse(directory=folder))
+    engine = Engine.load("tiny", EngineConfig(device="cpu", ctx=1024), reuse=KVReuse(directory=folder))
     yield engine
     engine.close()
 

@@ -18,6 +18,7 @@ from localllm.offload.planner.machine import CardMemory, Memory
 from localllm.offload.planner.plan import GIB
 from localllm.offload.planner.profile import Profile
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 from tests.cli_support import run_cli
 from tests.packed_support import small_checkpoint
 
@@ -55,7 +56,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def answer(directory: Path, **options: object) -> tuple[str, Engine]:
-    engine = Engine.load(directory, device="cpu", ctx=128, **options)  # type: ignore[arg-type]
+    engine = Engine.load(directory, EngineConfig(device="cpu", ctx=128, **options))  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     finished = [event for event in engine.generate(PROMPT, sampling) if isinstance(event, FinishedEvent)][-1]
     assert finished.error is None
@@ -145,7 +146,7 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
     monkeypatch.setattr(plan_module, "_CAP_STEP_BYTES", 1 << 20)  # these models are smaller than the step of a cap
     monkeypatch.setattr(residency, "reachable_bytes", lambda _device: free_bytes)
     monkeypatch.setattr(residency, "_MUCH_BYTES", 1)
-    engine = Engine.load(directory, device="cpu", ctx=128, weights="int8", dtype="fp32")
+    engine = Engine.load(directory, EngineConfig(device="cpu", ctx=128, weights="int8", dtype="fp32"))
     assert engine.plan is not None and engine.residency.placed is not None
     most = engine.plan.total_bytes("vram")
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -169,7 +170,9 @@ def test_a_plan_made_anew_does_not_count_the_hosts_blocks_twice(
     vram = _least(directory, "int8") + (1 << 20)
     _, roomy = answer(directory, weights="int8", vram=vram)
     assert roomy.plan is not None
-    engine = Engine.load(directory, device="cpu", ctx=128, weights="int8", vram=vram, ram=roomy.plan.total_bytes("ram"))
+    engine = Engine.load(
+        directory, EngineConfig(device="cpu", ctx=128, weights="int8", vram=vram, ram=roomy.plan.total_bytes("ram"))
+    )
     placed = engine.residency.placed
     assert placed is not None and placed.host_bytes == roomy.plan.ledger["ram"]["weights"]
     start = placed.blocks

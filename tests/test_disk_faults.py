@@ -17,11 +17,11 @@ import pytest
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine import planner
-from localllm.engine.speculative.config import OFF
 from localllm.errors import CheckpointError
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.search import Search
 from localllm.offload.streaming import disk_stream
+from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 from tests.cli_support import run_cli
 from tests.packed_support import pack, small_checkpoint
@@ -42,7 +42,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_machine: Ca
 
 
 def least_bytes(directory: Path) -> int:
-    whole = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128, speculate=OFF)
+    whole = Engine.load(directory, EngineConfig(device="cpu", weights="int4-g32", ctx=128, speculate="off"))
     assert whole.plan is not None
     whole.close()
     return Search(whole.plan.shape, Machine(Memory(1, 0, 1), Rates(1, 1, 1)), 128).least_ram_bytes()
@@ -65,7 +65,7 @@ def streaming(kind: str, directory: Path) -> Iterator[Engine]:
     least = least_bytes(directory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "process_memory", lambda *_, **__: Memory(least, 0, least))
-        engine = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128)
+        engine = Engine.load(directory, EngineConfig(device="cpu", weights="int4-g32", ctx=128))
     assert engine.plan is not None and engine.plan.streamed
     yield engine
     engine.close()

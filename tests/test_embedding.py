@@ -15,6 +15,7 @@ from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Pooling, Request, SamplingParams
 from localllm.engine.step_types import Limits
 from localllm.errors import ContextOverflowError, NonFiniteError
+from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")
@@ -33,7 +34,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp(request.param)
     peer = write_checkpoint(directory, request.param)
     limits = Limits(chunk_tokens=32)
-    engine = Engine.load(directory, device="cpu", dtype="fp32", limits=limits)
+    engine = Engine.load(directory, EngineConfig(device="cpu", dtype="fp32"), limits=limits)
     yield Pair(engine, peer)
     engine.close()
 

@@ -30,6 +30,7 @@ from localllm.errors import (
 )
 from localllm.layers.mlp import MLP
 from localllm.offload.planner.machine import Memory
+from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.patience import PATIENCE_S
 
@@ -45,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(directory: Path) -> Engine:
-    return Engine.load(directory, device="cpu", dtype="fp32", ctx=CTX)
+    return Engine.load(directory, EngineConfig(device="cpu", dtype="fp32", ctx=CTX))
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -74,7 +75,7 @@ def test_a_prompt_is_read_to_its_end_where_a_chunk_ends_at_the_change_of_rotatio
     write_checkpoint(tmp_path, "phi3-longrope")  # which rotates otherwise from 48 tokens on
     said = []
     for chunk_tokens in (16, 512):
-        engine = Engine.load(tmp_path, dtype="fp32", limits=Limits(chunk_tokens=chunk_tokens))
+        engine = Engine.load(tmp_path, EngineConfig(dtype="fp32"), limits=Limits(chunk_tokens=chunk_tokens))
         request_id = engine.submit(Request(tuple(range(length)), SamplingParams(temperature=0, max_tokens=12)))
         steps = [engine.step() for _ in range(40)]
         said.append([event.token_id for events in steps for event in events if isinstance(event, TokenEvent)])
@@ -105,7 +106,7 @@ def test_the_text_of_the_events_is_the_decoded_answer(engine: Engine) -> None:
 
 
 def test_prefill_is_reported_until_the_prompt_is_read(directory: Path) -> None:
-    engine = Engine.load(directory, device="cpu", dtype="fp32", limits=Limits(chunk_tokens=16))
+    engine = Engine.load(directory, EngineConfig(device="cpu", dtype="fp32"), limits=Limits(chunk_tokens=16))
     events = list(engine.generate(list(range(40)), SamplingParams(max_tokens=1)))
     assert [(e.done, e.total) for e in events if isinstance(e, PrefillEvent)] == [(16, 40), (32, 40), (40, 40)]
 
@@ -114,7 +115,7 @@ def test_a_long_forward_tells_how_far_the_prompt_is_and_ends_with_what_is_true(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("localllm.engine.step._REPORT_S", 0.0)
-    engine = Engine.load(directory, device="cpu", dtype="fp32", limits=Limits(chunk_tokens=32))
+    engine = Engine.load(directory, EngineConfig(device="cpu", dtype="fp32"), limits=Limits(chunk_tokens=32))
     engine.submit(Request((1,) * 40, SamplingParams(max_tokens=2, ignore_eos=True)))
     told: list[Event] = []
     while engine.has_work:
@@ -205,7 +206,7 @@ def test_without_a_seed_two_answers_differ(engine: Engine) -> None:
 
 def test_more_requests_than_fit_wait_their_turn(directory: Path) -> None:
     limits = Limits(max_sequences=2)
-    engine = Engine.load(directory, device="cpu", dtype="fp32", limits=limits)
+    engine = Engine.load(directory, EngineConfig(device="cpu", dtype="fp32"), limits=limits)
     requests = [engine.submit(Request(ids("x" * n), SamplingParams(max_tokens=3, seed=n))) for n in range(1, 6)]
     assert engine.has_work
     assert set(drive(engine)) == set(requests)
@@ -323,7 +324,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
 ) -> None:
     give_memory(monkeypatch, 100_000)
     with pytest.raises(DoesNotFitError) as caught:
-        Engine.load(directory, device="cpu", dtype="fp32")
+        Engine.load(directory, EngineConfig(device="cpu", dtype="fp32"))
     assert "KiB" in caught.value.why
 
 
@@ -333,13 +334,13 @@ def test_a_context_that_was_asked_for_and_does_not_fit_is_refused(
 ) -> None:
     give_memory(monkeypatch, 400_000)  # two blocks and 128 tokens: 341 kB; 256 tokens: 472 kB
     with pytest.raises(DoesNotFitError, match="memory"):
-        Engine.load(directory, device="cpu", dtype="fp32", ctx=256)
+        Engine.load(directory, EngineConfig(device="cpu", dtype="fp32", ctx=256))
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give_memory(monkeypatch, 440_000)
-    assert 100 < Engine.load(directory, device="cpu", dtype="fp32").ctx < 256
+    assert 100 < Engine.load(directory, EngineConfig(device="cpu", dtype="fp32")).ctx < 256
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,7 @@ def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(directory: Path, m
 )
 def test_options_that_cannot_be_honoured_are_refused(directory: Path, options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        Engine.load(directory, **{"device": "cpu", **options})  # type: ignore[arg-type]
+        Engine.load(directory, EngineConfig(**{"device": "cpu", **options}))  # type: ignore[arg-type]
 
 
 def test_an_absent_model_is_not_found() -> None:
@@ -357,7 +358,7 @@ def test_an_absent_model_is_not_found() -> None:
 
 @pytest.fixture
 def service(directory: Path) -> Iterator[EngineThread]:
-    service = EngineThread(lambda: Engine.load(directory, device="cpu", dtype="fp32", ctx=CTX))
+    service = EngineThread(lambda: Engine.load(directory, EngineConfig(device="cpu", dtype="fp32", ctx=CTX)))
     yield service
     service.close()
 
@@ -471,7 +472,7 @@ def test_chat_messages_go_through_the_models_template(engine: Engine) -> None:
 def test_a_model_without_a_template_still_continues_text(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     (tmp_path / "tokenizer_config.json").unlink()
-    engine = Engine.load(tmp_path, device="cpu", dtype="fp32")
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32"))
     assert run(engine, max_tokens=2)
     with pytest.raises(TemplateError):
         engine.encode([{"role": "user", "content": "hello"}])
@@ -487,7 +488,7 @@ def test_two_iterators_read_in_turn_both_get_all_their_events(engine: Engine) ->
 
 
 def test_requests_that_come_and_go_change_no_token_of_another_in_bf16(directory: Path) -> None:
-    engine = Engine.load(directory, device="cpu", dtype="bf16", limits=Limits(chunk_tokens=16))
+    engine = Engine.load(directory, EngineConfig(device="cpu", dtype="bf16"), limits=Limits(chunk_tokens=16))
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=10 + seed, ignore_eos=True) for seed in range(6)]
     prompts = [list(ids("prompt " * (1 + 2 * seed))) for seed in range(6)]
     alone = [tokens(list(engine.generate(p, s))) for p, s in zip(prompts, params, strict=True)]
@@ -503,7 +504,7 @@ def test_requests_that_come_and_go_change_no_token_of_another_in_bf16(directory:
 
 
 def test_a_long_prompt_does_not_starve_a_running_answer(directory: Path) -> None:
-    engine = Engine.load(directory, device="cpu", dtype="fp32", limits=Limits(chunk_tokens=8))
+    engine = Engine.load(directory, EngineConfig(device="cpu", dtype="fp32"), limits=Limits(chunk_tokens=8))
     answering = engine.submit(Request(ids("a"), SamplingParams(max_tokens=40, ignore_eos=True)))
     engine.step()
     engine.submit(Request(ids("x" * 80), SamplingParams(max_tokens=1)))
@@ -571,10 +572,10 @@ def test_a_yarn_model_reaches_its_stretched_context(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["max_position_embeddings"] = 64
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert Engine.load(tmp_path, device="cpu", dtype="fp32").ctx == 64
-    assert Engine.load(tmp_path, device="cpu", dtype="fp32", ctx=256).ctx == 256
+    assert Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32")).ctx == 64
+    assert Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", ctx=256)).ctx == 256
     with pytest.raises(UsageError, match="257"):
-        Engine.load(tmp_path, device="cpu", dtype="fp32", ctx=257)
+        Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", ctx=257))
 
 
 OPTIONAL = ("triton", "textual", "bitsandbytes", "starlette", "llvmlite", "transformers")
@@ -583,8 +584,8 @@ OPTIONAL = ("triton", "textual", "bitsandbytes", "starlette", "llvmlite", "trans
 def test_the_engine_runs_without_what_it_does_not_need(directory: Path) -> None:
     code = (
         f"import sys\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
-        "from localllm import Engine, SamplingParams\n"
-        f"engine = Engine.load({str(directory)!r}, device='cpu')\n"
+        "from localllm import Engine, EngineConfig, SamplingParams\n"
+        f"engine = Engine.load({str(directory)!r}, EngineConfig(device='cpu'))\n"
         "print(len(list(engine.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True)))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)

@@ -14,7 +14,7 @@ import pytest
 from localllm.chat.thoughts import kept_apart
 from localllm.errors import UsageError
 from localllm.history import History, Session, exchange
-from localllm.history.imports import read_conversations
+from localllm.history.exchange import read_conversations
 from localllm.history.records import IN_THOUGHT
 from tests.history_support import ask, said
 

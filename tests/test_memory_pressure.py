@@ -19,7 +19,6 @@ import torch
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine import planner
 from localllm.engine.residency import Residency
-from localllm.engine.speculative.config import OFF
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
 from localllm.offload.planner.machine import Machine, Memory, Rates
@@ -27,6 +26,7 @@ from localllm.offload.planner.machine_memory import LEAST_ADDRESS_SPACE_BYTES
 from localllm.offload.planner.search import Search
 from localllm.offload.streaming import host_buffer as host_buffer_module
 from localllm.offload.streaming.host_buffer import give_back_freed
+from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 from tests.packed_support import pack, small_checkpoint
 from tests.patience import PATIENCE_S
@@ -101,12 +101,12 @@ def placed_engine(kind: str, directory: Path, folder: Path) -> Iterator[Engine]:
     weights = "int4" if kind == "streamed" else kind
     with pytest.MonkeyPatch.context() as patch:
         if kind == "streamed":
-            engine = Engine.load(directory, device="cpu", weights=weights, ctx=128, speculate=OFF)
+            engine = Engine.load(directory, EngineConfig(device="cpu", weights=weights, ctx=128, speculate="off"))
             assert engine.plan is not None
             least = Search(engine.plan.shape, Machine(Memory(1, 0, 1), Rates(1, 1, 1)), 128).least_ram_bytes()
             engine.close()
             patch.setattr(planner, "process_memory", lambda *_, **__: Memory(least, 0, least))
-        engine = Engine.load(directory, device="cpu", weights=weights, ctx=128)
+        engine = Engine.load(directory, EngineConfig(device="cpu", weights=weights, ctx=128))
     assert engine.plan is not None and bool(engine.plan.streamed) == (kind == "streamed")
     yield engine
     engine.close()
@@ -148,12 +148,12 @@ def test_whichever_allocation_fails_an_answer_comes_or_one_error_and_the_next_is
 def test_whichever_allocation_of_a_load_fails_it_is_one_error_and_the_next_load_is_right(
     directory: Path, weights: str
 ) -> None:
-    expected = tokens(Engine.load(directory, device="cpu", weights=weights, ctx=128))
+    expected = tokens(Engine.load(directory, EngineConfig(device="cpu", weights=weights, ctx=128)))
     failed = 0
     for number in (*range(1, 12), *range(12, 10_000, 9)):
         with failing(number) as allocations:
             try:
-                engine = Engine.load(directory, device="cpu", weights=weights, ctx=128)
+                engine = Engine.load(directory, EngineConfig(device="cpu", weights=weights, ctx=128))
             except DoesNotFitError as error:
                 failed += 1
                 assert "memory" in error.what

@@ -17,6 +17,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Chunk, Limits
+from localllm.settings import EngineConfig
 from tests.checkpoints import FAMILIES, SHAPE, write_byte_tokenizer, write_checkpoint
 
 TOLERANCE = 1e-4
@@ -35,7 +36,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp(request.param)
     peer = write_checkpoint(directory, request.param)
-    yield Pair(Engine.load(directory, device="cpu", dtype="fp32"), peer, request.param)
+    yield Pair(Engine.load(directory, EngineConfig(device="cpu", dtype="fp32")), peer, request.param)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -125,7 +126,7 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     peer = write_checkpoint(tmp_path, "qwen2", shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     ids = prompt(20)
-    ours = our_logits(Engine.load(tmp_path, device="cpu", dtype="fp32"), ids, [20])
+    ours = our_logits(Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32")), ids, [20])
     torch.testing.assert_close(ours, peer_logits(peer, ids), rtol=0, atol=TOLERANCE)
 
 
@@ -148,9 +149,9 @@ def test_a_checkpoint_in_fp64_with_strays_and_an_index_that_promises_too_much_is
     index.write_text(json.dumps(promised))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, "torch_dtype": "auto"}))
-    engine = Engine.load(tmp_path, device="cpu", dtype="fp32")
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32"))
     torch.testing.assert_close(our_logits(engine, prompt(9), [9]), peer_logits(peer, prompt(9)), atol=TOLERANCE, rtol=0)
-    packed = Engine.load(tmp_path, device="cpu", weights="int8")
+    packed = Engine.load(tmp_path, EngineConfig(device="cpu", weights="int8"))
     assert [type(event) for event in packed.generate("a", SamplingParams(max_tokens=1))][-1] is FinishedEvent
 
 
@@ -170,5 +171,5 @@ def test_the_text_model_of_a_multimodal_gemma3_folder_runs(tmp_path: Path) -> No
     peer.save_pretrained(tmp_path)
     write_byte_tokenizer(tmp_path)
     ids = prompt(40)
-    ours = our_logits(Engine.load(tmp_path, device="cpu", dtype="fp32"), ids, [40])
+    ours = our_logits(Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32")), ids, [40])
     torch.testing.assert_close(ours, peer_logits(peer, ids), rtol=0, atol=TOLERANCE)

@@ -26,6 +26,7 @@ from localllm.offload.planner.plan import Plan
 from localllm.offload.planner.profile import Profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 from tests.packed_support import small_checkpoint
 from tests.patience import PATIENCE_S
 from tests.thinning import one_in
@@ -58,7 +59,12 @@ def shape_of(directory: Path, weights: str) -> ModelShape:
 
 @contextmanager
 def engine(
-    directory: Path, weights: str, memory_bytes: int | None = None, most_bytes: int | None = None, **options: object
+    directory: Path,
+    weights: str,
+    memory_bytes: int | None = None,
+    most_bytes: int | None = None,
+    limits: Limits | None = None,
+    **options: int,
 ) -> Iterator[Engine]:
     """With so much memory for the model alone; as much as there is without it. most_bytes: that the machine has."""
     dtype = "fp32" if WEIGHTS[weights] is torch.float32 else "bf16"
@@ -69,7 +75,8 @@ def engine(
             )
             # What packing takes is a thousand times what such a model does.
             patch.setattr(planner, "as_stored", lambda _files, _name, config, _weights: (config, None))
-        loaded = Engine.load(directory, device="cpu", weights=weights, dtype=dtype, **options)  # type: ignore[arg-type]
+        config = EngineConfig(device="cpu", weights=weights, dtype=dtype, **options)  # type: ignore[arg-type]
+        loaded = Engine.load(directory, config, limits=limits)
     try:
         yield loaded
     finally:
@@ -206,7 +213,7 @@ def test_a_cap_for_a_gpu_is_refused_where_none_is_used(directory: Path) -> None:
 
 def test_a_cap_beyond_the_machine_is_refused(directory: Path) -> None:
     with pytest.raises(UsageError, match="more than this machine has"):
-        Engine.load(directory, device="cpu", weights="int4", ram=1 << 50)
+        Engine.load(directory, EngineConfig(device="cpu", weights="int4", ram=1 << 50))
 
 
 def test_a_closed_engine_leaves_no_file_and_no_thread_behind(directory: Path) -> None:

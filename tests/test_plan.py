@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine import model_plan, planner
-from localllm.engine.model_plan import Wishes, consider, plan_model
+from localllm.engine.model_plan import consider
 from localllm.engine.placement import model_shape
 from localllm.errors import DoesNotFitError, UsageError
 from localllm.models.families import parse_config
@@ -34,7 +34,7 @@ from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, Profile, Taken, k
 from localllm.offload.planner.search import Search
 from localllm.offload.streaming.ring import ALIGN_BYTES, ring_bytes
 from localllm.quant.recipe import RECIPES
-from localllm.settings import parse_bytes
+from localllm.settings import EngineConfig, parse_bytes
 from tests.cli_support import run_cli
 
 RATES = Rates(matrix_gbs=40.0, compute_gops=1200.0, disk_gbs=1.5)
@@ -397,7 +397,7 @@ def test_the_text_of_a_plan_tells_memory_blocks_speed_and_what_would_help() -> N
 def test_wishes_are_refused_before_anything_is_measured(own_cache: Path) -> None:
     (own_cache / "profile.json").unlink()
     with pytest.raises(UsageError):
-        plan_model(find_shape("mistral-7b"), None, Wishes(vram=8 << 30, device="cpu"), pytest.fail)
+        consider(find_shape("mistral-7b"), None, EngineConfig(vram=8 << 30, device="cpu"), pytest.fail)
     assert isinstance(find_shape("mistral-7b"), Shape)
     assert not (own_cache / "profile.json").exists()
 
@@ -407,8 +407,10 @@ def test_a_model_that_would_make_room_is_not_counted_as_the_program(monkeypatch:
     for module in (planner, model_plan):
         monkeypatch.setattr(module, "kept_profile", lambda: Profile("this machine", 45.0, 3.0, formats=rates))
     held = psutil.Process().memory_info().rss
-    shape, wishes = find_shape("tiny"), Wishes(device="cpu", ram=held + (1 << 30))
-    beside, instead = (consider(shape, None, wishes, lambda _: None, placed).planned.plan for placed in (0, held))
+    shape, config = find_shape("tiny"), EngineConfig(device="cpu", ram=held + (1 << 30))
+    beside, instead = (
+        consider(shape, None, config, lambda _: None, placed_bytes=placed).planned.plan for placed in (0, held)
+    )
     assert beside is not None and instead is not None
     assert instead.ledger["ram"]["program"] < beside.ledger["ram"]["program"]
 

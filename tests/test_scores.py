@@ -19,6 +19,7 @@ from localllm.offload.planner.machine import Card, CardMemory, CardRates, Machin
 from localllm.offload.planner.plan import Plan
 from localllm.offload.planner.profile import keep, kept_profile
 from localllm.offload.planner.search import Search
+from localllm.settings import EngineConfig
 from tests.packed_support import small_checkpoint
 from tests.test_plan import RATES, search, shape
 
@@ -129,7 +130,7 @@ def test_an_answer_for_which_memory_was_given_up_is_not_counted_and_the_next_who
     def counted(failures: int) -> tuple[set[Term], bool]:
         """What the answer was counted for, and whether it gave blocks up."""
         nonlocal left_to_fail
-        engine = Engine.load(directory, device="cpu", weights="int4-g32", ctx=128)
+        engine = Engine.load(directory, EngineConfig(device="cpu", weights="int4-g32", ctx=128))
         placed = engine.residency.placed
         assert placed is not None
         start, left_to_fail = placed.blocks, failures

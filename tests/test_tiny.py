@@ -7,6 +7,7 @@ import pytest
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.models.families import load_config
+from localllm.settings import EngineConfig
 
 pytestmark = pytest.mark.skipif(
     not (TINY_DIRECTORY / "model.safetensors").exists(), reason="the built-in model is not in this tree"
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def tiny() -> Engine:
-    return Engine.load("tiny", device="cpu")
+    return Engine.load("tiny", EngineConfig(device="cpu"))
 
 
 def tale(tiny: Engine, request: str, seed: int) -> tuple[str, FinishedEvent]:

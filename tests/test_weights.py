@@ -25,6 +25,7 @@ from localllm.models.families import load_config
 from localllm.models.load import load_decoder
 from localllm.offload.planner.machine import Memory
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 from tests.packed_support import FORMATS, everything_of, small_checkpoint
 
 PACKED = [name for name in FORMATS if name != "bf16"]
@@ -122,12 +123,14 @@ def test_unpacked_weights_of_another_type_than_the_activations_are_refused(small
 def test_the_first_use_packs_and_the_second_one_reads(directory, weights, dtype):
     heard: list[tuple[int, int]] = []
     first = Engine.load(
-        directory, device="cpu", dtype=dtype, weights=weights, watcher=Watcher(packing=lambda *far: heard.append(far))
+        directory,
+        EngineConfig(device="cpu", dtype=dtype, weights=weights),
+        watcher=Watcher(packing=lambda *far: heard.append(far)),
     )
     assert first.weights == weights
     assert heard[-1][0] == heard[-1][1] > 0
     assert packed_recipes(locate(str(directory))) == [weights]
-    second = Engine.load(directory, device="cpu", dtype=dtype, weights=weights, watcher=NO_CONVERSION)
+    second = Engine.load(directory, EngineConfig(device="cpu", dtype=dtype, weights=weights), watcher=NO_CONVERSION)
     assert tokens(first) == tokens(second)
     chosen = RECIPES[weights]
     with Checkpoint.open(directory) as checkpoint:
@@ -139,14 +142,16 @@ def test_the_first_use_packs_and_the_second_one_reads(directory, weights, dtype)
 
 
 def test_what_is_packed_is_found_again_without_being_asked_for(directory):
-    Engine.load(directory, device="cpu", weights="int8")
-    assert Engine.load(directory, device="cpu").weights == "int8"
-    assert Engine.load(directory, device="cpu", weights="bf16").weights == "bf16"
+    Engine.load(directory, EngineConfig(device="cpu", weights="int8"))
+    assert Engine.load(directory, EngineConfig(device="cpu")).weights == "int8"
+    assert Engine.load(directory, EngineConfig(device="cpu", weights="bf16")).weights == "bf16"
 
 
 def test_files_that_were_located_are_loaded_as_they_are(directory):
     files = locate(str(directory))
-    assert tokens(Engine.load(files, device="cpu")) == tokens(Engine.load(directory, device="cpu"))
+    assert tokens(Engine.load(files, EngineConfig(device="cpu"))) == tokens(
+        Engine.load(directory, EngineConfig(device="cpu"))
+    )
 
 
 def test_a_model_that_is_written_while_it_is_loaded_is_no_mixture_of_two(directory, tmp_path):
@@ -154,43 +159,47 @@ def test_a_model_that_is_written_while_it_is_loaded_is_no_mixture_of_two(directo
     template = folder / "chat_template.jinja"
     writing = Watcher(reading=lambda *_far: template.write_text("another"))
     with pytest.raises(ModelChangedError, match="have changed"):
-        Engine.load(folder, device="cpu", weights="bf16", watcher=writing)
-    assert Engine.load(folder, device="cpu", weights="bf16").template.sources["default"] == "another"
+        Engine.load(folder, EngineConfig(device="cpu", weights="bf16"), watcher=writing)
+    assert Engine.load(folder, EngineConfig(device="cpu", weights="bf16")).template.sources["default"] == "another"
 
 
 @pytest.mark.parametrize("weights", ["auto", "bf16"])
 def test_unpacked_weights_write_nothing(directory, weights, tmp_path):
-    Engine.load(directory, device="cpu", weights=weights, watcher=NO_CONVERSION)
+    Engine.load(directory, EngineConfig(device="cpu", weights=weights), watcher=NO_CONVERSION)
     assert not (tmp_path / "cache").exists()
 
 
 def test_fp32_weights_bring_fp32_activations(directory):
-    engine = Engine.load(directory, device="cpu", weights="fp32")
+    engine = Engine.load(directory, EngineConfig(device="cpu", weights="fp32"))
     assert (engine.weights, engine.model.dtype) == ("fp32", torch.float32)
 
 
 def test_a_changed_checkpoint_never_meets_what_was_packed_of_the_old_one(directory, tmp_path):
     folder = shutil.copytree(directory, tmp_path / "model")
-    before = tokens(Engine.load(folder, device="cpu", weights="int4"))
+    before = tokens(Engine.load(folder, EngineConfig(device="cpu", weights="int4")))
     small_checkpoint(folder, seed=5)
     heard: list[object] = []
-    changed = Engine.load(folder, device="cpu", weights="int4", watcher=Watcher(packing=lambda *far: heard.append(far)))
+    changed = Engine.load(
+        folder, EngineConfig(device="cpu", weights="int4"), watcher=Watcher(packing=lambda *far: heard.append(far))
+    )
     assert heard
     assert tokens(changed) != before
 
 
 def test_what_an_older_version_packed_is_packed_anew(directory, monkeypatch):
-    Engine.load(directory, device="cpu", weights="int4")
+    Engine.load(directory, EngineConfig(device="cpu", weights="int4"))
     for module in ("packed", "packed_file"):
         monkeypatch.setattr(f"localllm.models.{module}.LAYOUT_VERSION", 2)
     heard: list[object] = []
-    Engine.load(directory, device="cpu", weights="int4", watcher=Watcher(packing=lambda *far: heard.append(far)))
+    Engine.load(
+        directory, EngineConfig(device="cpu", weights="int4"), watcher=Watcher(packing=lambda *far: heard.append(far))
+    )
     assert heard
 
 
 @pytest.mark.parametrize("spoil", ["block", "index"])
 def test_damage_is_an_error_whose_command_mends_it(directory, spoil):
-    Engine.load(directory, device="cpu", weights="int4")
+    Engine.load(directory, EngineConfig(device="cpu", weights="int4"))
     files = locate(str(directory))
     folder = packed_directory(files, "int4-g64")
     path = folder / {"block": "layers.1.mlp.safetensors", "index": "index.json"}[spoil]
@@ -198,26 +207,26 @@ def test_damage_is_an_error_whose_command_mends_it(directory, spoil):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
-        Engine.load(directory, device="cpu", weights="int4")
+        Engine.load(directory, EngineConfig(device="cpu", weights="int4"))
     assert str(path) in caught.value.what
     assert caught.value.fix.startswith("localllm quantize ")
     assert caught.value.fix.endswith(" --weights int4-g64")
     convert(directory, folder, RECIPES["int4-g64"], source_id(files))
-    Engine.load(directory, device="cpu", weights="int4", watcher=NO_CONVERSION)
+    Engine.load(directory, EngineConfig(device="cpu", weights="int4"), watcher=NO_CONVERSION)
 
 
 def test_a_model_that_will_not_fit_is_refused_before_it_is_packed(directory, monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(100_000, 0, 100_000))
     with pytest.raises(DoesNotFitError):
-        Engine.load(directory, device="cpu", weights="int4", watcher=NO_CONVERSION)
+        Engine.load(directory, EngineConfig(device="cpu", weights="int4"), watcher=NO_CONVERSION)
     assert not (tmp_path / "cache").exists()
 
 
 def test_weights_that_would_fit_as_int4_are_refused_with_that_advice(directory, monkeypatch):
     # Between what it takes in bf16 and in int4, packed already, with two blocks at a time and 128 tokens of context.
-    Engine.load(directory, device="cpu", weights="int4")
+    Engine.load(directory, EngineConfig(device="cpu", weights="int4"))
     for free_bytes, advice in ((205_000, "--weights int4"), (100_000, "choose a smaller model: localllm list --all")):
         monkeypatch.setattr(planner, "process_memory", lambda *_, free=free_bytes, **__: Memory(free, 0, free))
         with pytest.raises(DoesNotFitError) as caught:
-            Engine.load(directory, device="cpu", weights="bf16")
+            Engine.load(directory, EngineConfig(device="cpu", weights="bf16"))
         assert caught.value.fix == advice

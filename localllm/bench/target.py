@@ -14,9 +14,8 @@ from localllm.config import format_bytes
 from localllm.engine.engine import Engine
 from localllm.engine.loader import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
-from localllm.engine.model_plan import Wishes, plan_model
+from localllm.engine.model_plan import consider
 from localllm.engine.prefix_config import NO_REUSE
-from localllm.engine.speculative.config import OFF
 from localllm.engine.step_types import Limits
 from localllm.engine.weights import is_unpacked, open_packed
 from localllm.errors import DoesNotFitError
@@ -30,6 +29,7 @@ from localllm.offload.planner.plan import JobShape
 from localllm.quant.bf12 import NotCompactError
 from localllm.quant.dense import Dense
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+from localllm.settings import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,19 @@ class TargetSetup:
         return self.ram_bytes is not None or self.vram_bytes is not None
 
     @property
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            ctx=self.ctx,
+            ram=self.ram_bytes,
+            vram=self.vram_bytes,
+            device=self.device.type,
+            dtype=Dense(self.dtype).name,
+            weights=self.recipe.name,
+            kv=self.kv,
+            speculate="off",
+        )
+
+    @property
     def job(self) -> JobShape:
         return JobShape(1, self.kv_tokens, self.ctx)
 
@@ -101,21 +114,8 @@ def installed_target(
     files: ModelFiles, setup: TargetSetup, progress: Progress, *, name: str, is_random: bool
 ) -> BenchmarkTarget:
     """Load a model from this disk as any command does."""
-    engine = Engine.load(
-        files,
-        device=setup.device.type,
-        dtype=Dense(setup.dtype).name,
-        weights=setup.recipe.name,
-        kv=setup.kv,
-        ctx=setup.ctx,
-        ram=setup.ram_bytes,
-        vram=setup.vram_bytes,
-        limits=Limits(max_sequences=1),
-        job=setup.job,
-        watcher=Watcher(progress),
-        reuse=NO_REUSE,
-        speculate=OFF,
-    )
+    limits, watcher = Limits(max_sequences=1), Watcher(progress)
+    engine = Engine.load(files, setup.engine_config, limits=limits, job=setup.job, watcher=watcher, reuse=NO_REUSE)
     return BenchmarkTarget(name, setup.recipe.name, engine, has_random_weights=is_random)
 
 
@@ -169,17 +169,7 @@ def require_memory(config: ModelConfig, setup: TargetSetup) -> None:
 
 def planned_recipe(shape: Shape, files: ModelFiles | None, setup: TargetSetup, notify: Callable[[str], None]) -> Recipe:
     """The recipe that the plan chooses. Raises what `Engine.load` would say of memory: UsageError, DoesNotFitError."""
-    wishes = Wishes(
-        weights=setup.recipe.name,
-        kv=setup.kv,
-        ctx=setup.ctx,
-        device=setup.device.type,
-        dtype=Dense(setup.dtype).name,
-        ram=setup.ram_bytes,
-        vram=setup.vram_bytes,
-        job=setup.job,
-    )
-    planned = plan_model(shape, files, wishes, notify)
+    planned = consider(shape, files, setup.engine_config, notify, job=setup.job).planned
     if planned.refusal is not None:
         raise planned.refusal
     return RECIPES[planned.shape.weights]

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from localllm.chat.answer import Answer, context_used
 from localllm.chat.context import (
     REMEDIES,
-    ChatPrompt,
     ContextMeter,
     ContextUsage,
     can_be_longer,
+    chat_request,
     context_usage,
     evicted_text,
     is_cut_by_context,
@@ -246,16 +246,17 @@ class ChatSession:
         def encode(messages: Sequence[Message]) -> list[int]:
             return [*self._encode(messages), *tail]
 
-        prompt = ChatPrompt(
+        request, fitted = chat_request(
+            self._loaded,
+            sampling,
             dialogue.messages,
             encode,
             self._policy,
             _SWITCH,
-            dialogue.num_out,
+            floor=dialogue.num_out,
             looks=dialogue.has_room,
             opens_turn=not said,
         )
-        request, fitted = prompt.request(self._loaded, sampling)
         dialogue.leave(fitted.floor)
         given = self._effort.told(ChatInput(dialogue.given(without(dialogue.messages, fitted.floor))))
         why = partial(explain, self._loaded, given, request.prompt_ids, num_out=fitted.floor)

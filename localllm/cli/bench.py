@@ -22,7 +22,7 @@ from localllm.cli.options import option, takes
 from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
 from localllm.errors import LocalLLMError, UsageError
-from localllm.runtime.vram import vram_cap
+from localllm.runtime.engine_loader import engine_config
 from localllm.settings import Accepts, EngineConfig, Settings
 
 if TYPE_CHECKING:
@@ -169,7 +169,6 @@ class _Bench:
         """Import torch, and refuse what cannot run before the disk is read or written."""
         from localllm.bench.target import TargetSetup, planned_recipe, require_memory
         from localllm.engine.memory import choose_device, choose_dtype
-        from localllm.engine.planner import has_card
         from localllm.engine.weights import choose_recipe
         from localllm.hub.packed import packed_recipes
         from localllm.quant.recipe import recipe
@@ -177,7 +176,7 @@ class _Bench:
         settings, shape, workload = self.settings, self.shape, self.workload
         device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
         assert self.front.resolved is not None
-        vram = vram_cap(self.front.resolved, line.interject, has_gpu=has_card(device))
+        vram = engine_config(self.front.resolved, line.interject).vram
         packed = packed_recipes(self.files) if self.files else ()
         chosen = recipe(choose_recipe(settings.weights, shape.config, packed, dtype))
         setup = TargetSetup(chosen, dtype, device, workload.ctx, workload.kv_tokens, settings.kv, settings.ram, vram)

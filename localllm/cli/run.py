@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm.chat.answer import Answer
-from localllm.chat.context import ChatPrompt, can_be_longer, evicted_text, explain_text, is_cut_by_context
+from localllm.chat.context import can_be_longer, chat_request, evicted_text, explain_text, is_cut_by_context
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import explain
 from localllm.chat.recorder import ChatRecorder, Resumed, look_up, recorder_of
@@ -362,8 +362,7 @@ def _request(
             is_whole = len(messages) == len(chat.messages)
             return ids if is_whole else encoder.encode(Source(chat=replace(chat, messages=messages)))
 
-        prompt = ChatPrompt(chat.messages, encode, policy, "--overflow", opens_turn=chat.opens_turn)
-        return prompt.request(engine, sampling)
+        return chat_request(engine, sampling, chat.messages, encode, policy, "--overflow", opens_turn=chat.opens_turn)
     request = Request(ids, sampling, explains_miss=True, grows=policy == "grow")
     try:
         engine.check(request)

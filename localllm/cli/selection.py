@@ -9,8 +9,8 @@ from localllm.cli.context import CliContext
 from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
 from localllm.errors import ModelNotFoundError
+from localllm.runtime.engine_loader import refuse_idle_vram
 from localllm.runtime.selection import Selection, locate, with_defaults
-from localllm.runtime.vram import refuse_idle_vram
 
 if TYPE_CHECKING:
     from localllm.chat.recorder import Resumed

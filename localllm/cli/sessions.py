@@ -224,7 +224,7 @@ def import_sessions(
     What is here already is not added again; a chat that has grown gets what is new. An image, a file or a tool at work
     becomes a note in brackets.
     """
-    from localllm.history.imports import read_conversations
+    from localllm.history.exchange import read_conversations
 
     front = cli_context(context)
     try:

@@ -14,6 +14,7 @@ from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.placement import model_shape
+from localllm.engine.planner import DraftShape, ModelPlanner
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS
 from localllm.engine.speculative.draft_model import ModelDrafter
@@ -26,7 +27,6 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress, load_decoder
-from localllm.offload.planner.model_shape import ModelShape
 from localllm.quant.recipe import RECIPES, Recipe
 from localllm.settings import DRAFT_MODEL
 from localllm.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class Hearing(Protocol):
 
 @dataclass(frozen=True)
 class DraftModel:
-    """kv: as `Engine.load` has it."""
+    """kv: as the setting."""
 
     files: ModelFiles
     config: ModelConfig
@@ -57,12 +57,13 @@ class DraftModel:
     kv: str
 
     @classmethod
-    def of(
-        cls, word: str, tokenizer: Tokenizer, name: str, dtype: torch.dtype, device: torch.device, kv: str
-    ) -> DraftModel | None:
-        """The model of this name, in the format in which it would run by itself; None where none is named. tokenizer,
-        name: of the model that it guesses for. Raises ModelNotFoundError, and UsageError where the two do not speak the
-        same tokens."""
+    def of(cls, word: str, tokenizer: Tokenizer, planner: ModelPlanner) -> DraftModel | None:
+        """Return the model of this name, in the format in which it would run by itself; None where none is named.
+
+        tokenizer, planner: of the model that it drafts for.
+
+        Raises ModelNotFoundError, and UsageError where the two do not have the same tokens.
+        """
         if not word:
             return None
         try:
@@ -70,14 +71,15 @@ class DraftModel:
         except ModelNotFoundError as error:
             error.what = f"--speculate {DRAFT_MODEL}{word}: {error.what}"
             raise
-        require_same_tokenizer(tokenizer, name, files)
+        require_same_tokenizer(tokenizer, planner.name, files)
         config = load_config(files.directory)
-        recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), dtype)]
-        return cls(files, config, recipe, dtype, device, kv)
+        recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), planner.dtype)]
+        return cls(files, config, recipe, planner.dtype, planner.device, planner.wanted.kv)
 
     @property
-    def shape(self) -> ModelShape:
-        return model_shape(self.config, self.recipe, self.dtype, self.files.name, self.device, self.kv)
+    def shape(self) -> DraftShape:
+        shape = model_shape(self.config, self.recipe, self.dtype, self.files.name, self.device, self.kv)
+        return DraftShape(shape, self.config.longest_context)
 
     def load(self, vocab_size: int, sequences: int, watcher: Hearing) -> ModelDrafter | None:
         """vocab_size: of the logits that its own are compared with. sequences: that it has room for at once. None where

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from localllm.engine.draft_loader import DraftModel
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import Event, FinishedEvent, ignore
 from localllm.engine.kv_allocator import KVAllocator
-from localllm.engine.loader import LoadedModel, Loading, Replan, Watcher, note_device
-from localllm.engine.memory import DTYPES, choose_device, choose_dtype, use_threads
+from localllm.engine.loader import Loading, Replan, Watcher, note_device
 from localllm.engine.perplexity import Perplexity, perplexity
+from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
 from localllm.engine.request import Request, SamplingParams, require_grammar_alone, require_ids
 from localllm.engine.residency import Residency
@@ -34,13 +35,12 @@ from localllm.engine.runner import BATCH_ROWS, ModelRunner
 from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence
-from localllm.engine.speculative.config import AUTO, NO_DRAFTS, Speculate, Speculating, speculation
+from localllm.engine.speculative.config import NO_DRAFTS, Speculate, Speculating, speculation
 from localllm.engine.step import StepLoop
 from localllm.engine.step_types import Limits
 from localllm.engine.validation import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
-from localllm.engine.weights import choose_recipe
 from localllm.errors import DoesNotFitError, TemplateError, UsageError
-from localllm.hub.packed import packed_recipes, source_id
+from localllm.hub.packed import source_id
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
@@ -48,7 +48,7 @@ from localllm.models.load import Progress
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.placement import BlockPlacement
 from localllm.offload.planner.plan import JobShape, Plan
-from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate, end_of_turn_id
 from localllm.text.detokenizer import Detokenizer
 from localllm.text.grammar.compiled import Grammars
@@ -123,55 +123,53 @@ class Engine(StepLoop):
     def load(
         cls,
         model: str | Path | hub.ModelFiles = "tiny",
+        config: EngineConfig = EngineConfig(),  # noqa: B008
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        weights: str = "auto",
-        kv: str = "auto",
-        ctx: int | None = None,
-        ram: int | None = None,
-        vram: int | None = None,
-        threads: int | None = None,
         limits: Limits | None = None,
         job: JobShape | None = None,
         watcher: Watcher | None = None,
         reuse: KVReuse = IN_POOLS,
-        speculate: Speculate = AUTO,
     ) -> Engine:
         """Load a model by name, `org/repo`, directory, or files that were located before.
 
-        device: auto, cpu, cuda; dtype: of activations and KV cache: auto (bf16), bf16, fp32.
-        weights, kv: formats, see `choose_recipe` and `cache.kv_format`; packed weights are made at first use.
-        ctx: tokens of context; None takes what the model was trained for, at most 8192, or less where that costs much
-            of the speed.
-        ram, vram: the most bytes that this process may hold on the host and on the GPU. What does not fit there is
-            placed one tier down, at last on the disk, from where it is read at every step.
-        threads: of the CPU; limits: what runs at once.
+        config: formats, context, memory and drafts. What does not fit into `ram` and `vram` is placed one tier down, at
+            last on the disk, from where it is read at every step. Packed weights are made at first use.
+        limits: what runs at once.
         job: many prompts; memory is then shared out for the most tokens a second of all of them together, not for the
             fastest single one.
         watcher: hears of what takes long; reuse: what is cached of keys and values for later prompts.
-        speculate: who drafts tokens, which changes the speed and no token.
 
         Raises ModelNotFoundError, CheckpointError, ModelChangedError (files are written meanwhile), UsageError,
         UnsupportedModelError, DoesNotFitError; LocalLLMError where a packed model cannot be written.
         """
-        started, watcher = time.perf_counter(), watcher or Watcher()
-        if threads is not None:
-            use_threads(threads)
+        started, watcher, speculate = time.perf_counter(), watcher or Watcher(), Speculate.of(config)
         files = model if isinstance(model, hub.ModelFiles) else hub.locate(str(model))
         contents = hub.contents(files.directory)
-        config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
-        on, of = choose_device(device), choose_dtype(weights if dtype == "auto" and weights in DTYPES else dtype)
-        note_device(on, watcher, is_chosen=device == "auto")
-        chosen = RECIPES[choose_recipe(weights, config, packed_recipes(files), of)]
-        limits = limits or (Limits() if job is None else Limits(max_sequences=job.sequences))
-        draft = DraftModel.of(speculate.draft_model, tokenizer, files.name, of, on, kv)
-        loading = Loading(files, chosen, of, on, kv, ctx, ram, vram, job, watcher, draft, speculate)
-        if note := dense_heads_note(kv, config.head_dim, of):
+        model_config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
+        planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
+        note_device(planner.device, watcher, is_chosen=config.device == "auto")
+        draft = DraftModel.of(speculate.draft_model, tokenizer, planner)
+        if note := dense_heads_note(config.kv, model_config.head_dim, planner.dtype):
             watcher.noting(note)
-        loaded = loading.load(config)
-        computed = Computed(source_id(files), chosen.name, files.name)
-        engine = cls._of(files, loaded, tokenizer, kv, limits, watcher, reuse, computed, speculate)
+        planner = planner if draft is None else replace(planner, draft=draft.shape)
+        loaded = Loading(planner, files, watcher, draft).load(model_config)
+        engine = cls(
+            loaded.decoder,
+            tokenizer,
+            ChatTemplate.load_or_why_not(files.directory, tokenizer),
+            ctx=loaded.ctx,
+            kv=config.kv,
+            limits=limits or (Limits() if job is None else Limits(max_sequences=job.sequences)),
+            plan=loaded.plan,
+            placed=loaded.placed,
+            replan=loaded.replan,
+            flags_for=loaded.flags_for,
+            held=loaded.held,
+            reuse=reuse,
+            computed=Computed(source_id(files), planner.recipe.name, files.name),
+            speculating=partial(speculation, speculate, drafter=loaded.drafter),
+            note=watcher.noting,
+        )
         try:
             require_unchanged(files.directory, contents)
             engine.residency.warm_up(watcher.measuring)
@@ -180,38 +178,6 @@ class Engine(StepLoop):
             raise
         engine.load_s, engine.contents = time.perf_counter() - started, contents
         return engine
-
-    @classmethod
-    def _of(
-        cls,
-        files: hub.ModelFiles,
-        loaded: LoadedModel,
-        tokenizer: Tokenizer,
-        kv: str,
-        limits: Limits,
-        watcher: Watcher,
-        reuse: KVReuse,
-        computed: Computed,
-        speculate: Speculate,
-    ) -> Engine:
-        """Return the engine of a model that is loaded."""
-        return cls(
-            loaded.decoder,
-            tokenizer,
-            ChatTemplate.load_or_why_not(files.directory, tokenizer),
-            ctx=loaded.ctx,
-            kv=kv,
-            limits=limits,
-            plan=loaded.plan,
-            placed=loaded.placed,
-            replan=loaded.replan,
-            flags_for=loaded.flags_for,
-            held=loaded.held,
-            reuse=reuse,
-            computed=computed,
-            speculating=partial(speculation, speculate, drafter=loaded.drafter),
-            note=watcher.noting,
-        )
 
     def close(self) -> None:
         """End what reads blocks from the disk, and save how well the plan came true. The engine is not used after."""

@@ -8,19 +8,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from localllm import hub
 from localllm.config import format_bytes
 from localllm.engine.draft_loader import require_same_tokenizer
-from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context
 from localllm.engine.placement import model_shape
-from localllm.engine.planner import DraftShape, ModelPlanner, require_card
+from localllm.engine.planner import DraftShape, ModelPlanner
 from localllm.engine.speculative.config import Speculate
 from localllm.engine.weights import as_stored, choose_recipe
 from localllm.errors import DoesNotFitError, ModelNotFoundError
 from localllm.hub import ModelFiles
-from localllm.hub.packed import packed_recipes
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.planner.advice import advise, other_model
@@ -40,6 +36,7 @@ from localllm.offload.planner.speculation_gain import (
     usual_harm,
 )
 from localllm.quant.recipe import DEFAULT, RECIPES
+from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 
 _ALL_BYTES = 1 << 62  # more than any process holds
@@ -91,27 +88,6 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """As the settings of these names."""
-
-    weights: str = "auto"
-    kv: str = "auto"
-    dtype: str = "auto"
-    device: str = "auto"
-    ctx: int | None = None
-    ram: int | None = None
-    vram: int | None = None
-    speculate: str = "auto"
-    draft_tokens: int | None = None
-    threads: int | None = None
-    job: JobShape | None = None
-
-    @property
-    def guessing(self) -> Speculate:
-        return Speculate(self.speculate, self.draft_tokens)
-
-
-@dataclass(frozen=True)
 class Considered:
     """planned: the plan, or why there is none, without advice. advise: what would be better; it tries every model of
     the registry, which takes many times as long."""
@@ -123,76 +99,67 @@ class Considered:
         return replace(self.planned, advice=self.advise())
 
 
-def plan_model(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> Planned:
-    """As `consider`, with what would be better."""
-    return consider(model, files, wishes, say).advised()
-
-
 def consider(
-    model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None], placed_bytes: int = 0
+    model: Shape,
+    files: ModelFiles | None,
+    wanted: EngineConfig,
+    say: Callable[[str], None],
+    *,
+    job: JobShape | None = None,
+    placed_bytes: int = 0,
 ) -> Considered:
     """Plan a model; what this machine does is measured first, where that is not known.
 
     files: where the model is on this disk.
+    wanted, job: as `Engine.load` has them.
     placed_bytes: of the host's memory that this process holds, those of a model that would make room for this one.
 
     Raises UsageError for what cannot be honoured.
     """
-    planner = _planner(model, files, wishes, say)
-    unsure = _compare_tokenizers(model.name, files, wishes.guessing.draft_model)
+    planner, speculate = _planner(model, files, wanted, say, job), Speculate.of(wanted)
+    unsure = _compare_tokenizers(model.name, files, speculate.draft_model)
     search, why_no_draft = _best_search(planner, model, placed_bytes)
     profile = kept_profile().of(search.shape.weights)
     guesses = [*_guesses(profile), *unsure]
     taken: dict[str, Any] = {"measured_at_s": profile.measured_at_s, "measured_busy": profile.busy}
     others = partial(_others, planner)
     try:
-        plan = search.best() if wishes.job is not None else with_kept_pages(search.best())
+        plan = search.best() if job is not None else with_kept_pages(search.best())
     except DoesNotFitError as error:
         refused = Planned(search.shape, None, [], error, guesses=guesses, **taken)
         return Considered(refused, lambda: [*search.fixes(), *map(str, other_model(search, others()))])
-    drafting = () if wishes.job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, wishes.guessing))
+    drafting = () if job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, speculate))
     planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, drafting, **taken)
     int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, recipe=RECIPES[DEFAULT]), model)
     return Considered(planned, lambda: [*map(str, advise(search, plan, int4, others()))])
 
 
-def foresee(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> Plan:
+def foresee(
+    model: Shape,
+    files: ModelFiles | None,
+    wanted: EngineConfig,
+    say: Callable[[str], None],
+    job: JobShape | None = None,
+) -> Plan:
     """Return the plan alone, as a process finds it that has no model yet: what this one holds counts as free.
 
     say: is told of each measurement before it begins, and may raise.
 
     Raises DoesNotFitError, and as `consider`.
     """
-    return _best_search(_planner(model, files, wishes, say), model, _ALL_BYTES)[0].best()
+    return _best_search(_planner(model, files, wanted, say, job), model, _ALL_BYTES)[0].best()
 
 
-def _planner(model: Shape, files: ModelFiles | None, wishes: Wishes, say: Callable[[str], None]) -> ModelPlanner:
-    if wishes.threads is not None:
-        torch.set_num_threads(wishes.threads)
-    device = choose_device(wishes.device)
-    require_card(device, wishes.vram)
-    require_context(model.config, wishes.ctx)
-    dtype = choose_dtype(wishes.weights if wishes.dtype == "auto" and wishes.weights in DTYPES else wishes.dtype)
-    packed = () if files is None else tuple(packed_recipes(files))
-    planner = ModelPlanner(
-        model.name,
-        files,
-        RECIPES[choose_recipe(wishes.weights, model.config, packed, dtype)],
-        dtype,
-        device,
-        wishes.kv,
-        wishes.ctx,
-        wishes.ram,
-        wishes.vram,
-        wishes.job,
-        say,
-        measures=True,
-    )
-    if not wishes.guessing.is_on or not wishes.guessing.draft_model:
+def _planner(
+    model: Shape, files: ModelFiles | None, wanted: EngineConfig, say: Callable[[str], None], job: JobShape | None
+) -> ModelPlanner:
+    planner = replace(ModelPlanner.of(model.name, files, model.config, wanted, job, say), measures=True)
+    speculate = Speculate.of(wanted)
+    if not speculate.is_on or not speculate.draft_model:
         return planner
-    draft = find_shape(wishes.guessing.draft_model)
-    recipe = RECIPES[choose_recipe("auto", draft.config, (), dtype)]
-    shape = model_shape(draft.config, recipe, dtype, draft.name, device, wishes.kv)
+    draft = find_shape(speculate.draft_model)
+    recipe = RECIPES[choose_recipe("auto", draft.config, (), planner.dtype)]
+    shape = model_shape(draft.config, recipe, planner.dtype, draft.name, planner.device, wanted.kv)
     return replace(planner, draft=DraftShape(shape, draft.config.longest_context))
 
 
@@ -250,7 +217,7 @@ def _drafting(plan: Plan, draft: DraftShape | None, why_no_draft: str, wish: Spe
 def _shape(planner: ModelPlanner, model: Shape) -> ModelShape:
     """Return the model's sizes in the planner's format."""
     config, packing = as_stored(planner.files, model.name, model.config, planner.recipe)
-    return model_shape(config, planner.recipe, planner.dtype, model.name, planner.device, planner.kv, packing)
+    return model_shape(config, planner.recipe, planner.dtype, model.name, planner.device, planner.wanted.kv, packing)
 
 
 def _guesses(profile: Profile) -> list[str]:

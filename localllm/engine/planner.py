@@ -9,9 +9,10 @@ from functools import partial
 import torch
 
 from localllm.engine.card import card_machine
+from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context, use_threads
 from localllm.engine.placement import model_shape, process_memory, require_cap
 from localllm.engine.runner import BATCH_ROWS
-from localllm.engine.weights import as_stored, compact_form, is_unpacked
+from localllm.engine.weights import as_stored, choose_recipe, compact_form, is_unpacked
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.config import ModelConfig
@@ -24,7 +25,8 @@ from localllm.offload.planner.plan import JobShape
 from localllm.offload.planner.profile import kept_profile, measured
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import why_left_out
-from localllm.quant.recipe import Recipe
+from localllm.quant.recipe import RECIPES, Recipe
+from localllm.settings import EngineConfig
 
 # Rates for a plan that needs none measured: everything fits, whatever they are.
 _TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=False)
@@ -49,7 +51,7 @@ class ModelPlanner:
     """One model in one format, and what the user asked for.
 
     files: where the model is on this disk, if it is.
-    ctx, ram, vram, job: as `Engine.load` has them.
+    wanted, job: as `Engine.load` has them.
     say: is told of each measurement before it begins, and may raise.
     draft: a second model that drafts.
     measures: the rates are measured even where the plan does not depend on them, as predictions do.
@@ -60,14 +62,33 @@ class ModelPlanner:
     recipe: Recipe
     dtype: torch.dtype
     device: torch.device
-    kv: str
-    ctx: int | None
-    ram: int | None
-    vram: int | None
+    wanted: EngineConfig
     job: JobShape | None
     say: Callable[[str], None]
     draft: DraftShape | None = None
     measures: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        files: ModelFiles | None,
+        config: ModelConfig,
+        wanted: EngineConfig,
+        job: JobShape | None,
+        say: Callable[[str], None],
+    ) -> ModelPlanner:
+        """Return the planner, without a second model. Raises UsageError for what cannot be honoured."""
+        if wanted.threads is not None:
+            use_threads(wanted.threads)
+        device = choose_device(wanted.device)
+        require_card(device, wanted.vram)
+        require_context(config, wanted.ctx)
+        is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
+        dtype = choose_dtype(wanted.weights if is_by_weights else wanted.dtype)
+        packed = () if files is None else tuple(packed_recipes(files))
+        recipe = RECIPES[choose_recipe(wanted.weights, config, packed, dtype)]
+        return cls(name, files, recipe, dtype, device, wanted, job, say)
 
     @property
     def sequences(self) -> int:
@@ -87,19 +108,19 @@ class ModelPlanner:
             config, packing = as_stored(self.files, self.name, config, self.recipe)
         else:
             cached_share = packed.cached_share()
-        shape = model_shape(config, self.recipe, self.dtype, self.name, self.device, self.kv, packing)
+        shape = model_shape(config, self.recipe, self.dtype, self.name, self.device, self.wanted.kv, packing)
         if self.draft is not None:
-            draft_bytes = self.draft.num_bytes(self.ctx or shape.default_ctx, self.sequences)
+            draft_bytes = self.draft.num_bytes(self.wanted.ctx or shape.default_ctx, self.sequences)
             shape = replace(shape, draft_bytes=draft_bytes)
         memory = partial(
-            process_memory, self.ram, self.recipe, config.vocab_size, placed_bytes, packs=packing is not None
+            process_memory, self.wanted.ram, self.recipe, config.vocab_size, placed_bytes, packs=packing is not None
         )
         if has_card(self.device):
-            machine = card_machine(self.device, self.recipe, self.dtype, self.vram, memory, self.say)
+            machine = card_machine(self.device, self.recipe, self.dtype, self.wanted.vram, memory, self.say)
         else:
             machine = self._host(shape, memory)
         machine = replace(machine, rates=replace(machine.rates, cached_share=cached_share))
-        return Search(shape, machine, self.ctx, self.job)
+        return Search(shape, machine, self.wanted.ctx, self.job)
 
     def in_best_form(self, config: ModelConfig, placed_bytes: int = 0) -> ModelPlanner:
         """Return the planner for a form of the same weights in fewer bytes, where they have one that is better."""
@@ -132,13 +153,13 @@ class ModelPlanner:
 
         memory: asked again after a measurement, which leaves something behind.
         """
-        require_cap(self.ram)  # before seconds of measuring
+        require_cap(self.wanted.ram)  # before seconds of measuring
         profile, weights = kept_profile(), self.recipe.name
         has_idle_card = torch.cuda.is_available()
         if not self.measures and profile.rates(weights) is None:
             typical = Machine(memory(), _TYPICAL, has_idle_card=has_idle_card)
-            plan = Search(shape, typical, self.ctx, self.job).fitting
-            is_whole = plan is not None and not plan.streamed and plan.ctx >= (self.ctx or shape.default_ctx)
+            plan = Search(shape, typical, self.wanted.ctx, self.job).fitting
+            is_whole = plan is not None and not plan.streamed and plan.ctx >= (self.wanted.ctx or shape.default_ctx)
             if plan is None or (is_whole and not shape.draft_bytes):
                 return typical
         profile = measured(profile, weights, self.recipe.blocks, self.dtype, self.say)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from localllm.config import user_directories
 from localllm.history.database import DamagedError, LockedError
-from localllm.history.recording import Recording
+from localllm.history.recorded_answer import Recording
 from localllm.history.records import Conversation, Hit, Message, Said, Session, State, clean, content_of, title_of
-from localllm.history.removal import Removed
-from localllm.history.store import LAST, GoneError, History
+from localllm.history.store import LAST, GoneError, History, Removed
 
 __all__ = [
     "LAST",
@@ -37,12 +36,12 @@ __all__ = [
 
 
 def history_file() -> Path:
-    """Where the user's history is; it need not exist."""
+    """Return the path of the user's history, which need not exist."""
     return user_directories().data / "conversations.db"
 
 
 def nothing_is_kept() -> bool:
-    """Whether there is no history yet; False where that cannot be seen, of which opening it tells."""
+    """Return whether there is no history yet; False where that cannot be seen: opening it says why."""
     try:
         history_file().stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -23,10 +23,8 @@ _PAUSE_S = 0.01
 _UNHEARD_S = 0.02  # how long SQLite itself waits, in which no Ctrl-C is heard
 # Every page is read when the file is opened, 1 ms for 1 MB; a larger file's only after it was found damaged at work.
 _CHECKED_BYTES = 32 << 20
-_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # The bytes of a database on which each of its connections holds a lock that it shares: SQLite's file format, 1.3.13.
 _SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
-_SIDE_FILES = ("-wal", "-shm", "-journal")  # of SQLite, beside the database
 
 
 class LockedError(HistoryError):
@@ -34,7 +32,7 @@ class LockedError(HistoryError):
 
 
 class DamagedError(HistoryError):
-    """The file is no database any more, or pages of it are not."""
+    """The file, or pages of it, are no database."""
 
 
 class Database:
@@ -57,38 +55,38 @@ class Database:
         except DamagedError:
             if not writable:
                 raise
-            with self._told():
+            with self._explained():
                 self.moved_to = self._move_aside()
             self._connection = self._open()
 
     def close(self) -> None:
-        """Ends the connection; what was committed is in the file."""
+        """End the connection; what was committed is in the file."""
         with suppress(sqlite3.Error):
             self._connection.close()
 
     def is_in_place(self) -> bool:
-        """Whether the file is still at its path: a deleted one could be written into without anyone ever reading it."""
+        """Return whether the file is still at its path: nobody would ever read what is written into a deleted one."""
         try:
             return os.path.samestat(self.path.stat(), self.identity)
         except OSError:
             return False
 
     def rows(self, statement: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """What a SELECT finds."""
+        """The rows of a SELECT."""
         bound = [clean(value) if isinstance(value, str) else value for value in values]
-        with self._told():
+        with self._explained():
             return self._connection.execute(statement, bound).fetchall()
 
     @contextmanager
     def writing(self, *, synced: bool = True, patience_s: float | None = None) -> Iterator[sqlite3.Connection]:
-        """One transaction; inside another one, a part of that. Nothing of it stays where it is left by an exception.
+        """One transaction; inside another one, a part of that. An exception undoes all of it.
 
         synced: the disk has it in the end. Otherwise a kill cannot take it back, but a loss of power can.
         """
         if self._depth:
             yield self._connection
             return
-        with self._told():
+        with self._explained():
             if self._connection.in_transaction:  # a rollback that a full disk refused
                 self._connection.rollback()
             self._connection.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
@@ -105,7 +103,7 @@ class Database:
                 self._depth = 0
 
     def forget_deleted(self) -> None:
-        """Takes what was deleted out of the index and the log as well, as far as no other process is reading."""
+        """Remove deleted texts from the index and the log as well, as far as no other process is reading."""
         with suppress(HistoryError):
             if self.has_words:
                 with self.writing() as connection:
@@ -125,10 +123,13 @@ class Database:
             time.sleep(_PAUSE_S)
 
     def _open(self) -> sqlite3.Connection:
-        with self._told():
+        with self._explained():
             if self.writable:
                 _make_private(self.path)
-            uri = f"{self.path.absolute().as_uri()}?mode={self._mode()}"
+                mode = "rw"
+            else:  # SQLite's own files beside it can be neither made nor, without a log, needed
+                mode = "ro" if _beside(self.path, "-wal").exists() else "ro&immutable=1"
+            uri = f"{self.path.absolute().as_uri()}?mode={mode}"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=self.patience_s)
             try:
                 connection.row_factory = sqlite3.Row
@@ -140,12 +141,6 @@ class Database:
                 connection.close()
                 raise
         return connection
-
-    def _mode(self) -> str:
-        if self.writable:
-            return "rw"
-        # SQLite's own files beside it can be neither made nor, without a log, needed.
-        return "ro" if _beside(self.path, "-wal").exists() else "ro&immutable=1"
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         known = self._require_ours(connection)
@@ -159,11 +154,16 @@ class Database:
         if known < schema.VERSION:
             with self.writing():  # asked again: another process may have been faster
                 schema.migrate(connection, self._require_ours(connection))
-        self._see_to_the_index(connection)
+        self.has_words = schema.has_fts5(connection)
+        if schema.has_index(connection) != self.has_words:
+            with self.writing():
+                (schema.make_index if self.has_words else schema.drop_triggers)(connection)
 
     def _require_ours(self, connection: sqlite3.Connection) -> int:
         """The version of its tables; 0 where it has none. Raises HistoryError for one that must not be touched."""
-        known, application = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in _HEADER)
+        known, application = (
+            int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("user_version", "application_id")
+        )
         if application == schema.APPLICATION_ID and known > schema.VERSION:
             raise HistoryError(
                 f"the history is of version {known}; this localllm knows version {schema.VERSION}",
@@ -175,7 +175,7 @@ class Database:
             why = f"{self.path} has other tables; it was left as it is"
             fix = f"mv {shlex.quote(str(self.path))} {shlex.quote(f'{self.path}.other')}"
             raise HistoryError("the history's file is a database of another program", why=why, fix=fix)
-        return int(known)
+        return known
 
     def _require_sound(self, connection: sqlite3.Connection) -> None:
         suspect = _beside(self.path, "-suspect")
@@ -189,18 +189,8 @@ class Database:
         with suppress(OSError):
             suspect.unlink(missing_ok=True)
 
-    def _see_to_the_index(self, connection: sqlite3.Connection) -> None:
-        self.has_words = schema.has_fts5(connection)
-        if schema.has_index(connection) == self.has_words:
-            return
-        with self.writing():
-            schema.make_index(connection) if self.has_words else schema.drop_triggers(connection)
-
     def _move_aside(self) -> Path | None:
-        """Gives the damaged file, with what SQLite put beside it, a name that says so; deletes nothing.
-
-        None: another process has done it.
-        """
+        """Rename the damaged file, with what SQLite put beside it; delete nothing. None: another process did it."""
         with _alone(self.path.parent):
             try:
                 self._open().close()
@@ -209,48 +199,51 @@ class Database:
                     error.why += "; it is moved aside when no other process has it open"
                     error.fix = f"end the others: lsof {shlex.quote(str(self.path))}"
                     raise
-                return _renamed(self.path)
+                number = 1
+                while (aside := _beside(self.path, f".damaged-{number}")).exists():
+                    number += 1
+                for suffix in ("-wal", "-shm", "-journal", ""):  # a log left behind would be played into the new file
+                    with suppress(FileNotFoundError):
+                        _beside(self.path, suffix).rename(_beside(aside, suffix))
+                _beside(self.path, "-suspect").unlink(missing_ok=True)
+                return aside
         return None
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
             raise self._as_known(error) from error
         except OSError as error:
-            fix = f"ls -ld {shlex.quote(str(self.path.parent))}"
-            raise HistoryError(
-                "the history cannot be opened", why=f"{error.strerror or error} ({self.path})", fix=fix
-            ) from error
+            why, fix = f"{error.strerror or error} ({self.path})", f"ls -ld {shlex.quote(str(self.path.parent))}"
+            raise HistoryError("the history cannot be opened", why=why, fix=fix) from error
 
     def _as_known(self, error: sqlite3.Error) -> HistoryError:
         code, path, folder = _primary_code(error), shlex.quote(str(self.path)), shlex.quote(str(self.path.parent))
-        why = f"{error} ({self.path})"
+        what, why, fix = "the history cannot be used", f"{error} ({self.path})", f"ls -l {path}"
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            why = f"another process holds {self.path}"
-            return LockedError("the history is locked", why=why, fix=f"see which: lsof {path}")
-        if code in _DAMAGE or "decode" in str(error):  # Python's word for a text that is no UTF-8 any more
+            return LockedError(
+                "the history is locked", why=f"another process holds {self.path}", fix=f"see which: lsof {path}"
+            )
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "decode" in str(error):  # of a text: no UTF-8
             self._suspect(error)
             return DamagedError("the history is damaged", why=why, fix="localllm sessions list")
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-            return HistoryError("the history cannot be written", why=why, fix=f"df -h {folder}")
-        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
+            what, fix = "the history cannot be written", f"df -h {folder}"
+        elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
             verb = "written" if self.writable or code == sqlite3.SQLITE_READONLY else "read"
-            return HistoryError(f"the history cannot be {verb}", why=why, fix=f"ls -ld {folder} {path}")
-        return HistoryError("the history cannot be used", why=why, fix=f"ls -l {path}")
+            what, fix = f"the history cannot be {verb}", f"ls -ld {folder} {path}"
+        return HistoryError(what, why=why, fix=fix)
 
     def _suspect(self, error: sqlite3.Error) -> None:
-        """Has the next start look at every page, or where only the index is damaged, build that anew."""
+        """Have the next start look at every page, or where only the index is damaged, build that anew."""
         with suppress(sqlite3.Error, OSError):
             if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CORRUPT_VTAB:
                 self._connection.rollback()
                 schema.drop_triggers(self._connection)
             else:
                 _beside(self.path, "-suspect").touch(mode=0o600)
-
-
-_HEADER = ("user_version", "application_id")
 
 
 def _primary_code(error: sqlite3.Error) -> int:
@@ -262,7 +255,7 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _make_private(path: Path) -> None:
-    """The file, empty where it is new, and its folder: their owner's alone."""
+    """Make the file, empty where it is new, and its folder their owner's alone."""
     if not path.parent.is_dir():
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -274,8 +267,8 @@ def _make_private(path: Path) -> None:
 
 
 def _is_open_elsewhere(path: Path) -> bool:
-    """Whether another process has the database open: it would go on writing into the file that was moved, and some
-    versions of SQLite would in the end delete the log of the new one, by its name."""
+    """Return whether another process has the database open: it would go on writing into the file that was moved, and
+    some versions of SQLite would in the end delete the log of the new one, by its name."""
     try:
         import fcntl
     except ImportError:
@@ -286,17 +279,6 @@ def _is_open_elsewhere(path: Path) -> bool:
         except OSError:
             return True
     return False
-
-
-def _renamed(path: Path) -> Path:
-    number = 1
-    while (aside := _beside(path, f".damaged-{number}")).exists():
-        number += 1
-    for suffix in (*_SIDE_FILES, ""):  # a log that is left behind would be played into the new database
-        with suppress(FileNotFoundError):
-            _beside(path, suffix).rename(_beside(aside, suffix))
-    _beside(path, "-suspect").unlink(missing_ok=True)
-    return aside
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the history holds, as values: sessions, messages, and a conversation as it travels between machines."""
+"""Sessions, messages, and conversations on their way between machines, as values."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ class Session:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it stands above the others in a list."""
         return self.facts.get(PINNED) is True
 
 
 @dataclass(frozen=True)
 class Message:
-    """Something that was said, once. parent: the message that it follows.
+    """A message of a session. parent: the number of the one that it follows.
 
     fields: what a chat template is given beside role and content (or in the place of a content that is no text).
     facts: what is known about it: token counts, why it ended.
@@ -57,18 +56,18 @@ class Message:
 
     @property
     def begins_in_thought(self) -> bool:
-        """Whether the prompt had opened a thought already, of which the content then has at most the end."""
+        """Return whether the prompt had opened the thought of which the content has at most the end."""
         return self.facts.get(IN_THOUGHT) is True
 
     @property
     def as_turn(self) -> dict[str, Any]:
-        """As a chat template takes it."""
+        """The message as a chat template takes it."""
         return {"role": self.role, "content": self.content, **self.fields}
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A message, or with `message` None a title, in which words were found."""
+    """A message in which words were found; None for the session's title."""
 
     session: Session
     message: Message | None
@@ -106,22 +105,22 @@ class Conversation:
 
 
 def clean(text: str | None) -> str | None:
-    """The text without half surrogates, which no file can hold."""
+    """Return the text without half surrogates, which no file can hold."""
     return None if text is None else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def is_time(value: object) -> TypeGuard[float]:
-    """Whether it is a count of seconds that any clock could show."""
+    """Return whether it is a count of seconds that any clock could show."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
 
 
 def seconds_of(value: object) -> float:
-    """A time that somebody else has written; 0 where it is none."""
+    """Return the value as a time; 0 where it is none."""
     return float(value) if is_time(value) else 0.0
 
 
 def title_of(text: str) -> str:
-    """The title of a chat that begins with this question: its first line, cut between words."""
+    """Return the title of a chat that begins with this question: its first line, cut between words."""
     line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
     if len(line) <= TITLE_CHARACTERS:
         return line or "untitled"
@@ -130,7 +129,7 @@ def title_of(text: str) -> str:
 
 
 def content_of(turn: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The text of a message as a template takes it, and the fields that `Message.as_turn` needs to make it again."""
+    """Return the text of a message, and the fields that `Message.as_turn` needs to make it again."""
     fields = {key: value for key, value in turn.items() if key not in ("role", "content")}
     content = turn.get("content")
     if isinstance(content, str):

@@ -1,43 +1,41 @@
-"""What can still be read of a damaged history: conversations, for the one that is begun in its place.
+"""Conversations that can still be read of a damaged history, for the one that is begun in its place.
 
-A table is read from its first row on, and from its last one back, each as far as there is no damage: what lies between
-is lost. Knows rows. Never writes into the damaged file.
+A table is read from its first row on, and from its last one back, each as far as there is no damage. Knows rows.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from localllm.history.records import Conversation, Said, seconds_of
 
-_STATES = ("complete", "interrupted")
-Row = Mapping[str, Any]
+_Row = Mapping[str, Any]
 
 
 def conversations(path: Path) -> list[Conversation]:
-    """Of the damaged file, in the order in which they were begun; those without a message that can be read are left
-    out. Raises nothing: there may be none."""
+    """Those with a message that can be read, in the order in which they were begun. Raises nothing, writes nothing."""
     for mode in ("ro", "ro&immutable=1"):  # with its log, where SQLite can still make sense of that
-        with (
-            suppress(sqlite3.Error),
-            closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True)) as of,
-        ):
-            of.row_factory = sqlite3.Row
-            of.text_factory = lambda text: text.decode("utf-8", "replace")
-            sessions, messages = _rows(of, "sessions"), _rows(of, "messages")
-            found = [_conversation(sessions.get(number), said) for number, said in _by_session(messages)]
-            if any(conversation.messages for conversation in found):
-                return [conversation for conversation in found if conversation.messages]
+        uri = f"{path.absolute().as_uri()}?mode={mode}"
+        with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True)) as connection:
+            connection.row_factory = sqlite3.Row
+            connection.text_factory = lambda text: text.decode("utf-8", "replace")
+            sessions, messages = _rows(connection, "sessions"), _rows(connection, "messages")
+            by_session: dict[Any, list[_Row]] = {}
+            for row in messages.values():
+                if all(isinstance(row[name], str) for name in ("uid", "role", "content")):
+                    by_session.setdefault(row["session"], []).append(row)
+            if by_session:
+                return [_conversation(sessions.get(number, {}), rows) for number, rows in by_session.items()]
     return []
 
 
-def _rows(connection: sqlite3.Connection, table: str) -> dict[int, Row]:
-    found: dict[int, Row] = {}
+def _rows(connection: sqlite3.Connection, table: str) -> dict[int, _Row]:
+    found: dict[int, _Row] = {}
     for order in ("ASC", "DESC"):
         with suppress(sqlite3.Error, UnicodeError):
             for row in connection.execute(f"SELECT * FROM {table} ORDER BY number {order}"):
@@ -47,49 +45,37 @@ def _rows(connection: sqlite3.Connection, table: str) -> dict[int, Row]:
     return dict(sorted(found.items()))
 
 
-def _by_session(messages: Mapping[int, Row]) -> Iterator[tuple[int, list[Row]]]:
-    grouped: dict[int, list[Row]] = {}
-    for row in messages.values():
-        if isinstance(row["session"], int):
-            grouped.setdefault(row["session"], []).append(row)
-    yield from grouped.items()
-
-
-def _conversation(session: Row | None, rows: list[Row]) -> Conversation:
-    """session: None where that was lost, and only what was said in it is left."""
-    known = session or {}
+def _conversation(session: _Row, rows: list[_Row]) -> Conversation:
+    """session: empty where its row was lost."""
     uids: dict[int, str] = {}
     said: list[Said] = []
     for row in rows:
-        if not all(isinstance(row[name], str) for name in ("uid", "role", "content")):
-            continue
-        parent = uids.get(row["parent"]) if row["parent"] in uids else (said[-1].uid if said else None)
+        parent = uids.get(row["parent"], said[-1].uid if said else None)
         uids[row["number"]] = row["uid"]
         said.append(
             Said(
-                row["uid"],
-                None if row["parent"] is None else parent,
-                row["role"],
-                row["content"],
-                row["state"] if row["state"] in _STATES else "interrupted",
-                _text(row["model"]),
-                seconds_of(row["created"]),
-                _object(row["fields"]),
-                _object(row["facts"]),
+                uid=row["uid"],
+                parent=None if row["parent"] is None else parent,
+                role=row["role"],
+                content=row["content"],
+                state=row["state"] if row["state"] in ("complete", "interrupted") else "interrupted",
+                model=_text(row["model"]),
+                created=seconds_of(row["created"]),
+                fields=_object(row["fields"]),
+                facts=_object(row["facts"]),
             )
         )
-    head = uids.get(known.get("head") or -1) or (said[-1].uid if said else None)
     return Conversation(
-        uid=_text(known.get("uid")) or f"rescued-{rows[0]['uid']}",
-        id=_text(known.get("id")) or "",
-        title=_text(known.get("title")) or "rescued",
-        model=_text(known.get("model")),
-        system=_text(known.get("system")),
-        created=seconds_of(known.get("created")),
-        updated=seconds_of(known.get("updated")),
-        head=head,
+        uid=_text(session.get("uid")) or f"rescued-{said[0].uid}",
+        id=_text(session.get("id")) or "",
+        title=_text(session.get("title")) or "rescued",
+        model=_text(session.get("model")),
+        system=_text(session.get("system")),
+        created=seconds_of(session.get("created")),
+        updated=seconds_of(session.get("updated")),
+        head=uids.get(session.get("head") or -1, said[-1].uid),
         messages=tuple(said),
-        facts=_object(known.get("facts")),
+        facts=_object(session.get("facts")),
     )
 
 

@@ -1,4 +1,4 @@
-"""Sessions and their messages: what is kept, found, forked and removed. Nothing that was said is ever overwritten.
+"""Sessions and their messages: kept, found, forked and removed. No message is ever overwritten.
 
 A session is a tree of messages; its head says which path of it is shown. Another answer, or another wording of a
 question, is a child of the same parent. Knows no terminal and no template.
@@ -14,20 +14,22 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from localllm.errors import HistoryError
-from localllm.history import removal, rescue, search
+from localllm.history import rescue, search
 from localllm.history.database import PATIENCE_S, DamagedError, Database, LockedError
 from localllm.history.records import PINNED, Conversation, Hit, Message, Said, Session, State, clean
-from localllm.history.removal import Removed
 
 LAST = "last"
 _ID_SYLLABLES = 3  # half a million ids that can be said and typed
 _ID = re.compile(r"[a-z0-9-]{1,40}")
 _COPY = " (copy)"
 _CONSONANTS, _VOWELS = "bdfghjklmnprstvz", "aeiou"
+_SAID = ("role", "content", "state", "model", "created", "fields", "facts")  # of a message, wherever it goes
+_Row = Mapping[str, Any]
 
 # The messages that a session shows, from its head up; `depth` counts them.
 _SHOWN = """
@@ -37,6 +39,7 @@ _SHOWN = """
         SELECT messages.parent, depth + 1 FROM shown JOIN messages ON messages.number = shown.number
         WHERE messages.parent IS NOT NULL
     )
+    SELECT messages.* FROM shown JOIN messages USING (number) ORDER BY depth DESC
 """
 _COUNTED = """
     WITH RECURSIVE listed AS (SELECT * FROM sessions ORDER BY touched DESC LIMIT ?),
@@ -55,6 +58,17 @@ class GoneError(HistoryError):
     """The session was removed, by another process or another command."""
 
 
+@dataclass(frozen=True)
+class Removed:
+    """A session that was removed. session, messages: its rows. latest: `touched` of the session that then stood in
+    front of the list, 0 where none was left."""
+
+    conversation: Conversation
+    session: _Row
+    messages: tuple[_Row, ...]
+    latest: int
+
+
 class History:
     """The history in one file. A method raises HistoryError where the file refuses, and then has changed nothing.
 
@@ -66,7 +80,7 @@ class History:
         self.num_rescued = 0
         try:
             if database.moved_to is not None:
-                self.num_rescued = self._rescue(database.moved_to)
+                self._rescue(database.moved_to)
             self._settle()
         except BaseException:
             database.close()
@@ -74,12 +88,12 @@ class History:
 
     @classmethod
     def open(cls, path: Path, *, patience_s: float = PATIENCE_S) -> History:
-        """To be written into; the file is made where there is none. patience_s: how long another process is awaited."""
+        """Open to write; the file is made where there is none. patience_s: how long another process is awaited."""
         return cls(Database(path, writable=True, patience_s=patience_s))
 
     @classmethod
     def open_to_read(cls, path: Path) -> History:
-        """As `open`, and where the file cannot be written, to read alone."""
+        """`open`, and where the file cannot be written, `peek`."""
         try:
             return cls.open(path)
         except LockedError:
@@ -93,7 +107,7 @@ class History:
 
     @classmethod
     def peek(cls, path: Path) -> History:
-        """To read alone; nothing is written, and nothing mended."""
+        """Open to read alone; nothing is written, and nothing mended."""
         return cls(Database(path, writable=False))
 
     def __enter__(self) -> History:
@@ -116,43 +130,41 @@ class History:
         return self._database.identity
 
     def is_in_place(self) -> bool:
-        """Whether the file is still where it was opened."""
+        """Return whether the file is still where it was opened."""
         return self._database.is_in_place()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is written inside is written as a whole, or not at all."""
+        """A block whose changes are written as a whole, or not at all."""
         with self._database.writing():
             yield
 
     # Sessions
 
     def begin(self, title: str, model: str | None, system: str | None) -> Session:
-        """A new session, empty."""
-        now = time.time()
-        blank = Conversation(secrets.token_hex(8), "", title, model, system, now, now, None, ())
+        """Return a new session, empty."""
         with self._database.writing() as connection:
-            return self._session(_insert_session(connection, blank))
+            return self._session(_insert_session(connection, _blank(title, model, system)))
 
     def sessions(self, limit: int = -1) -> list[tuple[Session, int]]:
-        """The sessions, the one that was gone on with last in front, each with the number of messages it shows."""
+        """Return the sessions, the latest in front, each with the number of messages it shows."""
         return [(_as_session(row), row["count"]) for row in self._database.rows(_COUNTED, (limit,))]
 
     def count(self) -> int:
-        """How many sessions there are."""
+        """Return the number of sessions."""
         return int(self._database.rows("SELECT count(*) FROM sessions")[0][0])
 
     def find(self, word: str) -> Session:
-        """The session with this id, the only one whose id begins so or whose title has this text, or `last`.
+        """Return the session with this id, the only one whose id begins so or whose title has this text, or `last`.
 
         Raises HistoryError that names the candidates where it is none or several.
         """
+        like = search.like(word)
         if not word.strip():
             found = []
         elif word == LAST:
             found = self._where("1 ORDER BY touched DESC LIMIT 1")
         else:
-            like = search.like(word)
             found = (
                 self._where("id = ?", word.casefold())
                 or self._where("id LIKE ? ESCAPE '\\'", f"{like}%")
@@ -160,83 +172,98 @@ class History:
             )
         if len(found) == 1:
             return found[0]
-        raise _ambiguous(word, found) if found else self._absent(word)
+        if found:
+            shown = ", ".join(f"{session.id} ({session.title})" for session in found[:5])
+            why = f"it fits {shown}" + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+            raise HistoryError(f"{word[:80]!r} is more than one chat", why=why, fix="localllm sessions list")
+        if count := self.count():
+            why = f"none of the {count} that are kept has such an id or title"
+            raise HistoryError(f"there is no chat {word[:80]!r}", why=why, fix="localllm sessions list")
+        raise HistoryError("no chat is kept yet", why=f"{self._database.path} has none", fix="localllm chat")
 
     def refresh(self, session: Session) -> Session:
-        """The session as it is now. Raises GoneError."""
+        """Return the session as it is now. Raises GoneError."""
         found = self._where("number = ? AND uid = ?", session.number, session.uid)
         if not found:
-            raise _gone(session.id)
+            raise _gone(session)
         return found[0]
 
     def update(self, session: Session, *, title: str, model: str | None, system: str | None) -> None:
-        """Changes what is said about the session. Raises GoneError."""
-        with self._database.writing() as connection:
-            values = (clean(title), clean(model), clean(system), session.number)
-            done = connection.execute("UPDATE sessions SET title = ?, model = ?, system = ? WHERE number = ?", values)
-            if not done.rowcount:
-                raise _gone(session.id)
+        """Change title, model and system message. Raises GoneError."""
+        self._set(session, title=clean(title), model=clean(model), system=clean(system))
 
     def rename(self, session: Session, title: str) -> Session:
-        """Gives it another title; its place in the list stays. Raises GoneError."""
-        with self._database.writing() as connection:
-            self.refresh(session)
-            connection.execute("UPDATE sessions SET title = ? WHERE number = ?", (clean(title), session.number))
-            return self._session(session.number)
+        """Give the session another title; its place in the list stays. Raises GoneError."""
+        return self._set(session, title=clean(title))
 
     def pin(self, session: Session, is_pinned: bool) -> Session:
-        """Pins it, or takes the pin away; its place in the list stays. Raises GoneError."""
-        with self._database.writing() as connection:
+        """Pin the session, or take the pin away; its place in the list stays. Raises GoneError."""
+        with self._database.writing():
             facts = {name: fact for name, fact in self.refresh(session).facts.items() if name != PINNED}
-            facts |= {PINNED: True} if is_pinned else {}
-            connection.execute("UPDATE sessions SET facts = ? WHERE number = ?", (json.dumps(facts), session.number))
+            return self._set(session, facts=json.dumps({**facts, PINNED: True} if is_pinned else facts))
+
+    def _set(self, session: Session, **values: Any) -> Session:
+        with self._database.writing() as connection:
+            self.refresh(session)
+            changes = ", ".join(f"{name} = ?" for name in values)
+            connection.execute(f"UPDATE sessions SET {changes} WHERE number = ?", (*values.values(), session.number))
             return self._session(session.number)
 
     def show(self, session: Session, head: int | None) -> None:
-        """Makes `head` the message that is shown last. Raises GoneError."""
+        """Make `head` the message that is shown last. Raises GoneError."""
         with self._database.writing() as connection:
             _touch(connection, session, head)
 
     def fork(self, session: Session, head: int | None) -> Session:
-        """A new session that begins with what leads to the message `head` of another: a copy, which outlives it, and
-        says in its title that it is one."""
+        """Return a copy, named so in its title, of what leads to the message `head` of another session."""
         with self._database.writing() as connection:
-            facts = {"forked_from": session.id}
-            now, title = time.time(), _of_copy(session.title)
-            copy = Conversation(
-                secrets.token_hex(8), "", title, session.model, session.system, now, now, None, (), facts
-            )
+            title = f"{session.title.removesuffix(_COPY)}{_COPY}" if session.title else ""
+            copy = replace(_blank(title, session.model, session.system), facts={"forked_from": session.id})
             number, parent = _insert_session(connection, copy), None
             for message in self._path(head):
-                said = Said(secrets.token_hex(8), None, **_told_by(message))
-                parent = _insert_message(connection, number, parent, said)
+                parent = _insert_message(connection, number, parent, _said(message, secrets.token_hex(8)))
             connection.execute("UPDATE sessions SET head = ? WHERE number = ?", (parent, number))
             return self._session(number)
 
     def remove(self, sessions: Sequence[Session]) -> None:
-        """Deletes them with all that was said in them, also from the index and the log."""
+        """Delete the sessions with all their messages, also from the index and the log."""
         with self._database.writing() as connection:
             for session in sessions:
-                removal.delete(connection, session.number)
+                _delete(connection, session)
         self._database.forget_deleted()
 
     def take_out(self, session: Session) -> Removed:
-        """Deletes it as `remove` does; returns what `put_back` needs to undo that. Raises GoneError."""
+        """`remove` one; returns what `put_back` needs to undo that. Raises GoneError."""
         with self._database.writing() as connection:
-            removed = removal.rows_of(connection, self.conversation(session), session.number)
-            removal.delete(connection, session.number)
+            conversation = self.conversation(session)
+            (row,) = self._database.rows("SELECT * FROM sessions WHERE number = ?", (session.number,))
+            messages = self._database.rows(
+                "SELECT * FROM messages WHERE session = ? ORDER BY number", (session.number,)
+            )
+            others = self._database.rows("SELECT max(touched) FROM sessions WHERE number <> ?", (session.number,))
+            _delete(connection, session)
         self._database.forget_deleted()
-        return removed
+        return Removed(conversation, dict(row), tuple(map(dict, messages)), others[0][0] or 0)
 
     def put_back(self, removed: Removed) -> Session:
-        """Undoes `take_out`: every branch, id, pin and place in the list is as it was, also for whoever has it open.
+        """Undo `take_out`: every branch, id, pin and place in the list is as it was, also for whoever has it open.
 
-        Where something has its place meanwhile, it is taken in as an import would be.
+        Where something has its place meanwhile (it was imported, or the file is another one), it is added as by an
+        import.
         """
+        row = removed.session
         with self._database.writing() as connection:
-            if removal.put_back(connection, removed):
-                return self._session(removed.session["number"])
-            return self.add(removed.conversation)[0]
+            taken = self._where("number = ? OR uid = ? OR id = ?", row["number"], row["uid"], row["id"])
+            held = "SELECT 1 FROM messages WHERE number = ?"
+            if taken or any(connection.execute(held, (each["number"],)).fetchone() for each in removed.messages):
+                return self.add(removed.conversation)[0]
+            # Those that were gone on with since stay in front of it, though they began to count below it.
+            ahead = max(0, row["touched"] - removed.latest)
+            connection.execute("UPDATE sessions SET touched = touched + ? WHERE touched > ?", (ahead, removed.latest))
+            _insert(connection, "sessions", row)
+            for message in removed.messages:
+                _insert(connection, "messages", message)
+            return self._session(row["number"])
 
     # Messages
 
@@ -252,7 +279,7 @@ class History:
         fields: Mapping[str, Any] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> int:
-        """Keeps a message behind `parent` and shows it last; returns its number. Raises GoneError.
+        """Keep a message behind `parent` and show it last; returns its number. Raises GoneError.
 
         The disk has it when this returns, unless it is still being written.
         """
@@ -265,14 +292,14 @@ class History:
             return number
 
     def write(self, message: int, content: str) -> None:
-        """Keeps an answer as far as it has come. Does not wait for others: the next sentence brings this one along."""
+        """Keep an answer as far as it has come. Does not wait for others: the next sentence brings this one along."""
         with self._database.writing(synced=False, patience_s=0) as connection:
             connection.execute(
                 "UPDATE messages SET content = ?, state = 'writing' WHERE number = ?", (clean(content), message)
             )
 
     def finish(self, message: int, content: str, state: State, facts: Mapping[str, Any]) -> None:
-        """Keeps an answer that has ended; the disk has it when this returns."""
+        """Keep an answer that has ended; the disk has it when this returns."""
         with self._database.writing() as connection:
             connection.execute(
                 "UPDATE messages SET content = ?, state = ?, facts = ? WHERE number = ?",
@@ -280,11 +307,11 @@ class History:
             )
 
     def path(self, session: Session) -> list[Message]:
-        """The messages that the session shows, in order."""
+        """Return the messages that the session shows, in order."""
         return self._path(session.head)
 
     def branch(self, message: int) -> list[Message]:
-        """What leads to the message, and on from it what was said last."""
+        """Return what leads to the message, and on from it what was said last."""
         found = self._path(message)
         statement = "SELECT * FROM messages WHERE parent = ? ORDER BY number DESC LIMIT 1"
         while rows := self._database.rows(statement, (found[-1].number,)) if found else []:
@@ -292,7 +319,7 @@ class History:
         return found
 
     def wordings(self, message: int) -> list[int]:
-        """The messages that stand where this one does, it among them, in the order in which they were said."""
+        """Return the messages that stand where this one does, it among them, in the order in which they were said."""
         statement = (
             "SELECT other.number FROM messages AS other JOIN messages AS one ON other.session = one.session "
             "AND other.parent IS one.parent WHERE one.number = ? ORDER BY other.number"
@@ -300,12 +327,12 @@ class History:
         return [row["number"] for row in self._database.rows(statement, (message,))]
 
     def tree(self, session: Session) -> list[Message]:
-        """Every message of the session, in the order in which they were said."""
+        """Return every message of the session, in the order in which they were said."""
         rows = self._database.rows("SELECT * FROM messages WHERE session = ? ORDER BY number", (session.number,))
-        return [_as_message(row) for row in rows]
+        return list(map(_as_message, rows))
 
     def questions(self, limit: int) -> list[str]:
-        """What was asked, the latest first; each text once."""
+        """Return the questions, the latest first; each text once."""
         found = self._database.rows(
             "SELECT content, max(number) AS latest FROM messages WHERE role = 'user' AND content <> '' "
             "GROUP BY content ORDER BY latest DESC LIMIT ?",
@@ -314,7 +341,7 @@ class History:
         return [row["content"] for row in found]
 
     def search(self, query: str, limit: int) -> list[Hit]:
-        """Titles and messages with all words of `query`, the latest first; words in double quotes are one phrase."""
+        """Return titles and messages with all words of `query`, the latest first; a phrase is in double quotes."""
         numbers = search.sessions(self._database, query, limit)
         # What another process removes meanwhile is left out.
         hits = [Hit(session, None) for number in numbers for session in self._where("number = ?", number)]
@@ -326,29 +353,26 @@ class History:
     # Conversations on their way
 
     def conversation(self, session: Session) -> Conversation:
-        """The whole session, every branch, for another file."""
+        """Return the whole session, every branch, for another file."""
         session = self.refresh(session)
         messages = self.tree(session)
-        uids = {message.number: message.uid for message in messages}
-        said = tuple(
-            Said(message.uid, uids[message.parent] if message.parent is not None else None, **_told_by(message))
-            for message in messages
-        )
-        head = uids.get(session.head) if session.head is not None else None
+        uids: dict[int | None, str] = {message.number: message.uid for message in messages}
+        said = tuple(_said(message, message.uid, uids.get(message.parent)) for message in messages)
         return Conversation(
             session.uid, session.id, session.title, session.model, session.system, session.created, session.updated,
-            head, said, session.facts,
+            uids.get(session.head), said, session.facts,
         )  # fmt: skip
 
     def add(self, conversation: Conversation) -> tuple[Session, int]:
-        """Takes a conversation in, or what it has more than the one that is here; how many messages were new, or are
-        whole now."""
+        """Add a conversation, or what it has more than the one that is here; returns how many messages were new, or
+        are whole now."""
         with self._database.writing() as connection:
             found = self._where("uid = ?", conversation.uid)
             number = found[0].number if found else _insert_session(connection, conversation)
-            before = found[0].head if found else None
-            numbers, cut = _numbers(connection, number)
-            num_known, num_mended = len(numbers), 0
+            here = self._database.rows("SELECT uid, number, state FROM messages WHERE session = ?", (number,))
+            numbers: dict[str | None, int] = {row["uid"]: row["number"] for row in here}
+            cut = {row["uid"] for row in here if row["state"] != "complete"}
+            num_mended = 0
             for said in conversation.messages:
                 uid = clean(said.uid)
                 if uid not in numbers:
@@ -357,45 +381,28 @@ class History:
                 elif uid in cut and said.state == "complete":
                     self.finish(numbers[uid], said.content, said.state, said.facts)
                     num_mended += 1
+            num_new = len(numbers) - len(here)
             head = numbers[clean(conversation.head)] if conversation.head is not None else None
             # Of a chat that went on in both places the one here stays shown.
-            if not found or (len(numbers) > num_known and before in {message.number for message in self._path(head)}):
+            if not found or (num_new and found[0].head in {message.number for message in self._path(head)}):
                 connection.execute(
                     "UPDATE sessions SET head = ?, updated = ? WHERE number = ?", (head, conversation.updated, number)
                 )
-            return self._session(number), len(numbers) - num_known + num_mended
+            return self._session(number), num_new + num_mended
 
-    def _rescue(self, damaged: Path) -> int:
-        """Takes over what can be read of a damaged file; how many chats."""
+    def _rescue(self, damaged: Path) -> None:
+        """Add what can be read of a damaged file."""
         found = rescue.conversations(damaged)
-        with suppress(HistoryError), self.together():
-            for conversation in found:
-                self.add(conversation)
-            return len(found)
-        return 0
-
-    def _path(self, head: int | None) -> list[Message]:
-        statement = _SHOWN + "SELECT messages.* FROM shown JOIN messages USING (number) ORDER BY depth DESC"
-        return [_as_message(row) for row in self._database.rows(statement, (head,))]
-
-    def _where(self, condition: str, *values: Any) -> list[Session]:
-        return [_as_session(row) for row in self._database.rows(f"SELECT * FROM sessions WHERE {condition}", values)]
-
-    def _session(self, number: int) -> Session:
-        return self._where("number = ?", number)[0]
-
-    def _absent(self, word: str) -> HistoryError:
-        count = self.count()
-        if not count:
-            return HistoryError("no chat is kept yet", why=f"{self._database.path} has none", fix="localllm chat")
-        why = f"none of the {count} that are kept has such an id or title"
-        return HistoryError(f"there is no chat {word[:80]!r}", why=why, fix="localllm sessions list")
+        with suppress(HistoryError):
+            with self.together():
+                for conversation in found:
+                    self.add(conversation)
+            self.num_rescued = len(found)
 
     def _settle(self) -> None:
         """Answers that a kill cut short are interrupted ones. One that another process is writing becomes one that is
         being written again with its next sentence. Where the file cannot be written now, they can still be read."""
-        unfinished = self._database.rows("SELECT 1 FROM messages WHERE state = 'writing' LIMIT 1")
-        if unfinished and self._database.writable:
+        if self._database.writable and self._database.rows("SELECT 1 FROM messages WHERE state = 'writing' LIMIT 1"):
             try:
                 with self._database.writing() as connection:
                     connection.execute("UPDATE messages SET state = 'interrupted' WHERE state = 'writing'")
@@ -404,39 +411,49 @@ class History:
             except HistoryError:
                 pass
 
+    def _path(self, head: int | None) -> list[Message]:
+        return list(map(_as_message, self._database.rows(_SHOWN, (head,))))
 
-def _of_copy(title: str) -> str:
-    return f"{title.removesuffix(_COPY)}{_COPY}" if title else ""
+    def _where(self, condition: str, *values: Any) -> list[Session]:
+        return list(map(_as_session, self._database.rows(f"SELECT * FROM sessions WHERE {condition}", values)))
+
+    def _session(self, number: int) -> Session:
+        return self._where("number = ?", number)[0]
+
+
+def _blank(title: str, model: str | None, system: str | None) -> Conversation:
+    now = time.time()
+    return Conversation(secrets.token_hex(8), "", title, model, system, now, now, None, ())
+
+
+def _insert(connection: sqlite3.Connection, table: str, row: _Row) -> int:
+    places = ", ".join("?" for _ in row)
+    values = [clean(value) if isinstance(value, str) else value for value in row.values()]
+    done = connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({places})", values)
+    assert done.lastrowid is not None
+    return done.lastrowid
 
 
 def _insert_session(connection: sqlite3.Connection, conversation: Conversation) -> int:
     wanted = conversation.id if _ID.fullmatch(conversation.id) and conversation.id != LAST else ""
-    taken = "SELECT 1 FROM sessions WHERE id = ?"
-    while not wanted or connection.execute(taken, (wanted,)).fetchone():
+    while not wanted or connection.execute("SELECT 1 FROM sessions WHERE id = ?", (wanted,)).fetchone():
         wanted = "".join(secrets.choice(_CONSONANTS) + secrets.choice(_VOWELS) for _ in range(_ID_SYLLABLES))
-    texts = (conversation.uid, conversation.title, conversation.model, conversation.system)
-    times = (conversation.created, conversation.updated)
-    values = (wanted, *map(clean, texts), *times, json.dumps(conversation.facts))
-    done = connection.execute(
-        "INSERT INTO sessions (id, uid, title, model, system, created, updated, facts, touched) "
-        "SELECT ?, ?, ?, ?, ?, ?, ?, ?, coalesce(max(touched), 0) + 1 FROM sessions",
-        values,
-    )
-    assert done.lastrowid is not None
-    return done.lastrowid
+    names = ("uid", "title", "model", "system", "created", "updated")
+    row = {name: getattr(conversation, name) for name in names}
+    touched = connection.execute("SELECT coalesce(max(touched), 0) + 1 FROM sessions").fetchone()[0]
+    facts = json.dumps(conversation.facts)
+    return _insert(connection, "sessions", {"id": wanted, **row, "facts": facts, "touched": touched})
 
 
 def _insert_message(connection: sqlite3.Connection, session: int, parent: int | None, said: Said) -> int:
-    texts = (said.uid, said.role, said.content, said.state, said.model)
-    others = (said.created, json.dumps(said.fields), json.dumps(said.facts))
-    values = (session, parent, *map(clean, texts), *others)
-    done = connection.execute(
-        "INSERT INTO messages (session, parent, uid, role, content, state, model, created, fields, facts) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        values,
-    )
-    assert done.lastrowid is not None
-    return done.lastrowid
+    values = {name: getattr(said, name) for name in ("uid", *_SAID)}
+    values |= {"fields": json.dumps(said.fields), "facts": json.dumps(said.facts)}
+    return _insert(connection, "messages", {"session": session, "parent": parent, **values})
+
+
+def _delete(connection: sqlite3.Connection, session: Session) -> None:
+    connection.execute("DELETE FROM messages WHERE session = ?", (session.number,))
+    connection.execute("DELETE FROM sessions WHERE number = ?", (session.number,))
 
 
 def _touch(connection: sqlite3.Connection, session: Session, head: int | None) -> None:
@@ -445,13 +462,7 @@ def _touch(connection: sqlite3.Connection, session: Session, head: int | None) -
         (head, time.time(), session.number),
     )
     if not done.rowcount:
-        raise _gone(session.id)
-
-
-def _numbers(connection: sqlite3.Connection, session: int) -> tuple[dict[str | None, int], set[str]]:
-    """Of each message by its uid, and the uids of those that are not whole."""
-    found = connection.execute("SELECT uid, number, state FROM messages WHERE session = ?", (session,)).fetchall()
-    return {row["uid"]: row["number"] for row in found}, {row["uid"] for row in found if row["state"] != "complete"}
+        raise _gone(session)
 
 
 def _as_session(row: sqlite3.Row) -> Session:
@@ -465,18 +476,10 @@ def _as_message(row: sqlite3.Row) -> Message:
     return Message(**values, fields=json.loads(row["fields"]), facts=json.loads(row["facts"]))
 
 
-def _told_by(message: Message) -> dict[str, Any]:
-    names = ("role", "content", "state", "model", "created", "fields", "facts")
-    return {name: getattr(message, name) for name in names}
+def _said(message: Message, uid: str, parent: str | None = None) -> Said:
+    return Said(uid, parent, **{name: getattr(message, name) for name in _SAID})
 
 
-def _gone(name: str) -> GoneError:
-    return GoneError(
-        f"the chat {name} is not in the history any more", why="it was removed", fix="localllm sessions list"
-    )
-
-
-def _ambiguous(word: str, found: Sequence[Session]) -> HistoryError:
-    shown = ", ".join(f"{session.id} ({session.title})" for session in found[:5])
-    why = f"it fits {shown}" + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-    return HistoryError(f"{word[:80]!r} is more than one chat", why=why, fix="localllm sessions list")
+def _gone(session: Session) -> GoneError:
+    what = f"the chat {session.id} is not in the history any more"
+    return GoneError(what, why="it was removed", fix="localllm sessions list")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from localllm.config import ResolvedSettings
 from localllm.runtime.selection import Selection
-from localllm.runtime.vram import vram_cap
+from localllm.settings import EngineConfig
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.loader import Watcher
-    from localllm.engine.prefix_config import KVReuse
     from localllm.offload.planner.plan import JobShape
 
 
@@ -42,44 +42,53 @@ def check(selection: Selection) -> None:
     load_config(selection.files.directory)
 
 
+def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> EngineConfig:
+    """Return the settings of an engine. Imports torch.
+
+    A cap of a file or a variable is left aside where no GPU is used, which `tell` hears of: machines with a GPU and
+    without share such files. Raises UsageError for one that was typed.
+    """
+    from localllm.engine.memory import choose_device
+    from localllm.engine.planner import has_card
+
+    config = resolved.settings.engine
+    if config.vram is None or has_card(choose_device(config.device)):
+        return config
+    refuse_idle_vram(resolved)
+    tell(f"the setting vram from {resolved.origins['vram'].where} is left aside: no GPU is used")
+    return replace(config, vram=None)
+
+
+def refuse_idle_vram(resolved: ResolvedSettings) -> None:
+    """Raises UsageError for a cap on a GPU's memory that was typed where none is used."""
+    if resolved.origins["vram"].kind == "flag":
+        from localllm.offload.planner.fit_errors import idle_vram
+
+        raise idle_vram()
+
+
 def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: Callable[[str], None]) -> Engine:
-    """Loads it; seconds, or minutes where the model has to be packed first. warn: as `KVReuse` has it.
+    """Load the engine; seconds, or minutes where the model has to be packed first. warn: as `KVReuse` has it.
 
     Raises what `Engine.load` does.
     """
     started = time.perf_counter()
+    from localllm.cache.page_folder import kv_root
     from localllm.engine.engine import Engine
-    from localllm.engine.memory import choose_device
-    from localllm.engine.planner import has_card
-    from localllm.engine.speculative.config import OFF, Speculate
+    from localllm.engine.prefix_config import KVReuse
     from localllm.engine.step_types import Limits
 
-    config = selection.settings.engine
-    has_gpu = has_card(choose_device(config.device))
+    config = engine_config(selection.resolved, watcher.noting)
+    if not opening.speculates:
+        config = replace(config, speculate="off")
+    keeps_pages = opening.keeps_pages and not selection.private and config.cache_disk != 0
     engine = Engine.load(
         selection.files,
-        device=config.device,
-        dtype=config.dtype,
-        weights=config.weights,
-        kv=config.kv,
-        ctx=config.ctx,
-        ram=config.ram,
-        vram=vram_cap(selection.resolved, watcher.noting, has_gpu=has_gpu),
-        threads=config.threads,
+        config,
         limits=None if opening.parallel is None else Limits(max_sequences=opening.parallel),
         job=opening.job,
         watcher=watcher,
-        reuse=_reuse(selection, warn, keeps_pages=opening.keeps_pages),
-        speculate=Speculate(config.speculate, config.draft_tokens) if opening.speculates else OFF,
+        reuse=KVReuse(directory=kv_root() if keeps_pages else None, disk_bytes=config.cache_disk, warn=warn),
     )
     engine.load_s = time.perf_counter() - started  # with the import of torch: what a person waits for
     return engine
-
-
-def _reuse(selection: Selection, warn: Callable[[str], None], *, keeps_pages: bool) -> KVReuse:
-    from localllm.cache.page_folder import kv_root
-    from localllm.engine.prefix_config import KVReuse
-
-    disk_bytes = selection.settings.engine.cache_disk
-    directory = kv_root() if keeps_pages and not selection.private and disk_bytes != 0 else None
-    return KVReuse(directory=directory, disk_bytes=disk_bytes, warn=warn)

@@ -24,7 +24,7 @@ from localllm.config import Origin
 from localllm.errors import LocalLLMError
 from localllm.runtime import protocol
 from localllm.runtime.engine_client import EngineClient
-from localllm.runtime.engine_loader import Opening, open_engine
+from localllm.runtime.engine_loader import Opening, engine_config, open_engine
 from localllm.runtime.engine_peer import EnginePeer
 from localllm.runtime.selection import Selection
 from localllm.runtime.sockets import listening, runtime_folder
@@ -239,13 +239,11 @@ def _foreseen(selection: Selection, opening: Opening, tell: Callable[[str, tuple
     from localllm.engine.model_plan import foresee
     from localllm.errors import DoesNotFitError
     from localllm.models.shapes import find_shape
-    from localllm.runtime.plan_options import wishes_of
 
-    wishes = wishes_of(selection.resolved, lambda _text: None, opening.job)
+    wanted = engine_config(selection.resolved, lambda _text: None)
+    shape = find_shape(selection.model_name)
     try:
-        plan = foresee(
-            find_shape(selection.model_name), selection.files, wishes, lambda text: tell("measuring", (text,))
-        )
+        plan = foresee(shape, selection.files, wanted, lambda text: tell("measuring", (text,)), opening.job)
     except DoesNotFitError as error:
         return Foreseen(error=error)
     needs = {str(tier): sum(owners.values()) for tier, owners in plan.ledger.items()}

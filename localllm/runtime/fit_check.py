@@ -8,7 +8,7 @@ from typing import Literal
 
 from localllm.config import ResolvedSettings, format_figure
 from localllm.errors import DoesNotFitError, LocalLLMError, ModelNotFoundError
-from localllm.runtime.plan_options import wishes_of
+from localllm.runtime.engine_loader import engine_config
 
 
 @dataclass(frozen=True)
@@ -75,5 +75,5 @@ def _foreseen(name: str, resolved: ResolvedSettings, say: Callable[[str], None])
         files = hub.locate(name, offline=True)
     except ModelNotFoundError:
         files = None
-    plan = foresee(shape, files, wishes_of(resolved, lambda _: None), say)
+    plan = foresee(shape, files, engine_config(resolved, lambda _: None), say)
     return Verdict("fits" if plan.is_whole else "offloads", plan.decode_tok_s, plan.ctx, plan.shape.weights)

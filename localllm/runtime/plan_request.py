@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config import Origin, ResolvedSettings, accepted
-from localllm.runtime.plan_options import wishes_of
+from localllm.runtime.engine_loader import engine_config
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Considered
@@ -47,7 +47,7 @@ def considered(
         files = None
     tokens = min(_JOB_TOKENS, settings.ctx or _JOB_TOKENS)
     job = JobShape(DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
-    return consider(shape, files, wishes_of(resolved, tell, job), say, placed_bytes)
+    return consider(shape, files, engine_config(resolved, tell), say, job=job, placed_bytes=placed_bytes)
 
 
 def with_changes(resolved: ResolvedSettings, changes: Mapping[str, Any]) -> ResolvedSettings:

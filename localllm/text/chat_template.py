@@ -24,7 +24,6 @@ from localllm.errors import CheckpointError, TemplateError, TokenizerError, Usag
 from localllm.models.strict_json import JsonLimits, parse_json
 from localllm.text.template_marks import SpecialMarks
 from localllm.text.template_sandbox import (
-    MAX_DEPTH,
     TIME_LIMIT_S,
     Budget,
     LimitError,
@@ -37,6 +36,7 @@ from localllm.text.tokenizer_files import SPECIAL_ROLES, TokenizerFiles, special
 _MESSAGES_LIMITS = JsonLimits(containers=300_000, elements=2_000_000)  # braces and commas in the texts count as well
 _ADDITIONAL = "additional_chat_templates"
 _MOST_ADDITIONAL = 16
+_MAX_DEPTH = 100  # of lists and mappings within one another
 MAX_SOURCE_CHARS = 64 << 10  # twice the longest in use; bounds the time that compiling takes
 
 Message = dict[str, Any]
@@ -288,8 +288,8 @@ def plain_data(value: Any, depth: int = 0) -> Any:
 
     Raises TemplateError where it is nested too deeply, UsageError for what is no JSON value.
     """
-    if depth > MAX_DEPTH:
-        raise TemplateError("the messages are nested too deeply", why=f"more than {MAX_DEPTH} levels")
+    if depth > _MAX_DEPTH:
+        raise TemplateError("the messages are nested too deeply", why=f"more than {_MAX_DEPTH} levels")
     if isinstance(value, str):
         return valid_unicode(str(value))
     if value is None or isinstance(value, (bool, int, float)):

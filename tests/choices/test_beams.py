@@ -19,6 +19,7 @@ from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Limits
 from localllm.errors import LocalLLMError, UsageError
+from localllm.settings import EngineConfig
 from localllm.text.grammar.grammar import Grammar
 from tests.checkpoints import write_checkpoint
 from tests.choices.support import Heard, answered, drawn, held_pages, require_whole, searched, words
@@ -72,7 +73,7 @@ class Pair:
 
 def pair_of(folder: Path, family: str) -> Pair:
     peer = write_checkpoint(folder, family)
-    engine = Engine.load(folder, device="cpu", dtype="fp32", limits=Limits(chunk_tokens=64))
+    engine = Engine.load(folder, EngineConfig(device="cpu", dtype="fp32"), limits=Limits(chunk_tokens=64))
     engine.eos_ids = ENDS
     return Pair(engine, peer)
 
@@ -373,7 +374,7 @@ def test_without_a_prefix_cache_a_search_is_the_same(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     found = []
     for how in ({}, {"reuse": NO_REUSE}):
-        engine = Engine.load(tmp_path, dtype="fp32", **how)  # type: ignore[arg-type]
+        engine = Engine.load(tmp_path, EngineConfig(dtype="fp32"), **how)  # type: ignore[arg-type]
         found.append([each.token_ids for each in answered(engine, *[searched(words(90), max_tokens=70)] * 2)])
         require_whole(engine)
         engine.close()

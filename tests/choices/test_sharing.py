@@ -17,6 +17,7 @@ from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE
 from localllm.engine.request import Request
 from localllm.engine.step_types import Limits
+from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint as write_family
 from tests.choices.support import Heard, answered, drawn, held_pages, require_whole, searched, words
 from tests.cli_support import write_checkpoint
@@ -50,7 +51,9 @@ def opened(folder: Path) -> Iterator[Opened]:
 
 def load(folder: Path, reuse: Any = IN_POOLS, kv_tokens: int | None = None, **limits: Any) -> Engine:
     """kv_tokens: that there is memory for, instead of what there is."""
-    engine = Engine.load(folder, limits=Limits(**{"chunk_tokens": CHUNK, **limits}), reuse=reuse, ctx=4608)
+    engine = Engine.load(
+        folder, EngineConfig(ctx=4608), limits=Limits(**{"chunk_tokens": CHUNK, **limits}), reuse=reuse
+    )
     if kv_tokens is not None:
         engine.scheduler.limits = replace(engine.scheduler.limits, kv_tokens=kv_tokens, sequence_tokens=0)
     return engine
@@ -85,7 +88,7 @@ def test_whatever_the_model_does_with_positions_each_answer_is_its_own(tmp_path:
     write_family(tmp_path, family)
     length = 30 if family == "llama-dynamic-rope" else 48  # of LongRoPE, where its factors change
     requests = [drawn(words(length), seed, max_tokens=9) for seed in range(3)]
-    engine = Engine.load(tmp_path, dtype="fp32", reuse=NO_REUSE)
+    engine = Engine.load(tmp_path, EngineConfig(dtype="fp32"), reuse=NO_REUSE)
     expected = [answered(engine, request)[0].token_ids for request in requests]
     assert [each.token_ids for each in answered(engine, *requests)] == expected
     require_whole(engine)
@@ -229,7 +232,7 @@ def test_an_answer_of_one_token_leaves_the_prompt_to_the_others(opened: Opened) 
 
 
 def test_answers_that_need_a_longer_context_have_it_together(folder: Path) -> None:
-    engine, most = Engine.load(folder, ctx=512), 0
+    engine, most = Engine.load(folder, EngineConfig(ctx=512)), 0
     for seed in range(3):
         engine.submit(drawn(words(600), seed, grows=True))
     while engine.has_work:

@@ -16,6 +16,7 @@ from localllm.engine.step_types import Chunk
 from localllm.models import gpu_warm
 from localllm.models.decoder import Decoder
 from localllm.models.gpu_program import GpuProgram
+from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_checkpoint
 from tests.gpu.test_step import by_operators, ids, sampling, texts
@@ -41,7 +42,7 @@ class Replaying(GpuProgram):
 
 def loaded(folder: Path, family: str, kv: str) -> Engine:
     write_checkpoint(folder, family, layers=2)
-    engine = Engine.load(folder, device="cpu", weights="fp32", kv=kv)
+    engine = Engine.load(folder, EngineConfig(device="cpu", weights="fp32", kv=kv))
     engine.runner.cpu_program = None
     return engine
 

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.oracle import Oracle
 from localllm import Engine, Request, SamplingParams
-from localllm.engine.speculative.config import OFF
 from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.models.gpu_program import GpuProgram
+from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.speculative.support import said
 
@@ -21,7 +21,7 @@ from tests.speculative.support import said
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
     write_checkpoint(tmp_path, "llama", layers=2)
-    engine = Engine.load(tmp_path, device="cpu", weights="int8", dtype="fp32", speculate=OFF)
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", weights="int8", dtype="fp32", speculate="off"))
     engine.runner.cpu_program, engine.runner.gpu_program = None, GpuProgram(engine.model)
     return engine
 

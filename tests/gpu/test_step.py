@@ -18,13 +18,13 @@ from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.runner import ModelRunner
 from localllm.engine.sampler import PlainDraw
-from localllm.engine.speculative.config import OFF
 from localllm.engine.step_types import Chunk
 from localllm.layers import gpu_block
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw
 from localllm.models.decoder import Decoder
 from localllm.models.gpu_program import Drawn, GpuProgram
+from localllm.settings import EngineConfig
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.thinning import every_other, thinned
 
@@ -79,7 +79,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(llama: Path) -> Iterator[Engine]:
     """In fp32, which computes by our kernels."""
-    loaded = Engine.load(llama, device="cpu", weights="fp32")
+    loaded = Engine.load(llama, EngineConfig(device="cpu", weights="fp32"))
     loaded.runner.gpu_program = GpuProgram(loaded.model)
     yield loaded
     loaded.close()
@@ -94,7 +94,7 @@ OF_THEIR_OWN = {"phi3-partial-rotary", "gemma3-scaled-and-capped", "llama-one-kv
 def test_every_family_is_computed_as_operators_do(family: str, tmp_path: Path) -> None:
     # Every sixth layer of Gemma 3 has no window, and files that name their layers' kinds have all of them.
     write_checkpoint(tmp_path, family, layers=1 if family in OF_ONE_LAYER else None)
-    engine = Engine.load(tmp_path, device="cpu", dtype="fp32")
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32"))
     token_ids = ids(19)
     expected = logits(engine, by_operators(engine.model), token_ids, [19])
     found = logits(engine, by_kernels(engine.model), token_ids, [17, 2])
@@ -105,7 +105,7 @@ def test_every_family_is_computed_as_operators_do(family: str, tmp_path: Path) -
 def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights: str, kv: str, tmp_path: Path) -> None:
     """Behind a coded page. The CPU multiplies by the same INT8 activations; in fp32 nothing else differs."""
     write_checkpoint(tmp_path, "qwen3", layers=1)
-    engine = Engine.load(tmp_path, device="cpu", dtype="fp32", weights=weights, kv=kv)
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights, kv=kv))
     token_ids = ids(131)
     expected = logits(engine, by_operators(engine.model), token_ids, [126, 5])[126:]
     assert error(behind(engine, token_ids, 126, [4, 1]), expected) < 0.02  # a code falls on a step's other side
@@ -115,7 +115,7 @@ def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights: st
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) -> None:
     """Also a prompt whose matrices the library multiplies, in bf16. The interpreter rounds bf16 towards zero."""
-    engine = Engine.load(llama, device="cpu", dtype="bf16", weights=weights)
+    engine = Engine.load(llama, EngineConfig(device="cpu", dtype="bf16", weights=weights))
     assert engine.model.dtype is torch.bfloat16
     token_ids = ids(72)
     expected = logits(engine, by_operators(engine.model), token_ids, [72])
@@ -125,7 +125,7 @@ def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) 
 @pytest.mark.usefixtures("products_row_by_row")
 def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3", layers=1)
-    engine = Engine.load(tmp_path, device="cpu", dtype="fp32", weights="int4-g32", kv="int8")
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights="int4-g32", kv="int8"))
     token_ids = ids(131)
     alone = behind(engine, token_ids, 126, [1] * 3)
     assert torch.equal(behind(engine, token_ids, 126, [3]), alone)
@@ -138,7 +138,7 @@ def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_p
 def test_blocks_that_the_host_computes_stand_between_ours(tmp_path: Path) -> None:
     """Of a device that is no device of ours, as a block on the host is to one on a card."""
     write_checkpoint(tmp_path, "llama", layers=3)
-    engine = Engine.load(tmp_path, device="cpu", weights="fp32")
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", weights="fp32"))
     token_ids = ids(30)
     expected = logits(engine, by_operators(engine.model), token_ids, [30])
 
@@ -198,7 +198,7 @@ def sampling(temperature: float, max_tokens: int = 5, **rest: float) -> Sampling
 
 @pytest.mark.parametrize("wish", every_other([sampling(1.5, min_p=0.05), sampling(0), sampling(0.9, top_k=5)]))
 def test_an_engine_draws_the_tokens_that_the_host_would_draw(engine: Engine, llama: Path, wish: SamplingParams) -> None:
-    host = Engine.load(llama, device="cpu", weights="fp32")
+    host = Engine.load(llama, EngineConfig(device="cpu", weights="fp32"))
     assert texts(engine, [wish], [ids(5)]) == texts(host, [wish], [ids(5)])
 
 
@@ -212,7 +212,7 @@ def test_requests_that_come_and_go_do_not_change_each_others_tokens(engine: Engi
 
 def test_the_next_step_is_begun_before_its_token_is_known(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """INT8 weights, whose embedding our kernel looks up: the host need not see a token for the next one."""
-    engine = Engine.load(llama, device="cpu", dtype="fp32", weights="int8", speculate=OFF)
+    engine = Engine.load(llama, EngineConfig(device="cpu", dtype="fp32", weights="int8", speculate="off"))
     expected = texts(engine, [sampling(0, 4)], [ids(10)])
     assert engine.runner.gpu_program is None
     engine.runner.cpu_program, engine.runner.gpu_program = None, GpuProgram(engine.model)
@@ -262,7 +262,7 @@ def test_logits_that_are_no_numbers_end_the_request_with_an_error(engine: Engine
 
 def test_a_kernel_that_fails_leaves_its_work_to_operators(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one line that says so; the text is the same."""
-    engine = Engine.load(llama, device="cpu", weights="fp32")
+    engine = Engine.load(llama, EngineConfig(device="cpu", weights="fp32"))
     expected = texts(engine, [sampling(0.9)], [ids(20)])
     for broken in ("localllm.layers.gpu_block.rope_store", "localllm.models.gpu_program.sample.sample"):
         said: list[str] = []

@@ -19,6 +19,7 @@ from localllm.kernels.gpu import product
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product import Dispatch
 from localllm.models.gpu_program import GpuProgram
+from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.thinning import every_other
 
@@ -38,7 +39,7 @@ def test_prompts_and_steps_launch_nothing_that_is_new(family: str, kv: str, tmp_
     """Windows, of several groups of layers, RoPE by the length of a sequence; dense weights, and INT4."""
     write_checkpoint(tmp_path, family)
     weights = "int4-g32" if kv == "int8" else "bf16"
-    engine = Engine.load(tmp_path, device="cpu", dtype="bf16", weights=weights, kv=kv)
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="bf16", weights=weights, kv=kv))
     runner = ModelRunner(engine.model)
     runner.cpu_program, runner.gpu_program = None, GpuProgram(engine.model)
     runner._gpu_prefill = runner.gpu_program
@@ -69,7 +70,7 @@ def test_a_load_prepares_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyP
             prepared.append(kv.pages.format)
 
     monkeypatch.setattr(ModelRunner, "warm_up", warm_up)
-    engine = Engine.load(tmp_path, device="cpu", dtype="bf16", kv="bf16")
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="bf16", kv="bf16"))
     assert [kv_format.name for kv_format in prepared] == ["bf16"]
     engine.close()
 
@@ -77,7 +78,7 @@ def test_a_load_prepares_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_load_that_finds_no_memory_to_prepare_in_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that meets a kernel that fails has operators compute, and says so."""
     write_checkpoint(tmp_path, "llama")
-    engine = Engine.load(tmp_path, device="cpu", weights="fp32")
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", weights="fp32"))
     for error, is_given_up in ((torch.OutOfMemoryError("no memory"), False), (RuntimeError("no such kernel"), True)):
         said: list[str] = []
         runner = ModelRunner(engine.model, note=said.append)

@@ -12,6 +12,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Limits
+from localllm.settings import EngineConfig
 from tests.choices.support import answered
 from tests.server.support import OWL, Running, each_once, running
 
@@ -95,7 +96,7 @@ def test_beams_find_what_the_engine_finds(server: Running, path: str) -> None:
     given = texts(server.post(path, body | {"length_penalty": 0.5, "early_stopping": True}))
     engine = server.engine
     ids = engine.encode(STORY if path == "/v1/completions" else OWL)  # type: ignore[arg-type]
-    alone = Engine.load("tiny", dtype="fp32", reuse=NO_REUSE, limits=Limits(max_sequences=1))
+    alone = Engine.load("tiny", EngineConfig(dtype="fp32"), reuse=NO_REUSE, limits=Limits(max_sequences=1))
     stops = server.served.sampling().stop
     sampling = SamplingParams(temperature=0, max_tokens=12, stop=stops)
     request = Request(tuple(ids), sampling, beams=4, num_answers=3, length_penalty=0.5, early_stopping=True)

@@ -18,6 +18,7 @@ from localllm.server import model_server
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import GenerationRequest, PreparedRequest, chat_of, joined, prepare, prompt_ids
 from localllm.server.tools.toolset import Tool, Toolset
+from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatInput, ChatTemplate
 from tests.server.support import OWL, Running, running
 
@@ -60,7 +61,7 @@ def test_a_text_to_embed_may_fill_the_context(engine: Engine, num_ctx: int | Non
 
 
 def test_a_longer_context_is_advised_where_it_helps() -> None:
-    short = Engine.load("tiny", ctx=256)
+    short = Engine.load("tiny", EngineConfig(ctx=256))
     advised: list[bool] = []
     for num_tokens, num_ctx in ((300, None), (5000, None), (300, 64)):
         with pytest.raises(RequestError) as caught:

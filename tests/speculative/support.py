@@ -12,7 +12,7 @@ from torch import Tensor
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
 from localllm.engine.events import Event
 from localllm.engine.placement import model_shape
-from localllm.engine.speculative.config import Speculate
+from localllm.engine.prefix_config import IN_POOLS, KVReuse
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.speculative.drafter import Drafter, Lookup
 from localllm.engine.speculative.ngram import NgramLookup
@@ -25,6 +25,7 @@ from localllm.models.load import DecoderParts
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 
 TALE = (
@@ -57,9 +58,10 @@ DRAFTERS = ("ngram", "skip", "model", "ngram+skip")
 SKIPPED = frozenset({"layers.4.attention", "layers.5.attention", "layers.5.mlp", "layers.7.attention"})
 
 
-def loaded(**options: object) -> Engine:
+def loaded(kv: str = "auto", ctx: int | None = None, reuse: KVReuse = IN_POOLS) -> Engine:
     """The built-in model in INT4."""
-    return Engine.load("tiny", device="cpu", weights="int4", speculate=Speculate("off"), **options)  # type: ignore[arg-type]
+    config = EngineConfig(device="cpu", weights="int4", kv=kv, ctx=ctx, speculate="off")
+    return Engine.load("tiny", config, reuse=reuse)
 
 
 def loaded_in_fp32() -> Engine:

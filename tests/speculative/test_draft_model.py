@@ -13,9 +13,10 @@ from localllm import Engine, SamplingParams, TokenEvent, hub
 from localllm.engine import draft_loader as draft_loading
 from localllm.engine import planner
 from localllm.engine.loader import Watcher
-from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.speculator import Speculation
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.offload.planner.machine import Memory
+from localllm.settings import EngineConfig
 from tests.cli_support import run_cli
 
 PROMPT = tuple(range(40, 90))
@@ -39,10 +40,11 @@ def text(engine: Engine, **sampling: object) -> list[int]:
     return [event.token_id for event in engine.generate(PROMPT, params) if isinstance(event, TokenEvent)]
 
 
-def engine(who: str, notes: list[str] | None = None, **options: object) -> Engine:
+def engine(who: str, notes: list[str] | None = None, ctx: int | None = None) -> Engine:
     heard: Callable[[str], None] = (lambda _text: None) if notes is None else notes.append
-    wish = Speculate(who, 5, adapts=False)
-    return Engine.load("tiny", device="cpu", speculate=wish, watcher=Watcher(noting=heard), **options)  # type: ignore[arg-type]
+    engine = Engine.load("tiny", EngineConfig(device="cpu", ctx=ctx, speculate=who), watcher=Watcher(noting=heard))
+    engine.speculation = Speculation(engine.residency, None, engine.speculation._drafters, 5, adapts=False)
+    return engine
 
 
 def test_it_guesses_and_changes_nothing(twin: Path, always_worth_it: None) -> None:

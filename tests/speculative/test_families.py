@@ -10,9 +10,10 @@ import pytest
 from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
 from localllm.engine.prefix_config import NO_REUSE
-from localllm.engine.speculative.config import OFF, Speculate, speculation
+from localllm.engine.speculative.config import Speculate, speculation
 from localllm.engine.speculative.speculator import Speculation
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 from tests.packed_support import small_checkpoint
 from tests.speculative.support import Said, answers, loaded, request, said
 from tests.thinning import every_other, thinned
@@ -63,7 +64,7 @@ def test_every_family_rolls_back(family: str, weights: str, tmp_path: Path) -> N
     """Windows among them, whose pages are let go of while others are verified."""
     folder = small_checkpoint(tmp_path / family, family)
     dtype = "bf16" if weights == "bf16" else "fp32"
-    engine = Engine.load(folder, device="cpu", weights=weights, dtype=dtype, speculate=OFF)
+    engine = Engine.load(folder, EngineConfig(device="cpu", weights=weights, dtype=dtype, speculate="off"))
     sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=min(100, engine.ctx - 31), ignore_eos=True)
     for draft_tokens, alpha in ((3, 0.8), (15, 0.95)):
         check(engine, Request(tuple(range(3, 33)), sampling), draft_tokens, alpha)
@@ -74,7 +75,7 @@ def test_every_family_rolls_back(family: str, weights: str, tmp_path: Path) -> N
 def test_every_weight_format_rolls_back(weights: str, tmp_path: Path) -> None:
     folder = small_checkpoint(tmp_path / "llama", "llama")
     dtype = "fp32" if weights in ("fp32", "nf4") else "bf16"
-    engine = Engine.load(folder, device="cpu", weights=weights, dtype=dtype, speculate=OFF)
+    engine = Engine.load(folder, EngineConfig(device="cpu", weights=weights, dtype=dtype, speculate="off"))
     sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=70, ignore_eos=True)
     check(engine, Request(tuple(range(3, 33)), sampling), 6, 0.8)
     engine.close()
@@ -85,7 +86,9 @@ def test_a_window_of_whole_pages_gives_every_page_back(num_prompt: int, tmp_path
     folder = small_checkpoint(tmp_path / "windowed", "mistral-windowed")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
-    engine = Engine.load(folder, device="cpu", weights="int8", dtype="fp32", reuse=NO_REUSE, speculate=OFF)
+    engine = Engine.load(
+        folder, EngineConfig(device="cpu", weights="int8", dtype="fp32", speculate="off"), reuse=NO_REUSE
+    )
     sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=120, ignore_eos=True)
     for draft_tokens, alpha in ((4, 0.6), (7, 0.9)):
         check(engine, Request(tuple(range(3, 3 + num_prompt)), sampling), draft_tokens, alpha)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from localllm import Engine
-from localllm.engine.speculative.config import Speculate
 from localllm.hub.names import TINY_DIRECTORY
+from localllm.settings import EngineConfig
 from localllm.text.grammar import compile_check, definition
 from localllm.text.grammar.compiled import Grammars
 from localllm.text.tokenizer import Tokenizer
@@ -30,6 +30,6 @@ def tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """The built-in model, which guesses nothing."""
-    engine = Engine.load("tiny", device="cpu", weights="int4", speculate=Speculate("off"))
+    engine = Engine.load("tiny", EngineConfig(device="cpu", weights="int4", speculate="off"))
     yield engine
     engine.close()

@@ -15,7 +15,7 @@ from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.errors import UsageError
 from localllm.offload.planner.plan import Plan
-from localllm.settings import DRAFT_MODEL, DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPECULATE
+from localllm.settings import DRAFT_MODEL, DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPECULATE, EngineConfig
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Speculate:
             why = f"one pass has room to verify from 0 to {MOST_DRAFT_TOKENS}"
             raise UsageError(f"--draft-tokens is {self.draft_tokens}", why=why, fix=f"--draft-tokens {DRAFT_TOKENS}")
 
+    @classmethod
+    def of(cls, config: EngineConfig) -> Speculate:
+        return cls(config.speculate, config.draft_tokens)
+
     @property
     def draft_model(self) -> str:
         """The second model's name, or ""."""
@@ -56,9 +60,6 @@ class Speculate:
     @property
     def most_tokens(self) -> int:
         return DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
-
-
-AUTO, OFF = Speculate("auto"), Speculate("off")
 
 
 class Speculating(Protocol):
@@ -90,7 +91,7 @@ def speculation(
     )
 
 
-NO_DRAFTS: Speculating = partial(speculation, OFF)
+NO_DRAFTS: Speculating = partial(speculation, Speculate("off"))
 
 
 def growth(plan: Plan) -> Callable[[int, int], float]:
