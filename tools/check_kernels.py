@@ -8,27 +8,49 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import product as combinations
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from localllm.kernels.gpu import activations, dequantize, rope, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.check import FORMATS, GROUPS, Heads
-from localllm.kernels.gpu.launch import SHARED_BYTES, KernelLaunch, is_interpreted
+from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
 from localllm.kernels.tile16 import TILE
 
+# Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
+# "technical specifications per compute capability"). Triton does not look at it before it launches.
+SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+_ALIGN = 16  # bytes of an address, or a number's factor, of which Triton compiles a variant of its own
+_TYPES = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 # These read what a token costs: weights, and the pages of keys and values.
 READERS = frozenset({"_gemv", "_gemm", "_attend", "_dequantize"})
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
@@ -138,11 +160,112 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor
     return torch.empty(shape, dtype=dtype)
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """The resources that a kernel takes of a card. spilled_bytes: stored beside the registers by one thread;
+    wide_loads: of 128 bits from global memory, one by one or to shared memory; mma: instructions of the tensor
+    cores."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    wide_loads: int
+    mma: int
+
+
+def variant(launch: KernelLaunch) -> str:
+    """Return what all launches have in common that Triton compiles once for."""
+    types = {name: (_type(launch, name), _is_aligned(launch, name)) for name in launch.kernel.arg_names}
+    return repr((launch.name, types, _constexprs(launch), launch.num_warps, launch.num_stages))
+
+
+def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
+    """Compile for sm_{capability}, with no card at hand. Raises triton.CompilationError, and RuntimeError where
+    the machine code cannot be made or wants more shared memory than the card has."""
+    names = list(launch.kernel.arg_names)
+    source = ASTSource(
+        fn=launch.kernel,
+        signature={name: _type(launch, name) for name in names},
+        constexprs={(names.index(name),): value for name, value in _constexprs(launch).items()},
+        attrs={(names.index(name),): [["tt.divisibility", _ALIGN]] for name in names if _is_aligned(launch, name)},
+    )
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx, shared_bytes = made.asm["ptx"], made.metadata.shared
+    if shared_bytes > SHARED_BYTES[capability]:
+        raise RuntimeError(f"{launch.name} wants {shared_bytes} bytes of sm_{capability}'s {SHARED_BYTES[capability]}")
+    log = _assembled(ptx)
+    return Compiled(
+        registers=_number(r"Used (\d+) registers", log),
+        spilled_bytes=_number(r"(\d+) bytes spill stores", log),
+        shared_bytes=shared_bytes,
+        wide_loads=len(re.findall(r"ld\.global[^;]*\.v4\.b32|ld\.global[^;]*\.v2\.b64|cp\.async\S* [^;]*, 0x10", ptx)),
+        mma=len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", ptx)),
+    )
+
+
+def _constexprs(launch: KernelLaunch) -> dict[str, Any]:
+    """Triton makes a constant of every number that is one, and variants for multiples of 16, unless told not to."""
+    ones = {name: 1 for name, value in launch.arguments.items() if isinstance(value, int) and value == 1}
+    absent = {name: None for name, value in launch.arguments.items() if value is None}
+    return {**{name: 1 for name in ones if name not in _unspecialized(launch)}, **absent, **launch.constants}
+
+
+def _unspecialized(launch: KernelLaunch) -> frozenset[str]:
+    if is_interpreted():
+        return frozenset(launch.kernel.kwargs["do_not_specialize"] or ())
+    return frozenset(parameter.name for parameter in launch.kernel.params if parameter.do_not_specialize)
+
+
+def _type(launch: KernelLaunch, name: str) -> str:
+    value = launch.arguments.get(name)
+    if value is None or name in _constexprs(launch):
+        return "constexpr"
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def _is_aligned(launch: KernelLaunch, name: str) -> bool:
+    value = launch.arguments.get(name)
+    if value is None or isinstance(value, float) or name in _constexprs(launch) or name in _unspecialized(launch):
+        return False
+    return (value.data_ptr() if isinstance(value, Tensor) else value) % _ALIGN == 0
+
+
+def _assembled(ptx: str) -> str:
+    """Return what the assembler says of registers and spills. Triton brings two: the older one refuses newer
+    targets."""
+    found = re.search(r"\.target (\S+)", ptx)
+    assert found is not None, "every PTX names its target"
+    folder, said = Path(triton.__file__).parent / "backends/nvidia/bin", ""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        for assembler in (folder / "ptxas", folder / "ptxas-blackwell"):
+            if not assembler.exists():
+                continue
+            command = [str(assembler), "-v", f"--gpu-name={found[1].rstrip(',')}", file.name, "-o", os.devnull]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return done.stderr
+            said = done.stderr
+    raise RuntimeError(f"ptxas refuses it: {said[:500]}")
+
+
+def _number(pattern: str, log: str) -> int:
+    found = re.search(pattern, log)
+    assert found is not None, f"ptxas did not say {pattern}"
+    return int(found[1])
+
+
 def faults(launch: KernelLaunch, capability: int) -> Iterator[str]:
     """The faults of one kernel for sm_{capability}."""
     named = f"sm_{capability}: {launch.name} {_shown(launch)}"
     try:
-        compiled = launch.compiled(capability)
+        compiled = compiled_for(launch, capability)
     except Exception as error:  # Triton raises what its compiler does
         yield f"{named}: {type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}"
         return
@@ -180,7 +303,7 @@ def main() -> None:
         parser.error(f"argument --threads: {arguments.threads} is no number of threads")
     if is_interpreted():
         parser.error("what is interpreted is not compiled: unset TRITON_INTERPRET")
-    launches = list({each.variant: each for each in launches_of_all(is_brief=arguments.brief)}.values())
+    launches = list({variant(each): each for each in launches_of_all(is_brief=arguments.brief)}.values())
     found = all_faults(launches, arguments.capabilities, arguments.threads)
     print("\n".join(found))
     count = len(launches) * len(arguments.capabilities)

@@ -46,10 +46,10 @@ class CheckpointBlocks:
         """Check all of the checkpoint that its headers tell. Raises CheckpointError."""
         for layout in block_layouts(self.config):
             for matrix in layout.matrices:
-                features = (matrix.in_features,)
-                self.checkpoint.expect_fused(f"{matrix.stored}.weight", _named(matrix.parts, "weight"), features)
-                if matrix.has_bias:
-                    self.checkpoint.expect_fused(f"{matrix.stored}.bias", _named(matrix.parts, "bias"), ())
+                for name, rows in self._rows(matrix, "weight").items():
+                    self.checkpoint.expect(name, (rows, matrix.in_features))
+                for name, rows in self._rows(matrix, "bias").items() if matrix.has_bias else ():
+                    self.checkpoint.expect(name, (rows,))
             for norm in layout.norms:
                 self.checkpoint.expect(f"{norm.stored}.weight", (norm.features,))
         self.finish()
@@ -62,8 +62,7 @@ class CheckpointBlocks:
         for matrix in layout.matrices:
             tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self._quantized(matrix).items()}
             if matrix.has_bias:
-                stored = f"{matrix.stored}.bias"
-                bias = self.checkpoint.read_fused(stored, _named(matrix.parts, "bias"), (), torch.float32)
+                bias = self.checkpoint.read_rows(self._rows(matrix, "bias"), (), torch.float32)
                 for name, part in self._as_stored(matrix, "bias", bias):
                     self._finite(name, part)
                 tensors[f"{matrix.name}.linear_bias"] = bias
@@ -87,7 +86,8 @@ class CheckpointBlocks:
             )
 
     def _quantized(self, matrix: Matrix) -> dict[str, Tensor]:
-        weight = self._weight(matrix)
+        rows, dtype = self._rows(matrix, "weight"), self._weight_dtype(matrix)
+        weight = self.checkpoint.read_rows(rows, (matrix.in_features,), dtype)  # [N, K]
         quantize = matrix.format(self.recipe).quantize
         try:
             return quantize(weight)
@@ -99,23 +99,19 @@ class CheckpointBlocks:
 
     def _as_stored(self, matrix: Matrix, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The rows of a matrix's weight or bias by the names that the checkpoint has for them."""
-        fused = f"{matrix.stored}.{kind}"
-        rows = {fused: len(tensor)} if self.checkpoint.has(fused) else _named(matrix.parts, kind)
+        rows = self._rows(matrix, kind)
         return zip(rows, torch.split(tensor, [*rows.values()]), strict=True)
 
-    def _weight(self, matrix: Matrix) -> Tensor:
-        """[N, K], see `_weight_dtype`."""
-        fused, parts = f"{matrix.stored}.weight", _named(matrix.parts, "weight")
-        return self.checkpoint.read_fused(fused, parts, (matrix.in_features,), self._weight_dtype(matrix))
+    def _rows(self, matrix: Matrix, kind: str) -> Mapping[str, int]:
+        parts = {f"{name}.{kind}": rows for name, rows in matrix.parts.items()}
+        return self.checkpoint.stored_rows(f"{matrix.stored}.{kind}", parts)
 
     def _weight_dtype(self, matrix: Matrix) -> torch.dtype:
         """The format's own where it has one `weight`, else as stored, fp32 at most, for the format to quantize."""
         own = _own_dtype(matrix, self.recipe)
         if own is not None:
             return own
-        fused = f"{matrix.stored}.weight"
-        stored = [fused] if self.checkpoint.has(fused) else _named(matrix.parts, "weight")
-        found = reduce(torch.promote_types, map(self.checkpoint.dtype, stored))
+        found = reduce(torch.promote_types, map(self.checkpoint.dtype, self._rows(matrix, "weight")))
         return torch.float32 if found == torch.float64 else found
 
     def _finite(self, stored: str, tensor: Tensor) -> Tensor:
@@ -160,7 +156,3 @@ def _own_dtype(matrix: Matrix, recipe: Recipe) -> torch.dtype | None:
     """Return the dtype of the format's one `weight`, into which the checkpoint is read; None where it has none."""
     weight = matrix.format(recipe).specs(matrix.out_features, matrix.in_features).get("weight")
     return None if weight is None else weight.dtype
-
-
-def _named(parts: Mapping[str, int], kind: str) -> dict[str, int]:
-    return {f"{name}.{kind}": rows for name, rows in parts.items()}

@@ -91,11 +91,9 @@ class Checkpoint:
         self.dtype(name)
         self._asked.add(name)
 
-    def expect_fused(self, fused: str, parts: Mapping[str, int], features: tuple[int, ...]) -> None:
-        """Check what `read_fused` would read."""
-        stored = {fused: sum(parts.values())} if self.has(fused) else parts
-        for name, rows in stored.items():
-            self.expect(name, (rows, *features))
+    def stored_rows(self, fused: str, parts: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the names and rows under which a matrix is stored: all of it as `fused`, or its parts."""
+        return {fused: sum(parts.values())} if self.has(fused) else parts
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The tensor as `dtype`, or as `out` is if given: contiguous, of `shape`, on any device; rows of a larger one.
@@ -106,27 +104,16 @@ class Checkpoint:
         target = allocate(shape, dtype, name) if out is None else out
         return self._file(name).read_into(self._stored[name], target)
 
-    def read_fused(
-        self,
-        fused: str,
-        parts: Mapping[str, int],
-        features: tuple[int, ...],
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Tensors one above the other, [sum of rows, *features]: read as stored under `fused`, or part by part.
+    def read_rows(self, parts: Mapping[str, int], features: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Tensors one above the other, [sum of rows, *features], each read straight into its rows.
 
-        parts: name -> rows, in order. Each is read straight into its rows. Raises as `read` does.
+        parts: name -> rows, in order. Raises as `read` does.
         """
-        shape = (sum(parts.values()), *features)
-        if self.has(fused):
-            return self.read(fused, shape, dtype, out)
-        self.expect_fused(fused, parts, features)
-        target = allocate(shape, dtype, fused) if out is None else out
-        row = 0
         for name, rows in parts.items():
-            self.read(name, (rows, *features), dtype, target[row : row + rows])
-            row += rows
+            self.expect(name, (rows, *features))
+        target = allocate((sum(parts.values()), *features), dtype, next(iter(parts)))
+        for (name, rows), into in zip(parts.items(), torch.split(target, [*parts.values()]), strict=True):
+            self.read(name, (rows, *features), dtype, into)
         return target
 
     def stores_own_head(self) -> bool:
