@@ -34,7 +34,7 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Activations, float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PageLayout
-from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import PackedMatrix
 from tests.patience import PATIENCE_S
 
 HOST_ISAS = cpu_isa.host_isas()

@@ -39,7 +39,7 @@ from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.split_mlp import can_be_split
 from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
-from localllm.offload.streaming.pinned import Pinning
+from localllm.offload.streaming.host_buffer import Pinning
 from localllm.offload.streaming.ring import Ring
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer

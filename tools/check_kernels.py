@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import product as combinations
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import PageLayout
-from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.
@@ -160,28 +158,19 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor
     return torch.empty(shape, dtype=dtype)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """The resources that a kernel takes of a card. spilled_bytes: stored beside the registers by one thread;
-    wide_loads: of 128 bits from global memory, one by one or to shared memory; mma: instructions of the tensor
-    cores."""
-
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    wide_loads: int
-    mma: int
-
-
 def variant(launch: KernelLaunch) -> str:
     """Return what all launches have in common that Triton compiles once for."""
     types = {name: (_type(launch, name), _is_aligned(launch, name)) for name in launch.kernel.arg_names}
     return repr((launch.name, types, _constexprs(launch), launch.num_warps, launch.num_stages))
 
 
-def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
-    """Compile for sm_{capability}, with no card at hand. Raises triton.CompilationError, and RuntimeError where
-    the machine code cannot be made or wants more shared memory than the card has."""
+def compiled_for(launch: KernelLaunch, capability: int) -> tuple[int, int]:
+    """Compile for sm_{capability}, with no card at hand; return the bytes that a thread stores beside the registers,
+    and the loads of 128 bits from global memory, one by one or to shared memory.
+
+    Raises triton.CompilationError, and RuntimeError where the machine code cannot be made or wants more shared memory
+    than the card has.
+    """
     names = list(launch.kernel.arg_names)
     source = ASTSource(
         fn=launch.kernel,
@@ -194,14 +183,10 @@ def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
     ptx, shared_bytes = made.asm["ptx"], made.metadata.shared
     if shared_bytes > SHARED_BYTES[capability]:
         raise RuntimeError(f"{launch.name} wants {shared_bytes} bytes of sm_{capability}'s {SHARED_BYTES[capability]}")
-    log = _assembled(ptx)
-    return Compiled(
-        registers=_number(r"Used (\d+) registers", log),
-        spilled_bytes=_number(r"(\d+) bytes spill stores", log),
-        shared_bytes=shared_bytes,
-        wide_loads=len(re.findall(r"ld\.global[^;]*\.v4\.b32|ld\.global[^;]*\.v2\.b64|cp\.async\S* [^;]*, 0x10", ptx)),
-        mma=len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", ptx)),
-    )
+    spilled = re.search(r"(\d+) bytes spill stores", _assembled(ptx))
+    assert spilled is not None, "ptxas says what is spilled"
+    wide_loads = re.findall(r"ld\.global[^;]*\.v4\.b32|ld\.global[^;]*\.v2\.b64|cp\.async\S* [^;]*, 0x10", ptx)
+    return int(spilled[1]), len(wide_loads)
 
 
 def _constexprs(launch: KernelLaunch) -> dict[str, Any]:
@@ -255,23 +240,17 @@ def _assembled(ptx: str) -> str:
     raise RuntimeError(f"ptxas refuses it: {said[:500]}")
 
 
-def _number(pattern: str, log: str) -> int:
-    found = re.search(pattern, log)
-    assert found is not None, f"ptxas did not say {pattern}"
-    return int(found[1])
-
-
 def faults(launch: KernelLaunch, capability: int) -> Iterator[str]:
     """The faults of one kernel for sm_{capability}."""
     named = f"sm_{capability}: {launch.name} {_shown(launch)}"
     try:
-        compiled = compiled_for(launch, capability)
+        spilled_bytes, wide_loads = compiled_for(launch, capability)
     except Exception as error:  # Triton raises what its compiler does
         yield f"{named}: {type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}"
         return
-    if compiled.spilled_bytes:
-        yield f"{named}: spills {compiled.spilled_bytes} bytes a thread"
-    if _reads_wide(launch) and not compiled.wide_loads:
+    if spilled_bytes:
+        yield f"{named}: spills {spilled_bytes} bytes a thread"
+    if _reads_wide(launch) and not wide_loads:
         yield f"{named}: no load of 128 bits"
 
 

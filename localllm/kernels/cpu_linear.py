@@ -13,8 +13,7 @@ from localllm.kernels import cpu_matmul, cpu_quantize
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import Native, best_isa, compiles
 from localllm.kernels.cpu_tape import Arguments, Tape
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import TILE, PackedMatrix
 
 Step = tuple[Native, Arguments]
 

@@ -15,7 +15,7 @@ from functools import cache
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, Kernel, Value, Variable, vector_of
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
-from localllm.kernels.packed_matrix import Weights
+from localllm.kernels.tile16 import Weights
 
 PREFETCH_BYTES = 16384  # a tile of 2048 columns; 4 KB ahead reads 3 to 5 % less
 NIBBLES = 0x0F0F0F0F

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import PackedMatrix
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 from localllm.quant.weight_format import WeightFormat
@@ -52,7 +52,6 @@ class RowLookup(Protocol):
 
     def rows(self, indices: Tensor) -> Tensor:
         """[len(indices), K]."""
-        ...
 
 
 @dataclass(eq=False)

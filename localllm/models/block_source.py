@@ -25,11 +25,9 @@ class BlockSource(Protocol):
 
         Raises CheckpointError naming what is missing, misshapen or damaged.
         """
-        ...
 
     def finish(self) -> None:
         """Called after the last block. Raises CheckpointError where the model holds what nobody asked for."""
-        ...
 
 
 class CheckpointBlocks:

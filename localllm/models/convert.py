@@ -64,11 +64,9 @@ def convert(
 class BlockParts(Protocol):
     def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
         """The block's tensors as BlockSource has them, in a few pieces and in the order of the layout."""
-        ...
 
     def held_bytes(self, layout: BlockLayout) -> int:
         """The most that is there at once while its parts are gone through."""
-        ...
 
 
 def pack(

@@ -21,8 +21,7 @@ from localllm.kernels.cpu_linear import Activations, Step, float_bits, is_availa
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import window_groups
-from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear

@@ -48,21 +48,17 @@ class BlockStream(Protocol):
     @property
     def clock(self) -> StreamClock:
         """The time that streaming has taken so far."""
-        ...
 
     @property
     def names(self) -> frozenset[str]:
         """The names of the blocks that are streamed; all others are always there."""
-        ...
 
     def begin(self) -> None:
         """A forward begins: the first block is next, however far the last one came. Raises LocalLLMError where what was
         begun for that one does not end."""
-        ...
 
     def held(self, name: str) -> AbstractContextManager[None]:
         """Inside, the block's tensors are in place. Raises LocalLLMError where they cannot be brought."""
-        ...
 
 
 class AllResident:

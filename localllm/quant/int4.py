@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from localllm.kernels import cpu_calibrate, tile16
 from localllm.kernels.packed_linear import packed_linear
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE, WORD
+from localllm.kernels.tile16 import TILE, WORD, PackedMatrix
 from localllm.quant import hqq
 from localllm.quant.weight_format import TensorSpec, require_finite
 

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from localllm.kernels import int8
 from localllm.kernels.packed_linear import packed_linear
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import TILE, PackedMatrix
 from localllm.quant.weight_format import TensorSpec, require_finite
 
 COLUMNS = 64  # K is padded to a multiple of it

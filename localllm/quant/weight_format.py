@@ -30,31 +30,24 @@ class WeightFormat(Protocol):
     @property
     def name(self) -> str:
         """The name in a packed model's index: two formats whose bytes differ have different names."""
-        ...
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         """The tensors that `quantize` makes, in the order in which they lie on the disk."""
-        ...
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """weight [N, K], any float dtype, finite. Returns tensors as `specs` says, on the weight's device."""
-        ...
 
     def working_bytes(self, in_features: int, /) -> int:
         """The most that `quantize` holds at once on a CPU, beside the weight and the tensors that it returns."""
-        ...
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         """[N, K] fp32 (Dense: its own dtype, BF12: bf16): what the tensors mean."""
-        ...
 
     def rows(self, tensors: dict[str, Tensor], indices: Tensor, in_features: int) -> Tensor:
         """Some rows of the matrix, [len(indices), K]: what an embedding looks up. As `dequantize` gives them."""
-        ...
 
     def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
         """y = x @ W.T + bias. x [T, K], bias [N]. Returns [T, N] of x's dtype."""
-        ...
 
 
 def require_finite(weight: Tensor, largest: float = float("inf")) -> None:

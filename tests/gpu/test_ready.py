@@ -20,7 +20,7 @@ from localllm.engine import loader
 from localllm.engine.loader import Watcher, note_device
 from localllm.kernels.gpu import check, gemm, ready
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import PackedMatrix
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -29,8 +29,8 @@ from localllm.kernels.gpu.ready import WRONG
 from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
 from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
 from localllm.kernels.noise import gumbel_noise, noise_key
-from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.paged_attention import LayerPages
+from localllm.kernels.tile16 import PackedMatrix
 
 EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
 ROUNDED = 5e-3  # where bf16 is multiplied

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.launch import KernelLaunch
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import TILE, PackedMatrix
 
 _COLUMNS = 256  # of a program, for 16 rows
 
