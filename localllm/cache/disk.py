@@ -368,7 +368,11 @@ class DiskTier:
         except (OSError, MemoryError, BadPageError) as error:
             number = getattr(error, "errno", None)
             if isinstance(error, BadPageError) or number == errno.EIO:
-                self._set_aside(file)
+                with self._changed:
+                    self._index.remove(file.place)
+                    self.num_quarantined += 1
+                with suppress(OSError):
+                    quarantine(self._directory, file)
             elif number is not None and number not in _PASSING:
                 self._forget(file.place)
             return False
@@ -378,10 +382,3 @@ class DiskTier:
         """It is gone, or no file that we may read: so may be what hangs on it. Whoever wants it puts it once more."""
         with self._changed:
             self._index.remove_with_descendants(place)
-
-    def _set_aside(self, file: PageFile) -> None:
-        with self._changed:
-            self._index.remove(file.place)
-            self.num_quarantined += 1
-        with suppress(OSError):
-            quarantine(self._directory, file)

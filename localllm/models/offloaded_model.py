@@ -163,10 +163,8 @@ class OffloadedModel:
             self._pinning.remove(run)
             run = moved
         self._runs[block.name] = run
-        if block.exec == "split":
-            self._cut(block, run)
-
-    def _cut(self, block: BlockPlacement, run: Tensor) -> None:
+        if block.exec != "split":
+            return
         config, layout = self._parts.config, self._layouts[block.name]
         features = split_features(config, self._parts.recipe, block.device_bytes / block.num_bytes)
         if self._split.get(block.name, (0,))[0] != features:

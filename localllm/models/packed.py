@@ -141,8 +141,16 @@ class PackedModel:
             except CheckpointError as error:
                 raise CheckpointError(error.what, why=error.why, fix=plan.command) from None
             plan, checksums = _agreed(found, plan, directory / PACKED_INDEX)
-            for file in plan.files.values():
-                _check_size(directory / file.file_name, file.file_bytes, plan)
+            for path, file in ((directory / file.file_name, file) for file in plan.files.values()):
+                try:
+                    size = path.stat().st_size
+                except OSError as error:
+                    why = error.strerror or "unknown"
+                    raise CheckpointError(f"{path} cannot be read", why=why, fix=plan.command) from None
+                if size != file.file_bytes:
+                    what = f"{path} is cut short" if size < file.file_bytes else f"{path} is too long"
+                    why = f"{file.file_bytes} bytes are needed, it has {size}"
+                    raise CheckpointError(what, why=why, fix=plan.command)
             return cls(directory, plan, checksums, held.pop_all())
 
     def __enter__(self) -> PackedModel:
@@ -296,13 +304,3 @@ def _checksums(blocks: object, plan: PackedPlan) -> dict[str, str]:
         if isinstance(checksum, str) and CHECKSUM.fullmatch(checksum):
             checksums[name] = checksum
     return checksums
-
-
-def _check_size(path: Path, file_bytes: int, plan: PackedPlan) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read", why=error.strerror or "unknown", fix=plan.command) from None
-    if size != file_bytes:
-        what = f"{path} is cut short" if size < file_bytes else f"{path} is too long"
-        raise CheckpointError(what, why=f"{file_bytes} bytes are needed, it has {size}", fix=plan.command)
