@@ -9,7 +9,7 @@ many there are: batches and the verification of drafts give the bits of a single
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -333,15 +333,18 @@ class GpuProgram:
     def _runs(self) -> tuple[_Run, ...]:
         """Memory is pinned beside everything else: once the embedding is, the runs are others."""
         if self._joined_runs is None or (not self._joined_runs[0].is_ours and self._embeds):
-            streamed, blocks = self.decoder.stream.names, self.decoder.blocks
-            runs = [_Run((EMBED,), self._embeds, EMBED in streamed)]
-            runs += [_Run((block,), is_ours(block, self.device), block.name in streamed) for block in blocks]
-            runs.append(_Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed))
-            self._joined_runs = tuple(_joined(runs))
+            self._joined_runs = tuple(_joined(self._stages()))
             for room in self._rooms.values():
                 room.graphs.clear()
             self._pool = None  # torch ends a pool with the last graph of it
         return self._joined_runs
+
+    def _stages(self) -> Iterator[_Run]:
+        streamed = self.decoder.stream.names
+        yield _Run((EMBED,), self._embeds, EMBED in streamed)
+        for block in self.decoder.blocks:
+            yield _Run((block,), is_ours(block, self.device), block.name in streamed)
+        yield _Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed)
 
     def _is_capturable(self, run: _Run) -> bool:
         """Return whether nothing that is launched depends on what the host would have to see."""
@@ -362,7 +365,7 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _joined(runs: Sequence[_Run]) -> list[_Run]:
+def _joined(runs: Iterable[_Run]) -> list[_Run]:
     """Neighbours that are ours, and all there, as one."""
     joined: list[_Run] = []
     for run in runs:
