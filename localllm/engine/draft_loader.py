@@ -1,4 +1,4 @@
-"""A second model that guesses for the first: whether it speaks the same tokens, what it takes, and how it is loaded."""
+"""A second model that drafts for the first: whether it speaks the same tokens, what it takes, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
-from localllm.errors import FETCH_ANEW, ModelNotFoundError, TokenizerError, UsageError
+from localllm.errors import FETCH_ANEW, Fix, ModelNotFoundError, TokenizerError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.block_source import BlockSource
@@ -27,6 +27,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress, load_decoder
+from localllm.quant.dense import dense_name
 from localllm.quant.recipe import RECIPES, Recipe
 from localllm.settings import DRAFT_MODEL
 from localllm.text.tokenizer import Tokenizer
@@ -74,11 +75,13 @@ class DraftModel:
         require_same_tokenizer(tokenizer, planner.name, files)
         config = load_config(files.directory)
         recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), planner.dtype)]
-        return cls(files, config, recipe, planner.dtype, planner.device, planner.wanted.kv)
+        return cls(files, config, recipe, planner.torch_dtype, planner.torch_device, planner.wanted.kv)
 
     @property
     def shape(self) -> DraftShape:
-        shape = model_shape(self.config, self.recipe, self.dtype, self.files.name, self.device, self.kv)
+        shape = model_shape(
+            self.config, self.recipe, dense_name(self.dtype), self.files.name, str(self.device), self.kv
+        )
         return DraftShape(shape, self.config.longest_context)
 
     def load(self, vocab_size: int, sequences: int, watcher: Hearing) -> ModelDrafter | None:
@@ -91,7 +94,7 @@ class DraftModel:
             else:
                 with open_packed(self.files, self.config, self.recipe, watcher.packing, watcher.waiting) as packed:
                     decoder = self._decoder(packed, packed.config, watcher.reading)
-            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype)
+            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype.itemsize)
             residency = Residency(decoder, kv_format, BATCH_ROWS)
             residency.warm_up(watcher.measuring)
         except (MemoryError, RuntimeError) as error:
@@ -114,17 +117,16 @@ class DraftModel:
 
 
 def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -> None:
-    """tokenizer, name: of the model for which the one of these files shall guess. Raises UsageError where the two do
+    """tokenizer, name: of the model for which the one of these files shall draft. Raises UsageError where the two do
     not speak the same tokens, TokenizerError."""
     try:
         difference = tokenizer.difference(Tokenizer.load(files.directory))
     except TokenizerError as error:
-        anew = FETCH_ANEW if files.repo else f"copy the model's files into {files.directory} anew"
-        error.fix = error.fix.replace(FETCH_ANEW, anew).replace("MODEL", files.name)
+        error.fix = FETCH_ANEW.with_model(files.name) if files.repo else f"copy its files into {files.directory} anew"
         raise
     if difference:
         raise UsageError(
-            f"--speculate {DRAFT_MODEL}{files.name}: it cannot guess for {name}, as it has another tokenizer",
+            f"--speculate {DRAFT_MODEL}{files.name}: it cannot draft for {name}, as it has another tokenizer",
             why=f"{difference}; a smaller model of the same family has the same one",
-            fix="--speculate auto",
+            fix=Fix.flag("--speculate", "auto"),
         )

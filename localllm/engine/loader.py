@@ -20,7 +20,7 @@ from localllm.engine.planner import ModelPlanner, has_card
 from localllm.engine.runner import operators_compute
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.weights import is_unpacked, open_checkpoint, open_packed
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, Fix
 from localllm.hub import ModelFiles
 from localllm.kernels.gpu.ready import is_known, why_not
 from localllm.models.block_source import BlockSource
@@ -29,12 +29,12 @@ from localllm.models.decoder import Decoder
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
-from localllm.offload.planner.advice import flags_for_context
+from localllm.offload.planner.advice import fixes_for_context
 from localllm.offload.planner.nvml import gpus
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
 from localllm.quant.bf12 import NotCompactError
-from localllm.quant.recipe import DEFAULT, RECIPES
+from localllm.quant.recipe import DEFAULT
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LoadedModel:
     ctx: int
     placed: OffloadedModel | None
     replan: Replan
-    flags_for: Callable[[int], str]
+    fixes_for: Callable[[int], list[Fix]]
     held: ExitStack
     drafter: ModelDrafter | None = None
 
@@ -101,14 +101,14 @@ class Loading:
                 loaded.held.close()
                 raise
             if drafter is None:
-                self.watcher.noting(f"{self.draft.files.name} does not guess: there is too little memory for it")
+                self.watcher.noting(f"{self.draft.files.name} does not draft: there is too little memory for it")
             return replace(loaded, drafter=drafter)
         except (MemoryError, RuntimeError) as error:
-            raise out_of_memory(self.planner.device, error) if is_out_of_memory(error) else error from None
+            raise out_of_memory(self.planner.torch_device, error) if is_out_of_memory(error) else error from None
 
     def _without_draft(self, config: ModelConfig, reason: str) -> LoadedModel:
         if self.draft is not None and reason:
-            self.watcher.noting(f"{self.draft.files.name} does not guess: {reason}")
+            self.watcher.noting(f"{self.draft.files.name} does not draft: {reason}")
         return replace(self, planner=replace(self.planner, draft=None), draft=None)._load(config)
 
     def _load(self, config: ModelConfig) -> LoadedModel:
@@ -158,13 +158,13 @@ class Loading:
         if planner.job is not None and planner.wanted.ctx is None:  # one sequence may have what several have together
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
         smaller = smaller_kv(search.shape, decoder.config, planner.dtype)
-        flags_for = partial(flags_for_context, search, smaller=smaller)
-        return LoadedModel(decoder, plan, ctx, placed, replan, flags_for, held or ExitStack())
+        fixes_for = partial(fixes_for_context, search, smaller=smaller)
+        return LoadedModel(decoder, plan, ctx, placed, replan, fixes_for, held or ExitStack())
 
     def _placed(self, packed: PackedModel, plan: Plan) -> OffloadedModel:
         planner = self.planner
-        parts = DecoderParts(packed.config, planner.recipe, planner.dtype, planner.device)
-        placed = OffloadedModel(packed, parts, planner.device if has_card(planner.device) else None)
+        parts = DecoderParts(packed.config, planner.recipe, planner.torch_dtype, planner.torch_device)
+        placed = OffloadedModel(packed, parts, planner.torch_device if has_card(planner.device) else None)
         placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
         return placed
 
@@ -175,13 +175,13 @@ class Loading:
         try:
             search = self.planner.search(config, packed, placed_bytes)
             if search.machine.card is not None:  # also where nothing fits: a model that is there goes on under it
-                cap_allocator(self.planner.device, search.machine.card.memory)
+                cap_allocator(self.planner.torch_device, search.machine.card.memory)
             plan = search.best()
             return plan if self.planner.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
-                replace(self.planner, recipe=RECIPES[DEFAULT]).search(config).best()
-                error.fix = "--weights int4"
+                replace(self.planner, weights=DEFAULT).search(config).best()
+                error.fix = Fix.flag("--weights", "int4")
             raise
 
     def _decoder(self, config: ModelConfig, source: BlockSource, plan: Plan) -> Decoder:
@@ -190,8 +190,8 @@ class Loading:
             source,
             config,
             self.planner.recipe,
-            dtype=self.planner.dtype,
-            device=self.planner.device,
+            dtype=self.planner.torch_dtype,
+            device=self.planner.torch_device,
             on_host=frozenset(block.name for block in plan.blocks if block.tier == "ram"),
             progress=self.watcher.reading,
         )

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from localllm.engine.memory import choose_device, choose_dtype
 from localllm.engine.planner import has_card
-from localllm.offload.planner.profile import Profile, device_measured, machine_key, measured
+from localllm.offload.measuring.measurement import device_measured, measured
+from localllm.offload.planner.profile import Profile, machine_key
 from localllm.quant.recipe import DEFAULT, RECIPES
 
 

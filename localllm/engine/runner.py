@@ -15,9 +15,10 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.engine.async_decode import Ahead
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_out_of_memory
+from localllm.engine.placement import BATCH_ROWS as BATCH_ROWS
 from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk, StepCancelledError
-from localllm.errors import FETCH_ANEW, LocalLLMError, NonFiniteError
+from localllm.errors import FETCH_ANEW, Fix, LocalLLMError, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.cpu_jit import require_spare_memory
 from localllm.kernels.gpu.ready import give_up, why_not
@@ -31,11 +32,6 @@ from localllm.offload.placement import NEVER
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
 # costs 0.4 ms of 13.
 SINGLE_CALL_ROWS = 16
-# Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
-# matrices still fits into the caches.
-BATCH_ROWS = 512
-# On a GPU all weights are unpacked for each of them: for 512 tokens of an INT4 model that is a third of the time.
-DEVICE_BATCH_ROWS = 2048
 
 
 if TYPE_CHECKING:
@@ -381,7 +377,7 @@ class ModelRunner:
         return NonFiniteError(
             f"the model computed a NaN or an infinity in {culprit}",
             why=f"in {dtype}, at token {chunk.kv.length + chunk.num_tokens} of the sequence; no text was made from it",
-            fix=FETCH_ANEW if self.model.dtype is torch.float32 else "--weights auto --dtype fp32",
+            fix=FETCH_ANEW if self.model.dtype is torch.float32 else Fix.flag("--weights", "auto", "--dtype", "fp32"),
         )
 
 

@@ -11,13 +11,15 @@ Knows nothing of calibration, nor of matrices that do not fill their tiles: whoe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-TILE = 16  # rows
-WORD = 8  # codes
+from localllm.kernels.sizes import INT8_GROUP as INT8_GROUP
+from localllm.kernels.sizes import TILE as TILE
+from localllm.kernels.sizes import WORD as WORD
+from localllm.kernels.sizes import Weights as Weights
+
 SLAB_WEIGHTS = 1 << 18  # dequantized at once: 1 MiB of fp32, what a core's L2 holds
 # On a GPU, where each slab takes ten launches of 5 us: 4000 of them for a token's 4-bit MLP of an 8B model, one after
 # the other, would be 20 ms.
@@ -94,8 +96,6 @@ def _affine(codes: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return weights.mul_(scale.float().unsqueeze(-1)).add_(bias.float().unsqueeze(-1)).flatten(1)
 
 
-Weights = Literal["int4", "int8"]
-INT8_GROUP = 64  # columns that share a scale of the activations where the weights have one a row
 MOST_SLICES = 32
 
 

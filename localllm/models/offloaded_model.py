@@ -24,7 +24,8 @@ from localllm.models.split_mlp import split_block, split_features
 from localllm.offload.placement import BlockPlacement
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.streaming.disk_stream import DiskStream
-from localllm.offload.streaming.host_buffer import Pinning, host_buffer
+from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.offload.streaming.pinned import Pinning
 from localllm.offload.streaming.ring import ALIGN_BYTES, Ring
 
 HOST = torch.device("cpu")

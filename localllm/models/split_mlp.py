@@ -12,20 +12,11 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from localllm.kernels.tile16 import TILE
 from localllm.models.config import ModelConfig
 from localllm.models.layout import BlockLayout, Matrix, block_layouts
 from localllm.models.load import BlockTensors
+from localllm.quant.layouts import cut_step
 from localllm.quant.recipe import Recipe
-from localllm.quant.weight_format import WeightFormat
-
-
-def can_be_split(config: ModelConfig, recipe: Recipe) -> bool:
-    """Return whether the tensors have a dimension for rows and one for columns, as nf4's have not, and there is more
-    than one step to cut at."""
-    steps = config.intermediate_size / cut_step(recipe.blocks)
-    has_columns = any(len(spec.shape) > 1 for spec in recipe.blocks.specs(256, 256).values())
-    return has_columns and steps.is_integer() and steps > 1
 
 
 def split_features(config: ModelConfig, recipe: Recipe, share: float) -> int:
@@ -33,15 +24,6 @@ def split_features(config: ModelConfig, recipe: Recipe, share: float) -> int:
     step = cut_step(recipe.blocks)
     steps = int(share * config.intermediate_size / step)
     return min(max(steps, 1) * step, config.intermediate_size - step)
-
-
-def cut_step(weight_format: WeightFormat) -> int:
-    """Rows and columns that a cut may fall between: where the tiles and groups of the format end."""
-
-    def largest(size: int) -> int:
-        return max(spec.nbytes for spec in weight_format.specs(size, size).values())
-
-    return next(size for size in (TILE << power for power in range(8)) if 4 * largest(size) == largest(2 * size))
 
 
 def split_block(

@@ -71,7 +71,7 @@ def loaded_in_fp32() -> Engine:
     packed = held.enter_context(open_packed(files, config, recipe, lambda _done, _total: None, lambda _text: None))
     parts = DecoderParts(packed.config, recipe, torch.float32, torch.device("cpu"))
     placed = held.enter_context(OffloadedModel(packed, parts, None))
-    shape = model_shape(packed.config, recipe, torch.float32, "tiny")
+    shape = model_shape(packed.config, recipe, "fp32", "tiny")
     blocks = (shape.embed, *shape.blocks, shape.head)
     placed.place([BlockPlacement(block.name, block.num_bytes, "ram", "cpu") for block in blocks], NEVER)
     return Engine(placed.decode_model, Tokenizer.load(files.directory), ctx=512, placed=placed, held=held)

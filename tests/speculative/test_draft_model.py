@@ -101,7 +101,7 @@ def test_a_model_that_is_not_here_is_named() -> None:
 def test_one_that_would_not_pay_is_left_out_and_that_is_said(twin: Path) -> None:
     notes: list[str] = []
     guessing = engine(f"model:{twin}", notes)  # as large as the model that it would guess for
-    assert len(notes) == 1 and "does not guess" in notes[0] and "tok/s" in notes[0]
+    assert len(notes) == 1 and "does not draft" in notes[0] and "tok/s" in notes[0]
     assert not guessing.speculation.is_on
     guessing.close()
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -27,6 +26,8 @@ def host_buffer(num_bytes: int) -> Tensor:
     Linux hands out pages of 2 MiB only to who asks. With them 2 cores read weights at 29 instead of 26 GB/s, and fill
     fresh memory from the page cache at 4.0 instead of 1.4 GB/s. Raises MemoryError.
     """
+    import torch
+
     # Of addresses, which are no memory. Behind a buffer that ends inside a huge page it would be: that page as a whole.
     spare = HUGE_PAGE_BYTES if num_bytes and num_bytes % HUGE_PAGE_BYTES == 0 else 0
     try:
@@ -38,55 +39,3 @@ def host_buffer(num_bytes: int) -> Tensor:
     memory = torch.frombuffer(region, dtype=torch.uint8)
     begin = -memory.data_ptr() % HUGE_PAGE_BYTES if spare else 0
     return memory[begin : begin + num_bytes]
-
-
-_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister...: for whatever context, and for kernels that read it themselves
-
-
-class Pinning:
-    """Registers memory with the driver beside everything else: at a few GB a second, a model would wait for it.
-
-    What is not registered yet, or cannot be (a limit of the system), is copied all the same, only slower and not beside
-    what is computed. Does nothing where the device is no GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pin") if device.type == "cuda" else None
-        self._registered: dict[int, Future[bool]] = {}  # by address: whether it was
-
-    def add(self, memory: Tensor) -> None:
-        """memory: on the host, in pages that are nobody else's."""
-        if self._thread is not None:
-            self._registered[memory.data_ptr()] = self._thread.submit(self._register, memory.data_ptr(), memory.nbytes)
-
-    def remove(self, memory: Tensor) -> None:
-        """Before it is given back, and when nothing is copied from it any more. What the driver still takes for
-        registered would be copied from the pages that were there, whatever lies at this address by then."""
-        if (registered := self._registered.pop(memory.data_ptr(), None)) is not None:
-            self._let_go(memory.data_ptr(), registered)
-
-    def wait(self) -> int:
-        """Until all is registered that can be. Returns in how many runs of memory that is."""
-        return sum(registered.result() for registered in self._registered.values())
-
-    def close(self) -> None:
-        """All is let go."""
-        for address, registered in self._registered.items():
-            self._let_go(address, registered)
-        self._registered.clear()
-        if self._thread is not None:
-            self._thread.shutdown()
-
-    def _register(self, address: int, num_bytes: int) -> bool:
-        with torch.cuda.device(self._device):  # a thread begins on the first card, and would make a context there
-            return int(_driver().cudaHostRegister(address, num_bytes, _PORTABLE | _MAPPED)) == 0
-
-    def _let_go(self, address: int, registered: Future[bool]) -> None:
-        """What was not begun yet is not waited for."""
-        if not registered.cancel() and registered.result():
-            _driver().cudaHostUnregister(address)
-
-
-def _driver() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
