@@ -111,6 +111,8 @@ class Checkpoint:
 
         parts: name -> rows, in order. Raises as `read` does.
         """
+        import torch
+
         for name, rows in parts.items():
             self.expect(name, (rows, *features))
         target = allocate((sum(parts.values()), *features), dtype, next(iter(parts)))
