@@ -26,10 +26,10 @@ from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page
 from localllm.engine import card, planner
 from localllm.engine import loader as loading
-from localllm.engine.async_decode import Ahead
 from localllm.engine.engine import Engine
 from localllm.engine.loader import Watcher
 from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.runner import Ahead
 from localllm.engine.sampler import PlainDraw
 from localllm.hub import ModelFiles, locate
 from localllm.kernels.gpu.ready import why_not

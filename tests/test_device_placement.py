@@ -27,7 +27,7 @@ from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine.placement import model_shape
 from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner
-from localllm.engine.speculative.skip import SkipDrafter
+from localllm.engine.speculative.drafter import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.engine.step_types import StepCancelledError
 from localllm.errors import DoesNotFitError

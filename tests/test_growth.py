@@ -28,6 +28,7 @@ from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
+from tests.choices.support import steps
 from tests.packed_support import pack, small_checkpoint
 from tests.test_device_placement import Packed
 from tests.test_placement import engine, shape_of
@@ -78,9 +79,7 @@ def answer(engine: Engine, prompt: tuple[int, ...], *, grows: bool = True, max_t
     request = Request(prompt, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True), grows)
     engine.check(request)
     engine.submit(request)
-    events = []
-    while engine.has_work:
-        events += engine.step()
+    events = list(steps(engine))
     engine.residency.kv_pages.check_integrity()
     return events
 
@@ -301,9 +300,7 @@ def test_a_request_behind_one_that_could_not_grow_grows_by_itself_or_is_refused(
     greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     with capped(directory, "int4", least(directory, "int4", CTX)) as small:
         ids = [small.submit(Request(prompt, greedy, grows=True)) for prompt in (LONG, (*LONG, 5), SHORT)]
-        events = []
-        while small.has_work:
-            events += small.step()
+        events = list(steps(small))
     ended = {event.request_id: event.error for event in events if isinstance(event, FinishedEvent)}
     assert [isinstance(ended[number], ContextOverflowError) for number in ids] == [True, True, False]
 
@@ -362,5 +359,5 @@ def test_an_engine_without_a_plan_never_grows(directory: Path) -> None:
     ],
 )
 def test_the_contexts_that_are_tried_are_the_longest_first(prompt: int, most: int | None, contexts: list[int]) -> None:
-    tried = growth._contexts(growth.Needed(prompt, most), 128, 4096)
+    tried = growth.contexts(prompt, most, 128, 4096)
     assert tried == sorted(tried, reverse=True) and tried[0] >= prompt + 1

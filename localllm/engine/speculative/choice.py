@@ -54,6 +54,3 @@ class Speculate:
     @property
     def most_tokens(self) -> int:
         return DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
-
-
-AUTO, OFF = Speculate("auto"), Speculate("off")
