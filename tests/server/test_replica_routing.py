@@ -19,8 +19,7 @@ from localllm.config import load_settings
 from localllm.errors import DoesNotFitError, LocalLLMError, ModelChangedError, UsageError
 from localllm.server.guard import Admission
 from localllm.server.model_server import Capacity
-from localllm.server.replicas.affinity import Affinity
-from localllm.server.replicas.call import CHUNK_BYTES, ReplicaCall, beginning_of
+from localllm.server.replicas.affinity import CHUNK_BYTES, Affinity, ReplicaCall, beginning_of
 from localllm.server.replicas.fleet import _require_listener, _told_by_replica, require_ray, share_of
 from localllm.server.replicas.front import ReplicaFront, ReplicaGoneError, create_front
 from localllm.server.replicas.replica import Replica, ReplicaError, Role

@@ -26,7 +26,7 @@ from starlette.types import Message
 
 from localllm.errors import BugError, DoesNotFitError, LocalLLMError, UsageError
 from localllm.server.errors import busy
-from localllm.server.replicas.call import ReplicaCall
+from localllm.server.replicas.affinity import ReplicaCall
 from localllm.server.replicas.front import ReplicaGoneError
 from localllm.server.replicas.replica import BEGINS, ENDS, Replica, Role
 from localllm.settings import Settings
@@ -157,20 +157,16 @@ class Fleet:
         from ray.exceptions import RayError, RayTaskError
 
         response = self._handle.remote(call)
-        is_over = False
         try:
             async for message in response:
                 yield message
-            is_over = True
-        except RayTaskError:
-            is_over = True
-            raise
         except RayError as error:
-            is_over = True
+            if isinstance(error, RayTaskError):
+                raise
             raise ReplicaGoneError from error
-        finally:
-            if not is_over:
-                response.cancel()
+        except BaseException:
+            response.cancel()
+            raise
 
     def close(self) -> None:
         """Ends the replicas, and Ray where it is theirs. Where they are still being started, they end with the
@@ -190,7 +186,15 @@ class Fleet:
             try:
                 self._watch()
             finally:
-                self._end()
+                self._handle = None
+                with contextlib.suppress(Exception):
+                    import ray
+                    from ray import serve
+
+                    if ray.is_initialized():  # else `serve` would connect
+                        if not self._is_own:
+                            serve.delete(self._name)
+                        ray.shutdown()
 
     def _watch(self) -> None:
         from ray import serve
@@ -199,21 +203,9 @@ class Fleet:
         while not self._ending.wait(_HEALTH_PERIOD_S / 2) and self._failure is None:
             with contextlib.suppress(Exception):  # Ray's own, while it is busy with who has died
                 states = serve.status().applications[self._name].deployments[_DEPLOYMENT].replica_states
-                count = int(states.get("RUNNING", 0))
-                if count != known:
+                if (count := int(states.get("RUNNING", 0))) != known:
                     known = count
                     self._changed(count)
-
-    def _end(self) -> None:
-        self._handle = None
-        with contextlib.suppress(Exception):
-            import ray
-            from ray import serve
-
-            if ray.is_initialized():  # else `serve` would connect
-                if not self._is_own:
-                    serve.delete(self._name)
-                ray.shutdown()
 
     def _connect(self, directory: str) -> None:
         os.environ.update(_EVERY_RAY if not self._is_own else {**_EVERY_RAY, **_OWN_RAY})
@@ -226,9 +218,10 @@ class Fleet:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         quiet: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
         if self._is_own:
+            usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             ray.init(
                 address="local",
-                num_cpus=num_cores(),
+                num_cpus=min(psutil.cpu_count(logical=False) or usable, usable),  # each core counted once
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _plasma_directory=directory,
@@ -283,12 +276,6 @@ class Fleet:
 _SERVE_LOG = {"log_level": "ERROR", "enable_access_log": False}
 
 
-def num_cores() -> int:
-    """Those that this process may use, each counted once."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or usable, usable)
-
-
 def _short_folder() -> str:
     """Return a folder for temporary files: below it Ray makes sockets with names of 83 bytes, and the system takes
     107."""
@@ -311,7 +298,7 @@ def _no_cluster(address: str, why: str) -> LocalLLMError:
 
 
 def _told_by_replica(text: str) -> LocalLLMError | None:
-    """The error that is in a trace of Ray's."""
+    """Return the error that is in a trace of Ray's."""
     found = re.search(f"{re.escape(BEGINS)}(.*?){re.escape(ENDS)}", text, re.DOTALL)
     if found is None:
         return None
