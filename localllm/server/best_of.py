@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -68,7 +69,7 @@ class BestOf:
             return [[answer, *answer.others] for answer in answers]
         count = self.num_requests(n)
         groups = [answers[first : first + count] for first in range(0, len(answers), count)]
-        return [best(group, n, _end) if count > n else list(group) for group in groups]
+        return [best(group, n, operator.attrgetter("end")) if count > n else list(group) for group in groups]
 
 
 NO_BEST_OF = BestOf()
@@ -76,22 +77,18 @@ NO_BEST_OF = BestOf()
 
 def requested_best_of(body: BestOfBody, sampling: SamplingParams) -> tuple[BestOf, SamplingParams]:
     """Return how answers are chosen, and the sampling that goes with it. Raises RequestError for contradictions."""
-    n = body.n or 1
-    if (body.beam_width or 1) > 1:
-        return _searching(body, n), replace(sampling, **_NEUTRAL)
-    for field in ("length_penalty", "early_stopping"):
-        if getattr(body, field) is not None:
-            raise _refused(field, "it says how beams are searched, and there is no 'beam_width' of 2 or more")
-    count = body.best_of or n
-    if count < n:
-        raise _refused("best_of", f"it is {count}, and 'n' {n}: no more can be given than there are")
-    if body.stream and count > n:
-        raise _refused("best_of", "which answers are the best is known when all are whole: there is nothing to stream")
-    return BestOf(count), sampling
-
-
-def _searching(body: BestOfBody, n: int) -> BestOf:
-    beams = body.beam_width or 1
+    n, beams = body.n or 1, body.beam_width or 1
+    if beams == 1:
+        for field in ("length_penalty", "early_stopping"):
+            if getattr(body, field) is not None:
+                raise _refused(field, "it says how beams are searched, and there is no 'beam_width' of 2 or more")
+        count = body.best_of or n
+        if count < n:
+            raise _refused("best_of", f"it is {count}, and 'n' {n}: no more can be given than there are")
+        if body.stream and count > n:
+            why = "which answers are the best is known when all are whole: there is nothing to stream"
+            raise _refused("best_of", why)
+        return BestOf(count), sampling
     if body.best_of:
         raise _refused("best_of", "'beam_width' has the best of many more answers found")
     if n > beams:
@@ -102,12 +99,9 @@ def _searching(body: BestOfBody, n: int) -> BestOf:
         if getattr(body, field) not in (None, neutral):
             raise _refused(field, f"a search by 'beam_width' draws nothing: leave it out, or send {neutral:g}")
     searched = {field: getattr(body, field) for field in ("length_penalty", "early_stopping")}
-    return BestOf(beams=beams, **{field: value for field, value in searched.items() if value is not None})
+    searched = {field: value for field, value in searched.items() if value is not None}
+    return BestOf(beams=beams, **searched), replace(sampling, **_NEUTRAL)
 
 
 def _refused(param: str, why: str) -> RequestError:
     return RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="invalid_value")
-
-
-def _end(answer: Delta) -> Any:
-    return answer.end

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
 from localllm.engine.request import SamplingParams
 from localllm.runtime.served_model import ServedModel
@@ -15,9 +15,6 @@ from localllm.server.errors import RequestError
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.model_server import ModelServer
 from localllm.server.replies import collected
-
-if TYPE_CHECKING:
-    from localllm.engine.engine_info import LoadedEngine
 
 Prompt = str | tuple[int, ...]
 
@@ -66,7 +63,10 @@ async def embedded(
 
     try:
         if most_tokens is not None:
-            prompts = await server.pool.off_loop(lambda: [_ids(each, engine)[:most_tokens] for each in prompts])
+            encode = partial(engine.tokenizer.encode, special=True, bos=True)
+            prompts = await server.pool.off_loop(
+                lambda: [tuple(encode(each) if isinstance(each, str) else each)[:most_tokens] for each in prompts]
+            )
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(prompt)) for prompt in prompts]
     except BaseExceptionGroup as failures:
@@ -74,10 +74,6 @@ async def embedded(
     finally:
         give_back()
     return [task.result() for task in tasks]
-
-
-def _ids(prompt: Prompt, engine: LoadedEngine) -> tuple[int, ...]:
-    return tuple(engine.tokenizer.encode(prompt, special=True, bos=True)) if isinstance(prompt, str) else prompt
 
 
 def _cut(vector: array[float], dimensions: int | None) -> array[float]:
