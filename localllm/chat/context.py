@@ -100,12 +100,6 @@ def offer_policies(error: ContextOverflowError, policies: Sequence[str], switch:
         error.fix = ", or ".join([error.fix, *chosen])
 
 
-def explain_text(error: ContextOverflowError, text: str, num_tokens: int, ctx: int, policy: str) -> None:
-    """Add to the error how much of a plain text is too much."""
-    error.why += _characters_too_many([{"role": "user", "content": text}], num_tokens, ctx)
-    offer_policies(error, growing(error, policy), "--overflow")
-
-
 def _characters_too_many(messages: Sequence[Message], num_tokens: int, ctx: int) -> str:
     length = sum(len(text_of(message)) for message in messages)
     excess = -(-length * (num_tokens - ctx + 1) // num_tokens)

@@ -278,12 +278,10 @@ class ChatSession:
         return said.removeprefix(opened).lstrip("\n")
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
-        given, effort = self.dialogue.given(messages), self._effort
-        if not effort.variables:
-            return self._loaded.encode(given)
         from localllm.text.chat_template import ChatInput, encode_chat
 
-        return encode_chat(self._loaded.template, self._loaded.tokenizer, effort.told(ChatInput(given)))
+        given = self._effort.told(ChatInput(self.dialogue.given(messages)))
+        return encode_chat(self._loaded.template, self._loaded.tokenizer, given)
 
     @property
     def _effort(self) -> Effort:

@@ -3,7 +3,7 @@
 - grammar.py has the form that a request asks for
 - schema.py checks JSON Schemas, with keywords.py, pattern.py, references.py and termination.py; rewriting.py prepares
   them for the library (llguidance)
-- gbnf.py reads llama.cpp's grammars; lexemes.py writes them for the library
+- gbnf.py reads llama.cpp's grammars, and writes them as the library has grammars
 - definition.py makes of any kind of grammar what the library takes, and has compile_check.py compile it in a process of
   its own
 - compiled.py gives the library a model's tokens, and caches compiled grammars for the next request

@@ -14,13 +14,13 @@ multiples bound them in llguidance. Both are met together with any other keyword
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import lcm
 from typing import Any
 
 from localllm.text.grammar.keywords import BOUNDS, TYPES, all_parts, mapped, parts
 from localllm.text.grammar.references import pointer
-from localllm.text.grammar.termination import leading_to_themselves
+from localllm.text.grammar.termination import leading_to_themselves, met_together
 
 Schema = Mapping[str, Any]
 
@@ -82,7 +82,7 @@ def close(schema: Schema) -> None:
     left_open, met, num_met = set[int](), set[int](), 0
     for part in places.values():
         if id(part) not in met and _is_composed(part) and num_met < _MOST_MET:
-            together = list(_met_together(part, places))
+            together = list(met_together(part, places, ("allOf", "anyOf", "oneOf")))
             names = set[str]().union(*(_names(each) for each in together))
             left_open |= {id(each) for each in together if not names <= each.get("properties", {}).keys()}
             met |= set(map(id, together))
@@ -96,18 +96,6 @@ def _is_composed(schema: Schema) -> bool:
     """Tell if a schema makes several meet together."""
     num_own = any(key in schema for key in _OF_OBJECTS)
     return num_own + len(schema.get("allOf", ())) + sum(key in schema for key in ("$ref", "anyOf", "oneOf")) > 1
-
-
-def _met_together(schema: Schema, places: Mapping[str, Schema]) -> Iterator[Schema]:
-    """Yield a schema and all that it asks for, whichever its choices."""
-    seen, rest = set[int](), list[Any]([schema])
-    while rest:
-        each = rest.pop()
-        if isinstance(each, Mapping) and id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            rest += (part for key in ("allOf", "anyOf", "oneOf") for part in each.get(key, ()))
-            rest.append(places.get(each.get("$ref", "")))
 
 
 def _names(schema: Schema) -> set[str]:

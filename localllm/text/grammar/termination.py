@@ -66,7 +66,7 @@ def endless(schema: Schema) -> str | None:
         ways: dict[int, list[list[int]]] = {_NEVER: []}
         num_met = 0
         for part in places.values():
-            schemas = list(_met_with(part, places)) if num_met < _MOST_MET else []
+            schemas = list(met_together(part, places, ("allOf",))) if num_met < _MOST_MET else []
             num_met += len(schemas)
             choices = [each[key] for each in schemas for key in ("anyOf", "oneOf") if each.get(key)]
             ways |= {id(branches): [_needed([branch]) for branch in branches] for branches in choices}
@@ -82,8 +82,8 @@ def _in_place(schema: Schema, places: Mapping[str, Schema]) -> list[int]:
     return [id(each) for each in (*parts, places.get(schema.get("$ref", ""))) if isinstance(each, Mapping)]
 
 
-def _met_with(schema: Schema, places: Mapping[str, Schema]) -> Iterator[Schema]:
-    """Yield a schema and what is met together with it."""
+def met_together(schema: Schema, places: Mapping[str, Schema], keys: Sequence[str]) -> Iterator[Schema]:
+    """Yield a schema, the target of its `$ref`, what it has at these keys, and so on. places: by their pointers."""
     seen, rest = set[int](), list[Any]([schema])
     while rest:
         each = rest.pop()
@@ -92,7 +92,8 @@ def _met_with(schema: Schema, places: Mapping[str, Schema]) -> Iterator[Schema]:
         if isinstance(each, Mapping) and id(each) not in seen:
             seen.add(id(each))
             yield each
-            rest += (*each.get("allOf", ()), places.get(each.get("$ref", "")))
+            rest += (part for key in keys for part in each.get(key, ()))
+            rest.append(places.get(each.get("$ref", "")))
 
 
 def _ways(schemas: Sequence[Schema]) -> Iterator[list[int]]:
