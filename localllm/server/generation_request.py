@@ -22,8 +22,8 @@ from localllm.chat.thoughts import (
 )
 from localllm.engine.request import Pooling, Request, SamplingParams, require_ids
 from localllm.errors import ContextOverflowError, GrammarError, UsageError
-from localllm.server.best_of import NO_BEST_OF, BestOf
 from localllm.server.errors import RequestError, too_long
+from localllm.server.fields import NO_BEST_OF, BestOf
 from localllm.server.tools.deltas import AnswerParser
 from localllm.server.tools.output_format import OutputFormat, output_format_of
 from localllm.server.tools.toolset import Toolset

@@ -11,9 +11,8 @@ from pydantic import Field, SkipValidation
 from localllm.engine.events import FinishedEvent
 from localllm.server.bodies import Absent, Body, ReplyBody
 from localllm.server.errors import RequestError
-from localllm.server.finish_reason import FinishReason, finish_reason, timings_of
 from localllm.server.logprobs import ContentLogprob
-from localllm.server.replies import encoded
+from localllm.server.replies import FinishReason, encoded, finish_reason, timings_of
 
 _TAG = ":latest"
 
