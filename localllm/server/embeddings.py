@@ -58,8 +58,12 @@ async def embedded(
             sampling, pooling = SamplingParams(max_tokens=1), server.pooling
             ask = GenerationRequest(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
             (piece,) = await collected(await server.answer(served, [ask], lambda: None))
-        assert piece.finished is not None and piece.finished.embedding is not None
-        return TextEmbedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
+        vector = piece.end.embedding
+        assert vector is not None
+        if dimensions is not None and dimensions < size:
+            length = math.hypot(*vector[:dimensions]) or 1.0
+            vector = array("f", (value / length for value in vector[:dimensions]))
+        return TextEmbedding(vector, piece.end.usage.prompt_tokens)
 
     try:
         if most_tokens is not None:
@@ -74,11 +78,3 @@ async def embedded(
     finally:
         give_back()
     return [task.result() for task in tasks]
-
-
-def _cut(vector: array[float], dimensions: int | None) -> array[float]:
-    if dimensions is None or dimensions == len(vector):
-        return vector
-    kept = vector[:dimensions]
-    length = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
-    return array("f", (value / length for value in kept))

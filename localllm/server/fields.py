@@ -141,15 +141,12 @@ ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 class StructuredOutputs(Body):
     """The form of an answer, as vLLM has it, in every dialect."""
 
-    json_schema: Annotated[
-        dict[str, Any] | None, Field(alias="json", description="A JSON Schema that the answer has to fit.")
-    ] = None
-    regex: Annotated[Pattern | None, Field(description="A regular expression, of the whole answer.")] = None
-    choice: Annotated[
-        list[Annotated[str, StringConstraints(min_length=1)]] | None,
-        Field(min_length=1, max_length=MAX_CHOICES, description="Texts, one of which is the answer."),
-    ] = None
-    grammar: Annotated[Pattern | None, Field(description="A grammar in Lark, or in GBNF where it has `::=`.")] = None
+    json_schema: dict[str, Any] | None = optional("A JSON Schema that the answer has to fit.", alias="json")
+    regex: Pattern | None = optional("A regular expression, of the whole answer.")
+    choice: list[NonEmptyText] | None = optional(
+        "Texts, one of which is the answer.", min_length=1, max_length=MAX_CHOICES
+    )
+    grammar: Pattern | None = optional("A grammar in Lark, or in GBNF where it has `::=`.")
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> StructuredOutputs:
@@ -169,7 +166,9 @@ def grammar_of(given: StructuredOutputs | None) -> Grammar | None:
         return json_grammar(given.json_schema)
     if given.regex is not None:
         return Grammar("regex", given.regex)
-    return _choice_grammar(given.choice) if given.choice is not None else text_grammar(given.grammar or "")
+    if given.choice is not None:  # escaped, as Lark takes no control characters as they are
+        return Grammar("lark", "start: " + " | ".join(map(json.dumps, given.choice)) + "\n")
+    return text_grammar(given.grammar or "")
 
 
 def json_grammar(schema: Mapping[str, Any]) -> Grammar:
@@ -178,11 +177,6 @@ def json_grammar(schema: Mapping[str, Any]) -> Grammar:
 
 def text_grammar(source: str) -> Grammar:
     return Grammar("gbnf" if is_gbnf(source) else "lark", source)
-
-
-def _choice_grammar(choices: Sequence[str]) -> Grammar:
-    """Escape control characters, which Lark does not take as they are."""
-    return Grammar("lark", "start: " + " | ".join(map(json.dumps, choices)) + "\n")
 
 
 def one_grammar(**given: Grammar | None) -> tuple[Grammar | None, str]:
@@ -204,23 +198,19 @@ _NEUTRAL: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p
 class BestOfBody(Body):
     """Fields of requests for several answers, or the best of several."""
 
-    n: Annotated[int | None, Field(ge=1, le=MAX_ANSWERS)] = None
-    best_of: Annotated[
-        int | None,
-        Field(ge=0, le=MAX_ANSWERS, description="So many are computed, the `n` likeliest per token are given; 0: `n`."),
-    ] = None
-    beam_width: Annotated[
-        int | None,
-        Field(ge=1, le=MAX_BEAMS, description="The answer is searched by so many beams, not drawn; `n`: the n best."),
-    ] = None
-    length_penalty: Annotated[
-        float | None,
-        Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY, description="Of a search: score = sum / tokens ** this."),
-    ] = None
-    early_stopping: Annotated[
-        EarlyStopping | None,
-        Field(description='Of a search: whether the first whole answers end it. "never": only where none can win.'),
-    ] = None
+    n: int | None = Field(default=None, ge=1, le=MAX_ANSWERS)
+    best_of: int | None = optional(
+        "So many are computed, the `n` likeliest per token are given; 0: `n`.", ge=0, le=MAX_ANSWERS
+    )
+    beam_width: int | None = optional(
+        "The answer is searched by so many beams, not drawn; `n`: the n best.", ge=1, le=MAX_BEAMS
+    )
+    length_penalty: float | None = optional(
+        "Of a search: score = sum / tokens ** this.", ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY
+    )
+    early_stopping: EarlyStopping | None = optional(
+        'Of a search: whether the first whole answers end it. "never": only where none can win.'
+    )
     stream: bool | None = None
 
 

@@ -75,22 +75,15 @@ def ignored(server: Running, path: str, body: Any) -> set[str]:
     return set(names) - {""}
 
 
+CACHED_PARTS = {"messages": [{**OWL[0], "content": [
+    {"type": "text", "text": OWL[0]["content"], "cache_control": CACHED},
+]}]}  # fmt: skip
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("/v1/chat/completions", CHAT, {"user": "u", "metadata": {"a": "b"}, "store": True}, {"user", "metadata", "store"}),
     ("/v1/chat/completions", CHAT, {"tools": [{"type": "web_search"}]}, {"tools.web_search"}),
     ("/v1/chat/completions", CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, {"tools.custom"}),
-    (
-        "/v1/chat/completions",
-        CHAT,
-        {"messages": [{**OWL[0], "cache_control": CACHED}]},
-        {"messages.cache_control"},
-    ),
-    (
-        "/v1/chat/completions",
-        CHAT,
-        {"messages": [{**OWL[0], "content": [{"type": "text", "text": OWL[0]["content"], "cache_control": CACHED}]}]},
-        {"messages.content.cache_control"},
-    ),
+    ("/v1/chat/completions", CHAT, {"messages": [{**OWL[0], "cache_control": CACHED}]}, {"messages.cache_control"}),
+    ("/v1/chat/completions", CHAT, CACHED_PARTS, {"messages.content.cache_control"}),
     ("/v1/completions", TEXT, {"user": "u", "prompt_cache_key": "k"}, {"user", "prompt_cache_key"}),
     ("/v1/responses", ASKED, {"store": True, "user": "u"}, {"store", "user"}),
     ("/v1/responses", ASKED, {"reasoning": {"summary": "auto"}}, {"reasoning.summary"}),
@@ -98,12 +91,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("/v1/responses", ASKED, {"service_tier": "auto", "truncation": "disabled", "metadata": {"a": "b"}}, set()),
     ("/v1/messages", MESSAGES, {"metadata": {"user_id": "u"}, "service_tier": "auto"}, {"metadata", "service_tier"}),
     ("/v1/messages", MESSAGES, {"cache_control": CACHED}, {"cache_control"}),
-    (
-        "/v1/messages",
-        MESSAGES,
-        {"messages": [{**OWL[0], "content": [{"type": "text", "text": OWL[0]["content"], "cache_control": CACHED}]}]},
-        {"messages.content.cache_control"},
-    ),
+    ("/v1/messages", MESSAGES, CACHED_PARTS, {"messages.content.cache_control"}),
     ("/v1/messages", MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, {"tools.web_search"}),
     ("/v1/messages", MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, {"tools.bash"}),
     ("/api/chat", OLLAMA, {"options": {**OPTIONS, "num_thread": 4}}, {"options.num_thread"}),

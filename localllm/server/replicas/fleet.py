@@ -175,13 +175,20 @@ class Fleet:
         self._thread.join(_ENDING_S)
 
     def _run(self) -> None:
-        with TemporaryDirectory(prefix="localllm-", dir=_short_folder(), ignore_cleanup_errors=True) as directory:
+        # Below it Ray makes sockets with names of 83 bytes, and the system takes 107.
+        short = gettempdir() if len(os.fsencode(gettempdir())) <= 20 else "/tmp"
+        with TemporaryDirectory(prefix="localllm-", dir=short, ignore_cleanup_errors=True) as directory:
             try:
                 self._connect(directory)
                 if not self._ending.is_set():
                     self._deploy()
+            except LocalLLMError as error:
+                self._failure = error
+            except ImportError as error:
+                self._failure = _no_ray(str(error))
             except BaseException as error:
-                self._failure = _known(error)
+                what = f"Ray did not start the replicas: {type(error).__name__}"
+                self._failure = BugError(what, why=str(error)[-600:])
             self._settled.set()
             try:
                 self._watch()
@@ -276,12 +283,6 @@ class Fleet:
 _SERVE_LOG = {"log_level": "ERROR", "enable_access_log": False}
 
 
-def _short_folder() -> str:
-    """Return a folder for temporary files: below it Ray makes sockets with names of 83 bytes, and the system takes
-    107."""
-    return gettempdir() if len(os.fsencode(gettempdir())) <= 20 else "/tmp"
-
-
 def _require_listener(address: str) -> None:
     """Ray itself tries for two minutes. Raises LocalLLMError."""
     host, _, port = address.rpartition(":")
@@ -306,12 +307,3 @@ def _told_by_replica(text: str) -> LocalLLMError | None:
     error = LocalLLMError(told["what"], why=told["why"], fix=told["fix"])
     error.code, error.exit_code = told["code"], told["exit"]
     return error
-
-
-def _known(error: BaseException) -> BaseException:
-    """Return the error that a person is shown for what Ray, or a replica, has raised."""
-    if isinstance(error, LocalLLMError):
-        return error
-    if isinstance(error, ImportError):
-        return _no_ray(str(error))
-    return BugError(f"Ray did not start the replicas: {type(error).__name__}", why=str(error)[-600:])
