@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from localllm.errors import SettingsError
+from localllm.errors import Fix, Fixes, SettingsError
 from localllm.settings import SETTINGS, Accepts, Settings, parse_bytes
 from localllm.toml_file import TomlFile
 
@@ -22,6 +23,14 @@ ENVIRONMENT_PREFIX = "LOCALLLM_"
 # Not settings: the folder of all user files, the folder of what can be made again, the test suite's data, and the key
 # of `serve`, which `config show` must not print.
 OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_CACHE", "LOCALLLM_TEST_DATA", "LOCALLLM_API_KEY"})
+
+
+def format_time(seconds: float) -> str:
+    """ "2026-11-21 22:09" here; "" for 0, which is not known, and for what no clock shows."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
+    except (OverflowError, ValueError, OSError):
+        return ""
 
 
 def format_figure(value: float, digits: int = 3) -> str:
@@ -247,9 +256,18 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     return tuple(value) if accepts.kind == "texts" else value  # type: ignore[arg-type]
 
 
-def _mending(key: str, value: object, place: str, accepts: Accepts) -> str:
-    if place.startswith("--") or place.rfind("/") == 0:  # typed: a flag, a command of the chat
-        return accepts.mending(place if place.startswith("--") else f"{place} {key}", value)
+def flag_fix(flag: str, value: object, accepts: Accepts) -> Fix:
+    """Return the fix for a flag that does not accept this value."""
+    likeliest = accepts.likeliest(value)
+    return Fix.flag(flag, likeliest) if likeliest else Fix.advice(f"leave {flag} out, or give it {accepts.describe()}")
+
+
+def _mending(key: str, value: object, place: str, accepts: Accepts) -> str | Fix:
+    if place.startswith("--"):
+        return flag_fix(place, value, accepts)
+    if place.rfind("/") == 0:  # a command of the chat
+        likeliest = accepts.likeliest(value)
+        return f"{place} {key} {likeliest}" if likeliest else f"give {key} {accepts.describe()}"
     return f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
 
 
@@ -258,7 +276,7 @@ def _missing(value: object, accepts: Accepts) -> str:
     return f", and there is no name behind {accepts.prefix}" if is_bare else ""
 
 
-def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:
+def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: Fixes = ()) -> SettingsError:
     """The error for a key nobody reads; it names the nearest one that is."""
     spelled = {name.casefold(): name for name in known}
     nearest = spelled[difflib.get_close_matches(key.casefold().replace("-", "_"), list(spelled), n=1, cutoff=0.0)[0]]

@@ -27,7 +27,7 @@ THINK = ("on", "off", *THOUGHT_LEVELS)
 
 KV_FORMATS = ("auto", "bf16", "int8", "k8v4", "int4")
 
-# Who guesses tokens ahead: a drafter by its name, or a second model.
+# Who drafts tokens: a drafter by its name, or a second model.
 SPECULATE, DRAFT_MODEL = ("auto", "off", "ngram", "skip"), "model:"
 DRAFT_TOKENS = 8  # at most, where nobody asked
 MOST_DRAFT_TOKENS = 15  # with the token before them, the rows that a plan has room for the logits of
@@ -63,20 +63,20 @@ class Accepts:
             "bytes or off": "an amount with its unit, 8GiB, 600MiB, or off",
         }[self.kind]
 
-    def mending(self, flag: str, value: object) -> str:
-        """The flag with the value that was probably meant, else with a usual one; advice where there is neither."""
+    def likeliest(self, value: object) -> str:
+        """Return the value that was probably meant, else a usual one; "" where there is neither."""
         if self.choices:
-            return f"{flag} {self._likeliest(str(value).casefold())}"
+            return self._likeliest(str(value).casefold())
         if self.kind == "bytes":
-            return f"{flag} {_nearest_gib(str(value)):g}GiB"
+            return f"{_nearest_gib(str(value)):g}GiB"
         if self.kind == "bytes or off":
             number = _leading_number(str(value))
             is_off = str(value).strip().casefold() in _OFF
-            return f"{flag} {f'{number:g}GiB' if number else 'off' if is_off else self.usual}"
+            return f"{number:g}GiB" if number else "off" if is_off else self.usual
         near = _as_whole_number(str(value)) if self.kind == "integer" else self._nearest(str(value))
         if near is not None and self.low <= near <= self.high:
-            return f"{flag} {near if self.kind == 'integer' else f'{near:g}'}"
-        return f"{flag} {self.usual}" if self.usual else f"leave {flag} out, or give it {self.describe()}"
+            return str(near) if self.kind == "integer" else f"{near:g}"
+        return self.usual
 
     def _has_prefix(self, text: str) -> bool:
         return bool(self.prefix) and text.startswith(self.prefix) and bool(text.removeprefix(self.prefix).strip())
@@ -232,7 +232,7 @@ class EngineConfig:
     )  # fmt: skip
     speculate: str = setting(
         "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "auto|off|ngram|skip|model:NAME",
-        "Who guesses tokens ahead, of which one pass of the model then keeps those that it would have drawn: the text "
+        "Who drafts tokens, of which one pass of the model then keeps those that it would have drawn: the text "
         "stays the same, and comes faster. ngram: what followed the last words before. skip: the model without some "
         "of its blocks. model:NAME: a second, smaller model of the same tokenizer. auto: ngram and skip, as far as "
         "they pay.",
@@ -240,7 +240,7 @@ class EngineConfig:
     )  # fmt: skip
     draft_tokens: int | None = setting(
         None, Accepts("integer", 0, MOST_DRAFT_TOKENS, usual="8"), _PLANNED, "N",
-        f"Most tokens that are guessed at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
+        f"Most tokens that are drafted at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
     )  # fmt: skip
     cache_disk: int | None = setting(
         None, Accepts("bytes or off", usual="8GiB"), _ANSWERING, "SIZE",

@@ -12,25 +12,23 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine import model_plan, planner
 from localllm.engine.model_plan import consider
 from localllm.engine.placement import model_shape
-from localllm.errors import DoesNotFitError, UsageError
+from localllm.errors import DoesNotFitError, Fix, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
-from localllm.offload.planner.advice import advise, flags_for_context
+from localllm.offload.planner.advice import advise, fixes_for_context
 from localllm.offload.planner.calibration import Corrections, Term
 from localllm.offload.planner.costs import RUN_S, Costs, Work
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.host_placements import LOGIT_ROWS
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape, Packing
 from localllm.offload.planner.plan import GIB, JobShape, Plan, cap
-from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, Profile, Taken, keep, kept_profile
+from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, FormatRates, Profile, Taken, keep, kept_profile
 from localllm.offload.planner.search import Search
 from localllm.offload.streaming.ring import ALIGN_BYTES, ring_bytes
 from localllm.quant.recipe import RECIPES
@@ -179,7 +177,7 @@ def test_a_job_answers_as_many_at_once_as_give_the_most_tokens() -> None:
 
 def test_every_model_of_the_registry_is_planned_in_milliseconds() -> None:
     for name, raw in shipped_shapes().items():
-        it = model_shape(parse_config(raw, name), RECIPES["int4-g64"], torch.bfloat16, name)
+        it = model_shape(parse_config(raw, name), RECIPES["int4-g64"], "bf16", name)
         for gib in (1, 4, 16):
             started = time.process_time()
             try:
@@ -210,7 +208,7 @@ def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:
 def test_a_tied_embedding_is_read_and_multiplied_as_a_head_of_its_own_would_be() -> None:
     tied = replace(parse_config(shipped_shapes()["llama-3.2-3b"], "it"), tie_word_embeddings=True)
     shapes = (
-        model_shape(config, RECIPES["int8"], torch.bfloat16, "it")
+        model_shape(config, RECIPES["int8"], "bf16", "it")
         for config in (tied, replace(tied, tie_word_embeddings=False))
     )
     one, other = (costs(it, RATES, 0, 0, 2048) for it in shapes)
@@ -291,10 +289,10 @@ def test_a_refusal_names_the_context_and_a_shorter_one_that_fits() -> None:
     more, shorter = caught.value.fix.split(", or ")
     assert shorter == "--ctx 2048" and more == f"--ram {cap(search(it, 0, 100_000).least_ram_bytes())}"
     check(search(it, room, 2048).best(), room)
-    assert flags_for_context(search(it, room), 2048) == "--ctx 2048"
-    assert flags_for_context(search(it, room), 100_000) == f"--ctx 100000 {more}"
+    assert fixes_for_context(search(it, room), 2048) == [Fix.flag("--ctx", 2048)]
+    assert [str(fix) for fix in fixes_for_context(search(it, room), 100_000)] == [f"--ctx 100000 {more}"]
     small_machine = replace(search(it, room), machine=Machine(Memory(room, 1000, room, room), RATES))
-    assert flags_for_context(small_machine, 100_000) == ""
+    assert fixes_for_context(small_machine, 100_000) == []
 
 
 def test_the_cap_that_keeps_everything_keeps_it_with_the_context_that_is_named_with_it() -> None:

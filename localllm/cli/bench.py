@@ -21,7 +21,7 @@ from localllm.cli.load_progress import PackingProgress
 from localllm.cli.options import option, takes
 from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import engine_config
 from localllm.settings import Accepts, EngineConfig, Settings
 
@@ -168,6 +168,7 @@ class _Bench:
     def _set_up(self, line: ProgressLine) -> TargetSetup:
         """Import torch, and refuse what cannot run before the disk is read or written."""
         from localllm.bench.target import TargetSetup, planned_recipe, require_memory
+        from localllm.engine.device import dtype_name
         from localllm.engine.memory import choose_device, choose_dtype
         from localllm.engine.weights import choose_recipe
         from localllm.hub.packed import packed_recipes
@@ -178,7 +179,7 @@ class _Bench:
         assert self.front.resolved is not None
         vram = engine_config(self.front.resolved, line.interject).vram
         packed = packed_recipes(self.files) if self.files else ()
-        chosen = recipe(choose_recipe(settings.weights, shape.config, packed, dtype))
+        chosen = recipe(choose_recipe(settings.weights, shape.config, packed, dtype_name(settings.dtype)))
         setup = TargetSetup(chosen, dtype, device, workload.ctx, workload.kv_tokens, settings.kv, settings.ram, vram)
         if self.files is None and not setup.is_capped:
             require_memory(shape.config, setup)
@@ -283,4 +284,4 @@ def _require_writable(path: Path) -> None:
             return
     except OSError as error:  # a name too long, a folder that may not be entered
         why = error.strerror or str(error)
-    raise UsageError(f"--output is {path}", why=why, fix=f"--output {shlex.quote(str(file))}")
+    raise UsageError(f"--output is {path}", why=why, fix=Fix.flag("--output", str(file)))

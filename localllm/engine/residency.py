@@ -157,7 +157,10 @@ class Residency:
         """Between two answers: plan anew where much more of a GPU's memory is free than before, or much less. A CPU's
         is in motion always: there only where something was given up. Returns what was planned, if anything was; raises
         as `move` does."""
-        if self.placed is None or self._replan is None or not self._is_unsettled(self.placed):
+        if self.placed is None or self._replan is None:
+            return None
+        has_changed = abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
+        if not (has_changed if self.placed.has_device else self._has_given_up):
             return None
         plan = None
         with suppress(DoesNotFitError, MemoryError):  # it goes on as it is
@@ -216,11 +219,6 @@ class Residency:
             _give_back(error)
             self._has_kv_on_host = self._has_given_up = True
             self.kv_pages.move(self.kv_devices)
-
-    def _is_unsettled(self, placed: OffloadedModel) -> bool:
-        if not placed.has_device:
-            return self._has_given_up
-        return abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
 
     def _demoted(self, blocks: Sequence[BlockPlacement], on_device: bool) -> list[BlockPlacement] | None:
         return demoted(blocks, "vram" if on_device else "ram", self.config.tie_word_embeddings)

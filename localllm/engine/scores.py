@@ -30,7 +30,10 @@ class Scores:
         written beside other programs' work is not counted.
         plain_s: of a step without guesses, where the answer had some."""
         before, self._seen = self._seen, other_work.counted()
-        if plan is None or not _is_telling(plan) or other_work.is_much(other_work.others(before, self._seen)):
+        if plan is None or other_work.is_much(other_work.others(before, self._seen)):
+            return
+        rates = plan.costs.rates
+        if not rates.is_measured or (plan.streamed_bytes and rates.cached_share >= _MOST_CACHED):
             return
         usage, timings, costs = answer.usage, answer.timings, plan.costs
         is_plain = answer.speculation is None or not answer.speculation.drafted
@@ -53,8 +56,3 @@ class Scores:
     def _add(self, plan: Plan, term: Term, measured_s: float, predicted_s: float) -> None:
         ratio = measured_s / predicted_s * plan.costs.corrections.of(term)
         self._ratios[plan.shape.weights, term].append(ratio)
-
-
-def _is_telling(plan: Plan) -> bool:
-    rates = plan.costs.rates
-    return rates.is_measured and (not plan.streamed_bytes or rates.cached_share < _MOST_CACHED)

@@ -10,13 +10,13 @@ import dataclasses
 import json
 import types
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from localllm import errors
 from localllm.engine.events import FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-from localllm.errors import BugError, LocalLLMError
+from localllm.errors import BugError, Fix, LocalLLMError
 
 MOST_BYTES = 64 << 20  # of a line: a prompt of a million tokens has eight
 EVENTS: Mapping[str, type] = {each.__name__: each for each in (GrownEvent, PrefillEvent, TokenEvent, FinishedEvent)}
@@ -63,7 +63,7 @@ def plain(value: Any) -> Any:
         return _plain_error(value)
     if dataclasses.is_dataclass(value):
         given = ((each, getattr(value, each.name)) for each in dataclasses.fields(value))
-        return {each.name: plain(own) for each, own in given if not _is_usual(each, own)}
+        return {each.name: plain(own) for each, own in given if own != _usual(each)}
     raise TypeError(f"{type(value).__name__} cannot cross to another process")
 
 
@@ -75,10 +75,9 @@ def read(kind: Any, value: Any) -> Any:
         raise WireError(f"{kind}: {error}") from None
 
 
-def _is_usual(field: dataclasses.Field[Any], value: Any) -> bool:
-    if field.default is not dataclasses.MISSING:
-        return bool(value == field.default)
-    return field.default_factory is not dataclasses.MISSING and bool(value == field.default_factory())
+def _usual(field: dataclasses.Field[Any]) -> Any:
+    """Return the default; MISSING where there is none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 @cache
@@ -119,17 +118,15 @@ def _optional(parts: tuple[Any, ...]) -> Callable[[Any], Any]:
 def _either(kinds: list[Any]) -> Callable[[Any], Any]:
     """Return an instance of the one class, of several, whose fields these are."""
     known = {kind: {each.name for each in dataclasses.fields(kind)} for kind in kinds}
-    needed = {kind: {each.name for each in dataclasses.fields(kind) if _is_needed(each)} for kind in kinds}
+    needed = {
+        kind: {each.name for each in dataclasses.fields(kind) if _usual(each) is dataclasses.MISSING} for kind in kinds
+    }
 
     def read_either(value: Any) -> Any:
         names = set(value)
         return _reader(next(kind for kind in kinds if needed[kind] <= names <= known[kind]))(value)
 
     return read_either
-
-
-def _is_needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _tuple(parts: tuple[Any, ...]) -> Callable[[Any], Any]:
@@ -156,12 +153,20 @@ def _plain_error(error: BaseException) -> Message:
     if not isinstance(error, LocalLLMError):
         what = f"this is a bug in localllm: {type(error).__name__}"
         if isinstance(error, MemoryError):
-            return {"class": "DoesNotFitError", "what": "the memory ran out", "why": str(error), "fix": ""}
-        return {"class": "BugError", "what": what, "why": str(error), "fix": ""}
-    more = {name: value for name, value in vars(error).items() if name not in ("what", "why", "fix")}
+            return {"class": "DoesNotFitError", "what": "the memory ran out", "why": str(error), "fixes": []}
+        return {"class": "BugError", "what": what, "why": str(error), "fixes": []}
+    more = {name: value for name, value in vars(error).items() if name not in ("what", "why", "fixes")}
     numbers = {name: value for name, value in more.items() if isinstance(value, int)}
     name = type(error).__name__ if _is_known(type(error).__name__) else "LocalLLMError"
-    return {"class": name, "what": error.what, "why": error.why, "fix": error.fix, "numbers": numbers}
+    return {"class": name, "what": error.what, "why": error.why, "fixes": plain_fixes(error.fixes), "numbers": numbers}
+
+
+def plain_fixes(fixes: Sequence[Fix]) -> list[Any]:
+    return [(fix.kind, fix.words) for fix in fixes]
+
+
+def read_fixes(value: Sequence[Any]) -> list[Fix]:
+    return [Fix(kind, tuple(words)) for kind, words in value]
 
 
 def _is_known(name: str) -> bool:
@@ -171,7 +176,7 @@ def _is_known(name: str) -> bool:
 
 def _error(value: Message) -> LocalLLMError:
     kind = getattr(errors, value["class"]) if _is_known(value["class"]) else BugError
-    error: LocalLLMError = kind(value["what"], why=value["why"], fix=value["fix"])
+    error: LocalLLMError = kind(value["what"], why=value["why"], fix=read_fixes(value["fixes"]))
     for name, number in value.get("numbers", {}).items():
         setattr(error, name, number)
     return error

@@ -104,8 +104,8 @@ def prepare(request: GenerationRequest, engine: LoadedEngine) -> PreparedRequest
         if len(ids) >= ctx + (request.pooling is not None):
             longest = engine.config.longest_context
             helps = ctx == engine.ctx and len(ids) < longest
-            flags = engine.flags_for(min(longest, len(ids) + 512)) if helps else ""
-            raise overflow_error(len(ids), ctx, longest, flags)
+            fixes = engine.fixes_for(min(longest, len(ids) + 512)) if helps else []
+            raise overflow_error(len(ids), ctx, longest, fixes)
     except ContextOverflowError as error:
         raise too_long(error, request.prompt_field) from None
     _require_room(request, len(ids), engine)
@@ -164,7 +164,7 @@ def no_form(request: GenerationRequest, error: GrammarError) -> RequestError:
     """Return the error of a grammar that cannot be honoured."""
     param = request.grammar_field if request.grammar is not None else "tools"
     what = f"{param!r}: {error.what}"
-    return RequestError(400, what, why=error.why, fix=error.fix, param=param, name="invalid_grammar")
+    return RequestError(400, what, why=error.why, fix=error.fixes, param=param, name="invalid_grammar")
 
 
 def prompt_ids(request: GenerationRequest, engine: LoadedEngine) -> tuple[int, ...]:
@@ -229,8 +229,8 @@ def _require_room(request: GenerationRequest, num_tokens: int, engine: LoadedEng
         return
     if request.num_ctx <= engine.ctx or request.pooling is not None:
         return
-    flags = engine.flags_for(request.num_ctx) if request.num_ctx <= engine.config.longest_context else ""
-    fix = f"restart the server with {flags}" if flags.startswith("--") else "request for less"
+    fixes = engine.fixes_for(request.num_ctx) if request.num_ctx <= engine.config.longest_context else []
+    fix = [f"restart the server with {fix}" for fix in fixes] or "request for less"
     why = f"the prompt has {num_tokens} tokens, and the context of this server {engine.ctx}"
     raise RequestError(400, f"num_ctx is {request.num_ctx}", why=why, fix=fix, param="num_ctx", name="invalid_value")
 

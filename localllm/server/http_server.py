@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.server.errors import RequestError, body_of, failure_of
 from localllm.server.guard import SECURITY_HEADERS
 from localllm.server.replies import JsonReply, encoded
@@ -141,7 +141,7 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--host {host} is no address", why=str(error), fix="--host 127.0.0.1") from None
+        raise UsageError(f"--host {host} is no address", why=str(error), fix=Fix.flag("--host", "127.0.0.1")) from None
     family, kind, proto, _, address = found[0]
     sock = socket.socket(family, kind, proto)
     try:
@@ -152,12 +152,14 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            fix = f"--port {port + 1 if port < 65535 else 8420}"
+            fix = Fix.flag("--port", port + 1 if port < 65535 else 8420)
             raise LocalLLMError(f"port {port} is taken", why=f"by {_owner(port)}", fix=fix) from None
         if error.errno in (errno.EACCES, errno.EPERM):
-            raise LocalLLMError(f"port {port} is not for this user", why=str(error), fix="--port 8420") from None
+            raise LocalLLMError(
+                f"port {port} is not for this user", why=str(error), fix=Fix.flag("--port", 8420)
+            ) from None
         what = f"{host}:{port} cannot be listened on"
-        raise LocalLLMError(what, why=str(error), fix="--host 127.0.0.1") from None
+        raise LocalLLMError(what, why=str(error), fix=Fix.flag("--host", "127.0.0.1")) from None
     sock.setblocking(False)
     return sock
 

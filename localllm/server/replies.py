@@ -107,10 +107,11 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 class StreamWriter(Protocol):
     """Writes answers in one dialect, piece by piece."""
 
-    media_type: str
-    ping: bytes  # a sign of life; b"" where the dialect has none
+    media_type: str = EVENT_STREAM
+    ping: bytes = b": ping\n\n"  # a sign of life; b"" where the dialect has none
 
-    def begin(self) -> Iterable[bytes]: ...
+    def begin(self) -> Iterable[bytes]:
+        return ()
 
     def write(self, index: int, delta: Delta) -> Iterable[bytes]:
         """Write what is new of the answer `index`."""
@@ -118,7 +119,7 @@ class StreamWriter(Protocol):
 
     def end(self) -> Iterable[bytes]:
         """Write what follows the ends of all answers."""
-        ...
+        return ()
 
     def fail(self, failure: Failure) -> bytes:
         """Write the error that ends them."""
@@ -215,9 +216,6 @@ def event(data: Any, name: str | None = None) -> bytes:
     """Return a server-sent event. It is without `id:` and `retry:`, at which some decoders trip."""
     head = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
     return head + b"data: " + encoded(data) + b"\n\n"
-
-
-PING = b": ping\n\n"
 
 
 class TimingsReply(ReplyBody):

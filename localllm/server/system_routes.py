@@ -20,8 +20,7 @@ from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import busy
 from localllm.server.fields import MAX_MESSAGES
 from localllm.server.generation_request import template_input
-from localllm.server.openai.messages import OpenAIMessage, chat_messages
-from localllm.server.openai.tools import Tools, chosen
+from localllm.server.openai.prompt import OpenAIMessage, Tools, chat_messages, chosen
 from localllm.server.replies import JsonReply
 from localllm.text.chat_template import ChatInput, ChatTemplate
 from localllm.text.tokenizer_files import TokenizerFiles, special_roles

@@ -20,8 +20,7 @@ import yaml
 
 from localllm.cli.names import complete_connections
 from localllm.hub.names import TINY_DIRECTORY
-from localllm.runtime.client_configs import CONNECTIONS, YOUR_KEY, Target, names
-from localllm.runtime.server_probe import ask_models
+from localllm.runtime.client_configs import CONNECTIONS, YOUR_KEY, Target, ask_models, names
 from tests.cli_support import run_cli, write_checkpoint
 from tests.patience import PATIENCE_S
 from tests.server.claims import environments

@@ -24,7 +24,7 @@ from localllm.errors import DoesNotFitError, EngineGoneError, EngineStuckError
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.runtime import protocol, resident_models
 from localllm.runtime.engine_client import EngineClient
-from localllm.runtime.engine_peer import EnginePeer
+from localllm.runtime.engine_handle import EnginePeer
 from localllm.runtime.engine_process import Caps, Foreseen, foresee
 from localllm.runtime.served_model import ServedModel
 from localllm.runtime.watchdog import Patience, Watchdog

@@ -11,7 +11,7 @@ import pytest
 
 from localllm import hub
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, TokenLogprob, Usage
-from localllm.server.openai.response_object import ResponseBuilder, ResponseWriter
+from localllm.server.openai.response_object import ResponseWriter
 from localllm.server.openai.responses import ResponsesBody, head_of
 from localllm.server.stream import Delta, EventMailbox
 from localllm.server.tools.deltas import ThoughtParser
@@ -88,7 +88,7 @@ def test_a_streamed_response_has_one_thought_and_one_message(every: int) -> None
         pieces = await pieces_of(every)
 
         head = head_of(ResponsesBody(input="A tale."), "tiny", "auto", 1.0, 1.0)
-        writer = ResponseWriter(ResponseBuilder(head, tokenizer, 0))
+        writer = ResponseWriter(head, tokenizer, 0)
         told = [*writer.begin(), *(each for piece in pieces for each in writer.write(0, piece)), *writer.end()]
         return [json.loads(each.partition(b"data: ")[2]) for each in told]
 

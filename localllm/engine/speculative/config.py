@@ -3,95 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Protocol
+from functools import cache
 
 from localllm.engine.residency import Residency
-from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.drafter import Drafter
+from localllm.engine.speculative.choice import Speculate as Speculate
+from localllm.engine.speculative.drafter import Drafter, ModelDrafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
-from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
-from localllm.errors import UsageError
 from localllm.offload.planner.plan import Plan
-from localllm.settings import DRAFT_MODEL, DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPECULATE, EngineConfig
-
-
-@dataclass(frozen=True)
-class Speculate:
-    """Raises UsageError for values out of range.
-
-    who: "off"; "ngram", "skip", or "model:NAME" for a second model; "auto" for n-grams, and skipping where that can
-        pay.
-    draft_tokens: the most that are drafted at once; None: the usual.
-    adapts: as many of them as pay are drafted; else always all.
-    """
-
-    who: str = "auto"
-    draft_tokens: int | None = None
-    adapts: bool = True
-
-    def __post_init__(self) -> None:
-        if self.who not in SPECULATE and not self.draft_model:
-            known = f"{', '.join(SPECULATE)}, and {DRAFT_MODEL}NAME for a second model"
-            raise UsageError(f"--speculate is {self.who!r}", why=f"it may be {known}", fix="--speculate auto")
-        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
-            why = f"one pass has room to verify from 0 to {MOST_DRAFT_TOKENS}"
-            raise UsageError(f"--draft-tokens is {self.draft_tokens}", why=why, fix=f"--draft-tokens {DRAFT_TOKENS}")
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> Speculate:
-        return cls(config.speculate, config.draft_tokens)
-
-    @property
-    def draft_model(self) -> str:
-        """The second model's name, or ""."""
-        return self.who.removeprefix(DRAFT_MODEL) if self.who.startswith(DRAFT_MODEL) else ""
-
-    @property
-    def is_on(self) -> bool:
-        return self.who != "off" and self.most_tokens > 0
-
-    @property
-    def skips(self) -> bool:
-        return self.who in ("auto", "skip") and self.most_tokens > 0
-
-    @property
-    def most_tokens(self) -> int:
-        return DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
-
-
-class Speculating(Protocol):
-    def __call__(self, residency: Residency, plan: Plan | None) -> Speculation:
-        """plan: the plan that the model was loaded by, if one was made."""
-        ...
 
 
 def speculation(
-    speculate: Speculate,
-    residency: Residency,
-    plan: Plan | None,
-    drafter: ModelDrafter | None = None,
+    speculate: Speculate, residency: Residency, plan: Plan | None, drafter: ModelDrafter | None = None
 ) -> Speculation:
-    """drafter: the second model, if there is one."""
-    drafters: list[Drafter] = []
+    """plan: the plan that the model was loaded by. drafter: the second model, if there is one."""
     lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
-    if speculate.who in ("auto", "skip"):
-        drafters.append(SkipDrafter(lambda: residency.runner))
-    if drafter is not None:
-        drafters.append(drafter)
-    return Speculation(
-        residency,
-        lookup,
-        drafters,
-        speculate.most_tokens,
-        adapts=speculate.adapts,
-        growth=None if plan is None else growth(plan),
-    )
-
-
-NO_DRAFTS: Speculating = partial(speculation, Speculate("off"))
+    drafters: list[Drafter] = [SkipDrafter(lambda: residency.runner)] if speculate.who in ("auto", "skip") else []
+    drafters += [] if drafter is None else [drafter]
+    growing = None if plan is None else growth(plan)
+    return Speculation(residency, lookup, drafters, speculate.most_tokens, adapts=speculate.adapts, growth=growing)
 
 
 def growth(plan: Plan) -> Callable[[int, int], float]:

@@ -25,7 +25,8 @@ from localllm.engine.speculative.controller import (
     StepTimes,
     cooldown_steps,
 )
-from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, Lookup
+from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter
+from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.step_types import Chunk
 from localllm.models.config import ModelConfig
 from localllm.settings import DRAFT_TOKENS, MOST_DRAFT_TOKENS
@@ -53,7 +54,7 @@ class Speculation:
     def __init__(
         self,
         residency: Residency,
-        lookup: Lookup | None,
+        lookup: NgramLookup | None,
         drafters: Sequence[Drafter],
         draft_tokens: int = DRAFT_TOKENS,
         *,
@@ -88,7 +89,11 @@ class Speculation:
         cooled_until = time.perf_counter()
         self._end_cooldown()
         hindsight_s = time.perf_counter() - cooled_until
-        if not self.is_on or not all(_is_decoding(sequence, chunk) for sequence, chunk in scheduled):
+        # Each sequence has one token more after the step, behind one of its answer.
+        if not self.is_on or not all(
+            chunk.num_tokens == 1 and chunk.end == len(chunk.token_ids) and sequence.num_completion_tokens > 0
+            for sequence, chunk in scheduled
+        ):
             return scheduled
         if self._model() is not self._residency.model:  # moved: it takes another time now
             self._model = weakref.ref(self._residency.model)
@@ -106,7 +111,7 @@ class Speculation:
                     raise
                 self._give_up_drafters()
         return [
-            (sequence, _with_draft(chunk, draft.token_ids))
+            (sequence, _with_draft(chunk, draft.token_ids) if draft.token_ids else chunk)
             for (sequence, chunk), draft in zip(scheduled, this.drafts, strict=True)
         ]
 
@@ -256,13 +261,6 @@ def draft_limit(sequence: Running, config: ModelConfig) -> int:
     return max(0, most)
 
 
-def _is_decoding(sequence: Running, chunk: Chunk) -> bool:
-    """Return whether the step gives the sequence one token more, behind one of its answer."""
-    return chunk.num_tokens == 1 and chunk.end == len(chunk.token_ids) and sequence.num_completion_tokens > 0
-
-
 def _with_draft(chunk: Chunk, draft: Sequence[int]) -> Chunk:
-    if not draft:
-        return chunk
     token_ids = [*chunk.token_ids, *draft]
     return replace(chunk, token_ids=token_ids, num_tokens=1 + len(draft), num_drafted=len(draft))

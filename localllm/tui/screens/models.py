@@ -18,9 +18,7 @@ from localllm import hub
 from localllm.chat.text import one_line
 from localllm.config import format_bytes
 from localllm.registry import REPO_ID, REVISION
-from localllm.runtime.deletion import freed_by
-from localllm.runtime.model_catalog import ModelRow, model_rows
-from localllm.runtime.model_facts import fact_lines
+from localllm.runtime.model_catalog import ModelRow, fact_lines, freed_by, model_rows
 from localllm.runtime.selection import told_of
 from localllm.tui.download_worker import Download, DownloadWorker
 from localllm.tui.fit_worker import FitWorker

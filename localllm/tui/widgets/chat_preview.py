@@ -9,8 +9,8 @@ from textual.widgets import Static
 
 from localllm.chat.text import one_line, visible
 from localllm.chat.thoughts import split
+from localllm.config import format_time
 from localllm.history import Message, search
-from localllm.history.exchange import format_time
 from localllm.tui.history_worker import ChatExcerpt
 from localllm.tui.widgets.chat_list import highlighted
 

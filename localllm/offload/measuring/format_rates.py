@@ -8,27 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.offload.planner.roofline import device_seconds, recorded, warm_up
+from localllm.offload.measuring.roofline import device_seconds, recorded, warm_up
+from localllm.offload.planner.profile import FormatRates
 from localllm.quant.weight_format import WeightFormat
 
 _REPEATS = 5
 # So long products are repeated: 5 of INT4 are over in 17 ms, in which a CPU that was idle gave 10 % less than later.
 _LEAST_S = 0.3
 _QUANTIZED_ROWS = 1024  # repeated to the whole matrix: to quantize all of it would take longer than all the products
-
-
-@dataclass(frozen=True)
-class FormatRates:
-    """Bytes of one row's matrices, operations of many rows', in 1e9 a second.
-
-    workspace_bytes: of a device, beside the inputs and the output of such a product, at its peak. spread: of the
-    samples, from the lower quartile to the upper one, as a share of the median.
-    """
-
-    matrix_gbs: float
-    compute_gops: float
-    workspace_bytes: int = 0
-    spread: float = 0.0
 
 
 @dataclass(frozen=True)
