@@ -231,7 +231,7 @@ def test_advice_names_what_keeps_everything_and_nothing_where_all_is_well() -> N
     it = shape(layers=20, mlp=400)
     tight = search(it, search(it, 0, 1024).least_ram_bytes() + (3 << 20), 1024)
     plan = tight.best()
-    texts = [str(advice) for advice in advise(tight, plan, None, [])]
+    texts = advise(tight, plan, None, [])
     assert any(text.startswith("--ram ") and "stays in memory" in text for text in texts)
     whole = search(it, 1 << 30)
     assert advise(whole, whole.best(), None, []) == []
@@ -241,7 +241,7 @@ def test_advice_is_of_a_smaller_model_that_fits_and_of_int4() -> None:
     big, small = replace(shape(layers=20, mlp=900), weights="bf16"), replace(shape(layers=2), name="small")
     int4 = shape(layers=20, mlp=225)
     tight = search(big, search(big, 0, 1024).least_ram_bytes() + (1 << 20), 1024)
-    texts = [str(advice) for advice in advise(tight, tight.best(), int4, [small, big])]
+    texts = advise(tight, tight.best(), int4, [small, big])
     assert any(text.startswith("localllm plan small --ram ") and ": fits" in text for text in texts)
     assert any(text.startswith("--weights int4: ") for text in texts)
 
@@ -298,7 +298,7 @@ def test_a_refusal_names_the_context_and_a_shorter_one_that_fits() -> None:
 def test_the_cap_that_keeps_everything_keeps_it_with_the_context_that_is_named_with_it() -> None:
     it = replace(shape(layers=20, mlp=400), kv_bytes_per_token=6000, default_ctx=8192)
     tight = search(it, search(it, 0, 2048).least_ram_bytes())
-    texts = [str(advice) for advice in advise(tight, tight.best(), None, [])]
+    texts = advise(tight, tight.best(), None, [])
     flags = next(text.split(":")[0].split() for text in texts if text.startswith("--ram "))
     assert flags[::2] == ["--ram", "--ctx"]
     ram_bytes = parse_bytes(flags[1])

@@ -131,7 +131,7 @@ def consider(
     drafting = () if job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, speculate))
     planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, drafting, **taken)
     int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, weights=DEFAULT), model)
-    return Considered(planned, lambda: [*map(str, advise(search, plan, int4, others()))])
+    return Considered(planned, lambda: advise(search, plan, int4, others()))
 
 
 def foresee(

@@ -19,7 +19,7 @@ from localllm.offload.planner.host_placements import LOGIT_ROWS
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.plan import JobShape
-from localllm.offload.planner.profile import Profile, kept_profile
+from localllm.offload.planner.profile import kept_profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import why_left_out
 from localllm.quant.layouts import DTYPE_NAMES, SIZES, Sizes, torch_dtype
@@ -190,18 +190,14 @@ class ModelPlanner:
             is_whole = plan is not None and not plan.streamed and plan.ctx >= (self.wanted.ctx or shape.default_ctx)
             if plan is None or (is_whole and not shape.draft_bytes):
                 return typical
-        profile = self._measured(profile)
+        if profile.lacks(weights):
+            from localllm.offload.measuring.measurement import measured
+
+            # Torch is loaded now, and says for certain which machine this is.
+            profile = measured(kept_profile(), weights, self.recipe.blocks, self.torch_dtype, self.say)
         rates = profile.rates(weights)
         assert rates is not None
         return Machine(memory(), rates, corrections=profile.corrections(weights), has_idle_card=has_idle_card)
-
-    def _measured(self, profile: Profile) -> Profile:
-        """Return the profile with what such weights need. Imports torch where that is not there yet."""
-        if not profile.lacks(self.weights):
-            return profile
-        from localllm.offload.measuring.measurement import measured
-
-        return measured(kept_profile(), self.weights, self.recipe.blocks, self.torch_dtype, self.say)
 
 
 def require_card(device: str, vram: int | None) -> None:

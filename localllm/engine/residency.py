@@ -18,8 +18,7 @@ from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
 from localllm.models.offloaded_model import HOST, OffloadedModel
-from localllm.offload.placement import NEVER, BlockPlacement
-from localllm.offload.planner.demotion import demoted
+from localllm.offload.placement import NEVER, BlockPlacement, demoted
 from localllm.offload.planner.plan import Plan
 
 _MUCH_BYTES = 256 << 20  # another program that came or went; less is what a desktop's windows take and give back

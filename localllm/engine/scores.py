@@ -28,7 +28,7 @@ class Scores:
     def take(self, answer: FinishedEvent, plan: Plan | None, plain_s: float | None = None) -> None:
         """An answer that came to its end. One under no plan, one whose plan knew too little, and one that was
         written beside other programs' work is not counted.
-        plain_s: of a step without guesses, where the answer had some."""
+        plain_s: of a step without drafts, where the answer had some."""
         before, self._seen = self._seen, other_work.counted()
         if plan is None or other_work.is_much(other_work.others(before, self._seen)):
             return

@@ -53,7 +53,7 @@ class Verdict:
 
 def judge(name: str, resolved: ResolvedSettings, say: Callable[[str], None]) -> Verdict:
     """Milliseconds; seconds where this machine has not been measured yet, of which `say` hears beforehand. It may
-    raise. Uses no network; imports torch."""
+    raise. Uses no network."""
     from localllm.offload.planner.machine_memory import require_address_space
 
     try:

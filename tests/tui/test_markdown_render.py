@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from textual.strip import Strip
 from textual.visual import RenderOptions
 
-from localllm.chat.thoughts import Splitter, opens_thought, split
+from localllm.chat.thoughts import Splitter, split
 from localllm.tui.markdown_blocks import MarkdownLayout
 from localllm.tui.markdown_render import code_blocks, groups, parser, pieces
 from localllm.tui.widgets.document import DocumentBlock
@@ -203,4 +203,3 @@ def test_a_thought_stands_before_the_answer(text: str, thought: str, answer: str
 
 def test_a_template_may_open_the_thought() -> None:
     assert split("still thinking", is_thinking=True) == ("still thinking", "")
-    assert opens_thought("<|assistant|><think>\n") and not opens_thought("<|assistant|>")
