@@ -53,7 +53,7 @@ from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, UNKNOWN_SOURCE
 from localllm.engine.request import SamplingParams
 from localllm.engine.residency import Residency
-from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.choice import Speculate
 from localllm.hub import locate
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.convert import convert

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from localllm.engine.engine import Engine
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.config import Speculate, speculation
+from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import Draft
 from localllm.engine.speculative.ngram import NgramLookup
-from localllm.engine.speculative.speculator import Speculation
+from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.models.layout import EMBED, HEAD
 
 

@@ -27,7 +27,7 @@ from benchmarks.engines import SHAPE, answer, random_engine, random_ids, tiny_en
 from benchmarks.measure import DOCS, RESULTS, Spread, known, machine, paired, parser, save, spread, write_section
 from benchmarks.oracle import Oracle, Wrong, draft_with, stream
 from localllm.engine.engine import Engine
-from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import Drafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.speculator import Speculation

@@ -34,8 +34,9 @@ from localllm.engine.runner import BATCH_ROWS, ModelRunner
 from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence
-from localllm.engine.speculative.config import Speculate, speculation
+from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import ModelDrafter
+from localllm.engine.speculative.speculator import speculation
 from localllm.engine.step import StepLoop
 from localllm.engine.step_types import Limits
 from localllm.engine.validation import Prompt, encode_prompt, is_chat, require_fit, require_unchanged

@@ -17,9 +17,9 @@ from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.runner import ModelRunner
-from localllm.engine.speculative.config import Speculate, speculation
+from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import ModelDrafter
-from localllm.engine.speculative.speculator import Speculation
+from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.speculative.support import (
     DRAFTERS,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from localllm import hub
 from localllm.engine import model_plan, planner
 from localllm.engine.placement import model_shape
-from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.choice import Speculate
 from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.planner.costs import Costs

@@ -10,11 +10,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.residency import Residency
 from localllm.engine.scheduler import Scheduled
 from localllm.engine.sequence import Sequence as Running
+from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.controller import (
     Acceptance,
     Controller,
@@ -25,10 +27,11 @@ from localllm.engine.speculative.controller import (
     StepTimes,
     cooldown_steps,
 )
-from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter
+from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.step_types import Chunk
 from localllm.models.config import ModelConfig
+from localllm.offload.planner.plan import Plan
 from localllm.settings import DRAFT_TOKENS, MOST_DRAFT_TOKENS
 
 _MANY_UNREAD = 64  # tokens that a drafter has not prefilled: it is not tried out for the price of that
@@ -264,3 +267,27 @@ def draft_limit(sequence: Running, config: ModelConfig) -> int:
 def _with_draft(chunk: Chunk, draft: Sequence[int]) -> Chunk:
     token_ids = [*chunk.token_ids, *draft]
     return replace(chunk, token_ids=token_ids, num_tokens=1 + len(draft), num_drafted=len(draft))
+
+
+def speculation(
+    speculate: Speculate, residency: Residency, plan: Plan | None, drafter: ModelDrafter | None = None
+) -> Speculation:
+    """plan: the plan that the model was loaded by. drafter: the second model, if there is one."""
+    lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
+    drafters: list[Drafter] = [SkipDrafter(lambda: residency.runner)] if speculate.who in ("auto", "skip") else []
+    drafters += [] if drafter is None else [drafter]
+    growing = None if plan is None else growth(plan)
+    return Speculation(residency, lookup, drafters, speculate.most_tokens, adapts=speculate.adapts, growth=growing)
+
+
+def growth(plan: Plan) -> Callable[[int, int], float]:
+    """Return by how much rows make a step longer, as the plan expects, halved: what looks good is tried and
+    measured."""
+
+    @cache
+    def of(sequences: int, rows: int) -> float:
+        depth = plan.prompt_tokens
+        longer = plan.costs.decode_s(depth, rows) / plan.costs.decode_s(depth, sequences)
+        return 1 + (longer - 1) / 2
+
+    return of
