@@ -126,7 +126,7 @@ def _info(front: CliContext, as_json: bool) -> None:
         rows = [
             (
                 pages.about.get("model", "-"),
-                ", ".join(f"{key} {value}" for key, value in pages.told.items() if key != "model"),
+                ", ".join(f"{key} {pages.about[key]}" for key in ("weights", "kv", "dtype") if key in pages.about),
                 str(pages.num_tokens),
                 format_bytes(pages.num_bytes),
                 _when(pages).astimezone().strftime("%Y-%m-%d %H:%M"),
@@ -143,7 +143,7 @@ def _info(front: CliContext, as_json: bool) -> None:
 def _fields(pages: KeptPages) -> dict[str, Any]:
     return {
         "model": pages.about.get("model"),
-        "about": pages.told,
+        "about": dict(pages.about),
         "pages": pages.num_pages,
         "tokens": pages.num_tokens,
         "size_bytes": pages.num_bytes,

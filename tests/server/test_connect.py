@@ -384,8 +384,7 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.mark.supports("@openai/codex", "/v1/responses", "an answer, streamed")
 @pytest.mark.supports("@openai/codex", "/v1/responses", "tools: calls that the model chooses to make")
-@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: a call, streamed")
-@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: a result goes back")
+@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: a call, streamed", "tools: a result goes back")
 def test_codex_runs_a_command_that_the_model_calls(roomy: Running, calls: Callable[..., None], owl: Path) -> None:
     """With less to begin with than it has by itself."""
     calls({"exec_command": {"cmd": "cat owl.txt"}}, KNOWN)
@@ -406,8 +405,7 @@ OPENCODE = ["opencode", "run", "--title", "An owl"]
 
 @pytest.mark.supports("opencode-ai", "/v1/chat/completions", "an answer, streamed")
 @pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: calls that the model chooses to make")
-@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: a call, streamed")
-@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: a result goes back")
+@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: a call, streamed", "tools: a result goes back")
 def test_opencode_runs_a_tool_that_the_model_calls(roomy: Running, calls: Callable[..., None], owl: Path) -> None:
     """With less to begin with than it has by itself."""
     calls({"read": {"filePath": str(owl)}}, KNOWN)

@@ -48,19 +48,14 @@ def whole_of(pieces: Iterable[Delta]) -> Delta:
     return whole
 
 
+@pytest.mark.parametrize("opens", [True, False], ids=["by the model", "by its template"])
 @pytest.mark.parametrize("every", [1, 3, 5, 100])
-def test_each_token_is_of_the_thought_or_of_the_answer(every: int) -> None:
-    whole = whole_of(asyncio.run(pieces_of(every)))
+def test_each_token_is_of_the_thought_or_of_the_answer(every: int, opens: bool) -> None:
+    """opens: the token that opens the thought is of it."""
+    said = ("<think>", *SAID) if opens else SAID
+    whole = whole_of(asyncio.run(pieces_of(every, said, is_thinking=not opens)))
     assert (whole.thought, whole.text) == ("Hm, an owl.", "Once upon a time.")
-    assert whole.num_thought_tokens == NUM_THOUGHT
-    assert [each.token for each in whole.logprobs] == list(SAID[NUM_THOUGHT:])
-
-
-@pytest.mark.parametrize("every", [1, 3, 5, 100])
-def test_the_token_that_opens_a_thought_is_of_it(every: int) -> None:
-    whole = whole_of(asyncio.run(pieces_of(every, ("<think>", *SAID), is_thinking=False)))
-    assert (whole.thought, whole.text) == ("Hm, an owl.", "Once upon a time.")
-    assert whole.num_thought_tokens == NUM_THOUGHT + 1
+    assert whole.num_thought_tokens == NUM_THOUGHT + opens
     assert [each.token for each in whole.logprobs] == list(SAID[NUM_THOUGHT:])
 
 

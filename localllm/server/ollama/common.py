@@ -9,9 +9,8 @@ from pydantic import Field, SkipValidation
 
 from localllm.server.bodies import Absent, Body, ReplyBody
 from localllm.server.errors import RequestError
-from localllm.server.finish_reason import FinishReason
 from localllm.server.logprobs import ContentLogprob
-from localllm.server.replies import encoded
+from localllm.server.replies import FinishReason, encoded
 
 _TAG = ":latest"
 

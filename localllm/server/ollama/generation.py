@@ -16,12 +16,22 @@ from localllm.server.bodies import Absent, Body, OnlyFalse, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, RequestError, body_of
 from localllm.server.fields import optional
-from localllm.server.finish_reason import finish_reason, timings_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
 from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName, line, time_text
 from localllm.server.ollama.prompt import OllamaMessage, Options, Tools, chat_messages, sampling_of, tools_of
-from localllm.server.replies import NDJSON, JsonReply, StreamWriter, collected, evicted_header, new_id, streamed, whole
+from localllm.server.replies import (
+    NDJSON,
+    JsonReply,
+    StreamWriter,
+    collected,
+    evicted_header,
+    finish_reason,
+    new_id,
+    streamed,
+    timings_of,
+    whole,
+)
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.server.tools.tool_parser import partial_object
 from localllm.text.chat_template import ChatInput

@@ -25,10 +25,10 @@ from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import sampling_defaults
 from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Absent, OnlyFalse, ReplyBody
-from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError, body_of, busy
 from localllm.server.fields import optional
+from localllm.server.model_server import capabilities
 from localllm.server.ollama.common import NamedBody, line, tagged, time_text
 from localllm.server.replies import NDJSON, JsonReply, StreamReply
 from localllm.text.chat_template import ChatTemplate

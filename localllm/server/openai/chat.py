@@ -11,12 +11,10 @@ from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent
 from localllm.server import fields
-from localllm.server.best_of import requested_best_of
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
-from localllm.server.fields import optional
-from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
+from localllm.server.fields import optional, requested_best_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
 from localllm.server.openai import common
@@ -30,7 +28,17 @@ from localllm.server.openai.prompt import (
     form_of,
     joined_text,
 )
-from localllm.server.replies import collected, evicted_header, new_id, streamed, whole
+from localllm.server.replies import (
+    FinishReason,
+    TimingsReply,
+    collected,
+    evicted_header,
+    finish_reason,
+    new_id,
+    streamed,
+    timings_of,
+    whole,
+)
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.text.chat_template import ChatInput

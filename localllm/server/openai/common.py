@@ -12,12 +12,10 @@ from localllm.engine.events import FinishedEvent
 from localllm.engine.request import SamplingParams
 from localllm.runtime.served_model import ServedModel
 from localllm.server import fields
-from localllm.server.best_of import BestOfBody
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
 from localllm.server.errors import Failure, RequestError, body_of
-from localllm.server.fields import optional
-from localllm.server.finish_reason import timings_of
-from localllm.server.replies import StreamWriter, event
+from localllm.server.fields import BestOfBody, optional
+from localllm.server.replies import StreamWriter, event, timings_of
 from localllm.server.stream import GenerationStream
 from localllm.text.grammar.grammar import Grammar
 from localllm.version import __version__

@@ -12,15 +12,22 @@ from starlette.responses import Response
 
 from localllm.engine.events import TokenLogprob
 from localllm.runtime.served_model import ServedModel
-from localllm.server.best_of import NO_BEST_OF, requested_best_of
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
-from localllm.server.fields import Ids, NonEmptyText, grammar_of, one_grammar, optional
-from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
+from localllm.server.fields import NO_BEST_OF, Ids, NonEmptyText, grammar_of, one_grammar, optional, requested_best_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import CompletionLogprobs, CompletionTokens, all_logprobs, joined_logprobs
 from localllm.server.openai import common
-from localllm.server.replies import collected, new_id, streamed, whole
+from localllm.server.replies import (
+    FinishReason,
+    TimingsReply,
+    collected,
+    finish_reason,
+    new_id,
+    streamed,
+    timings_of,
+    whole,
+)
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta
 

@@ -8,8 +8,8 @@ from typing import Literal
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import ReplyBody
-from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.model_server import capabilities
 from localllm.server.replies import JsonReply
 
 
