@@ -132,7 +132,7 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
 
 def _select(front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
     try:
-        again = f"localllm chat {BUILT_IN} --resume {resumed.session.id}" if resumed else ""
+        again = Fix.command("chat", BUILT_IN, "--resume", resumed.session.id) if resumed else None
         return select_resumed(front, word, flags, resumed, again)
     except ModelNotFoundError as error:
         if word is not None and has_blanks(word):

@@ -268,7 +268,7 @@ def _dialogue(
 def _select(
     front: CliContext, word: str | None, text: str | None, flags: Mapping[str, Any], resumed: Resumed | None
 ) -> Selection:
-    again = f"localllm run {BUILT_IN} --session {resumed.session.id} -p TEXT" if resumed else ""
+    again = Fix.command("run", BUILT_IN, "--session", resumed.session.id, "-p", "TEXT") if resumed else None
     try:
         if flags["show_prompt"]:
             held_with = resumed.session.model if resumed else None

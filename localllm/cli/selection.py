@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.context import CliContext
 from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
-from localllm.errors import ModelNotFoundError
+from localllm.errors import Fix, ModelNotFoundError
 from localllm.runtime.engine_loader import refuse_idle_vram
 from localllm.runtime.selection import Selection, locate, with_defaults
 
@@ -34,7 +34,7 @@ def select_text_only(front: CliContext, word: str | None, flags: Mapping[str, An
 
 
 def select_resumed(
-    front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: str
+    front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: Fix | None
 ) -> Selection:
     """Select the model `word`, also by a name that the server alone has for it where its engine may be used, or
     the one that the resumed chat was held with.
@@ -47,7 +47,7 @@ def select_resumed(
     except ModelNotFoundError as error:
         if held_with is not None:
             error.why = f"the chat was held with it; {error.why}"
-            error.fix = [*error.fixes, again]
+            error.fix = [*error.fixes, *([again] if again else [])]
         from localllm.runtime.server_client import named_at_server
 
         there = None if word is None or flags["no_attach"] else named_at_server(word)
