@@ -54,6 +54,7 @@ class Highlighter:
         return []
 
 
+@cache
 def _lexer(language: str) -> Lexer:
     options: dict[str, Any] = {"stripnl": False, "ensurenl": True, "tabsize": 0}
     try:

@@ -16,32 +16,22 @@ from textual.content import Content, Span
 
 from localllm.chat.text import visible
 from localllm.tui.highlighter import Highlighter
-from localllm.tui.markdown_blocks import TablePiece, TextPiece
+from localllm.tui.markdown_blocks import Piece, TablePiece, TextPiece, indented
 
 _BULLETS = ("• ", "◦ ", "▪ ")
 _MOST_NESTED = 40  # levels, two for a list and one for a quote; signs of what is deeper are text
 _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 
 
-def _commonmark() -> MarkdownIt:
-    """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
-    would hide."""
+@cache
+def parser(*, has_inline: bool = True) -> MarkdownIt:
+    """The parser of a model's Markdown: CommonMark with tables and strikethrough. Raw HTML stays text, and so do
+    definitions of links, which CommonMark would hide. Without inline text, which takes most of the time, blocks alone.
+    """
     options = {"html": False, "maxNesting": _MOST_NESTED + 2}  # which it would leave out
     found = MarkdownIt("commonmark", options).enable(["table", "strikethrough"]).disable(["reference"])
     found.block.ruler.before("table", "too_deep", _too_deep)
-    return found
-
-
-@cache
-def parser() -> MarkdownIt:
-    """The parser of a model's Markdown."""
-    return _commonmark()
-
-
-@cache
-def _outliner() -> MarkdownIt:
-    """A parser of blocks alone: their inline text takes most of the time."""
-    return _commonmark().disable(["inline"])
+    return found if has_inline else found.disable(["inline"])
 
 
 def _too_deep(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:
@@ -69,10 +59,10 @@ def first_line(group: Sequence[Token]) -> int:
 
 def first_lines(text: str) -> list[int]:
     """`first_line` of each block of the text."""
-    return [first_line(group) for group in groups(_outliner().parse(text))]
+    return [first_line(group) for group in groups(parser(has_inline=False).parse(text))]
 
 
-def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[TextPiece | TablePiece]:
+def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[Piece]:
     """The pieces of a block's tokens. highlighters: of the block's earlier code, in order; new ones are appended."""
     return list(_Walk(tokens, [] if highlighters is None else highlighters).blocks(0))
 
@@ -132,7 +122,7 @@ class _Walk:
         self._num_codes = 0
         self._at = 0
 
-    def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[TextPiece | TablePiece]:
+    def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[Piece]:
         """The pieces up to the closing token. depth: of the surrounding lists."""
         is_first = True
         while self._at < len(self._tokens):
@@ -145,7 +135,7 @@ class _Walk:
             is_first = False
             yield from self._block(token, depth)
 
-    def _block(self, token: Token, depth: int) -> Iterator[TextPiece | TablePiece]:
+    def _block(self, token: Token, depth: int) -> Iterator[Piece]:
         match token.type:
             case "inline":
                 yield TextPiece(inline(token))
@@ -162,7 +152,7 @@ class _Walk:
             case "blockquote_open":
                 bar = Content("▎ ").stylize(".quote")
                 for piece in self.blocks(depth):
-                    yield piece.indented(bar, bar)
+                    yield indented(piece, bar, bar)
             case "bullet_list_open" | "ordered_list_open":
                 yield from self._list(token, depth)
             case "table_open":
@@ -171,9 +161,11 @@ class _Walk:
                 if token.content:
                     yield TextPiece(Content(visible(token.content)))
 
-    def _list(self, token: Token, depth: int) -> Iterator[TextPiece | TablePiece]:
+    def _list(self, token: Token, depth: int) -> Iterator[Piece]:
         is_ordered = token.type == "ordered_list_open"
-        is_tight, is_first = _is_tight(self._tokens, self._at), True
+        first_paragraph = next((token for token in self._tokens[self._at :] if token.type == "paragraph_open"), None)
+        is_tight = first_paragraph is None or first_paragraph.hidden  # no blank lines between the items
+        is_first = True
         while self._at < len(self._tokens):
             item = self._tokens[self._at]
             self._at += 1
@@ -185,14 +177,14 @@ class _Walk:
                 yield TextPiece(Content())
             is_first = False
             for number, piece in enumerate(self.blocks(depth + 1, is_tight=is_tight)):
-                yield piece.indented(first if number == 0 else rest, rest)
+                yield indented(piece, first if number == 0 else rest, rest)
 
     def _code(self, token: Token) -> Iterator[TextPiece]:
         if self._num_codes == len(self._highlighters):
             self._highlighters.append(Highlighter())
         highlighter = self._highlighters[self._num_codes]
         self._num_codes += 1
-        language = token.info.split()[0] if token.info.split() else ""
+        language = (token.info.split() or [""])[0]
         margin = Content("  ")
         for line in highlighter.lines(visible(token.content.removesuffix("\n")), language):
             yield TextPiece(line, margin, margin, is_code=True)
@@ -207,12 +199,6 @@ class _Walk:
                 rows[-1].append(inline(token))
         self._at += 1
         return TablePiece(rows)
-
-
-def _is_tight(tokens: Sequence[Token], at: int) -> bool:
-    """Return whether there are no blank lines between a list's items: CommonMark then hides their paragraphs."""
-    paragraph = next((token for token in tokens[at:] if token.type == "paragraph_open"), None)
-    return paragraph is None or paragraph.hidden
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from localllm.history import History, LockedError, Session, history_file
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.dialogs import LineDialog
-from localllm.tui.widgets.key_bar import KeyBar
+from localllm.tui.widgets.bars import KeyBar
 from localllm.tui.widgets.message_view import MessageView
 from tests.history_support import said
 from tests.patience import PATIENCE_S

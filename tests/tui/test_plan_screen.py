@@ -30,7 +30,7 @@ from localllm.tui.app import ChatApp
 from localllm.tui.model_loader import serve
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanWish, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
-from localllm.tui.widgets.key_bar import KeyBar
+from localllm.tui.widgets.bars import KeyBar
 from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chatting, say, shown, texts, until
 

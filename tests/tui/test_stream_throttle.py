@@ -11,8 +11,8 @@ from textual._compositor import Compositor
 from localllm.chat.answer import Answer
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.runtime.engine_handle import RequestStream
-from localllm.tui import stream_throttle
-from localllm.tui.stream_throttle import StreamThrottle
+from localllm.tui import answer_worker
+from localllm.tui.answer_worker import StreamThrottle
 from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chatting, until
 
@@ -22,7 +22,7 @@ def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
     cost_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent_s = 5.0
-    monkeypatch.setattr(stream_throttle.time, "thread_time", lambda: spent_s)
+    monkeypatch.setattr(answer_worker.time, "thread_time", lambda: spent_s)
     throttle = StreamThrottle()
     throttle.drawn()
     spent_s += cost_s

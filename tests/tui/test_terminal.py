@@ -144,7 +144,7 @@ async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was
         await pilot.pause()
         assert app.theme == "nord"
         app.chat.take_command("/theme auto")
-        assert app.theme == "textual-dark"
+        await until(pilot, lambda: app.theme == "textual-dark")
     async with chatting(theme="nord") as (app, pilot):
         app.post_message(BackgroundReported(is_light=True))
         await pilot.pause()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from textual import getters, work
 from textual.app import ComposeResult
@@ -22,9 +22,9 @@ from localllm.settings import KV_FORMATS, Settings
 from localllm.tui import plan_charts as charts
 from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanDelayed, PlanFound, PlanRefused, PlanWish, PlanWorker
-from localllm.tui.widgets.key_bar import KeyBar
-from localllm.tui.widgets.notice import Activity, Notice
+from localllm.tui.widgets.bars import KeyBar
 from localllm.tui.widgets.slider import Slider, SliderStop
+from localllm.tui.widgets.status import Activity, Notice
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Planned
@@ -47,7 +47,6 @@ _KEYS = {
 class Chart(Widget):
     """Content drawn anew for each width; hidden where there is none."""
 
-    DEFAULT_CSS = "Chart { height: auto; width: 1fr; display: none; }"
     _draw: Callable[[int], Content] | None = None
 
     def show(self, draw: Callable[[int], Content] | None) -> None:
@@ -57,31 +56,14 @@ class Chart(Widget):
         self.refresh(layout=True)
 
     def render(self) -> Content:
-        return self._drawn(self.content_size.width)
+        columns = self.content_size.width
+        return Content() if self._draw is None or columns < 1 else self._draw(columns)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(self._drawn(width).wrap(width)) if width else 0
-
-    def _drawn(self, columns: int) -> Content:
-        return Content() if self._draw is None or columns < 1 else self._draw(columns)
+        return 0 if self._draw is None or width < 1 else len(self._draw(width).wrap(width))
 
 
 class PlanScreen(Screen[None]):
-    CSS = """
-    PlanScreen {
-        & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
-        & > #body { height: 1fr; layout: vertical; }
-        & #wishes { height: auto; max-height: 70%; }
-        & #sliders { height: auto; padding: 0 1; border-bottom: solid $border-blurred; }
-        & #predicted, & #changed { padding: 0 1; }
-        & #picture { height: 1fr; padding: 0 1; border-top: solid $border-blurred; }
-        & #picture Chart { margin: 0 0 1 0; }
-        &.-stale #predicted, &.-stale #changed, &.-stale #picture { text-opacity: 50%; }
-        &.-wide #body { layout: horizontal; }
-        &.-wide #wishes { width: 2fr; max-width: 90; height: 1fr; max-height: 100%; }
-        &.-wide #picture { width: 3fr; border-top: none; border-left: solid $border-blurred; }
-    }
-    """
     BINDINGS = [
         Binding("up", "choose(-1)", "the setting above", id="plan.up"),
         Binding("down", "choose(1)", "the setting below", id="plan.down"),
@@ -125,7 +107,6 @@ class PlanScreen(Screen[None]):
 
     @property
     def sliders(self) -> dict[str, Slider]:
-        """The sliders by their setting."""
         return {slider.key: slider for slider in self.query(Slider)}
 
     @property
@@ -133,11 +114,13 @@ class PlanScreen(Screen[None]):
         """The settings of the sliders that differ from what runs."""
         moved = {key: slider.value for key, slider in self.sliders.items() if slider.is_moved}
         goal = moved.pop("goal", AS_IT_RUNS.goal)
-        return PlanWish({key: _as_in_a_file(key, value) for key, value in moved.items()}, goal)
+        for cap in ("ram", "vram"):
+            if moved.get(cap) is not None:
+                moved[cap] = f"{moved[cap] >> 20}MiB"  # as in a file
+        return PlanWish(moved, goal)
 
     @property
     def planned(self) -> Planned | None:
-        """The plan that is shown."""
         return None if self._shown is None else self._shown.planned
 
     @property
@@ -203,7 +186,6 @@ class PlanScreen(Screen[None]):
             self.query_one(f"#{name}", Chart).show(draw)
 
     def _notes(self, found: PlanFound) -> Iterator[Content]:
-        """Notes on a plan before it is applied."""
         plan, usage = found.planned.plan, self._chat.usage
         assert plan is not None
         if usage is not None and usage.used >= plan.ctx:
@@ -295,7 +277,3 @@ def _caps(most_bytes: int) -> Iterator[int]:
     while power <= most_bytes:
         yield from (cap for cap in (power, power * 3 // 2) if cap <= most_bytes)
         power *= 2
-
-
-def _as_in_a_file(key: str, value: Any) -> Any:
-    return f"{value >> 20}MiB" if key in ("ram", "vram") and value is not None else value

@@ -14,8 +14,8 @@ from textual.widget import Widget
 
 from localllm.chat.text import format_seconds, one_line, visible
 from localllm.config import format_bytes
-from localllm.tui.bars import bar, fitting
 from localllm.tui.download_worker import Download
+from localllm.tui.widgets.bars import bar, fitting
 
 _BAR = 20  # columns
 
@@ -23,7 +23,6 @@ _BAR = 20  # columns
 class DownloadView(Widget):
     """Two lines: the whole download, and its current file."""
 
-    DEFAULT_CSS = "DownloadView { height: 2; padding: 0 1; link-style: underline; link-color: $text-accent; }"
     download: reactive[Download] = reactive(Download("", "pull"))
 
     @dataclass
@@ -86,8 +85,6 @@ class DownloadView(Widget):
 
 class DownloadList(VerticalScroll, can_focus=False):
     """All downloads; hidden where there are none."""
-
-    DEFAULT_CSS = "DownloadList { height: auto; max-height: 7; border-top: solid $border-blurred; display: none; }"
 
     def show(self, downloads: Sequence[Download]) -> None:
         views = list(self.query(DownloadView))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,6 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.message import Message
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -78,7 +77,6 @@ def _state(line: ModelLine) -> Content:
 
 
 def about_bytes(row: ModelRow) -> int | None:
-    """The estimated size of a model that is not here, or None."""
     return None if row.parameters is None else int(row.parameters * 1e9 * _CHECKPOINT_BYTES)
 
 
@@ -87,10 +85,6 @@ def _size(line: ModelLine) -> Content:
     if here or (about := about_bytes(line.row)) is None:
         return Content(format_bytes(here) if here else "")
     return Content.styled(f"~{format_bytes(about)}", "$foreground-muted")
-
-
-def _packed(line: ModelLine) -> Content:
-    return Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
 
 
 def _verdict(line: ModelLine, *, is_short: bool = False) -> Content:
@@ -105,7 +99,9 @@ _STATE = _Column("state", 2, _state, len("pulling 99%"))
 _SIZE = _Column("size", 3, _size)
 _VERDICT = _Column("on this machine", 1, _verdict, len("fits with offload, about 0.12 tok/s"))
 _SHORT_VERDICT = _Column("on this machine", 1, partial(_verdict, is_short=True), len("fits, offload ~0.12 tok/s"))
-_PACKED = _Column("packed", 4, _packed)
+_PACKED = _Column(
+    "packed", 4, lambda line: Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
+)
 _ROOMY = (_NAME, _STATE, _SIZE, _VERDICT, _PACKED)
 _NARROW = (_NAME, _STATE, _SIZE, _SHORT_VERDICT, _PACKED)
 
@@ -113,22 +109,9 @@ _NARROW = (_NAME, _STATE, _SIZE, _SHORT_VERDICT, _PACKED)
 class ModelTable(OptionList):
     """A click highlights a line; a second one, or enter, chooses it."""
 
-    DEFAULT_CSS = """
-    ModelTable {
-        height: 1fr; background: $background; scrollbar-gutter: stable;
-        &.-textual-compact { padding: 0 1; }
-        &:focus { background-tint: $foreground 0%; }
-    }
-    """
-
-    @dataclass
-    class Arranged(Message):
-        """header: the titles of the visible columns."""
-
-        header: Content
-
     def __init__(self) -> None:
         super().__init__(markup=False, compact=True)
+        self.header = Static("", id="header", markup=False)  # the titles of the visible columns
         self._every: list[ModelLine] = []
         self._shown: list[ModelLine] = []
         self._words = ""
@@ -137,7 +120,6 @@ class ModelTable(OptionList):
 
     @property
     def line(self) -> ModelLine | None:
-        """The highlighted line."""
         at = self.highlighted
         return self._shown[at] if at is not None and at < len(self._shown) else None
 
@@ -152,7 +134,6 @@ class ModelTable(OptionList):
         self._redraw()
 
     def change(self, line: ModelLine) -> None:
-        """Replace the line of one model."""
         self._every = [line if other.name == line.name else other for other in self._every]
         for index, other in enumerate(self._shown):
             if other.name == line.name and other != line:
@@ -187,7 +168,7 @@ class ModelTable(OptionList):
         names = [line.name for line in self._shown]
         self.highlighted = (names.index(name) if name in names else 0) if names else None
         titles = [Content(column.title).truncate(width, pad=True) for column, width in self._columns]
-        self.post_message(self.Arranged(Content(_GAP).join(titles)))
+        self.header.update(Content(_GAP).join(titles))
 
     def watch_highlighted(self, highlighted: int | None) -> None:
         before, self._marked = self._marked, highlighted
@@ -233,8 +214,6 @@ _LABEL = 16  # columns; "attention heads" has room
 class ModelDetails(VerticalScroll, can_focus=False):
     """Facts about the model named `model`."""
 
-    DEFAULT_CSS = "ModelDetails { padding: 0 1; border-left: solid $border-blurred; display: none; }"
-
     def __init__(self) -> None:
         super().__init__()
         self.model = ""
@@ -256,13 +235,10 @@ class ModelDetails(VerticalScroll, can_focus=False):
         self._redraw()
 
     def _redraw(self) -> None:
-        columns = self.scrollable_content_region.width
-        lines = (line for label, text in self._facts for line in _lines(label, text, columns))
+        columns = max(10, self.scrollable_content_region.width - _LABEL)
+        lines = [
+            Content.styled(f"{'' if number else label:<{_LABEL}}", "$foreground-muted") + Content(piece)
+            for label, text in self._facts
+            for number, piece in enumerate(textwrap.wrap(visible(one_line(text)), columns) or [""])
+        ]
         self.query_one(Static).update(Content("\n").join(lines))
-
-
-def _lines(label: str, text: str, columns: int) -> Iterator[Content]:
-    """The text wrapped beside its label."""
-    for piece in textwrap.wrap(visible(one_line(text)), max(10, columns - _LABEL)) or [""]:
-        yield Content.styled(f"{label:<{_LABEL}}", "$foreground-muted") + Content(piece)
-        label = ""

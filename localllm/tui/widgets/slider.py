@@ -29,13 +29,6 @@ class SliderStop:
 class Slider(Widget, can_focus=True):
     """Words side by side, or a track with a knob."""
 
-    DEFAULT_CSS = """
-    Slider {
-        height: 1; color: $text-muted;
-        &:focus { background: $boost; color: $foreground; }
-        &.-moved { color: $foreground; }
-    }
-    """
     index: reactive[int] = reactive(0)
 
     @dataclass
@@ -61,7 +54,6 @@ class Slider(Widget, can_focus=True):
         return self.index != self._at_first
 
     def move(self, step: int) -> None:
-        """Move by `step` stops, as far as there are any."""
         self._go(self.index + step)
 
     def reset(self) -> None:
@@ -95,7 +87,6 @@ class Slider(Widget, can_focus=True):
 
     @property
     def _columns(self) -> int:
-        """The width of the track."""
         return max(2, min(_MOST_TRACK, self.content_size.width - _LABEL - _VALUE))
 
     def _column_of(self, index: int) -> int:
