@@ -1,15 +1,14 @@
 """One NVIDIA GPU by our kernels, and under caps of its memory by offloading: in 8 minutes, nothing fetched.
 
-    python -m benchmarks.gpu [--out DIR] [--seconds 450] [--parts kernels products ...] [--caps 8 12 24]
+    python -m benchmarks.gpu [--out DIR] [--seconds 450] [--parts products model ...] [--caps 8 12 24]
     python -m benchmarks.gpu --device cpu --small
 
-kernels: each beside its reference. products: the matrices of four models beside a copy of their bytes, torch's INT4
-operator and bf16. model: llama-3.1-8b in INT4, all on the card, beside a plain loop in torch. profile: a step of it,
-kernel by kernel. speculation: drafts that are right as often as is asked for, and drafts that are all wrong. texts:
-whether every placement of blocks writes the same. caps: for each a model of 1.5 times its size, of random weights and
-made in memory, in bf16 and in INT4: blocks copied in every step beside the plain pinned copy, the plan beside copying
-alone and the CPU alone and beside accelerate, the peak of the card's memory beside the cap and the ledger, predictions
-beside what was measured.
+products: the matrices of four models beside a copy of their bytes, torch's INT4 operator and bf16. model: llama-3.1-8b
+in INT4, all on the card, beside a plain loop in torch. speculation: drafts that are right as often as is asked for, and
+drafts that are all wrong. texts: whether every placement of blocks writes the same. caps: for each a model of 1.5 times
+its size, of random weights and made in memory, in bf16 and in INT4: blocks copied in every step beside the plain pinned
+copy, the plan beside copying alone and the CPU alone and beside accelerate, the peak of the card's memory beside the
+cap and the ledger, predictions beside what was measured.
 
 The sides are processes that take turns. A part that fails or has no time left is one line, and the rest goes on.
 With --device cpu a CPU stands in for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or
@@ -47,11 +46,8 @@ SHARE_OF_CAP = 1.5
 _CAPS_GB = (8, 12, 24)
 _SMALL_CAP_BYTES = 40 * 10**6
 _TEXT_TOKENS = {False: (48, 200), True: (12, 32)}  # of each placement, and of the one that is written twice
-_PROFILED = {False: (512, "int8"), True: (70, "int8")}  # depth, keys and values
 # Shares of the time; that of a cap, and of each GB of it.
-_SHARES = {
-    "machine": 4.0, "kernels": 4.0, "products": 5.0, "model": 8.0, "profile": 2.5, "speculation": 3.0, "texts": 1.0,
-}  # fmt: skip
+_SHARES = {"machine": 4.0, "products": 5.0, "model": 8.0, "speculation": 3.0, "texts": 1.0}
 _CAP, _CAP_GB = 1.5, 1 / 16
 PARTS = (*_SHARES, "caps")
 
@@ -124,25 +120,13 @@ class Parts:
             self._report.machine |= worker.call("machine", device=self._device, weights=list(FORMATS))
         print("\n".join(gpu_table.machine_lines(self._report.machine)), flush=True)
 
-    def kernels(self, seconds: float) -> None:
-        with processes(seconds + 5, "gpu_kernels kernels", interprets=self._is_small) as (worker,):
-            found = worker.call("check", device=self._device, seconds=seconds)
-        self._found("kernels", found, gpu_table.kernel_rows(found))
-
     def products(self, seconds: float) -> None:
-        with processes(seconds, "gpu_kernels products", interprets=self._is_small) as (worker,):
+        with processes(seconds, "gpu_kernels", interprets=self._is_small) as (worker,):
             product_turns(worker, self._run(seconds), self._report.found.setdefault("products", {}))
 
     def model(self, seconds: float) -> None:
         with processes(seconds + 5, "gpu_worker model", "gpu_peers loop", interprets=self._is_small) as (ours, theirs):
             ModelTurns(ours, theirs, self._run(seconds), self._report.found.setdefault("model", {})).measure()
-
-    def profile(self, seconds: float) -> None:
-        depth, kv = _PROFILED[self._is_small]
-        options = {"depth": depth, "kv": kv, "rounds": self._rounds, "small": self._is_small}
-        with processes(seconds, "gpu_kernels profile", interprets=self._is_small) as (worker,):
-            found = worker.call("step", device=self._device, **options)
-        self._found("profile", found, gpu_table.profile_rows(found))
 
     def speculation(self, seconds: float) -> None:
         options = {"seconds": 0.8 * seconds, "rounds": self._rounds, "small": self._is_small}

@@ -118,39 +118,6 @@ def machine_lines(found: Found) -> list[str]:
     return lines
 
 
-def kernel_rows(found: Found) -> list[Row]:
-    """One row for each family: the error that is closest to its tolerance."""
-    rows = []
-    for family, each in found["families"].items():
-        error, tolerance = each["error"], each["tolerance"]
-        note = "; ".join([f"{each['cases']} cases, closest: {each['closest']}", *each["wrong"]])
-        figure, beside = (None, None) if error is None else (_one(error), _one(tolerance))
-        ratio = _one(error / tolerance) if error is not None and tolerance else None
-        what, is_met = f"{family}, error beside its tolerance", not each["wrong"]
-        rows.append(Row("kernels", what, figure, beside, ratio, "all right", is_met, note))
-    if found["ended"]:
-        rows.append(Row("kernels", "not all of them", is_met=False, note=found["ended"]))
-    return rows
-
-
-def profile_rows(found: Found) -> list[Row]:
-    """One row for each kind of launch by its time, beside the time of its bytes at the device's copy bandwidth."""
-    kinds = sorted(found["kinds"].items(), key=lambda kind: -spread(kind[1]["seconds"]).median)
-    step_s = found["step_s"]
-    sums = [sum(turn) for turn in zip(*(each["seconds"] for _, each in kinds), strict=True)]
-    rest = spread([1e6 * (whole - kernels) for whole, kernels in zip(step_s, sums, strict=True)])
-    what = f"a step behind {found['depth']} tokens, {found['kv']} keys and values, us, beside the kernels' sum"
-    note = f"torch's own copies, tables and gaps: {rest} us"
-    rows = [compared("profile", what, step_s, sums, scale=1e6, note=note)]
-    for kind, each in kinds:
-        floors = [each["num_bytes"] / gbs / 1e9 for gbs in found["copy_gbs"]]
-        share = spread(each["seconds"]).median / spread(step_s).median
-        note = f"{each['launches']} launches, {each['num_bytes'] / 1e6:.3g} MB, {share:.0%} of a step"
-        what = f"{kind}, us a step, beside its bytes'"
-        rows.append(compared("profile", what, each["seconds"], floors, scale=1e6, note=note))
-    return rows
-
-
 def speculation_rows(found: Sequence[Found]) -> list[Row]:
     """An oracle's drafts beside the formula, and drafts that are all wrong beside plain decoding."""
     rows = []
@@ -206,19 +173,6 @@ def product_rows(model: str, found: Mapping[str, Found]) -> list[Row]:
     ]
     skipped = sorted({f"no {side}: {why}" for each in found.values() for side, why in each["skipped"].items()})
     return [rows[0].noted("; ".join(skipped)), *rows[1:]]
-
-
-def sweep_row(found: Found) -> Row:
-    medians = {shape: spread(values).median for shape, values in found["seconds"].items()}
-    best = min(medians, key=lambda shape: medians[shape])
-    own = found["seconds"].get(found["own"])
-    what = f"gemm of {found['shape'][0]} x {found['shape'][1]}, 16 rows, us, beside the best of {len(medians)} shapes"
-    note = f"chosen: {found['own']}; best: {best}"
-    if found["skipped"]:
-        note += f"; {len(found['skipped'])} shapes not tried"
-    if own is None:
-        return Row("products", what, note=f"{note}; the chosen one failed: {found['skipped'].get(found['own'])}")
-    return compared("products", what, own, found["seconds"][best], scale=1e6, note=note)
 
 
 def _total_s(layer: Sequence[Found], side: str) -> list[float]:
@@ -384,7 +338,3 @@ def _prediction(name: str, rounds: Sequence[Found], rates: Rates, facts: Found, 
     note += f"{peak['predicted_ttft_s']:.3g} s predicted, {peak['ttft_s']:.3g} s"
     what = "predicted tok/s beside the measured"
     return compared(name, what, predicted, rates.get("found"), within=0.2, note=note)
-
-
-def _one(value: float) -> Spread:
-    return Spread(value, value, value)

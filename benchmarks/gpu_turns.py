@@ -50,8 +50,6 @@ class Run:
 _MODELS = (MODEL, "mistral-7b", "qwen3-14b", "llama-3.3-70b")
 _FEW_OF_OTHERS = (1, 4, 16, 64)  # of the models without targets
 _SMALL_FEW, _SMALL_MANY, _SMALL_SHAPE = (1, 16), (128,), (16, 64)
-_SWEPT = ("gate_up_proj", "down_proj")
-_SWEEP_SHARE = 0.2  # of the time, for each
 
 _Key = tuple[int, int, str]
 
@@ -62,7 +60,7 @@ def product_turns(worker: Worker, run: Run, found: Found) -> None:
     many = _SMALL_MANY if run.is_small else MANY
     measured: dict[_Key, Found] = {}
     took = 0.0  # by the last one: the first compiles for all
-    found |= {"matrices": [], "sweeps": [], "models": {name: list(own) for name, own in models.items()}}
+    found |= {"matrices": [], "models": {name: list(own) for name, own in models.items()}}
     for name, own in models.items():
         few = _SMALL_FEW if run.is_small else FEW if name == MODEL else _FEW_OF_OTHERS
         for key in own.values():
@@ -77,21 +75,6 @@ def product_turns(worker: Worker, run: Run, found: Found) -> None:
             found["matrices"].append(measured[key])
             took = time.monotonic() - started if len(measured) > 1 else 0.0
         run.add(gpu_table.product_rows(name, {matrix: measured[key] for matrix, key in own.items()}))
-        if name == MODEL:
-            for matrix in _SWEPT:
-                if matrix in own:
-                    _sweep(worker, run, own[matrix][:2], found["sweeps"])
-
-
-def _sweep(worker: Worker, run: Run, shape: Sequence[int], sweeps: list[Found]) -> None:
-    options = {"shape": list(shape), "rounds": run.rounds, "seconds": _SWEEP_SHARE * run.left_s}
-    try:
-        sweeps.append(worker.call("sweep", device=run.device, **options))
-    except UnavailableError as error:
-        what = f"gemm of {shape[0]} x {shape[1]} in other shapes"
-        run.add([Row("products", what, note=f"not measured: {error}")])
-    else:
-        run.add([gpu_table.sweep_row(sweeps[-1])])
 
 
 def _matrices(name: str) -> dict[str, _Key]:

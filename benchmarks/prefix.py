@@ -1,50 +1,31 @@
-"""The cost of a prompt whose beginning was computed before: `python -m benchmarks.prefix [--part reuse|decode]`.
+"""The cost of a prompt whose beginning was computed before: `python -m benchmarks.prefix`.
 
-`reuse`: a 1.1B model (random INT4 weights, which cost what trained ones do) reads 4,096 tokens; then the next turn of
-that chat, the same with its last message edited, and the next turn after the engine was loaded anew and the page cache
-has dropped the files of pages; each beside the cold time to the first token of a prompt as long. What is loaded goes to
-memory that the process has not used yet: it stands beside O_DIRECT reads of the same files into as much fresh memory
-("disk") and into memory that is used again and again ("disk, used memory"): a virtual machine may fetch memory from its
-host at 0.4 GB/s, which no reader of a file can help.
-`decode`: one token behind 128 and behind 8,192 others, in every KV format, beside bf16. Rounds take turns; medians with
+A 1.1B model (random INT4 weights, which cost what trained ones do) reads 4,096 tokens; then the next turn of that chat,
+the same with its last message edited, and the next turn after the engine was loaded anew and the page cache has dropped
+the files of pages; each beside the cold time to the first token of a prompt as long. What is loaded stands beside
+O_DIRECT reads of the same files. `localllm bench` has the decoding in every KV format. Rounds take turns; medians with
 their lowest and highest. Results go to benchmarks/results/prefix.json.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import itertools
-import mmap
-import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from benchmarks.measure import RESULTS, drop_from_cache, interleaved, machine, paired, parser, save, spread
-from localllm.bench.depth import Depth
-from localllm.bench.random_blocks import RandomBlocks
-from localllm.bench.random_model import random_model, word_tokenizer
-from localllm.bench.target import BenchmarkTarget
-from localllm.bench.workload import Workload
-from localllm.cache.kv_format import KV_FORMATS
-from localllm.cache.page_readers import READERS
+from benchmarks.measure import RESULTS, drop_from_cache, machine, paired, parser, save, spread
+from localllm.bench.random_model import random_model
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
-from localllm.engine.prefix_config import NO_REUSE, KVReuse
+from localllm.engine.prefix_config import KVReuse
 from localllm.engine.request import SamplingParams
 from localllm.hub import ModelFiles
 from localllm.models.families import parse_config
-from localllm.models.load import load_decoder
 from localllm.models.shapes import Shape, find_shape
 from localllm.offload.planner.disk_speed import files_read_gbs
 from localllm.quant.recipe import RECIPES
@@ -52,28 +33,19 @@ from localllm.settings import EngineConfig
 
 NAME = "tinyllama-1.1b"
 SHARED_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 4096, 48, 32
-DEPTHS = (128, 8192)
-GEN_TOKENS = 32
 LONGEST = 1 << 15
 _FLUSH_S = 60.0
-_BLOCK_BYTES, _HUGE_BYTES = 4096, 2 << 20
 _RESTARTS = 3  # a round: their rates differ most
 
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--part", choices=("reuse", "decode"), action="append")
     arguments.add_argument("--shared-tokens", type=int, default=SHARED_TOKENS)
     arguments.add_argument("--shape", default=NAME)
-    arguments.add_argument("--depth", type=int, action="append", help="of `decode`; may be repeated")
     arguments.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
     options = arguments.parse_args()
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "reuse": lambda: reuse(options.shape, options.rounds, options.shared_tokens),
-        "decode": lambda: decode(options.shape, options.rounds, options.depth or DEPTHS),
-    }
-    chosen = options.part or list(parts)
-    result = {"machine": machine(), "shape": options.shape, **{part: parts[part]() for part in chosen}}
+    found = reuse(options.shape, options.rounds, options.shared_tokens)
+    result = {"machine": machine(), "shape": options.shape, "reuse": found}
     print(f"wrote {save('prefix', result, options.save)}")
 
 
@@ -92,13 +64,12 @@ def reuse(name: str, rounds: int, shared_tokens: int) -> dict[str, Any]:
         chat.engine.close()
     figures = {key: [turn.seconds[key] for turn in turns] for key in turns[0].seconds}
     loads = zip(*(load for turn in turns for load in turn.loads), strict=True)
-    rates = dict(zip(("load_gbs", "disk_gbs", "disk_used_memory_gbs"), map(list, loads), strict=True))
+    rates = dict(zip(("load_gbs", "disk_gbs"), map(list, loads), strict=True))
     result: dict[str, Any] = {"shared_tokens": shared_tokens, **{key: spread(each) for key, each in figures.items()}}
     shares = {
         **{f"{warm}_of_cold": paired(figures[f"{warm}_s"], figures["cold_s"])
            for warm in ("next_turn", "edited", "restarted")},
         "load_of_disk": paired(rates["load_gbs"], rates["disk_gbs"]),
-        "load_of_disk_used_memory": paired(rates["load_gbs"], rates["disk_used_memory_gbs"]),
     }  # fmt: skip
     result |= {**shares, **{key: spread(each) for key, each in rates.items()}}
     for key in ("cold_s", *shares, *rates):
@@ -110,11 +81,11 @@ def reuse(name: str, rounds: int, shared_tokens: int) -> dict[str, Any]:
 class Turn:
     """seconds: to first tokens, and how many tokens were not computed.
 
-    loads: of every restart, in 1e9 bytes a second: of the pages, of the disk into fresh memory, and into used memory.
+    loads: of every restart, in 1e9 bytes a second: of the pages, and of the disk.
     """
 
     seconds: dict[str, float]
-    loads: list[tuple[float, float, float]]
+    loads: list[tuple[float, float]]
 
 
 class Chat:
@@ -156,18 +127,17 @@ class Chat:
         }
         return Turn(seconds, [load for _, _, load in restarts])
 
-    def _restart(self, paths: Sequence[Path], token_ids: list[int]) -> tuple[float, int, tuple[float, float, float]]:
+    def _restart(self, paths: Sequence[Path], token_ids: list[int]) -> tuple[float, int, tuple[float, float]]:
         """Seconds to the first token of a new engine, how many tokens were not computed, and the rates."""
         self.engine.close()
         drop_from_cache(paths)
-        used_gbs = files_read_gbs(paths)
+        disk_gbs = files_read_gbs(paths)
         self.engine = self._load()
         first_s, cached, _ = self._ask(token_ids)
         prefix = self.engine.prefix
         assert prefix is not None and prefix.disk is not None and prefix.disk.flush(_FLUSH_S)
         load_gbs = prefix.counts.disk_bytes / prefix.counts.disk_s / 1e9
-        drop_from_cache(paths)
-        return first_s, cached, (load_gbs, fresh_read_gbs(paths), used_gbs)
+        return first_s, cached, (load_gbs, disk_gbs)
 
     def _ask(self, token_ids: list[int]) -> tuple[float, int, list[int]]:
         """Seconds to the first token, how many tokens were not computed, and the answer."""
@@ -187,56 +157,6 @@ class Chat:
     def _ids(self, count: int, seed: int) -> list[int]:
         choose = random.Random(f"{seed}")  # a number and its negative are one seed
         return [choose.randrange(3, self._vocab_size) for _ in range(count)]
-
-
-def decode(name: str, rounds: int, depths: Sequence[int]) -> dict[str, Any]:
-    shape, recipe = long_shape(name), RECIPES["int4-g64"]
-    workload = Workload(64, GEN_TOKENS, tuple(depths), rounds)
-    decoder = load_decoder(RandomBlocks(recipe), shape.config, recipe, dtype=torch.bfloat16, device=torch.device("cpu"))
-    tokenizer = word_tokenizer(shape.config.vocab_size)
-    measured: dict[str, Callable[[], float]] = {}
-    for kv in KV_FORMATS:
-        engine = Engine(decoder, tokenizer, ctx=workload.ctx, kv=kv, reuse=NO_REUSE)
-        target = BenchmarkTarget(name, recipe.name, engine, has_random_weights=True)
-        for depth in depths:
-            measured[f"{kv} behind {depth}"] = partial(lambda at: at.decode()[0], Depth(target, depth, workload))
-    speeds = interleaved(measured, rounds)
-    result: dict[str, Any] = {key: spread(values) for key, values in speeds.items()}
-    deep, shallow = max(depths), min(depths)
-    for kv in KV_FORMATS:
-        own = speeds[f"{kv} behind {deep}"]
-        result[f"{kv} of bf16"] = paired(own, speeds[f"bf16 behind {deep}"])
-        result[f"{kv} deep of shallow"] = paired(own, speeds[f"{kv} behind {shallow}"])
-    for key, value in result.items():
-        print(f"{key}: {value}")
-    return result
-
-
-def fresh_read_gbs(paths: Sequence[Path]) -> float:
-    """Read these files past the page cache into memory that nobody has used yet."""
-    sizes = [path.stat().st_size // _BLOCK_BYTES * _BLOCK_BYTES for path in paths]
-    memory = _huge_pages(sum(sizes))
-    places = [memory[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-
-    def read(path: Path, place: memoryview) -> int:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        try:
-            return os.preadv(descriptor, [place], 0)
-        finally:
-            os.close(descriptor)
-
-    started = time.perf_counter()
-    with ThreadPoolExecutor(READERS) as pool:
-        num_bytes = sum(pool.map(read, paths, places))
-    return num_bytes / (time.perf_counter() - started) / 1e9
-
-
-def _huge_pages(num_bytes: int) -> memoryview:
-    region = mmap.mmap(-1, num_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    begin = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % _HUGE_BYTES
-    return memoryview(region)[begin : begin + num_bytes]
 
 
 if __name__ == "__main__":

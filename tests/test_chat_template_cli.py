@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from localllm.chat.context import text_of
-from localllm.server.tools.prompts import prompt_of
+from localllm.server.tools.output_format import prompt_of
 from localllm.server.tools.tool_formats import GENERIC
 from localllm.server.tools.toolset import Tool, call_of, toolset
 from localllm.text.chat_template import ChatTemplate

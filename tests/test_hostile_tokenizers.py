@@ -142,6 +142,14 @@ BOMBS: dict[str, Data] = {
     "a dropout of -1": model(dropout=-1.0),
     "an id of 2^31": model(vocab={"a": 1 << 31}, merges=[]),
     "50 MB": filled(b"", b" ", 50_000_000, b""),
+    "empty": b"",
+    "cut": b'{"version": "1.0", "model": {"type": "BPE", "vo',
+    "another type": b"[1, 2]",
+    "deep": b"[" * 1_000_000,
+    "unknown model": model(type="Magic"),
+    "an id of 2^32": model(vocab={"a": (1 << 32) - 1}, merges=[]),
+    "a merge of nothing": model(vocab={"a": 0}, merges=[["a", "b"]]),
+    "no token": model(vocab={}, merges=[]),
 }
 CONFIGS: dict[str, Data] = {
     "objects": filled(b'{"a": [', b'{"a":1},', 1_800_000, b"{}]}"),
@@ -173,12 +181,17 @@ MERGES: dict[str, Data] = {
     "47 MB of ends of lines": filled(b"", b"\n", 47 << 20, b""),
     "an unknown part": b"a b\n",
     "one part": b"a\n",
-    "not UTF-8": b"\xff\xff\n",
 }
 HOSTILE = {f"tokenizer.json: {name}": {"tokenizer.json": data} for name, data in BOMBS.items()}
 HOSTILE |= {
     f"tokenizer_config.json: {name}": {"tokenizer.json": serialized(), "tokenizer_config.json": data}
     for name, data in CONFIGS.items()
+}
+TWO_FILES: dict[str, Data] = {"vocab.json": b'{"a": 0, "b": 1}', "merges.txt": b"#version: 0.2\n"}
+HOSTILE |= {
+    f"{name}: {data!r}": {**TWO_FILES, name: data}
+    for name in (*TWO_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    for data in (b"\xff\xfe", b"{", b"[]", b"q q q")
 }
 HOSTILE |= {f"vocab.json: {name}": {"vocab.json": data, "merges.txt": b""} for name, data in VOCABULARIES.items()}
 HOSTILE |= {

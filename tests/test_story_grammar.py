@@ -34,10 +34,6 @@ def test_the_article_follows_the_sound(phrase: str, expected: str) -> None:
     assert with_article(phrase) == expected
 
 
-def test_there_are_at_least_25_plots_with_different_names() -> None:
-    assert len({plot.name for plot in PLOTS}) == len(PLOTS) >= 25
-
-
 @pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.name)
 def test_a_tale_names_every_role_of_its_plot(plot) -> None:
     text = Teller().tell(random.Random(3), plot, CAST).text

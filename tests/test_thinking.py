@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from localllm.chat.dialogue import Dialogue
-from localllm.chat.export import export_chat
 from localllm.chat.harmony import HarmonySplitter
+from localllm.chat.recorder import export_chat
 from localllm.chat.thoughts import Thinking, effort_variables
 from localllm.config import load_settings
 from localllm.errors import UsageError

@@ -199,39 +199,6 @@ def test_a_megabyte_takes_less_than_two_seconds(shared_data: Locate, qwen: Token
     assert time.process_time() - start < 2
 
 
-BROKEN = {
-    "empty": "",
-    "cut": '{"version": "1.0", "model": {"type": "BPE", "vo',
-    "another type": "[1, 2]",
-    "deep": "[" * 1_000_000,
-    "unknown model": '{"version":"1.0","added_tokens":[],"model":{"type":"Magic"}}',
-    "an id of 2^32": '{"version":"1.0","added_tokens":[],"model":{"type":"BPE","vocab":{"a":4294967295},"merges":[]}}',
-    "a merge of nothing": '{"added_tokens":[],"model":{"type":"BPE","vocab":{"a":0},"merges":[["a","b"]]}}',
-    "no token": '{"version":"1.0","added_tokens":[],"model":{"type":"BPE","vocab":{},"merges":[]}}',
-}
-
-
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_tokenizer_json_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(TokenizerError, match=str(tmp_path)) as caught:
-        Tokenizer.load(tmp_path)
-    assert caught.value.why
-    assert caught.value.fix
-
-
-@pytest.mark.parametrize(
-    "name", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
-)
-@pytest.mark.parametrize("data", [b"\xff\xfe", b"{", b"[]", b"q q q"])
-def test_a_broken_file_beside_the_vocabulary_is_an_error(tmp_path: Path, name: str, data: bytes) -> None:
-    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(TokenizerError, match=name.split(".")[0]):
-        Tokenizer.load(tmp_path)
-
-
 def test_a_file_of_many_gigabytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(1 << 40)

@@ -14,9 +14,9 @@ from itertools import chain, groupby, product
 from pathlib import Path
 from typing import Any
 
-from localllm.server import anthropic, ollama, openai, openapi, system_routes
+from localllm.server import anthropic, ollama, openai, system_routes
 from localllm.server.bodies import NO_EFFECT, Body
-from localllm.server.endpoint import Endpoint
+from localllm.server.endpoint import OPENAPI_PATH, Endpoint
 from tests.server.claims import Claim, all_claims, requirements
 
 Schema = Mapping[str, Any]
@@ -29,7 +29,7 @@ DIALECTS: Mapping[str, Sequence[Endpoint]] = {
     "Ollama's": ollama.ENDPOINTS,
     "llama.cpp's, and others": system_routes.ENDPOINTS,
 }
-_DOCUMENT = f"| GET | `{openapi.PATH}` | All of these, as OpenAPI has them | |"
+_DOCUMENT = f"| GET | `{OPENAPI_PATH}` | All of these, as OpenAPI has them | |"
 _WIDTH = 120
 _MOST_VALUES = 3  # shown of a field that is refused but for them
 _SHORT = 100  # characters that may be said again

@@ -13,7 +13,9 @@ import argparse
 import json
 import math
 import random
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,14 +23,27 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from tale_texts import load_tales, rare_nouns
-from tiny_data import IGNORED, Mixture, RowMaker, load_or_train_tokenizer, make_conversations
-from tiny_export import export
-from tiny_hints import hint_loss
-from tiny_measure import format_report, held_out_report, quick_loss
-from tiny_model import TinyConfig, TinyLM, dropped_blocks
+from tiny_data import (
+    END_OF_TEXT,
+    IGNORED,
+    IM_END,
+    IM_START,
+    Mixture,
+    RowMaker,
+    load_or_train_tokenizer,
+    make_conversations,
+    special_ids,
+)
+from tiny_model import TinyConfig, TinyLM, dropped_blocks, hint_loss, middle_blocks
+from tokenizers import Tokenizer
 from torch import Tensor
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 SAMPLING: dict[str, object] = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
 
 
@@ -176,6 +191,140 @@ class Trainer:
                 self.seconds += time.monotonic() - start
                 self.save()
                 saved_at = self.seconds
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Mean loss in nats per token, and the perplexities that follow from it."""
+
+    blocks_skipped: int
+    loss: float
+    per_token: float
+    per_byte: float
+    per_word: float
+
+
+@torch.no_grad()
+def window_loss(model: TinyLM, windows: Tensor, skipped: frozenset[int] = frozenset(), batch: int = 4) -> float:
+    """Mean loss over windows [N, T + 1]: every window is read from its first token, without earlier context."""
+    total, count = 0.0, 0
+    for part in torch.split(windows, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model.logits(part[:, :-1], skipped)
+        total += float(F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+        count += part[:, 1:].numel()
+    return total / count
+
+
+def cut(tokens: Tensor, length: int) -> Tensor:
+    """Windows [N, length + 1] that share their border tokens, so that each token but the first is predicted once."""
+    count = (len(tokens) - 1) // length
+    return torch.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)])
+
+
+def quick_loss(model: TinyLM, tokens: Tensor, length: int = 512, num_windows: int = 48) -> float:
+    """A loss good enough for a curve: windows spread over the book."""
+    windows = cut(tokens, length)
+    return window_loss(model, windows[:: max(1, len(windows) // num_windows)][:num_windows])
+
+
+def held_out_report(model: TinyLM, ids: list[int], text: str) -> list[Measurement]:
+    """The whole book in windows of the full context, with none, a quarter and 40 % of the blocks skipped."""
+    windows = cut(torch.tensor(ids), model.config.max_positions)
+    num_bytes, num_words = len(text.encode()), len(text.split())
+    report = []
+    for fraction in (0.0, 0.25, 0.4):
+        skipped = middle_blocks(model.config.num_layers, fraction) if fraction else frozenset[int]()
+        loss = window_loss(model, windows, skipped)
+        nats = loss * len(ids)
+        report.append(Measurement(len(skipped), loss, math.exp(loss), math.exp(nats / num_bytes),
+                                  math.exp(nats / num_words)))  # fmt: skip
+    return report
+
+
+def format_report(report: list[Measurement]) -> str:
+    lines = ["blocks skipped | loss/token | ppl/token | ppl/byte | ppl/word"]
+    lines += [
+        f"{m.blocks_skipped:14d} | {m.loss:10.4f} | {m.per_token:9.2f} | {m.per_byte:8.4f} | {m.per_word:8.1f}"
+        for m in report
+    ]
+    return "\n".join(lines)
+
+
+def _config(model: TinyLM, ids: dict[str, int]) -> dict[str, object]:
+    c = model.config
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": ids[END_OF_TEXT],
+        "eos_token_id": [ids[IM_END], ids[END_OF_TEXT]],
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": c.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": c.intermediate_size,
+        "max_position_embeddings": c.max_positions,
+        "mlp_bias": False,
+        "num_attention_heads": c.num_heads,
+        "num_hidden_layers": c.num_layers,
+        "num_key_value_heads": c.num_kv_heads,
+        "pad_token_id": ids[END_OF_TEXT],
+        "pretraining_tp": 1,
+        "rms_norm_eps": c.rms_eps,
+        "rope_scaling": None,
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": c.vocab_size,
+    }
+
+
+def _tokenizer_config(ids: dict[str, int], max_positions: int) -> dict[str, object]:
+    added = {
+        str(number): {"content": token, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
+                      "special": True}
+        for token, number in ids.items()
+    }  # fmt: skip
+    return {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": added,
+        "additional_special_tokens": [IM_START, IM_END],
+        "bos_token": END_OF_TEXT,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": IM_END,
+        "model_max_length": max_positions,
+        "pad_token": END_OF_TEXT,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
+def export(model: TinyLM, tokenizer: Tokenizer, directory: Path, sampling: dict[str, object]) -> None:
+    """Write all files beside `directory` first, then rename them into it, so that no reader sees half a file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ids = special_ids(tokenizer)
+    generation = {"bos_token_id": ids[END_OF_TEXT], "eos_token_id": [ids[IM_END], ids[END_OF_TEXT]],
+                  "pad_token_id": ids[END_OF_TEXT], **sampling}  # fmt: skip
+    scratch = Path(tempfile.mkdtemp(prefix=".tiny-", dir=directory.parent))
+    try:
+        weights = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
+        save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
+        tokenizer.save(str(scratch / "tokenizer.json"))
+        for name, content in (
+            ("config.json", _config(model, ids)),
+            ("generation_config.json", generation),
+            ("tokenizer_config.json", _tokenizer_config(ids, model.config.max_positions)),
+        ):
+            (scratch / name).write_text(json.dumps(content, indent=2) + "\n")
+        for path in sorted(scratch.iterdir()):
+            path.chmod(0o644)
+            path.replace(directory / path.name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,10 +1,10 @@
-"""One answer: its text so far, and its figures in words and in JSON. Knows events, no model and no terminal."""
+"""An answer: its text so far, its figures in words and in JSON, the best of several. Knows events, no model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from localllm.chat.thoughts import CLOSES, NO_THOUGHTS, OPENS, Thinking, told_apart
 from localllm.config import format_figure
@@ -18,6 +18,11 @@ from localllm.engine.events import (
     TokenEvent,
     TokenLogprob,
 )
+from localllm.engine.request import SamplingParams
+
+T = TypeVar("T")
+
+MAX_ANSWERS = 16  # to one request
 
 
 class Stream(Protocol):
@@ -98,18 +103,16 @@ class Answer:
                 self.logprobs.append(event.logprob)
         else:
             self.finished = event
-        piece = self._split(event.text, is_end=isinstance(event, FinishedEvent))
+        piece = Piece(event.text, event.text)
+        if self._splitter is not None:
+            found = self._splitter.feed(event.text)
+            found += self._splitter.end() if isinstance(event, FinishedEvent) else []
+            said, thought = ("".join(part for is_thought, part in found if is_thought is it) for it in (False, True))
+            piece = Piece(self._marked(found) if self.thinking.is_harmony else event.text, said, thought)
         self.parts.append(piece.text)
         self._said.append(piece.said)
         self._thought.append(piece.thought)
         return piece
-
-    def _split(self, text: str, *, is_end: bool) -> Piece:
-        if self._splitter is None:
-            return Piece(text, text)
-        found = self._splitter.feed(text) + (self._splitter.end() if is_end else [])
-        said, thought = ("".join(part for is_thought, part in found if is_thought is which) for which in (False, True))
-        return Piece(self._marked(found) if self.thinking.is_harmony else text, said, thought)
 
     def _marked(self, found: Iterable[tuple[bool, str]]) -> str:
         """Return the saved form of a harmony answer, whose own marks no text may have: thoughts as other models
@@ -218,3 +221,22 @@ def logprob_fields(logprob: TokenLogprob) -> dict[str, Any]:
     fields = {"token_id": logprob.token_id, "token": logprob.token, "logprob": logprob.logprob}
     top = [{"token_id": t.token_id, "token": t.token, "logprob": t.logprob} for t in logprob.top]
     return {**fields, "top": top}
+
+
+def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Return the sampling of one of several answers to a prompt: each has its own noise."""
+    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + index) % 2**63)
+
+
+def best(answers: Sequence[T], count: int, ending: Callable[[T], FinishedEvent]) -> list[T]:
+    """Return the answers with the highest log-probability per token, the best first; of equals, the first.
+
+    An answer that meets its grammar comes before one that was cut.
+    """
+
+    def rank(answer: T) -> tuple[bool, float]:
+        finished = ending(answer)
+        mean = float("-inf") if finished.mean_logprob is None else finished.mean_logprob
+        return finished.meets_grammar is not False, mean
+
+    return sorted(answers, key=rank, reverse=True)[:count]

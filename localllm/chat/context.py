@@ -34,63 +34,54 @@ _STEP = 5  # percent: and again each time it is so much fuller
 _BAR_CELLS = 40
 
 
-@dataclass(frozen=True)
-class ChatPrompt:
-    """The messages of a prompt, and the policy for a context that is too short.
+def chat_request(
+    engine: LoadedEngine,
+    sampling: SamplingParams,
+    messages: Sequence[Message],
+    encode: Encode,
+    policy: str,
+    switch: str,
+    *,
+    floor: int = 0,
+    looks: bool = False,
+    opens_turn: bool = True,
+) -> tuple[Request, Fitted]:
+    """Return the request that a policy for a context that is too short makes of the messages.
 
     policy: the setting `overflow`.
     switch: the words that choose a policy here, "--overflow" or "/set overflow".
     floor, looks: as in `fit_turns`.
     opens_turn: as in `Request`.
+    Raises ContextOverflowError naming what would fit; TemplateError.
     """
+    from localllm.engine.request import Request
 
-    messages: Sequence[Message]
-    encode: Encode
-    policy: str
-    switch: str
-    floor: int = 0
-    looks: bool = False
-    opens_turn: bool = True
-
-    def request(self, engine: LoadedEngine, sampling: SamplingParams) -> tuple[Request, Fitted]:
-        """Return the request that the policy makes of the messages.
-
-        Raises ContextOverflowError naming what would fit; TemplateError.
-        """
-        from localllm.engine.request import Request
-
-        if self.policy == "evict":
-            fitted = fit_turns(
-                self.messages, self.encode, engine.ctx, sampling.max_tokens, self.floor, looks=self.looks
-            )
-        else:
-            fitted = Fitted(tuple(self.encode(self.messages)))
-        grows = self.policy == "grow"
-        request = Request(fitted.prompt_ids, sampling, grows=grows, opens_turn=self.opens_turn, explains_miss=True)
-        try:
-            engine.check(request)
-        except ContextOverflowError as error:
-            self._explain(error, engine, len(fitted.prompt_ids))
-            raise
-        return request, fitted
-
-    def _explain(self, error: ContextOverflowError, engine: LoadedEngine, num_tokens: int) -> None:
-        """Add to the error how much is too much, and the policies that would help."""
-        limit = engine.config.longest_context if self.policy == "grow" else engine.ctx
+    if policy == "evict":
+        fitted = fit_turns(messages, encode, engine.ctx, sampling.max_tokens, floor, looks=looks)
+    else:
+        fitted = Fitted(tuple(encode(messages)))
+    request = Request(fitted.prompt_ids, sampling, grows=policy == "grow", opens_turn=opens_turn, explains_miss=True)
+    try:
+        engine.check(request)
+    except ContextOverflowError as error:
+        # Add how much is too much, and the policies that would help.
+        limit = engine.config.longest_context if policy == "grow" else engine.ctx
         turns, helping = 0, []
-        if self.policy == "evict":
+        if policy == "evict":
             error.why = f"even the last question alone, with the system message, is too long; {error.why}"
         else:
-            turns, total = turns_too_many(self.messages, self.encode, limit)
+            turns, total = turns_too_many(messages, encode, limit)
             helping += ["evict"] if turns else []
         if turns:
             oldest = "the oldest" if turns == 1 else f"the oldest {turns}"
             error.why += f"; without {oldest} of its {total} turns it would fit"
         else:
-            front, starts = self.messages[: num_in_front(self.messages)], turn_starts(self.messages)
-            last = [*front, *self.messages[starts[-1] :]] if starts else self.messages
-            error.why += _characters_too_many(last, num_tokens, limit)
-        offer_policies(error, [*helping, *growing(error, self.policy)], self.switch)
+            front, starts = messages[: num_in_front(messages)], turn_starts(messages)
+            last = [*front, *messages[starts[-1] :]] if starts else messages
+            error.why += _characters_too_many(last, len(fitted.prompt_ids), limit)
+        offer_policies(error, [*helping, *growing(error, policy)], switch)
+        raise
+    return request, fitted
 
 
 def growing(error: ContextOverflowError, policy: str) -> list[str]:
@@ -107,12 +98,6 @@ def offer_policies(error: ContextOverflowError, policies: Sequence[str], switch:
         error.fix = ", or ".join([*chosen, f"start again with {error.fix}"])
     else:
         error.fix = ", or ".join([error.fix, *chosen])
-
-
-def explain_text(error: ContextOverflowError, text: str, num_tokens: int, ctx: int, policy: str) -> None:
-    """Add to the error how much of a plain text is too much."""
-    error.why += _characters_too_many([{"role": "user", "content": text}], num_tokens, ctx)
-    offer_policies(error, growing(error, policy), "--overflow")
 
 
 def _characters_too_many(messages: Sequence[Message], num_tokens: int, ctx: int) -> str:

@@ -68,10 +68,7 @@ class Dialogue:
 
     def given(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as the template is given them: without the thoughts of earlier answers."""
-        return joined([self._spoken(message) for message in messages])
-
-    def _spoken(self, message: Message) -> Message:
-        return {**message, "content": self._apart(message)[1]} if _is_answer(message) else message
+        return joined([{**each, "content": self._apart(each)[1]} if _is_answer(each) else each for each in messages])
 
     def _saved(self, message: Message) -> Message:
         """Return a message with the thought in a field of its own."""

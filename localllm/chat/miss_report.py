@@ -57,7 +57,8 @@ def explain(
         had_or_has = "system" in (before.strip()[:6].lower(), now.strip()[:6].lower())
         cause = "another system message" if had_or_has else "the template's own words are others"
         return Explanation(miss.position, None, None, cause, *shown)
-    role, first_asked = str(chat.messages[index].get("role")), _first_asked(chat)
+    role = str(chat.messages[index].get("role"))
+    first_asked = next((i for i, message in enumerate(chat.messages) if message.get("role") != "system"), 0)
     cause = _cause(role, before, now)
     if index == first_asked and num_out:
         cause = "the oldest turns have left the context"
@@ -66,15 +67,11 @@ def explain(
     return Explanation(miss.position, index + 1, role, cause, *shown)
 
 
-def _first_asked(chat: ChatInput) -> int:
-    """Return the index of the first message that is no system message."""
-    return next((i for i, message in enumerate(chat.messages) if message.get("role") != "system"), 0)
-
-
 def _cause(role: str, before: str, now: str) -> str:
     if any(mark in before for mark in _REASONING) and not any(mark in now for mark in _REASONING):
         return "the template leaves out what the model thought before its answer"
-    if _same_text(before, now):
+    length = min(len(before), len(now))
+    if length > 0 and before[:length] == now[:length]:
         return "the same text in other tokens"
     return {
         "system": "another system message",
@@ -82,12 +79,6 @@ def _cause(role: str, before: str, now: str) -> str:
         "assistant": "another answer",
         "tool": "another result of a tool",
     }.get(role, "another message")
-
-
-def _same_text(one: str, other: str) -> bool:
-    """Return whether two texts are the same as far as the shorter one goes."""
-    length = min(len(one), len(other))
-    return length > 0 and one[:length] == other[:length]
 
 
 def _message_at(engine: LoadedEngine, chat: ChatInput, prompt_ids: Sequence[int], position: int) -> int | None:

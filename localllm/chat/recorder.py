@@ -1,11 +1,14 @@
-"""Records a chat in the history as it happens. A refusal of the history is reported once, and the chat goes on.
+"""Records a chat in the history as it happens, resumes and exports it. A refusal of the history is reported once.
 
 Knows dialogues and the history. Knows no model and no terminal.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +17,8 @@ from typing import Any, Protocol, TypeVar
 
 from localllm.chat.answer import Answer, Piece
 from localllm.chat.dialogue import Dialogue, Message
+from localllm.chat.text_file import write_new
+from localllm.chat.thoughts import kept_apart
 from localllm.engine.events import Event
 from localllm.errors import HistoryError, LocalLLMError, UnwrittenError, UsageError
 from localllm.history import (
@@ -25,6 +30,7 @@ from localllm.history import (
     clean,
     content_of,
     database,
+    exchange,
     history_file,
     nothing_is_kept,
     title_of,
@@ -32,6 +38,7 @@ from localllm.history import (
 from localllm.history.records import IN_THOUGHT
 from localllm.runtime.selection import Selection
 
+_MOST_NAMED = 50  # characters of a title in a file's name
 _PATIENCE_S = 0.2  # with a history that has failed before
 _T = TypeVar("_T")
 
@@ -382,6 +389,30 @@ def moved_text(moved_to: Path, num_rescued: int) -> str:
     return (
         f"the history was damaged: it is now {moved_to}, and a new one was begun{with_what} (`localllm help history`)"
     )
+
+
+def export_chat(session_id: str, path: Path) -> None:
+    """Write a chat as Markdown, or with every branch as JSON where the name ends so.
+
+    Raises UsageError for a file that exists or cannot be written, HistoryError.
+    """
+    with History.open_to_read(history_file()) as history:
+        text = exported(history, history.find(session_id), path)
+    write_new(path, text)
+
+
+def exported(history: History, session: Session, path: Path) -> str:
+    """Return the text of a file of this name. Raises HistoryError."""
+    if path.suffix.casefold() == ".json":
+        value = exchange.as_json([history.conversation(session)], kept_apart)
+        return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+    return exchange.as_markdown(session, history.path(session), kept_apart)
+
+
+def proposed_name(title: str) -> str:
+    """Return a file name made of a title, without an ending: letters and digits of any script, and hyphens."""
+    words = re.sub(r"[\W_]+", "-", unicodedata.normalize("NFC", title)).strip("-").lower()
+    return words[:_MOST_NAMED].rstrip("-") or "chat"
 
 
 def _is_whole(answer: Answer) -> bool:

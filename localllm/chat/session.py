@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from localllm.chat.answer import Answer, context_used
 from localllm.chat.context import (
     REMEDIES,
-    ChatPrompt,
     ContextMeter,
     ContextUsage,
     can_be_longer,
+    chat_request,
     context_usage,
     evicted_text,
     is_cut_by_context,
@@ -246,16 +246,17 @@ class ChatSession:
         def encode(messages: Sequence[Message]) -> list[int]:
             return [*self._encode(messages), *tail]
 
-        prompt = ChatPrompt(
+        request, fitted = chat_request(
+            self._loaded,
+            sampling,
             dialogue.messages,
             encode,
             self._policy,
             _SWITCH,
-            dialogue.num_out,
+            floor=dialogue.num_out,
             looks=dialogue.has_room,
             opens_turn=not said,
         )
-        request, fitted = prompt.request(self._loaded, sampling)
         dialogue.leave(fitted.floor)
         given = self._effort.told(ChatInput(dialogue.given(without(dialogue.messages, fitted.floor))))
         why = partial(explain, self._loaded, given, request.prompt_ids, num_out=fitted.floor)
@@ -277,12 +278,10 @@ class ChatSession:
         return said.removeprefix(opened).lstrip("\n")
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
-        given, effort = self.dialogue.given(messages), self._effort
-        if not effort.variables:
-            return self._loaded.encode(given)
         from localllm.text.chat_template import ChatInput, encode_chat
 
-        return encode_chat(self._loaded.template, self._loaded.tokenizer, effort.told(ChatInput(given)))
+        given = self._effort.told(ChatInput(self.dialogue.given(messages)))
+        return encode_chat(self._loaded.template, self._loaded.tokenizer, given)
 
     @property
     def _effort(self) -> Effort:

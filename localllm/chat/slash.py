@@ -34,22 +34,6 @@ def _fork(session: ChatSession, _: str) -> list[str]:
     return [f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands"]
 
 
-def _title(session: ChatSession, text: str) -> list[str]:
-    return [f"title: {session.recorder.rename(text)}"]
-
-
-def _file(session: ChatSession, path: str) -> list[str]:
-    return [f"{len(session.attach(path).text)} characters go before the next question"]
-
-
-def _save(session: ChatSession, path: str) -> list[str]:
-    return [f"wrote {session.save(path)}"]
-
-
-def _load(session: ChatSession, path: str) -> list[str]:
-    return [f"{session.load(path)} messages"]
-
-
 def _set(session: ChatSession, text: str) -> list[str]:
     key = text.partition(" ")[0].partition("=")[0]  # `top_k 5`, or `top_k=5`
     value = text[len(key) + 1 :].strip()
@@ -76,10 +60,6 @@ def _tokens(session: ChatSession, _: str) -> list[str]:
     return usage_lines(session.usage())
 
 
-def _cache(session: ChatSession, _: str) -> list[str]:
-    return session.cache_lines()
-
-
 @dataclass(frozen=True)
 class Command:
     """A slash command.
@@ -100,11 +80,21 @@ COMMANDS: Mapping[str, Command] = {
     "undo": Command("", "take the last question and its answer back", _undo),
     "clear": Command("", "start a new conversation", _clear),
     "fork": Command("", "go on in a copy of this conversation", _fork),
-    "title": Command("[TEXT]", "show or change the title under which it is kept", _title),
+    "title": Command(
+        "[TEXT]",
+        "show or change the title under which it is kept",
+        lambda session, text: [f"title: {session.recorder.rename(text)}"],
+    ),
     "sessions": Command("", "the latest chats that are kept"),
-    "file": Command("PATH", "put a text file before the next question", _file),
-    "save": Command("[PATH]", "write the conversation as JSON", _save),
-    "load": Command("PATH", "go on from a conversation in JSON", _load),
+    "file": Command(
+        "PATH",
+        "put a text file before the next question",
+        lambda session, path: [f"{len(session.attach(path).text)} characters go before the next question"],
+    ),
+    "save": Command("[PATH]", "write the conversation as JSON", lambda session, path: [f"wrote {session.save(path)}"]),
+    "load": Command(
+        "PATH", "go on from a conversation in JSON", lambda session, path: [f"{session.load(path)} messages"]
+    ),
     "set": Command("[KEY VALUE]", "show or change the settings of the next answers; `-`: as at first", _set),
     "think": Command(
         "[on|off|LEVEL]", "how much is thought before the next answers: low, medium, high; `-`: as at first", _think
@@ -112,7 +102,11 @@ COMMANDS: Mapping[str, Command] = {
     "show": Command("", "model, context, system message and settings", _show),
     "stats": Command("[on|off]", "rates and times of the last answer, or after each: copy, compute, sample, wait"),
     "tokens": Command("", "how full the context is, and of what", _tokens),
-    "cache": Command("", "how much of the last prompt was not computed again, and why not more", _cache),
+    "cache": Command(
+        "",
+        "how much of the last prompt was not computed again, and why not more",
+        lambda session, _: session.cache_lines(),
+    ),
     "bye": Command("", "leave (also Ctrl-D)"),
 }
 _ALIASES = {"exit": "bye", "quit": "bye", "?": "help"}

@@ -1,12 +1,14 @@
-"""Text made safe for a terminal: a model's or a stranger's words, and errors."""
+"""Text made safe for a terminal: a model's or a stranger's words, errors, times and speeds."""
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping
 
 from localllm.errors import FETCH_ANEW, LocalLLMError
 
+_WINDOW_S = 10.0
 # Everything that could move the cursor, retitle the window, reach the clipboard or reorder what is read: C0 but tab and
 # newline, DEL, C1, and the bidirectional overrides.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -86,3 +88,19 @@ def error_rows(error: LocalLLMError) -> list[tuple[str, str]]:
     fixes = [("fix", first), *(("or", other) for other in others)]
     rows = [("error", error.what), ("why", error.why or why), *fixes, ("more", error.more)]
     return [(label, one_line(value)) for label, value in rows]
+
+
+class Pace:
+    """The speed of the last seconds. Bytes on disk are verified, not fetched, which is faster: an average over all
+    would promise too much."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()  # (time, done), the oldest first
+
+    def after(self, now_s: float, done: int) -> float:
+        """Return the amount per second, with `done` of it there at `now_s`."""
+        self._samples.append((now_s, done))
+        while len(self._samples) > 2 and now_s - self._samples[1][0] > _WINDOW_S:
+            self._samples.popleft()
+        began_s, base = self._samples[0]
+        return (done - base) / max(now_s - began_s, 1e-3)

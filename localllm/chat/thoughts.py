@@ -120,7 +120,8 @@ def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
     if effort in ("on", "off"):
         if switch is not None:
             return {switch: effort == "on"}
-        if effort == "off" and template.asks_for(LEVEL) and _quotes_none(template):
+        sources = "".join(template.sources.values())
+        if effort == "off" and template.asks_for(LEVEL) and ("'none'" in sources or '"none"' in sources):
             return {LEVEL: "none"}
         is_harmony = harmony.is_harmony(template)  # which `answer_ids` keeps from thinking
         thinks = is_harmony or any(map(may_think, template.sources.values()))
@@ -132,11 +133,6 @@ def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
         return {LEVEL: effort}
     why = f"its chat template knows no levels{'' if switch is None else ', only on and off'}"
     raise UsageError(f"thinking cannot be {effort}", why=why)
-
-
-def _quotes_none(template: ChatTemplate) -> bool:
-    """Return whether "none" is a level that the template knows."""
-    return any(quoted in source for source in template.sources.values() for quoted in ("'none'", '"none"'))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,23 +34,13 @@ def has_calls(messages: Sequence[Message]) -> bool:
 
 def told_in_words(template: ChatTemplate, chat: ChatInput) -> ChatInput:
     """The same chat for a template that knows no tools, where it has any. Raises UsageError for calls that are none."""
-    if not (chat.tools or has_calls(chat.messages)) or knows_tools(template) or _tells(template, chat):
+    if not (chat.tools or has_calls(chat.messages)) or knows_tools(template):
         return chat
+    with suppress(TemplateError):  # the template may tell of these tools in a form of its own
+        if template.render_chat(chat) != template.render_chat(replace(chat, tools=None)):
+            return chat
     functions = [tool.get("function", tool) for tool in chat.tools or ()]
     return replace(chat, messages=in_words(chat.messages, functions), tools=None)
-
-
-def _tells(template: ChatTemplate, chat: ChatInput) -> bool:
-    """Return whether the template tells its model of these tools, which may be in a form of its own."""
-    with_tools, without = (_rendered(template, each) for each in (chat, replace(chat, tools=None)))
-    return with_tools is not None and with_tools != without
-
-
-def _rendered(template: ChatTemplate, chat: ChatInput) -> str | None:
-    try:
-        return template.render_chat(chat)
-    except TemplateError:
-        return None
 
 
 def in_words(messages: Sequence[Message], functions: Sequence[Mapping[str, Any]]) -> list[Message]:

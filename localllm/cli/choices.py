@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from localllm.chat.answer import Answer, Piece, silence, statistics
-from localllm.chat.best_of import MAX_ANSWERS, best, seeded
+from localllm.chat.answer import MAX_ANSWERS, Answer, Piece, best, seeded, silence, statistics
 from localllm.chat.context import evicted_fields, grown_text
 from localllm.chat.miss_report import miss_fields
 from localllm.chat.recorder import AnswerRecording, ChatRecorder

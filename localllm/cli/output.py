@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from localllm.chat.text import UNSAFE, error_rows, format_seconds, one_line, printable
-from localllm.chat.throughput import Pace
+from localllm.chat.text import UNSAFE, Pace, error_rows, format_seconds, one_line, printable
 from localllm.cli.wrap import WordWrap
 from localllm.config import format_bytes
 from localllm.errors import LocalLLMError, UnwrittenError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm.chat.answer import Answer
-from localllm.chat.context import ChatPrompt, can_be_longer, evicted_text, explain_text, is_cut_by_context
+from localllm.chat.context import can_be_longer, chat_request, evicted_text, is_cut_by_context
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import explain
 from localllm.chat.recorder import ChatRecorder, Resumed, look_up, recorder_of
@@ -29,7 +29,7 @@ from localllm.cli.prompt import argument_text, has_blanks, split_positionals
 from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import Encoder, Source, read_source
 from localllm.cli.structured import FORM_OPTIONS, refuse_idle_strict, require_met, typed_grammar
-from localllm.errors import ContextOverflowError, ModelNotFoundError, UsageError
+from localllm.errors import ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.plan_request import DEFAULT_PARALLEL
@@ -353,21 +353,15 @@ def _request(
 
     Raises ContextOverflowError, TemplateError.
     """
-    from localllm.engine.request import Request
-
     chat = source.chat
-    if chat is not None:
+    messages = [{"role": "user", "content": source.raw or ""}] if chat is None else chat.messages
 
-        def encode(messages: Sequence[Message]) -> tuple[int, ...]:
-            is_whole = len(messages) == len(chat.messages)
-            return ids if is_whole else encoder.encode(Source(chat=replace(chat, messages=messages)))
+    def encode(some: Sequence[Message]) -> tuple[int, ...]:
+        if chat is None or len(some) == len(messages):
+            return ids
+        return encoder.encode(Source(chat=replace(chat, messages=some)))
 
-        prompt = ChatPrompt(chat.messages, encode, policy, "--overflow", opens_turn=chat.opens_turn)
-        return prompt.request(engine, sampling)
-    request = Request(ids, sampling, explains_miss=True, grows=policy == "grow")
-    try:
-        engine.check(request)
-    except ContextOverflowError as error:
-        explain_text(error, source.raw or "", len(ids), engine.ctx, policy)
-        raise
-    return request, Fitted(ids)
+    if chat is None and policy == "evict":  # nothing of a plain text can leave
+        policy = "stop"
+    opens_turn = chat is None or chat.opens_turn
+    return chat_request(engine, sampling, messages, encode, policy, "--overflow", opens_turn=opens_turn)

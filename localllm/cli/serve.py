@@ -303,9 +303,8 @@ def _shown(sock: socket.socket) -> str:
 
 def _admission(front: CliContext, flags: Mapping[str, Any], sockets: Sequence[socket.socket]) -> Admission:
     """Who is let in. Raises UsageError."""
-    from localllm.server.guard import Admission
+    from localllm.server.guard import Admission, given_key, kept_key
     from localllm.server.http_server import is_loopback
-    from localllm.server.key import given_key, kept_key
 
     is_local = all(map(is_loopback, sockets))
     key = given_key(flags["api_key_file"], os.environ)

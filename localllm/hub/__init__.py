@@ -14,13 +14,12 @@ from localllm.hub.installed import (
     describe,
     list_models,
     locate,
+    remove,
 )
 from localllm.hub.names import ModelFiles, understand
 from localllm.hub.packed import PackedWeights
-from localllm.hub.progress import Progress, PullProgress
-from localllm.hub.removal import remove
 from localllm.hub.repo_cache import RepoCache
-from localllm.hub.settings import HubSettings, RetryPolicy
+from localllm.hub.settings import HubSettings, Progress, PullProgress, RetryPolicy
 from localllm.registry import Registry, load_registry
 
 __all__ = [

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from localllm.errors import CheckpointError, DownloadError, UnsupportedModelError
 from localllm.hub.http import HubClient, TransferInterruptedError
 from localllm.hub.locks import exclusive
-from localllm.hub.partial_file import RemoteFile, disk_error, file_matches, free_bytes, no_space
-from localllm.hub.progress import Progress, PullProgress
 from localllm.hub.repo_cache import (
     COMMIT,
     DIGEST,
@@ -23,10 +21,14 @@ from localllm.hub.repo_cache import (
     INDEX,
     SINGLE,
     RepoCache,
+    disk_error,
+    free_bytes,
+    no_space,
     read_json,
     sync_directory,
 )
-from localllm.hub.transfer import FileTransfer
+from localllm.hub.settings import Progress, PullProgress
+from localllm.hub.transfer import FileTransfer, RemoteFile
 from localllm.registry import RUNNABLE_MODEL_TYPES
 
 # Nothing but these and the shards is fetched: no pickles, no code, no second copy of the weights.
@@ -43,15 +45,6 @@ REHASHED_BYTES = 64 << 20
 TEMPORARY_LIFETIME_S = 60.0
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The files of a repository at one commit that a model needs."""
-
-    commit: str
-    small: tuple[RemoteFile, ...]
-    weights: tuple[RemoteFile, ...]
-
-
 def fetch_repository(client: HubClient, cache: RepoCache, revision: str, progress: Progress) -> str:
     """Bring the model's files into the cache and return the commit. Files that are there already are not fetched again.
 
@@ -61,74 +54,65 @@ def fetch_repository(client: HubClient, cache: RepoCache, revision: str, progres
     described = client.listing(revision, lambda note: progress(PullProgress("retrying", note=note)))
     try:
         with exclusive(cache.lock, lambda pid: progress(PullProgress("waiting", note=f"process {pid} is fetching it"))):
-            listing = _read_listing(described, client, cache.repo)
-            _Pull(client, cache, listing, progress).run(revision)
+            return _Pull(client, cache, described, progress).run(revision)
     except OSError as error:
         raise disk_error(error, cache.folder, 0) from None
-    return listing.commit
 
 
 class _Pull:
     """One repository's files, one after the other."""
 
-    def __init__(self, client: HubClient, cache: RepoCache, listing: Listing, progress: Progress) -> None:
+    def __init__(
+        self, client: HubClient, cache: RepoCache, described: Mapping[str, object], progress: Progress
+    ) -> None:
+        """described: the repository, as the hub does."""
         self._client = client
         self._cache = cache
-        self._listing = listing
         self._progress = progress
-        self._files = (*listing.small, *listing.weights)
-        self._total_bytes = sum(file.size_bytes for file in self._files)
+        self._commit, self._small, self._weights = _read_listing(described, client, cache.repo)
+        self._snapshot = cache.snapshot(self._commit)
+        self._total_bytes = sum(file.size_bytes for file in (*self._small, *self._weights))
         self._done_bytes = 0
 
-    def run(self, revision: str) -> None:
-        cache, commit = self._cache, self._listing.commit
+    def run(self, revision: str) -> str:
+        cache, commit, files = self._cache, self._commit, (*self._small, *self._weights)
         cache.manifest(commit).parent.mkdir(parents=True, exist_ok=True)  # marks the folder as one of ours
-        held = {file for file in self._files if self._is_held(file)}
-        self._check_space([file for file in self._files if file not in held])
+        absent = [file for file in files if not self._is_held(file)]
+        partial_bytes = sum(min(file.size_bytes, _size(self._partial(file))) for file in absent)
+        needed_bytes = sum(file.size_bytes for file in absent) - partial_bytes
+        if needed_bytes > free_bytes(cache.blobs):
+            raise no_space(cache.blobs, needed_bytes)
         # Config and tokenizer first: a snapshot that has its weights has everything, and an unknown architecture is
         # found out before gigabytes are spent on it.
-        for file in self._listing.small:
-            self._obtain(file, held=file in held)
-        self._check_architecture()
-        for file in self._listing.weights:
-            self._obtain(file, held=file in held)
+        for file in files:
+            if file in self._weights[:1]:
+                self._check_architecture()
+            if file in absent:
+                url, report = self._client.file_url(commit, file.name), partial(self._report, file)
+                FileTransfer(self._client, file, url, report).run(self._partial(file), cache.blobs / file.digest)
+            self._done_bytes += file.size_bytes
+            cache.link(file.digest, self._snapshot / file.name)
         self._check_shards()
         sync_directory(cache.blobs)
-        sync_directory(cache.snapshot(commit))
-        cache.write_manifest(commit, {file.name: file.size_bytes for file in self._files})
+        sync_directory(self._snapshot)
+        cache.write_manifest(commit, {file.name: file.size_bytes for file in files})
         cache.write_ref(revision, commit)
         self._collect()
+        return commit
 
     def _is_held(self, file: RemoteFile) -> bool:
         blob = self._cache.blobs / file.digest
-        if file.size_bytes <= REHASHED_BYTES:
-            return file_matches(blob, file)
-        return blob.is_file() and blob.stat().st_size == file.size_bytes
-
-    def _check_space(self, absent: Sequence[RemoteFile]) -> None:
-        needed_bytes = sum(max(0, file.size_bytes - _size(self._partial(file))) for file in absent)
-        if needed_bytes > free_bytes(self._cache.blobs):
-            raise no_space(self._cache.blobs, needed_bytes)
-
-    def _obtain(self, file: RemoteFile, *, held: bool) -> None:
-        blob = self._cache.blobs / file.digest
-        if not held:
-            FileTransfer(self._client, file, self._listing.commit, self._reporter(file)).run(self._partial(file), blob)
-        self._done_bytes += file.size_bytes
-        self._cache.link(file.digest, self._cache.snapshot(self._listing.commit) / file.name)
+        return file.is_at(blob) if file.size_bytes <= REHASHED_BYTES else _size(blob) == file.size_bytes
 
     def _partial(self, file: RemoteFile) -> Path:
         return self._cache.blobs / (file.digest + INCOMPLETE)
 
-    def _reporter(self, file: RemoteFile) -> Callable[[str, int, str], None]:
-        def report(phase: Literal["verifying", "downloading", "retrying"], count: int, note: str) -> None:
-            done_bytes = self._done_bytes + count
-            self._progress(PullProgress(phase, file.name, count, file.size_bytes, done_bytes, self._total_bytes, note))
-
-        return report  # type: ignore[return-value]
+    def _report(self, file: RemoteFile, phase: Any, count: int, note: str) -> None:
+        done_bytes = self._done_bytes + count
+        self._progress(PullProgress(phase, file.name, count, file.size_bytes, done_bytes, self._total_bytes, note))
 
     def _check_architecture(self) -> None:
-        config = read_json(self._cache.snapshot(self._listing.commit) / "config.json")
+        config = read_json(self._snapshot / "config.json")
         model_type = config.get("model_type")
         if isinstance(model_type, str) and model_type not in RUNNABLE_MODEL_TYPES:
             raise UnsupportedModelError(
@@ -144,11 +128,11 @@ class _Pull:
             )
 
     def _check_shards(self) -> None:
-        snapshot = self._cache.snapshot(self._listing.commit)
-        absent = [name for name in self._cache.shards(snapshot) if not self._cache.holds(snapshot / name)]
+        cache, snapshot = self._cache, self._snapshot
+        absent = [name for name in cache.shards(snapshot) if not cache.holds(snapshot / name)]
         if absent:
             raise CheckpointError(
-                f"{self._cache.repo} lacks {absent[0]}",
+                f"{cache.repo} lacks {absent[0]}",
                 why=f"its index names it, with {len(absent)} absent in all; the hub does not list it",
                 fix="choose another model: localllm list",
             )
@@ -164,7 +148,10 @@ class _Pull:
                     path.unlink(missing_ok=True)
 
 
-def _read_listing(described: dict[str, object], client: HubClient, repo: str) -> Listing:
+def _read_listing(
+    described: Mapping[str, object], client: HubClient, repo: str
+) -> tuple[str, list[RemoteFile], list[RemoteFile]]:
+    """Return (commit, small files, files of weights)."""
     commit, siblings = described.get("sha"), described.get("siblings")
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or not isinstance(siblings, list):
         raise DownloadError(
@@ -172,12 +159,10 @@ def _read_listing(described: dict[str, object], client: HubClient, repo: str) ->
             why="it has no commit, or no list of files",
             fix=f"look at {client.page}, then: {client.resume_command}",
         )
-    files = {item["rfilename"]: item for item in siblings if isinstance(item, dict) and "rfilename" in item}
-    small, weights = (
-        tuple(_remote_file(client, commit, name, files[name]) for name in names)
-        for names in _wanted([name for name in files if isinstance(name, str)], repo)
-    )
-    return Listing(commit, small, weights)
+    items = {item["rfilename"]: item for item in siblings if isinstance(item, dict) and "rfilename" in item}
+    small, weights = _wanted([name for name in items if isinstance(name, str)], repo)
+    files = {name: _remote_file(client, commit, name, items[name]) for name in (*small, *weights)}
+    return commit, [files[name] for name in small], [files[name] for name in weights]
 
 
 def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
@@ -205,8 +190,17 @@ def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
 def _remote_file(client: HubClient, commit: str, name: str, item: Mapping[str, object]) -> RemoteFile:
     """Take size and checksum from the listing, or from the file's own headers where the listing has none."""
     lfs = item.get("lfs")
-    found = (lfs.get("size"), lfs.get("sha256")) if isinstance(lfs, dict) else (item.get("size"), item.get("blobId"))
-    size, digest = _from_headers(client, commit, name) if None in found else found
+    size, digest = (
+        (lfs.get("size"), lfs.get("sha256")) if isinstance(lfs, dict) else (item.get("size"), item.get("blobId"))
+    )
+    if size is None or digest is None:
+        try:
+            headers = client.file_headers(commit, name)
+        except TransferInterruptedError as error:
+            raise DownloadError(f"{name} could not be fetched", why=error.reason, fix=client.resume_command) from None
+        length = headers.get("x-linked-size") or headers.get("content-length") or ""
+        size = int(length) if length.isdigit() else None
+        digest = (headers.get("x-linked-etag") or headers.get("etag") or "").removeprefix("W/").strip('"')
     is_digest = isinstance(digest, str) and DIGEST.fullmatch(digest)
     if not is_digest or not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise DownloadError(
@@ -215,16 +209,6 @@ def _remote_file(client: HubClient, commit: str, name: str, item: Mapping[str, o
             fix=f"look at {client.page}, then: {client.resume_command}",
         )
     return RemoteFile(name, size, str(digest))
-
-
-def _from_headers(client: HubClient, commit: str, name: str) -> tuple[int | None, str]:
-    try:
-        found = client.file_headers(commit, name)
-    except TransferInterruptedError as error:
-        raise DownloadError(f"{name} could not be fetched", why=error.reason, fix=client.resume_command) from None
-    length = found.get("x-linked-size") or found.get("content-length") or ""
-    etag = found.get("x-linked-etag") or found.get("etag") or ""
-    return (int(length) if length.isdigit() else None), etag.removeprefix("W/").strip('"')
 
 
 def _size(path: Path) -> int:

@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import httpx2
 
 REDIRECT_LIMIT = 8
-LISTING_LIMIT_BYTES = 32 << 20
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
+_NOT_THE_HUB = "not the hub's: a proxy or a network's login page may stand between"
 
 
 class TransferInterruptedError(Exception):
@@ -46,7 +46,7 @@ class Attempts:
         self._report = report
         self._idle = 0
 
-    def failed(self, interruption: TransferInterruptedError, *, progressed: bool) -> str | None:
+    def failed(self, interruption: TransferInterruptedError, *, progressed: bool = False) -> str | None:
         """Wait before the next attempt; return why there is none."""
         self._idle = 0 if progressed else self._idle + 1
         if self._idle >= self._limit:
@@ -84,26 +84,16 @@ class HubClient:
         attempts = Attempts(self.hub.retry, self.hub.retry.listing_attempts, report)
         while True:
             try:
-                return self._json(url)
+                with self.open(url, {"Accept": "application/json"}) as response:
+                    data = response.read()
+                with suppress(ValueError, RecursionError):
+                    if isinstance(value := json.loads(data), dict):
+                        return value
+                raise TransferInterruptedError(f"the answer was no JSON object, {_NOT_THE_HUB}")
             except TransferInterruptedError as interruption:
-                if given_up := attempts.failed(interruption, progressed=False):
+                if given_up := attempts.failed(interruption):
                     what = f"the list of files of {self.repo} could not be fetched from {self.hub.endpoint}"
                     raise DownloadError(what, why=given_up, fix=self.resume_command) from None
-
-    def _json(self, url: str) -> dict[str, object]:
-        data = bytearray()
-        with self.open(url, {"Accept": "application/json"}) as response:
-            for chunk in response.iter_bytes():
-                data += chunk
-                if len(data) > LISTING_LIMIT_BYTES:
-                    raise TransferInterruptedError(f"the answer has more than {LISTING_LIMIT_BYTES} bytes")
-        try:
-            value = json.loads(data)
-        except (ValueError, RecursionError):
-            raise TransferInterruptedError(_not_from_the_hub("not JSON")) from None
-        if not isinstance(value, dict):
-            raise TransferInterruptedError("the hub's answer is not a JSON object")
-        return value
 
     def file_headers(self, commit: str, file_name: str) -> Mapping[str, str]:
         """Return the hub's own headers for a file: not those of the storage that it redirects to."""
@@ -130,25 +120,17 @@ class HubClient:
             timeout = httpx2.Timeout(policy.stall_s, connect=policy.connect_s)
             client = get_session()  # carries the user's proxies and certificates
             request = client.build_request(method, url, headers=sent, timeout=timeout)
-            with closing(self._send(client, request)) as response:
-                yield response
+            for _ in range(REDIRECT_LIMIT):
+                with closing(client.send(request, stream=True, follow_redirects=False)) as response:
+                    if method == "HEAD" or not response.has_redirect_location:
+                        self._check(response)
+                        yield response
+                        return
+                    request = self._redirected(response)
         except httpx2.TimeoutException as error:
             raise TransferInterruptedError(f"no byte came in time ({type(error).__name__})") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise TransferInterruptedError(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
-
-    def _send(self, client: httpx2.Client, request: httpx2.Request) -> httpx2.Response:
-        for _ in range(REDIRECT_LIMIT):
-            response: httpx2.Response = client.send(request, stream=True, follow_redirects=False)
-            if not response.has_redirect_location or request.method == "HEAD":
-                try:
-                    self._check(response)
-                except BaseException:
-                    response.close()
-                    raise
-                return response
-            response.close()
-            request = self._redirected(response)
         raise TransferInterruptedError(f"more than {REDIRECT_LIMIT} redirects")
 
     def _redirected(self, response: httpx2.Response) -> httpx2.Request:
@@ -168,7 +150,7 @@ class HubClient:
 
         status, headers = response.status_code, response.headers
         if status in (200, 206) and headers.get("content-type", "").lower().startswith("text/html"):
-            raise TransferInterruptedError(_not_from_the_hub("a web page"))
+            raise TransferInterruptedError(f"the answer was a web page, {_NOT_THE_HUB}")
         if status in (200, 206, 416) or response.has_redirect_location:
             return
         if status in _RETRIED:
@@ -199,10 +181,6 @@ class HubClient:
             why=f"{self.hub.endpoint} answered {status} {headers.get('x-error-message', '')[:200]}".strip(),
             fix=self.resume_command,
         )
-
-
-def _not_from_the_hub(kind: str) -> str:
-    return f"the answer was {kind}, not the hub's: a proxy or a network's login page may stand between"
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:

@@ -1,4 +1,4 @@
-"""The models on this disk, and what was packed of them: found by name, listed, described.
+"""The models on this disk, and what was packed of them: found by name, listed, described, deleted.
 
 Reads config.json as plain JSON for a few numbers to show; what they mean to the engine is not known here.
 """
@@ -8,26 +8,20 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from localllm.errors import CheckpointError, ModelNotFoundError
-from localllm.hub.names import (
-    MODEL_FILES,
-    TINY_DIRECTORY,
-    ModelFiles,
-    ModelReference,
-    pull_command,
-    understand,
-    without_config,
-)
-from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_bytes, packed_sources
+from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.hub.locks import exclusive
+from localllm.hub.names import MODEL_FILES, TINY_DIRECTORY, ModelFiles, pull_command, understand, without_config
+from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_bytes, packed_sources, remove_packed
 from localllm.hub.repo_cache import INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
-from localllm.present import is_file, is_folder
+from localllm.present import is_file, is_folder, is_link
 from localllm.registry import BUILT_IN, REPO_ID, RUNNABLE_MODEL_TYPES, ModelEntry, Registry, load_registry
 
 # Of a model's folder, beside weights and templates.
@@ -85,6 +79,12 @@ class ModelDescription:
     packed: tuple[PackedWeights, ...] = ()
 
 
+_NUMBERS = {
+    "layers": "num_hidden_layers", "hidden_size": "hidden_size", "attention_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size", "context": "max_position_embeddings",
+}  # fmt: skip
+
+
 def current(files: ModelFiles) -> ModelFiles:
     """The same model as it is on this disk now: another snapshot where a later commit of its revision was pulled."""
     if files.repo is None:
@@ -107,23 +107,20 @@ def contents(directory: Path) -> str:
     found = [str(folder)]
     try:
         for place in (folder, folder / "additional_chat_templates"):
-            entries = sorted(os.scandir(place), key=lambda entry: entry.name) if place.is_dir() else []
-            for entry in filter(_is_read, entries):
-                with suppress(FileNotFoundError):  # a link that leads nowhere, or one that has gone since it was listed
-                    state = entry.stat()
-                    # Of what a time was set back to, the time of that tells.
-                    found.append(f"{entry.path} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}")
+            for entry in sorted(os.scandir(place), key=lambda entry: entry.name) if place.is_dir() else []:
+                # Not what a training writes beside a model, again and again.
+                if entry.name in _READ or entry.name.endswith((".safetensors", ".jinja")):
+                    with suppress(FileNotFoundError):  # a link that leads nowhere, or a file that has just gone
+                        state = entry.stat()
+                        # Of what a time was set back to, the time of that tells.
+                        times = f"{state.st_mtime_ns} {state.st_ctime_ns}"
+                        found.append(f"{entry.path} {state.st_ino} {state.st_size} {times}")
     except OSError as error:
         fix = f"ls -l {shlex.quote(str(directory))}"
         raise ModelNotFoundError(f"the model in {directory} cannot be read", why=str(error), fix=fix) from None
     if len(found) == 1:
         raise ModelNotFoundError(f"the model in {directory} is gone", why="its files are not there any more")
     return hashlib.blake2b("\n".join(found).encode(errors="surrogateescape"), digest_size=16).hexdigest()
-
-
-def _is_read(entry: os.DirEntry[str]) -> bool:
-    """Not what a training writes beside a model, again and again."""
-    return entry.name in _READ or entry.name.endswith((".safetensors", ".jinja"))
 
 
 def locate(
@@ -141,52 +138,46 @@ def locate(
     """
     registry, hub = registry or load_registry(), hub or HubSettings.from_environment(offline=offline)
     reference = understand(name, registry)
-    if reference.directory is not None:
-        return _folder(reference, needs_config=needs_config)
+    directory = reference.directory
+    if directory is not None:
+        if (directory / "config.json").is_file() or (not needs_config and reference.name != BUILT_IN):
+            return ModelFiles(directory, reference.name, entry=reference.entry)
+        if reference.name == BUILT_IN:
+            what, why = "the built-in model is not installed", f"{directory} has no config.json"
+            raise ModelNotFoundError(what, why=why, fix="python -m pip install --force-reinstall --no-deps localllm")
+        fix = "name the folder that holds config.json and *.safetensors"
+        raise ModelNotFoundError(f"{directory} is not a model", why=without_config(directory), fix=fix)
     assert reference.repo is not None
     cache = RepoCache(hub.cache_dir, reference.repo)
     commit = cache.commit_of(reference.revision)
-    if commit is not None and not (absent := cache.missing(commit)):
+    absent = cache.missing(commit) if commit is not None else []
+    if commit is not None and not absent:
         return ModelFiles(cache.snapshot(commit), reference.name, reference.repo, commit, reference.entry)
-    why = f"{cache.folder} is absent"
-    if commit is not None and absent:
+    if absent:
         why = f"{absent[0]} and {len(absent) - 1} more are absent" if len(absent) > 1 else f"{absent[0]} is absent"
     elif is_folder(cache.folder):
-        why = (
-            f"{cache.partial_bytes()} bytes of unfinished files are kept"
-            if cache.partial_bytes()
-            else "it is not whole"
-        )
+        num_bytes = cache.partial_bytes()
+        why = f"{num_bytes} bytes of unfinished files are kept" if num_bytes else "it is not whole"
+    else:
+        why = f"{cache.folder} is absent"
     if reference.folder_without_config is not None:
         why += f"; the folder {name!r} has no config.json"
     if hub.offline:
         why += "; offline, nothing is fetched"
-    nearest = [near for near in registry.nearest(name) if near != reference.name] if reference.entry is None else []
-    if nearest:
+    if reference.entry is None and (nearest := [near for near in registry.nearest(name) if near != reference.name]):
         why += f"; did you mean {' or '.join(nearest)}?"
     raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=pull_command(name))
-
-
-def _folder(reference: ModelReference, *, needs_config: bool) -> ModelFiles:
-    directory = reference.directory
-    assert directory is not None
-    if (directory / "config.json").is_file() or (not needs_config and reference.name != BUILT_IN):
-        return ModelFiles(directory, reference.name, entry=reference.entry)
-    if reference.name == BUILT_IN:
-        fix = "python -m pip install --force-reinstall --no-deps localllm"
-        raise ModelNotFoundError("the built-in model is not installed", why=f"{directory} has no config.json", fix=fix)
-    raise ModelNotFoundError(
-        f"{directory} is not a model",
-        why=without_config(directory),
-        fix="name the folder that holds config.json and *.safetensors",
-    )
 
 
 def list_models(*, registry: Registry | None = None, hub: HubSettings | None = None) -> list[InstalledModel]:
     """Return the built-in model, every model in the cache that this version runs, whole or partly fetched, and what is
     packed, also of a user's folder or of a checkpoint that is gone."""
     registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
-    packed = _packed_by_checkpoint(hub)
+    packed: dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]] = {}
+    for source in packed_sources():
+        # A folder is listed with all that was ever packed of it.
+        checkpoint = (source.origin, source.key if isinstance(source.origin, str) else None)
+        packed[checkpoint] = packed.get(checkpoint, ()) + _marked(source, hub)
     rows = [
         replace(row, packed=packed.pop((row.repo or TINY_DIRECTORY.resolve(), row.revision), ()))
         for row in _checkpoints(registry, hub)
@@ -196,22 +187,11 @@ def list_models(*, registry: Registry | None = None, hub: HubSettings | None = N
             entry = registry.by_repo(origin)
             rows.append(InstalledModel(f"{origin}@{commit}", None, 0, origin, commit, entry=entry, packed=models))
         elif is_file(origin / "config.json"):
-            model_type = _text(_config(origin), "model_type")
-            size_bytes = folder_bytes(origin)
+            size_bytes, model_type = folder_bytes(origin), _type(origin)
             rows.append(InstalledModel(str(origin), origin, size_bytes, model_type=model_type, packed=models))
         else:
             rows.append(InstalledModel(str(origin), None, 0, packed=models))
     return rows
-
-
-def _packed_by_checkpoint(hub: HubSettings) -> dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]]:
-    """Return packed models by (repository, commit) or (folder, None): a folder is listed with all that was ever packed
-    of it."""
-    found: dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]] = {}
-    for source in packed_sources():
-        checkpoint = (source.origin, source.key if isinstance(source.origin, str) else None)
-        found[checkpoint] = found.get(checkpoint, ()) + _marked(source, hub)
-    return found
 
 
 def _marked(source: PackedSource, hub: HubSettings) -> tuple[PackedWeights, ...]:
@@ -228,10 +208,10 @@ def _marked(source: PackedSource, hub: HubSettings) -> tuple[PackedWeights, ...]
 
 
 def _checkpoints(registry: Registry, hub: HubSettings) -> Iterator[InstalledModel]:
-    if (TINY_DIRECTORY / "config.json").is_file():
-        model_type = _text(_config(TINY_DIRECTORY), "model_type")
+    tiny = TINY_DIRECTORY
+    if (tiny / "config.json").is_file():
         entry = registry.find(BUILT_IN)
-        yield InstalledModel(BUILT_IN, TINY_DIRECTORY, folder_bytes(TINY_DIRECTORY), None, None, model_type, 0, entry)
+        yield InstalledModel(BUILT_IN, tiny, folder_bytes(tiny), model_type=_type(tiny), entry=entry)
     for folder in sorted(hub.cache_dir.glob("models--*--*")) if is_folder(hub.cache_dir) else []:
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         if REPO_ID.fullmatch(repo):
@@ -239,20 +219,17 @@ def _checkpoints(registry: Registry, hub: HubSettings) -> Iterator[InstalledMode
 
 
 def _of_repository(cache: RepoCache, entry: ModelEntry | None) -> Iterator[InstalledModel]:
-    refs = cache.refs()
-    partial_bytes = cache.partial_bytes()
+    refs, partial_bytes = cache.refs(), cache.partial_bytes()
     whole = [commit for commit in cache.commits() if not cache.missing(commit)]
     for commit in whole:
         snapshot = cache.snapshot(commit)
-        model_type = _text(_config(snapshot), "model_type")
-        if model_type in RUNNABLE_MODEL_TYPES:
-            name = _name_of(commit, cache, refs, entry)
-            size = folder_bytes(snapshot)
-            yield InstalledModel(name, snapshot, size, cache.repo, commit, model_type, partial_bytes, entry)
+        if (model_type := _type(snapshot)) in RUNNABLE_MODEL_TYPES:
+            name, size_bytes = _name_of(commit, cache, refs, entry), folder_bytes(snapshot)
+            yield InstalledModel(name, snapshot, size_bytes, cache.repo, commit, model_type, partial_bytes, entry)
             partial_bytes = 0
     if not whole and (partial_bytes or is_folder(cache.manifest("").parent)):
         name = entry.name if entry else cache.repo
-        yield InstalledModel(name, None, 0, cache.repo, None, None, own_bytes(cache.blobs), entry)
+        yield InstalledModel(name, None, 0, cache.repo, partial_bytes=own_bytes(cache.blobs), entry=entry)
 
 
 def _name_of(commit: str, cache: RepoCache, refs: dict[str, str], entry: ModelEntry | None) -> str:
@@ -271,36 +248,31 @@ def describe(name: str, *, registry: Registry | None = None, hub: HubSettings | 
     reference = understand(name, registry)
     partial_bytes = RepoCache(hub.cache_dir, reference.repo).partial_bytes() if reference.repo else 0
     packed = packed_of(name, registry, hub)
+    files = None
     try:
         files = locate(name, registry=registry, hub=hub)
     except ModelNotFoundError:
         if reference.entry is None and not partial_bytes and not packed:
             raise
-        entry, repo, revision = reference.entry, reference.repo, reference.revision
-        context = entry.context if entry else None
-        return ModelDescription(
-            reference.name, None, entry, repo, revision, 0, partial_bytes, context=context, packed=packed
-        )
-    config = _config(files.directory)
+    found = files or reference
+    config = _config(files.directory) if files else {}
     nested = config.get("text_config")
-    numbers = {**config, **nested} if isinstance(nested, dict) else config
+    numbers: dict[str, object] = {**config, **nested} if isinstance(nested, dict) else config
+    if files is None and reference.entry is not None:
+        numbers = {"max_position_embeddings": reference.entry.context}
+    dtype = numbers.get("dtype") or numbers.get("torch_dtype")
     return ModelDescription(
-        name=files.name,
+        name=found.name,
         files=files,
-        entry=files.entry,
-        repo=files.repo,
-        revision=files.revision or reference.revision,
-        size_bytes=folder_bytes(files.directory),
+        entry=found.entry,
+        repo=found.repo,
+        revision=found.revision or reference.revision,
+        size_bytes=folder_bytes(files.directory) if files else 0,
         partial_bytes=partial_bytes,
-        model_type=_text(config, "model_type"),
-        layers=_whole(numbers, "num_hidden_layers"),
-        hidden_size=_whole(numbers, "hidden_size"),
-        attention_heads=_whole(numbers, "num_attention_heads"),
-        kv_heads=_whole(numbers, "num_key_value_heads"),
-        vocabulary=_whole(numbers, "vocab_size"),
-        context=_whole(numbers, "max_position_embeddings"),
-        dtype=_text(numbers, "dtype") or _text(numbers, "torch_dtype"),
+        model_type=_type(files.directory) if files else None,
+        dtype=dtype if isinstance(dtype, str) else None,
         packed=packed,
+        **{field: value for field, key in _NUMBERS.items() if type(value := numbers.get(key)) is int},
     )
 
 
@@ -331,16 +303,104 @@ def _config(directory: Path) -> dict[str, object]:
         return {}
 
 
-def _text(config: dict[str, object], key: str) -> str | None:
-    value = config.get(key)
-    return value if isinstance(value, str) else None
-
-
-def _whole(config: dict[str, object], key: str) -> int | None:
-    value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _type(directory: Path) -> str | None:
+    model_type = _config(directory).get("model_type")
+    return model_type if isinstance(model_type, str) else None
 
 
 def folder_bytes(folder: Path) -> int:
     """Bytes of the files that a folder leads to."""
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def remove(
+    name: str,
+    *,
+    packed_only: bool = False,
+    confirm: Callable[[int, int], None] = lambda _checkpoint_bytes, _packed_bytes: None,
+    registry: Registry | None = None,
+    hub: HubSettings | None = None,
+) -> int:
+    """Delete a model's files, unfinished and packed ones too, and return the bytes that became free.
+
+    packed_only: the packed ones alone, which the built-in model and a user's folder may have as well.
+    confirm(bytes of the checkpoint, packed bytes) is called before anything is deleted, and may raise.
+    `org/repo@revision` deletes that snapshot and the files that no other snapshot shares. Links are deleted, never
+    followed. Raises UsageError for the files of the built-in model and of a user's folder, ModelNotFoundError where
+    nothing is, LocalLLMError where another process is at work on them.
+    """
+    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
+    packed = packed_of(name, registry, hub)
+    if packed_only and not packed:
+        raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix="localllm list")
+    cache, commit = None, None
+    with suppress(ModelNotFoundError):  # of a folder that was there when it was packed
+        reference = understand(name, registry)
+        if reference.repo is not None:
+            cache = RepoCache(hub.cache_dir, reference.repo)
+            commit = cache.commit_of(reference.revision) if "@" in name else None
+        elif not packed_only:
+            what = "the built-in model" if reference.name == BUILT_IN else f"{reference.directory}, a folder of yours,"
+            why, fix = "only models in the download cache are", "localllm list"
+            if packed:
+                why, fix = f"{why}, and what was packed of it", f"localllm rm {shlex.quote(name)} --packed"
+            raise UsageError(f"{what} is not removed", why=why, fix=fix)
+    packed_bytes = sum(model.size_bytes for model in packed)
+    is_here = cache is not None and is_folder(cache.folder) and (commit is not None or "@" not in name)
+    if cache is None or packed_only or (packed and not is_here):
+        confirm(0, packed_bytes)
+        return remove_packed(packed)
+    if not is_here and not is_link(cache.folder):
+        why = f"{cache.folder} does not hold it"
+        raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix="localllm list")
+    snapshot = cache.snapshot(commit) if commit else None
+    checkpoint_bytes = own_bytes(cache.folder) if snapshot is None else 0
+    if snapshot is not None and snapshot.is_dir():
+        checkpoint_bytes = folder_bytes(snapshot)
+    confirm(checkpoint_bytes, packed_bytes)
+
+    def refuse(process: str) -> None:
+        raise LocalLLMError(
+            f"{name} is being fetched", why=f"process {process} holds it", fix="wait for it, or stop it"
+        )
+
+    with exclusive(cache.lock, refuse):
+        freed_bytes = remove_packed(packed)
+        try:
+            return freed_bytes + _delete_checkpoint(cache, commit)
+        except OSError as error:
+            fix = f"ls -lR {shlex.quote(str(cache.folder))}"
+            raise LocalLLMError(f"{name} could not be deleted", why=str(error), fix=fix) from None
+
+
+def _delete_checkpoint(cache: RepoCache, commit: str | None) -> int:
+    """Delete one snapshot, or without a commit the whole repository; return the bytes freed."""
+    if cache.folder.is_symlink():
+        cache.folder.unlink()
+        return 0
+    before = own_bytes(cache.folder)
+    if commit is not None:
+        _delete_snapshot(cache, commit)
+        return before - own_bytes(cache.folder)
+    # What makes a snapshot count as whole goes first, so that a removal cut short leaves nothing that looks like one.
+    for path in (cache.folder / part for part in (".localllm", "refs", "snapshots", "blobs")):
+        if path.is_symlink():
+            path.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+    shutil.rmtree(cache.folder)
+    return before
+
+
+def _delete_snapshot(cache: RepoCache, commit: str) -> None:
+    cache.manifest(commit).unlink(missing_ok=True)
+    for ref in [ref for ref, target in cache.refs().items() if target == commit]:
+        (cache.folder / "refs" / ref).unlink(missing_ok=True)
+    snapshot = cache.snapshot(commit)
+    snapshot.unlink() if snapshot.is_symlink() else shutil.rmtree(snapshot)
+    shared = {link.resolve() for other in cache.commits() for link in cache.snapshot(other).rglob("*")}
+    for blob in cache.blobs.iterdir() if cache.blobs.is_dir() else []:
+        # Compared by the path of the blob itself and by where it leads: a blob may be a link into a shared store.
+        if blob.resolve() not in shared and cache.blobs.resolve() / blob.name not in shared:
+            with suppress(IsADirectoryError, PermissionError):
+                blob.unlink()

@@ -23,8 +23,7 @@ def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]
     `waiting` is called with that process's id, again and again until it is gone. Raises OSError, and what `waiting`
     raises.
     """
-    path = directory / LOCK
-    waited = False
+    path, waited = directory / LOCK, False
     while True:
         _make(directory)
         try:

@@ -17,10 +17,7 @@ from localllm.registry import BUILT_IN, REPO_ID, REVISION, ModelEntry, Registry
 NAME_LIMIT = 4096
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 TINY_DIRECTORY = Path(__file__).parent.parent / "tiny"
-
-
 GGUF_IS_NOT_READ = "GGUF is not read: use the repository with the safetensors files that it was made from"
-
 # A folder with one of these is a model's, or has its text part alone.
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", *_TEMPLATE_FILES)
@@ -65,7 +62,8 @@ def understand(name: str, registry: Registry) -> ModelReference:
     Raises ModelNotFoundError for anything else; nothing is opened for it.
     """
     _refuse_hostile(name)
-    _refuse_gguf(name)
+    if name.casefold().endswith(".gguf") and present.is_file(Path(name)):
+        raise ModelNotFoundError(f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix="localllm list --all")
     if name.casefold() == BUILT_IN:
         return ModelReference(BUILT_IN, directory=TINY_DIRECTORY, entry=registry.find(BUILT_IN))
     if _spelled_as_path(name):
@@ -80,7 +78,14 @@ def understand(name: str, registry: Registry) -> ModelReference:
     repo, at, revision = name.partition("@")
     if REPO_ID.fullmatch(repo) and (not at or REVISION.fullmatch(revision)):
         return ModelReference(name, None, repo, revision or "main", registry.by_repo(repo), passed_over)
-    raise _unknown(name, registry, passed_over)
+    nearest = registry.nearest(name)
+    if passed_over is not None:
+        why = f"the folder {name!r} is there, but {without_config(passed_over)}"
+    elif nearest:
+        why = f"did you mean {' or '.join(nearest)}?"
+    else:
+        why = "it is neither in models.toml, nor a folder with config.json, nor of the form org/repo"
+    raise UnknownModelError(name, nearest[0] if nearest else "", why)
 
 
 def pull_command(name: str) -> str:
@@ -113,22 +118,6 @@ def _directory(name: str) -> ModelReference:
     is_there = present.is_there(path)
     why = "it is a file; a model is a folder with config.json" if is_there else "there is no such folder"
     raise ModelNotFoundError(f"no model in {name[:200]!r}", why=why, fix="localllm list --all")
-
-
-def _refuse_gguf(name: str) -> None:
-    if name.casefold().endswith(".gguf") and present.is_file(Path(name)):
-        raise ModelNotFoundError(f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix="localllm list --all")
-
-
-def _unknown(name: str, registry: Registry, passed_over: Path | None) -> UnknownModelError:
-    nearest = registry.nearest(name)
-    if passed_over is not None:
-        why = f"the folder {name!r} is there, but {without_config(passed_over)}"
-    elif nearest:
-        why = f"did you mean {' or '.join(nearest)}?"
-    else:
-        why = "it is neither in models.toml, nor a folder with config.json, nor of the form org/repo"
-    return UnknownModelError(name, nearest[0] if nearest else "", why)
 
 
 def without_config(folder: Path) -> str:

@@ -88,7 +88,7 @@ def source_id(files: ModelFiles) -> str:
 
 def packed_recipes(files: ModelFiles) -> list[str]:
     """The formats in which the whole model is packed."""
-    return [model.weights for model in packed_models(files) if model.state == "whole"]
+    return [model.weights for model in _models_in(_place(files)) if model.state == "whole"]
 
 
 def is_whole(directory: Path) -> bool:
@@ -96,33 +96,23 @@ def is_whole(directory: Path) -> bool:
     return is_file(directory / PACKED_INDEX)
 
 
-def packed_models(files: ModelFiles) -> tuple[PackedWeights, ...]:
-    """Return what was packed of the checkpoint as it is now, whole or not."""
-    return _models_in(_place(files))
-
-
 def packed_sources() -> Iterator[PackedSource]:
     """Everything that rests under the root, by the checkpoint it was made from, but for models that are no user's: of
     random weights. Links are not followed."""
     root = packed_root()
-    for place, key in _keyed_folders(root / "hub", _COMMIT):
-        repo = place.parent.relative_to(root / "hub").as_posix()
-        if REPO_ID.fullmatch(repo) and (models := _models_in(place)):
-            yield PackedSource(repo, key, models)
-    for place, key in _keyed_folders(root / "folders", _FINGERPRINT):
-        folder = Path(os.sep) / place.parent.relative_to(root / "folders")
-        is_random = folder.parent == root.parent.resolve() and RANDOM_NAME.fullmatch(folder.name)
-        if not is_random and (models := _models_in(place)):
-            yield PackedSource(folder, key, models)
-
-
-def _keyed_folders(root: Path, key: re.Pattern[str]) -> Iterator[tuple[Path, str]]:
-    """The folders below `root` that are named by a key, and what the key says."""
-    for parent, names, _ in os.walk(root):
-        names.sort()
-        for name in [name for name in names if key.fullmatch(name)]:
-            yield Path(parent, name), name.removeprefix("@")
-            names.remove(name)
+    for kind, pattern in (("hub", _COMMIT), ("folders", _FINGERPRINT)):
+        for parent, names, _ in os.walk(root / kind):
+            names.sort()
+            for name in [name for name in names if pattern.fullmatch(name)]:
+                names.remove(name)
+                relative = Path(parent).relative_to(root / kind)
+                origin = relative.as_posix() if kind == "hub" else Path(os.sep) / relative
+                if isinstance(origin, str):
+                    is_users = REPO_ID.fullmatch(origin) is not None
+                else:
+                    is_users = origin.parent != root.parent.resolve() or not RANDOM_NAME.fullmatch(origin.name)
+                if is_users and (models := _models_in(Path(parent, name))):
+                    yield PackedSource(origin, name.removeprefix("@"), models)
 
 
 def fingerprint(folder: Path) -> str:
@@ -149,19 +139,26 @@ def remove_packed(models: Iterable[PackedWeights]) -> int:
     unless all can be.
     """
     models, root = tuple(models), packed_root()
+    how = f"ls -lR {shlex.quote(str(root))}"
     try:
         with ExitStack() as held:
             for model in models:
-                _refuse_linked(root, model.directory)
+                parent = model.directory.parent
+                # The root may be a link to a larger disk; nothing below it is followed.
+                if parent.resolve() != root.resolve() / parent.relative_to(root):
+                    why = "a link leads out of the folder of packed weights"
+                    raise LocalLLMError(f"{model.directory} is not deleted", why=why, fix=how)
                 if not model.directory.is_symlink():
                     _hold(model, held)
             for model in models:
                 _empty(model.directory)
         for model in models:
-            _remove_empty(root, model.directory)
+            # Folders that hold nothing any more; one in which another process has begun to pack since then stays.
+            for relative in (path := model.directory.relative_to(root), *list(path.parents)[:-1]):
+                with suppress(OSError):
+                    (root / relative).rmdir()
     except OSError as error:
-        fix = f"ls -lR {shlex.quote(str(root))}"
-        raise LocalLLMError("packed weights could not be deleted", why=str(error), fix=fix) from None
+        raise LocalLLMError("packed weights could not be deleted", why=str(error), fix=how) from None
     return sum(model.size_bytes for model in models)
 
 
@@ -201,13 +198,6 @@ def own_bytes(folder: Path) -> int:
     return freed
 
 
-def _refuse_linked(root: Path, directory: Path) -> None:
-    """The root may be a link to a larger disk; nothing below it is followed."""
-    if directory.parent.resolve() != root.resolve() / directory.parent.relative_to(root):
-        why = "a link leads out of the folder of packed weights"
-        raise LocalLLMError(f"{directory} is not deleted", why=why, fix=f"ls -lR {shlex.quote(str(root))}")
-
-
 def _hold(model: PackedWeights, held: ExitStack) -> None:
     """Nobody else writes or reads the packed model until `held` is closed. Raises LocalLLMError where somebody does."""
 
@@ -230,10 +220,3 @@ def _empty(directory: Path) -> None:
             shutil.rmtree(path)
         elif path.name != LOCK:
             path.unlink(missing_ok=True)
-
-
-def _remove_empty(root: Path, directory: Path) -> None:
-    """Remove folders that hold nothing any more. One in which another process has begun to pack since then stays."""
-    for path in (directory, *(root / parent for parent in list(directory.relative_to(root).parents)[:-1])):
-        with suppress(OSError):
-            path.rmdir()

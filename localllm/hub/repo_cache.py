@@ -12,17 +12,19 @@ its index names are there. Knows no network.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from localllm.errors import CheckpointError
-from localllm.present import is_file, is_folder
+from localllm.config import format_bytes
+from localllm.errors import CheckpointError, DoesNotFitError, DownloadError
+from localllm.present import is_file, is_folder, nearest
 
 COMMIT = re.compile(r"[0-9a-f]{7,64}")
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -57,12 +59,9 @@ class RepoCache:
     def refs(self) -> dict[str, str]:
         """Branch and tag names with the commit that each stood for."""
         root = self.folder / "refs"
-        found = {}
-        for path in sorted(root.rglob("*")) if is_folder(root) else []:
-            commit = None if path.name.startswith(".") else _read_ref(path)
-            if commit:
-                found[path.relative_to(root).as_posix()] = commit
-        return found
+        paths = [path for path in sorted(root.rglob("*")) if not path.name.startswith(".")] if is_folder(root) else []
+        found = {path.relative_to(root).as_posix(): _read_ref(path) for path in paths}
+        return {name: commit for name, commit in found.items() if commit}
 
     def commit_of(self, revision: str) -> str | None:
         """The commit that `revision` stands for on this disk."""
@@ -132,24 +131,25 @@ class RepoCache:
         if revision != commit:
             self._write_atomically(self.folder / "refs" / revision, commit)
 
-    def temporary(self) -> Path:
-        """A name that nobody else uses, for what is renamed into its place; outside of what other tools look at."""
-        folder = self.folder / ".localllm"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{os.getpid()}.{time.monotonic_ns()}.tmp"
-
-    def _write_atomically(self, path: Path, text: str) -> None:
-        """`path` holds all of `text` or what it held before, also after a power cut."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.temporary()
+    @contextmanager
+    def _replacing(self, path: Path) -> Iterator[Path]:
+        """Yield a name that nobody else uses, outside of what other tools look at; what is there takes the place of
+        `path`."""
+        temporary = self.folder / ".localllm" / f"{os.getpid()}.{time.monotonic_ns()}.tmp"
+        for folder in (temporary.parent, path.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            yield temporary
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _write_atomically(self, path: Path, text: str) -> None:
+        """`path` holds all of `text` or what it held before, also after a power cut."""
+        with self._replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         sync_directory(path.parent)
 
     def link(self, digest: str, path: Path) -> None:
@@ -157,16 +157,11 @@ class RepoCache:
         target = os.path.relpath(self.blobs / digest, path.parent)
         if path.is_symlink() and str(path.readlink()) == target:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.temporary()
-        try:
+        with self._replacing(path) as temporary:
             try:
                 temporary.symlink_to(target)
             except OSError:
                 shutil.copyfile(self.blobs / digest, temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def shard_names(index: Path) -> list[str]:
@@ -222,3 +217,23 @@ def _names(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))  # noqa: PTH208 (names, not paths)
     except OSError:
         return []
+
+
+def disk_error(error: OSError, path: Path, needed_bytes: int) -> DownloadError | DoesNotFitError:
+    """Return the error that a failed write is to the user."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return no_space(path.parent, needed_bytes)
+    return DownloadError(f"{path} cannot be written", why=str(error), fix=f"ls -ld {path.parent}")
+
+
+def no_space(folder: Path, needed_bytes: int) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"the download does not fit on the disk of {folder}",
+        why=f"{format_bytes(needed_bytes, 2)} more are needed, {format_bytes(free_bytes(folder), 2)} are free",
+        fix="free space there, or set HF_HUB_CACHE=/a/larger/disk; what was fetched is kept",
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk that `folder` is, or will be, on."""
+    return shutil.disk_usage(nearest(folder)).free

@@ -1,9 +1,11 @@
-"""Settings of the hub: huggingface_hub's cache, endpoint, token and offline mode, and how long to try."""
+"""Settings of the hub: cache, endpoint, token, offline mode, how long to try; and the progress of a pull."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from localllm.config import below_home
 
@@ -37,19 +39,31 @@ class HubSettings:
         """Read HF_HOME, HF_HUB_CACHE, HF_ENDPOINT and HF_HUB_OFFLINE as huggingface_hub does."""
         from huggingface_hub import constants
 
-        return cls(
-            below_home(Path(constants.HF_HUB_CACHE)), constants.ENDPOINT, offline or constants.HF_HUB_OFFLINE, token
-        )
+        cache_dir = below_home(Path(constants.HF_HUB_CACHE))
+        return cls(cache_dir, constants.ENDPOINT, offline or constants.HF_HUB_OFFLINE, token)
 
 
 def found_token() -> str | None:
     """Return the token that huggingface_hub finds; None too where its file's folder is none or not to be entered."""
     from huggingface_hub import constants, get_token
 
-    if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
-        return None
     try:
-        token: str | None = get_token()
+        return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
     except (NotADirectoryError, PermissionError):
         return None
-    return token
+
+
+@dataclass(frozen=True)
+class PullProgress:
+    """The progress of a pull. `done_bytes` of `total_bytes` are on the disk and hashed."""
+
+    phase: Literal["listing", "waiting", "verifying", "downloading", "retrying"]
+    file: str = ""
+    file_done_bytes: int = 0
+    file_bytes: int = 0
+    done_bytes: int = 0
+    total_bytes: int = 0
+    note: str = ""
+
+
+Progress = Callable[[PullProgress], None]

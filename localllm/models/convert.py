@@ -19,8 +19,7 @@ from localllm.config import format_bytes
 from localllm.errors import CheckpointError, DoesNotFitError, LocalLLMError
 from localllm.hub.locks import exclusive
 from localllm.hub.packed import PACKED_INDEX
-from localllm.hub.partial_file import free_bytes
-from localllm.hub.repo_cache import sync_directory
+from localllm.hub.repo_cache import free_bytes, sync_directory
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.families import load_config

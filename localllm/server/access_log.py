@@ -1,4 +1,4 @@
-"""A line and a count of every request, also of those that were refused, with nothing that a client has sent."""
+"""A line and counts of every request, also of those that were refused: no text, no key, no path of a user's."""
 
 from __future__ import annotations
 
@@ -6,26 +6,64 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localllm.server.errors import ClientGoneError, Failure
-from localllm.server.metrics import Metrics
+from localllm.engine.events import FinishedEvent
+from localllm.server.errors import ClientGoneError
 
 Log = Callable[[str], None]
 
 IGNORED_HEADER = "x-ignored-fields"  # of a reply: fields of its request that changed no answer
 
-_UNKNOWN = "(no such address)"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH"})
 _GONE = 499  # as nginx counts who did not wait for an answer
 
 
-def note_failure(scope: Scope, failure: Failure) -> None:
-    """Note for the log how the request failed."""
-    scope.setdefault("state", {})["failure"] = " ".join(filter(None, (failure.name, failure.place)))
+class Metrics:
+    """The metrics of one server, for Prometheus."""
+
+    def __init__(self) -> None:
+        self.registry = here = CollectorRegistry()
+        self._requests = Counter("localllm_requests", "Requests.", ["path", "status"], registry=here)
+        self._tokens = Counter("localllm_tokens", "Tokens, by what became of them.", ["kind"], registry=here)
+        self._ttft = Histogram(
+            "localllm_time_to_first_token_seconds",
+            "From the engine's door to an answer's first token.",
+            buckets=_SECONDS,
+            registry=here,
+        )
+        self._ended = Counter("localllm_answers", "Answers, by why they ended.", ["reason"], registry=here)
+        self._running = Gauge("localllm_answers_running", "Being computed now.", registry=here)
+        self._waiting = Gauge("localllm_answers_waiting", "Waiting for their turn now.", registry=here)
+        self._num_loaded = Gauge("localllm_models_loaded", "Models that are loaded.", registry=here)
+
+    def count_request(self, path: str, status: int) -> None:
+        """path: the endpoint's, not the request's."""
+        self._requests.labels(path, str(status)).inc()
+
+    def count_answer(self, finished: FinishedEvent) -> None:
+        usage = finished.usage
+        self._ended.labels(finished.finish_reason).inc()
+        self._tokens.labels("prompt").inc(usage.prompt_tokens)
+        self._tokens.labels("prompt_cached").inc(usage.cached_tokens)
+        self._tokens.labels("completion").inc(usage.completion_tokens)
+        if finished.timings.ttft_s is not None:
+            self._ttft.observe(finished.timings.ttft_s)
+        if finished.speculation is not None:
+            self._tokens.labels("drafted").inc(finished.speculation.drafted)
+            self._tokens.labels("draft_accepted").inc(finished.speculation.accepted)
+
+    def text(self, num_running: int, num_waiting: int, *, num_loaded: int) -> bytes:
+        """Return Prometheus' format."""
+        self._num_loaded.set(num_loaded)
+        self._running.set(num_running)
+        self._waiting.set(num_waiting)
+        return generate_latest(self.registry)
 
 
 class AccessLog:
@@ -39,15 +77,12 @@ class AccessLog:
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         started, status, request_id, ignored = time.perf_counter(), 0, secrets.token_hex(8), ""
 
         async def noting(message: Message) -> None:
             nonlocal status, ignored
             if message["type"] == "http.response.start":
-                ignored = Headers(raw=message["headers"]).get(IGNORED_HEADER, "")
+                ignored = Headers(raw=message["headers"]).get(IGNORED_HEADER, "").replace(" ", "")
                 status = message["status"]
                 names = (b"x-request-id", b"request-id")  # as OpenAI's libraries look for it, and Anthropic's
                 message["headers"] = [*message["headers"], *((name, request_id.encode("ascii")) for name in names)]
@@ -58,14 +93,10 @@ class AccessLog:
         except (ClientGoneError, ClientDisconnect):
             status = _GONE
         finally:
-            seconds = time.perf_counter() - started
-            fields = f"ignored={ignored.replace(' ', '')} " if ignored else ""
-            self._note(scope, status or 500, f"{fields}{seconds:.3f} s {request_id}")
-
-    def _note(self, scope: Scope, status: int, rest: str) -> None:
-        state = scope.get("state", {})
-        method = scope["method"] if scope["method"] in _METHODS else "(odd)"
-        endpoint = next((path for pattern, path in self._paths if pattern.match(scope["path"])), _UNKNOWN)
-        failure = state.get("failure")
-        self._metrics.count_request(endpoint, status)
-        self._log(" ".join([method, endpoint, str(status), *([failure] if failure else []), rest]))
+            method = scope["method"] if scope["method"] in _METHODS else "(odd)"
+            found = (path for pattern, path in self._paths if pattern.match(scope["path"]))
+            endpoint = next(found, "(no such address)")
+            self._metrics.count_request(endpoint, status or 500)
+            failure, ignored = scope.get("state", {}).get("failure", ""), ignored and f"ignored={ignored}"
+            rest = f"{time.perf_counter() - started:.3f} s {request_id}"
+            self._log(" ".join(filter(None, [method, endpoint, str(status or 500), failure, ignored, rest])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,14 +11,14 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localllm.server import anthropic, ollama, openai, openapi, system_routes
-from localllm.server.access_log import IGNORED_HEADER, AccessLog, Log, note_failure
+from localllm.server import anthropic, ollama, openai, system_routes
+from localllm.server.access_log import IGNORED_HEADER, AccessLog, Log
 from localllm.server.bodies import ignored_fields, read_body
-from localllm.server.endpoint import ApiCall, Endpoint
-from localllm.server.errors import ClientGoneError, RequestError, body_of, dialect_of, failure_of
+from localllm.server.endpoint import OPENAPI_PATH, ApiCall, Endpoint, document
+from localllm.server.errors import ClientGoneError, RequestError
 from localllm.server.guard import Admission, Guard
 from localllm.server.model_server import ModelServer
-from localllm.server.replies import JsonReply, unless_gone
+from localllm.server.replies import JsonReply, error_reply, unless_gone
 
 ENDPOINTS: tuple[Endpoint, ...] = (*openai.ENDPOINTS, *anthropic.ENDPOINTS, *ollama.ENDPOINTS, *system_routes.ENDPOINTS)
 
@@ -37,82 +37,60 @@ def create_app(
 def endpoints_of(*, needs_key: bool, with_metrics: bool) -> list[Endpoint]:
     """Return the endpoints of a server, with the document that describes them."""
     endpoints = [each for each in ENDPOINTS if with_metrics or each.path != system_routes.METRICS_PATH]
-    described = openapi.document(endpoints, needs_key=needs_key)
+    described = document(endpoints, needs_key=needs_key)
 
     async def describe(_call: ApiCall, _body: None) -> JsonReply:
         return JsonReply(described)
 
-    return [*endpoints, Endpoint("GET", openapi.PATH, describe, "This document", reply=dict[str, Any])]
+    return [*endpoints, Endpoint("GET", OPENAPI_PATH, describe, "This document", reply=dict[str, Any])]
 
 
 def create_router(endpoints: Sequence[Endpoint], server: ModelServer) -> ASGIApp:
     """Return what answers admitted requests; by itself it is for a socket that only this user can open."""
-    routes = [_route(paths, server) for paths in _by_path(endpoints)]
-    # Without starlette's own middleware, which takes a client that has gone for an error of the server.
-    return Router(routes, redirect_slashes=False, default=_Elsewhere([each.path for each in endpoints]))
-
-
-def _by_path(endpoints: Sequence[Endpoint]) -> list[list[Endpoint]]:
-    paths: dict[str, list[Endpoint]] = {}
+    paths: dict[str, dict[str, Endpoint]] = {}
     for each in endpoints:
-        paths.setdefault(each.path, []).append(each)
-    return list(paths.values())
+        paths.setdefault(each.path, {})[each.method] = each
+    routes = [Route(path, _Address(by_method, paths, server)) for path, by_method in paths.items()]
+    # Without starlette's own middleware, which takes a client that has gone for an error of the server.
+    return Router(routes, redirect_slashes=False, default=_Address({}, paths, server))
 
 
-def _route(endpoints: Sequence[Endpoint], server: ModelServer) -> Route:
-    by_method: dict[str, Endpoint] = {each.method: each for each in endpoints}
-    allowed = ", ".join(by_method)
+class _Address:
+    """Answers at one address, or at any that is not known, which has no methods. It is a class, as starlette hands
+    functions only what fits into its own request and response."""
 
-    class Endpoints:
-        """A class, as starlette hands functions only what fits into its own request and response."""
-
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            request = Request(scope, receive)
-            endpoint = by_method.get("GET" if scope["method"] == "HEAD" else scope["method"])
-            if endpoint is None:
-                reply: Response = _failed(request, _no_method(scope["method"], allowed))
-            else:
-                reply = await _reply(endpoint, ApiCall(request, server))
-            await reply(scope, receive, send)
-
-    return Route(endpoints[0].path, Endpoints())
-
-
-def _no_method(method: str, allowed: str) -> RequestError:
-    what, why = "this address knows no such method", f"{method[:20]}; it knows {allowed}"
-    return RequestError(405, what, why=why, name="method_not_allowed", headers={"allow": allowed})
-
-
-class _Elsewhere:
-    """Answers for unknown addresses. paths: the known ones."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = paths
+    def __init__(self, by_method: Mapping[str, Endpoint], known: Iterable[str], server: ModelServer) -> None:
+        self._by_method = by_method
+        self._known = known
+        self._server = server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method, path = scope["method"][:20], scope["path"][:200]
-        near = difflib.get_close_matches(path, self._paths, n=1, cutoff=_NEAR)
-        fix = f"ask for {near[0]}" if near else f"GET {openapi.PATH} lists all of them"
-        if path == system_routes.METRICS_PATH:
-            fix = "start the server with --metrics"
-        error = RequestError(404, "there is no such address", why=f"{method} {path}", fix=fix, name="not_found")
-        await _failed(Request(scope, receive), error)(scope, receive, send)
+        try:
+            reply = await self._reply(Request(scope, receive))
+        except (ClientGoneError, ClientDisconnect):
+            raise
+        except Exception as error:
+            reply = error_reply(scope, error)
+        await reply(scope, receive, send)
 
-
-async def _reply(endpoint: Endpoint, call: ApiCall) -> Response:
-    try:
-        body = None if endpoint.body is None else await read_body(call.request, endpoint.body)
-        reply = await unless_gone(call.request.receive, endpoint.handle(call, body))
+    async def _reply(self, request: Request) -> Response:
+        if not self._by_method:
+            raise self._no_address(request.method, request.scope["path"])
+        endpoint = self._by_method.get("GET" if request.method == "HEAD" else request.method)
+        if endpoint is None:
+            allowed = ", ".join(self._by_method)
+            what, why = "this address knows no such method", f"{request.method[:20]}; it knows {allowed}"
+            raise RequestError(405, what, why=why, name="method_not_allowed", headers={"allow": allowed})
+        body = None if endpoint.body is None else await read_body(request, endpoint.body)
+        reply = await unless_gone(request.receive, endpoint.handle(ApiCall(request, self._server), body))
         if body is not None and (ignored := ignored_fields(body)):
             reply.headers[IGNORED_HEADER] = ", ".join(ignored)
         return reply
-    except (ClientGoneError, ClientDisconnect):
-        raise
-    except Exception as error:
-        return _failed(call.request, error)
 
-
-def _failed(request: Request, error: Exception) -> Response:
-    failure = failure_of(error)
-    note_failure(request.scope, failure)
-    return JsonReply(body_of(failure, dialect_of(request.url.path)), failure.status, failure.headers)
+    def _no_address(self, method: str, path: str) -> RequestError:
+        near = difflib.get_close_matches(path[:200], self._known, n=1, cutoff=_NEAR)
+        fix = f"ask for {near[0]}" if near else f"GET {OPENAPI_PATH} lists all of them"
+        if path == system_routes.METRICS_PATH:
+            fix = "start the server with --metrics"
+        why = f"{method[:20]} {path[:200]}"
+        return RequestError(404, "there is no such address", why=why, fix=fix, name="not_found")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from localllm.chat.best_of import MAX_ANSWERS, best
+from localllm.chat.answer import MAX_ANSWERS, best
 from localllm.engine.request import MAX_BEAMS, MAX_LENGTH_PENALTY, EarlyStopping, SamplingParams
 from localllm.server.bodies import Body
 from localllm.server.errors import RequestError

@@ -28,6 +28,12 @@ MAX_TOP_LOGPROBS = 20
 NUM_CTX = "Tokens of context; more than the server has is refused where prompt and answer would need them."
 TEXT_ONLY = "text is all that is read here: no images, no sound, no files"
 
+
+def optional(description: str, **limits: Any) -> Any:
+    """Return a field that may be left out."""
+    return Field(default=None, description=description, **limits)
+
+
 ModelName = Annotated[str | None, Field(description="A name of GET /v1/models; without one, the model that is served.")]
 Temperature = Annotated[float, Field(ge=0, le=100, description="0: always the likeliest token.")]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.chat.best_of import seeded
+from localllm.chat.answer import seeded
 from localllm.chat.harmony import is_harmony
 from localllm.chat.thoughts import (
     LEVEL,

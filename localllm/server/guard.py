@@ -7,25 +7,33 @@ header gives that away.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
 import re
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localllm.server.access_log import IGNORED_HEADER, note_failure
-from localllm.server.errors import RequestError, body_of, dialect_of, failure_of
-from localllm.server.replies import JsonReply
+from localllm.chat.text_file import replace_file
+from localllm.errors import LocalLLMError, UsageError
+from localllm.server.access_log import IGNORED_HEADER
+from localllm.server.errors import RequestError
+from localllm.server.replies import JsonReply, error_reply
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::(?P<port>\d{1,5}))?")
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#]*)(?P<path>/[^?#]*)?", re.IGNORECASE)
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+KEY_VARIABLE = "LOCALLLM_API_KEY"
+_SHORTEST_KEY = 16  # characters; a made one has 43
+_MAKING = "openssl rand -base64 32 > key.txt"
 _HTTP_PORT = 80  # of which clients say nothing
 _CONTAINERS_HOST = "host.docker.internal"  # as containers call the machine they run on
 # What a page of another origin could make of a reply: nothing.
@@ -76,14 +84,12 @@ class Admission:
 
     def allows_origin(self, origin: str) -> bool:
         """Return whether pages of that origin may talk to this server: of this machine, or allowed by name."""
-        if origin in self.origins:
-            return True
         try:
             parts = urlsplit(origin)
-            host = parts.hostname
+            is_local = parts.scheme in ("http", "https") and parts.hostname in ("localhost", "127.0.0.1", "::1")
         except ValueError:
-            return False
-        return parts.scheme in ("http", "https") and host in ("localhost", "127.0.0.1", "::1")
+            is_local = False
+        return is_local or origin in self.origins
 
     def require_origin(self, origin: str | None) -> None:
         """Raises RequestError."""
@@ -102,11 +108,9 @@ class Admission:
         are_right = [hmac.compare_digest(key_digest(key), self.key_digest) for key in given]
         if not any(are_right):
             what = "the API key is wrong" if any(given) else "an API key is needed"
-            fix = "send the header Authorization: Bearer KEY"
-            headers_back = {"www-authenticate": "Bearer"}
-            raise RequestError(
-                401, what, why="this server was started with one", fix=fix, name="invalid_api_key", headers=headers_back
-            )
+            why, fix = "this server was started with one", "send the header Authorization: Bearer KEY"
+            asks = {"www-authenticate": "Bearer"}
+            raise RequestError(401, what, why=why, fix=fix, name="invalid_api_key", headers=asks)
 
 
 def key_digest(key: str) -> bytes:
@@ -130,36 +134,36 @@ class Guard:
         self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         _use_origin_form(scope)
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        is_allowed = origin is not None and self._admission.allows_origin(origin)
-        more = {**SECURITY_HEADERS, **(_cors(origin) if is_allowed and origin is not None else {})}
+        more = dict(SECURITY_HEADERS)
+        if origin is not None and self._admission.allows_origin(origin):
+            shown = f"x-request-id, retry-after, x-should-retry, x-localllm-evicted-turns, {IGNORED_HEADER}"
+            more |= {"access-control-allow-origin": origin, "access-control-expose-headers": shown, "vary": "Origin"}
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *_raw(more)]
+                raw = [(name.encode("ascii"), value.encode("latin-1")) for name, value in more.items()]
+                message["headers"] = [*message["headers"], *raw]
             await send(message)
 
+        app = self._app
         try:
-            _require_one_length(headers)
+            # A proxy may go by the other one (RFC 9112, 6.1).
+            if "transfer-encoding" in headers and "content-length" in headers:
+                what, why = "the body has two lengths", "it has a Content-Length and a Transfer-Encoding"
+                raise RequestError(400, what, why=why, name="invalid_request", headers={"connection": "close"})
             hosts = headers.getlist("host")
             self._admission.require_host(hosts[0] if len(hosts) == 1 else None)
             self._admission.require_origin(origin)
             if scope["method"] == "OPTIONS":
-                await JsonReply({}, 200, _preflight(headers) if is_allowed else {})(scope, receive, with_headers)
-                return
-            self._admission.require_key(headers)
+                app = JsonReply({}, 200, {} if origin is None else _preflight(headers))
+            else:
+                self._admission.require_key(headers)
         except RequestError as error:
-            failure = failure_of(error)
-            note_failure(scope, failure)
-            reply = JsonReply(body_of(failure, dialect_of(scope["path"])), failure.status, failure.headers)
-            await reply(scope, receive, with_headers)
-            return
-        await self._app(scope, receive, with_headers)
+            app = error_reply(scope, error)
+        await app(scope, receive, with_headers)
 
 
 def _use_origin_form(scope: Scope) -> None:
@@ -174,14 +178,6 @@ def _use_origin_form(scope: Scope) -> None:
     scope["headers"] = [(b"host", parts["host"]), *others]
 
 
-def _require_one_length(headers: Headers) -> None:
-    """Raises RequestError for two lengths of one body, which a proxy may read differently (RFC 9112, 6.1)."""
-    if "transfer-encoding" in headers and "content-length" in headers:
-        why = "it has a Content-Length and a Transfer-Encoding"
-        headers_back = {"connection": "close"}
-        raise RequestError(400, "the body has two lengths", why=why, name="invalid_request", headers=headers_back)
-
-
 def _preflight(headers: Headers) -> dict[str, str]:
     """Return the headers for a page that may talk to the server, which may send any header."""
     return {
@@ -191,14 +187,51 @@ def _preflight(headers: Headers) -> dict[str, str]:
     }
 
 
-def _cors(origin: str) -> dict[str, str]:
-    return {
-        "access-control-allow-origin": origin,
-        "access-control-expose-headers": "x-request-id, retry-after, x-should-retry, "
-        f"x-localllm-evicted-turns, {IGNORED_HEADER}",
-        "vary": "Origin",
-    }
+@dataclass(frozen=True)
+class ServerKey:
+    """The API key of a server: given by the user, or made and shown once. Only its digest is saved.
+
+    made: the key itself, if it is new
+    """
+
+    digest: bytes
+    made: str | None = None
 
 
-def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
+def given_key(file: Path | None, environ: Mapping[str, str]) -> ServerKey | None:
+    """Return the key in the file, else in the environment, else None. Raises UsageError."""
+    if file is not None:
+        try:
+            text = file.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--api-key-file {file} cannot be read", why=str(error), fix=_MAKING) from None
+        return ServerKey(key_digest(_accepted(text, f"the key in {file}")))
+    if environ.get(KEY_VARIABLE):
+        return ServerKey(key_digest(_accepted(environ[KEY_VARIABLE], f"the key in {KEY_VARIABLE}")))
+    return None
+
+
+def _accepted(text: str, name: str) -> str:
+    key = text.strip()
+    if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        why = f"it has {len(key)} characters; at least {_SHORTEST_KEY} are needed, of ASCII and without blanks"
+        raise UsageError(f"{name} is no key", why=why, fix=_MAKING)
+    return key
+
+
+def kept_key(file: Path, *, is_new: bool) -> ServerKey:
+    """Return the key of an earlier start, or a new one. Raises LocalLLMError where it cannot be saved."""
+    with contextlib.suppress(OSError, ValueError):
+        digest = bytes.fromhex(file.read_text(encoding="ascii"))
+        if len(digest) == 32 and not is_new:
+            return ServerKey(digest)
+    key = secrets.token_urlsafe(32)
+    digest = key_digest(key)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, digest.hex())
+    except (OSError, UsageError) as error:
+        what, fix = f"the key cannot be kept in {file}", "localllm serve --api-key-file FILE"
+        why = error.why if isinstance(error, UsageError) else error.strerror or str(error)
+        raise LocalLLMError(what, why=why, fix=fix) from None
+    return ServerKey(digest, key)

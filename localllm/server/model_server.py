@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localllm.engine.validation import require_same
 from localllm.errors import EngineGoneError, GrammarError
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.served_model import ServedModel
+from localllm.server.access_log import Metrics
 from localllm.server.errors import RequestError, busy
 from localllm.server.generation_request import GenerationRequest, PreparedRequest, joined, no_form, prepare
-from localllm.server.grammar_checks import GrammarChecks
-from localllm.server.metrics import Metrics
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.grammars import schema_source
 from localllm.text.grammar.definition import defined
@@ -26,9 +26,14 @@ if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.request import Pooling
     from localllm.runtime.engine_handle import EngineHandle
-    from localllm.server.tools.toolset import Toolset
 
 _NOTICED_S = 30.0  # from the death of a process to the end of its socket it is milliseconds, but on a busy machine
+
+
+AT_ONCE = 2
+_MOST_WAITING = 16  # beside those: of ones that explode, for ten seconds
+_MOST_KEPT = 32  # as an engine keeps them
+_MOST_VERDICTS = 256  # of schemas by themselves: twice a request's tools
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,64 @@ class Capacity:
 
     parallel: int = 8
     queue: int = 64
+
+
+class GrammarChecks:
+    """Checks of new grammars, a few at once, off the server's loop. A request without a grammar, or with a known one,
+    does not wait for them. Keys name a grammar and its model. off_loop: for cheap checks."""
+
+    def __init__(self, off_loop: Callable[[Callable[[], object]], Awaitable[object]]) -> None:
+        self._off_loop = off_loop
+        self._threads = ThreadPoolExecutor(AT_ONCE, "localllm-trial")
+        self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
+        self._verdicts: dict[Hashable, GrammarError | None] = {}
+        self._passed: dict[Hashable, None] = {}
+
+    async def check(self, key: Hashable, check: Callable[[], object]) -> None:
+        """Run the check; other requests for the same new grammar wait for the first. Raises what `check` does, and
+        RequestError where too many wait."""
+        while (other := self._under_way.get(key)) is not None:
+            await asyncio.wait([other])
+            error = None if other.cancelled() else other.exception()
+            if isinstance(error, GrammarError):  # one error for all would keep the frames of each
+                raise GrammarError(error.what, why=error.why, fix=error.fix)
+        if key in self._passed:  # kept by the engine, and cheap to check once more
+            await self._off_loop(check)
+            return
+        if len(self._under_way) >= AT_ONCE + _MOST_WAITING:
+            why = f"{len(self._under_way)} new grammars are being tried out, or wait for that"
+            raise busy("the server has too much to do", why)
+
+        def ended(trial: asyncio.Future[Any]) -> None:
+            del self._under_way[key]
+            if not trial.cancelled() and trial.exception() is None:
+                _keep(self._passed, key, None, _MOST_KEPT)
+
+        trial = asyncio.get_running_loop().run_in_executor(self._threads, check)
+        self._under_way[key] = trial
+        trial.add_done_callback(ended)
+        await asyncio.shield(trial)
+
+    async def verdict(self, key: Hashable, check: Callable[[], object]) -> GrammarError | None:
+        """Return the grammar's error, or None; both are remembered. Raises as `check` for the rest."""
+        if key not in self._verdicts:
+            found = None
+            try:
+                await self.check(key, check)
+            except GrammarError as error:
+                found = GrammarError(error.what, why=error.why, fix=error.fix)
+            _keep(self._verdicts, key, found, _MOST_VERDICTS)
+        return self._verdicts.get(key)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _keep(known: dict[Hashable, Any], key: Hashable, value: object, most: int) -> None:
+    """Keep the value; what was kept first goes where there are too many."""
+    known[key] = value
+    while len(known) > most:
+        del known[next(iter(known))]
 
 
 class ModelServer:
@@ -96,7 +159,10 @@ class ModelServer:
             try:
                 return await self._stream(model, requests, closed)
             except EngineGoneError:  # it was killed before anything was emitted: the next request has it started anew
-                await _wait_noticed(model)
+                if model.handle is not None:
+                    # A thread that writes to it may be told before the one that reads.
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(asyncio.to_thread(model.handle.wait_ended), _NOTICED_S)
                 return await self._stream(model, requests, closed)
         except BaseException:
             closed()
@@ -109,7 +175,14 @@ class ModelServer:
         engine = model.engine_if_loaded or await self.pool.ready(model)
         prepared = await self.pool.off_loop(lambda: [prepare(each, engine) for each in requests])
         prepared = [await self._checked(model, *pair, engine) for pair in zip(requests, prepared, strict=True)]
-        renewed = partial(self._renewed, model, engine.contents)
+
+        contents = engine.contents
+
+        async def renewed() -> EngineHandle:
+            """Raises ModelChangedError where the files are others than those that the request was made for."""
+            require_same(contents, (await self.pool.ready(model)).contents)
+            return model.loaded_handle()
+
         return GenerationStream(model.loaded_handle(), joined(prepared), closed, self.metrics.count_answer, renewed)
 
     async def _checked(
@@ -124,38 +197,21 @@ class ModelServer:
             await self.grammar_checks.check((model.name, own.grammar), lambda: engine.check(own))
         except GrammarError as error:
             tools = request.tools
-            if tools is None or tools.unheld or not (unheld := await self._unheld(tools)):
+            if tools is None or tools.unheld:
+                raise no_form(request, error) from None
+            unheld: dict[str, GrammarError] = {}  # why no call can be held to the schema of a tool, checked by itself
+            for tool in tools.choices:
+                schema = Grammar("json_schema", schema_source(tool))
+                if (of_tool := await self.grammar_checks.verdict(schema, partial(defined, schema))) is not None:
+                    unheld[tool.name] = of_tool
+            if not unheld:
                 raise no_form(request, error) from None
             request = replace(request, tools=replace(tools, unheld=unheld))
             prepared = await self.pool.off_loop(lambda: prepare(request, engine))
             return await self._checked(model, request, prepared, engine)
         return prepared
 
-    async def _unheld(self, tools: Toolset) -> dict[str, GrammarError]:
-        """Return why no call can be held to the schemas of some tools, each checked by itself."""
-        found: dict[str, GrammarError] = {}
-        for tool in tools.choices:
-            schema = Grammar("json_schema", schema_source(tool))
-            error = await self.grammar_checks.verdict(schema, partial(defined, schema))
-            if error is not None:
-                found[tool.name] = error
-        return found
-
-    async def _renewed(self, model: ServedModel, contents: str) -> EngineHandle:
-        """Return the handle of another engine in the place of one that has ended. contents: of the files that the
-        request was made for. Raises as `ModelPool.ready`; ModelChangedError where they are others now."""
-        require_same(contents, (await self.pool.ready(model)).contents)
-        return model.loaded_handle()
-
     def close(self) -> None:
         """End what runs, and wait a moment for it, when the loop has ended."""
         self.pool.close()
         self.grammar_checks.close()
-
-
-async def _wait_noticed(model: ServedModel) -> None:
-    """Wait until the pool knows that the engine is gone: a thread that writes to it may be told before the one that
-    reads."""
-    if model.handle is not None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.to_thread(model.handle.wait_ended), _NOTICED_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import operator
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -13,9 +14,8 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from localllm.server.access_log import note_failure
 from localllm.server.bodies import ReplyBody
-from localllm.server.errors import ClientGoneError, Failure, failure_of
+from localllm.server.errors import ClientGoneError, Failure, body_of, dialect_of, failure_of
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta
 
@@ -31,12 +31,8 @@ def encoded(value: object) -> bytes:
     return _ENCODER.encode(value).encode("ascii")
 
 
-def _written(value: Any) -> dict[str, Any]:
-    written: dict[str, Any] = value.written  # AttributeError for what is no reply
-    return written
-
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_written)  # to make one takes 1 us
+# To make one takes 1 us.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=operator.attrgetter("written"))
 
 
 def encoded_in_parts(value: object) -> Iterator[bytes]:
@@ -66,6 +62,18 @@ class JsonReply(Response):
         super().__init__(encoded(value), status, dict(headers or {}))
 
 
+def error_reply(scope: Scope, error: BaseException) -> JsonReply:
+    """Return the error in the dialect that was spoken, noted for the log."""
+    failure = failure_of(error)
+    note_failure(scope, failure)
+    return JsonReply(body_of(failure, dialect_of(scope["path"])), failure.status, failure.headers)
+
+
+def note_failure(scope: Scope, failure: Failure) -> None:
+    """Note for the log how the request failed."""
+    scope.setdefault("state", {})["failure"] = " ".join(filter(None, (failure.name, failure.place)))
+
+
 async def whole(build: Callable[[], object], headers: Mapping[str, str] | None = None) -> Response:
     """Return a reply that may be large, built off the loop."""
     data = await asyncio.to_thread(lambda: b"".join(encoded_in_parts(build())))
@@ -74,7 +82,12 @@ async def whole(build: Callable[[], object], headers: Mapping[str, str] | None =
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of the work, which is cancelled where the client goes first. Raises ClientGoneError then."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -86,11 +99,6 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         if not task.done():
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class StreamWriter(Protocol):
@@ -134,21 +142,21 @@ class StreamReply(Response):
         self.init_headers({**headers, "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_all() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for piece in self._pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except Exception as error:
+                failure = failure_of(error)
+                note_failure(scope, failure)
+                await send({"type": "http.response.body", "body": self._failed(failure), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
         try:
-            await unless_gone(receive, self._send(scope, send))
+            await unless_gone(receive, send_all())
         finally:
             self._close()
-
-    async def _send(self, scope: Scope, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except Exception as error:
-            failure = failure_of(error)
-            note_failure(scope, failure)
-            await send({"type": "http.response.body", "body": self._failed(failure), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def streamed(answers: GenerationStream, writer: StreamWriter) -> StreamReply:
@@ -180,8 +188,12 @@ async def streamed(answers: GenerationStream, writer: StreamWriter) -> StreamRep
 
 async def collected(answers: GenerationStream) -> list[Delta]:
     """Return all of each answer. Raises what ends them."""
+    wholes = [Delta() for _ in answers.prepared.requests]
     try:
-        return await answers.whole()
+        async for news in answers.deltas():
+            if news is not None:
+                wholes[news[0]].add(news[1])
+        return wholes
     finally:
         answers.close()
 

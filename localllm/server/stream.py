@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import TracebackType
 
-from localllm.chat.best_of import MAX_ANSWERS
+from localllm.chat.answer import MAX_ANSWERS
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError, EngineStuckError
 from localllm.runtime.engine_handle import EngineHandle, RequestStream
@@ -46,9 +46,7 @@ class EventMailbox:
             if isinstance(item, BaseException):
                 self._broken, self._broken_at = item, item.__traceback__
             elif isinstance(item, TokenEvent | FinishedEvent):
-                delta = self._deltas.setdefault(item.request_id, Delta())
-                self._add(delta, item)
-                delta.others += self._others(item)
+                self._add(self._deltas.setdefault(item.request_id, Delta()), item)
             elif isinstance(item, PrefillEvent) and item.logprobs:
                 self._deltas.setdefault(item.request_id, Delta()).prompt_logprobs += item.logprobs
             else:
@@ -70,50 +68,39 @@ class EventMailbox:
                 raise self._broken.with_traceback(self._broken_at)
         return deltas
 
-    def _others(self, item: TokenEvent | FinishedEvent) -> list[Delta]:
-        """Return the other answers that come with the end of a beam search, each parsed by itself."""
-        others = []
-        for number, events in enumerate(item.others if isinstance(item, FinishedEvent) else (), start=1):
-            delta = Delta()
-            for event in events:
-                self._add(delta, replace(event, request_id=-number - MAX_ANSWERS * item.request_id))
-            others.append(delta)
-        return others
-
     def _add(self, delta: Delta, event: TokenEvent | FinishedEvent) -> None:
-        if event.request_id not in self._parsers:
-            self._parsers[event.request_id] = self._new_parser()
-        parser = self._parsers[event.request_id]
+        request_id = event.request_id
+        if request_id not in self._parsers:
+            self._parsers[request_id] = self._new_parser()
+        parser = self._parsers[request_id]
         is_thought = False
-        if parser is None:
-            delta.text += event.text
-        else:
+        parts: list[Part] = [("text", event.text)]
+        if parser is not None:
             is_thought = parser.is_thinking
             parts = parser.feed(event.text)
             if isinstance(event, FinishedEvent):
                 parts += parser.end(is_cut=event.finish_reason == "length")
             is_thought |= parser.is_thinking
-            for part in parts:
-                self._add_part(delta, event.request_id, part)
-        if isinstance(event, FinishedEvent):
-            delta.finished = event
+        for kind, text in parts:
+            if kind == "text":
+                delta.text += text
+            elif kind == "thought":
+                delta.thought += text
+            else:
+                count = self._num_calls[request_id] = self._num_calls.get(request_id, 0) + (kind == "call")
+                name, arguments = (text, "") if kind == "call" else (None, text)
+                delta.add_call(ToolCallDelta(count - 1, name, arguments))
+        if isinstance(event, TokenEvent):
+            delta.num_tokens += 1
+            delta.num_thought_tokens += is_thought
+            if event.logprob is not None and not is_thought:
+                delta.logprobs.append(event.logprob)
             return
-        delta.num_tokens += 1
-        delta.num_thought_tokens += is_thought
-        if event.logprob is not None and not is_thought:
-            delta.logprobs.append(event.logprob)
-
-    def _add_part(self, delta: Delta, request_id: int, part: Part) -> None:
-        kind, text = part
-        if kind == "text":
-            delta.text += text
-        elif kind == "thought":
-            delta.thought += text
-        elif kind == "call":
-            count = self._num_calls[request_id] = self._num_calls.get(request_id, 0) + 1
-            delta.add_call(ToolCallDelta(count - 1, text))
-        else:
-            delta.add_call(ToolCallDelta(self._num_calls[request_id] - 1, arguments=text))
+        delta.finished = event
+        for number, events in enumerate(event.others, start=1):  # of a beam search, each parsed by itself
+            delta.others.append(other := Delta())
+            for each in events:
+                self._add(other, replace(each, request_id=-number - MAX_ANSWERS * request_id))
 
 
 class GenerationStream:
@@ -125,18 +112,18 @@ class GenerationStream:
         prepared: PreparedRequest,
         closed: Callable[[], None],
         ended: Callable[[FinishedEvent], None],
-        renewed: Callable[[], Awaitable[EngineHandle]] | None = None,
+        renewed: Callable[[], Awaitable[EngineHandle]],
     ) -> None:
         """Submit the requests. Raises as `EngineHandle.submit`.
 
         closed: called when the stream is closed, not where it cannot begin.
         ended: as `EventMailbox` has it.
-        renewed: gives another engine where the first is gone before anything was emitted; None: there is none.
+        renewed: gives another engine where the first is gone before anything was emitted.
         """
         self.prepared = prepared
         self._closed = closed
         self._ended = ended
-        self._renewed = renewed
+        self._renewed: Callable[[], Awaitable[EngineHandle]] | None = renewed
         try:
             self._submit(service)
         except BaseException:
@@ -183,16 +170,6 @@ class GenerationStream:
                         why = "the server is shutting down, or the model was unloaded by hand"
                         raise RequestError(503, "the answer was stopped", why=why, name="shutting_down")
                 yield index, delta
-
-    async def whole(self) -> list[Delta]:
-        """Return all of each answer. Raises as `deltas`."""
-        wholes = [Delta() for _ in self._streams]
-        async for news in self.deltas():
-            if news is None:
-                continue
-            index, delta = news
-            wholes[index].add(delta)
-        return wholes
 
     def close(self) -> None:
         """Call once, also where all answers have ended."""

@@ -7,8 +7,9 @@ it wrote. Knows nothing about sampling or models.
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -24,7 +25,6 @@ from localllm.errors import CheckpointError, TemplateError, TokenizerError, Usag
 from localllm.models.strict_json import JsonLimits, parse_json
 from localllm.text.template_marks import SpecialMarks
 from localllm.text.template_sandbox import (
-    MAX_DEPTH,
     TIME_LIMIT_S,
     Budget,
     LimitError,
@@ -37,6 +37,7 @@ from localllm.text.tokenizer_files import SPECIAL_ROLES, TokenizerFiles, special
 _MESSAGES_LIMITS = JsonLimits(containers=300_000, elements=2_000_000)  # braces and commas in the texts count as well
 _ADDITIONAL = "additional_chat_templates"
 _MOST_ADDITIONAL = 16
+_MAX_DEPTH = 100  # of lists and mappings within one another
 MAX_SOURCE_CHARS = 64 << 10  # twice the longest in use; bounds the time that compiling takes
 
 Message = dict[str, Any]
@@ -229,7 +230,7 @@ class ChatTemplate:
 def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -> list[int]:
     """Return the prompt ids of `chat`: special tokens only where the template writes them, and one BOS at most."""
     messages, tools, variables = plain_data([list(chat.messages), chat.tools, chat.variables])
-    taken = {char for text in _strings([messages, tools, variables]) for char in set(text)}
+    taken = frozenset(json.dumps([messages, tools, variables], ensure_ascii=False))
     marks, marked = template.with_marks(tokenizer.special_texts, taken)
     roles = {name: marks.mark(variables[name]) for name in SPECIAL_ROLES if isinstance(variables.get(name), str)}
     text = marked.render(messages, tools=tools, add_generation_prompt=chat.opens_turn, **{**variables, **roles})
@@ -280,7 +281,10 @@ def as_chat_input(data: object) -> ChatInput:
     generation = data.pop("add_generation_prompt", None)
     if generation is not None and not isinstance(generation, bool):
         raise UsageError("add_generation_prompt is no boolean", why=f"it is a {_kind(generation)}")
-    return ChatInput(_messages(data.pop("messages")), _tools(data.pop("tools", None)), generation, data)
+    messages, tools = _messages(data.pop("messages")), data.pop("tools", None)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UsageError("the tools are no array of objects", why=f"they are a {_kind(tools)}")
+    return ChatInput(messages, tools, generation, data)
 
 
 def plain_data(value: Any, depth: int = 0) -> Any:
@@ -288,8 +292,8 @@ def plain_data(value: Any, depth: int = 0) -> Any:
 
     Raises TemplateError where it is nested too deeply, UsageError for what is no JSON value.
     """
-    if depth > MAX_DEPTH:
-        raise TemplateError("the messages are nested too deeply", why=f"more than {MAX_DEPTH} levels")
+    if depth > _MAX_DEPTH:
+        raise TemplateError("the messages are nested too deeply", why=f"more than {_MAX_DEPTH} levels")
     if isinstance(value, str):
         return valid_unicode(str(value))
     if value is None or isinstance(value, (bool, int, float)):
@@ -315,18 +319,6 @@ def _with_joined_text(messages: list[Message]) -> list[Message] | None:
     return joined if joined != messages else None
 
 
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
-
-
 def _line(template: jinja2.Template, error: BaseException) -> str:
     """Return " in line N", the line of the template that was being run, where it is known."""
     line = None
@@ -344,26 +336,15 @@ def _messages(data: Any) -> list[Message]:
     if not data:
         raise UsageError("there are no messages", why="the array is empty")
     for index, message in enumerate(data):
-        _check_message(f"message {index + 1} of {len(data)}", message)
-    return data
-
-
-def _check_message(name: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise UsageError(f"{name} is no object", why=f"it is a {_kind(message)}")
-    if not isinstance(message.get("role"), str):
-        raise UsageError(f"{name} has no role", why='every message says who speaks: {"role": "user", ...}')
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    if not (content is None or isinstance(content, (str, list))) or not all(isinstance(x, (str, dict)) for x in parts):
-        raise UsageError(f"the content of {name} is neither text nor a list of parts", why=f"a {_kind(content)}")
-
-
-def _tools(data: Any) -> list[Mapping[str, Any]] | None:
-    if data is None:
-        return None
-    if not isinstance(data, list) or not all(isinstance(tool, dict) for tool in data):
-        raise UsageError("the tools are no array of objects", why=f"they are a {_kind(data)}")
+        name = f"message {index + 1} of {len(data)}"
+        if not isinstance(message, dict):
+            raise UsageError(f"{name} is no object", why=f"it is a {_kind(message)}")
+        if not isinstance(message.get("role"), str):
+            raise UsageError(f"{name} has no role", why='every message says who speaks: {"role": "user", ...}')
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if not isinstance(content, str | list | None) or not all(isinstance(part, str | dict) for part in parts):
+            raise UsageError(f"the content of {name} is neither text nor a list of parts", why=f"a {_kind(content)}")
     return data
 
 

@@ -6,6 +6,7 @@ Knows messages and counts; its caller encodes prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,81 +112,53 @@ def fit_turns(
     whole = len(encode(messages)) if before else len(ids)
     if whole <= limit:
         return Fitted(tuple(encode(messages)))
-    left = _Candidates(messages, encode, front, starts)
-    steps = -(-(whole - limit) // _step(limit))
-    turns = left.fewest(whole - steps * _step(limit), limit)
-    fewer, after = left.prompts[turns], starts[turns] - front
+    step = max(1, limit // _STEPS)
+    turns, fewer = _fewest(messages, encode, starts, whole - -(-(whole - limit) // step) * step, limit)
+    after = starts[turns] - front
     if after <= before:
         return Fitted(tuple(fewer), after)
     gone = messages[front + before : front + after]
+    content = next((message.get("content") for message in gone if message["role"] == "user"), None)
+    words = " ".join(content.split()) if isinstance(content, str) else ""
+    opening = words if len(words) <= 40 else f"{words[:37]}..."
     count = turns - starts.index(front + before)
-    return Fitted(tuple(fewer), after, Evicted(count, len(ids) - len(fewer), len(ids), _opening(gone)))
+    return Fitted(tuple(fewer), after, Evicted(count, len(ids) - len(fewer), len(ids), opening))
 
 
 def turns_too_many(messages: Sequence[Message], encode: Encode, ctx: int) -> tuple[int, int]:
     """Return (oldest turns that would have to leave for any answer at all, all turns); 0 where that does not help."""
-    front, starts = num_in_front(messages), turn_starts(messages)
-    if len(starts) < 2:
-        return 0, len(starts)
-    left = _Candidates(messages, encode, front, starts)
-    try:
-        fewest = left.fewest(ctx - 1, ctx - 1)
-    except TemplateError:
-        return 0, len(starts)
-    return (fewest if len(left.prompts[fewest]) < ctx else 0), len(starts)
+    starts = turn_starts(messages)
+    if len(starts) > 1:
+        with suppress(TemplateError):
+            fewest, ids = _fewest(messages, encode, starts, ctx - 1, ctx - 1)
+            return (fewest if len(ids) < ctx else 0), len(starts)
+    return 0, len(starts)
 
 
-def _step(limit: int) -> int:
-    return max(1, limit // _STEPS)
+def _fewest(
+    messages: Sequence[Message], encode: Encode, starts: Sequence[int], target: int, limit: int
+) -> tuple[int, Sequence[int]]:
+    """Return the turns that have to leave, at least one, for a prompt of `target` tokens, and that prompt.
 
-
-class _Candidates:
-    """The prompts without the first so many turns; each is encoded at most once."""
-
-    def __init__(self, messages: Sequence[Message], encode: Encode, front: int, starts: Sequence[int]) -> None:
-        self._messages = messages
-        self._encode = encode
-        self._front = front
-        self._starts = starts
-        self.prompts: dict[int, Sequence[int]] = {}
-
-    def fewest(self, target: int, limit: int) -> int:
-        """Return the number of turns that have to leave, at least one, for a prompt of `target` tokens.
-
-        The target is `limit` where the last turn alone has more; all but the last leave where nothing helps.
-        """
-        last = len(self._starts) - 1
-        smallest = self._encode(without(self._messages, self._starts[last] - self._front))
-        self.prompts[last] = smallest
-        if len(smallest) > target:
-            target = limit
-        low, high = 0, last  # the prompt without `low` turns is too long; without `high`, as short as it can be
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._is_within(middle, target):
-                high = middle
-            else:
-                low = middle
-        return high
-
-    def _is_within(self, turns: int, target: int) -> bool:
-        try:
-            ids = self._encode(without(self._messages, self._starts[turns] - self._front))
-        except TemplateError:  # that refuses to begin there: more turns leave
-            return False
-        self.prompts[turns] = ids
-        return len(ids) <= target
+    The target is `limit` where the last turn alone has more; all but the last leave where nothing helps.
+    """
+    low, high = 0, len(starts) - 1  # the prompt without `low` turns is too long; without `high`, as short as it can be
+    best = encode(without(messages, starts[high] - starts[0]))
+    if len(best) > target:
+        target = limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        ids: Sequence[int] | None = None
+        with suppress(TemplateError):  # that refuses to begin there: more turns leave
+            ids = encode(without(messages, starts[middle] - starts[0]))
+        if ids is not None and len(ids) <= target:
+            high, best = middle, ids
+        else:
+            low = middle
+    return high, best
 
 
 def without(messages: Sequence[Message], num_out: int) -> list[Message]:
     """Return the messages that stay where so many have left, of those behind the front."""
     front = num_in_front(messages)
     return [*messages[:front], *messages[front + num_out :]]
-
-
-def _opening(messages: Sequence[Message]) -> str:
-    """Return the first words of the first question."""
-    question = next((message for message in messages if message["role"] == "user"), {})
-    content = question.get("content")
-    words = " ".join(content.split()) if isinstance(content, str) else ""
-    return words if len(words) <= 40 else f"{words[:37]}..."

@@ -9,17 +9,16 @@ class StopMatcher:
     """Releases text as soon as it cannot be part of a stop string, and ends it before the first one.
 
     The result does not depend on how the text is cut into pieces: it ends at the smallest index at which any of the
-    stops begins, as `str.find` on the whole text would say. Each character costs O(stops), amortised.
+    stops begins, as `str.find` on the whole text would say.
 
     found: the stop before which the text ends, as far as it is known; of several that begin there, the shortest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """stops: non-empty strings; none at all lets everything pass."""
-        self._prefixes = [_Prefix(stop) for stop in dict.fromkeys(stops) if stop]
+        self._stops = sorted(filter(None, stops), key=len)
+        self._firsts = frozenset(stop[0] for stop in self._stops)
         self._held = ""
-        self._held_start = 0  # index of the first held character in the whole text
-        self._match_start: int | None = None  # of the leftmost complete stop so far
         self._stopped = False
         self.found: str | None = None
 
@@ -27,67 +26,28 @@ class StopMatcher:
         """Return (the text that is certain now, a stop was found). Behind a stop nothing more is released."""
         if self._stopped:
             return "", True
-        if not self._prefixes:
-            return text, False
-        position = self._held_start + len(self._held)
         self._held += text
-        for char in text:
-            position += 1
-            self._advance(char, position)
-            if self._is_decided(position):
-                self._stopped = True
-                return self._release(self._match_start), True
-        certain = position - max(prefix.length for prefix in self._prefixes)
-        return self._release(certain if self._match_start is None else min(certain, self._match_start)), False
+        starts = (start for start, char in enumerate(self._held) if char in self._firsts)
+        end = next(filter(self._holds, starts), len(self._held))
+        released, self._held = self._held[:end], self._held[end:]
+        self._stopped = self.found is not None
+        return released, self._stopped
 
     def finish(self) -> str:
         """Return the text that was held back, up to a stop that was found in it."""
         if self._stopped:
             return ""
         self._stopped = True
-        return self._release(self._match_start)
+        starts = range(len(self._held))
+        return self._held[: next(filter(self._is_stop, starts), len(self._held))]
 
-    def _advance(self, char: str, position: int) -> None:
-        for prefix in self._prefixes:
-            if prefix.advance(char):
-                start = position - len(prefix.stop)
-                if self._match_start is None or start < self._match_start:
-                    self._match_start, self.found = start, prefix.stop
+    def _holds(self, start: int) -> bool:
+        """Tell if a stop stands at this index of the held text, or may once more text has come."""
+        if self._is_stop(start):
+            return True
+        length = len(self._held) - start
+        return any(length < len(stop) and stop.startswith(self._held[start:]) for stop in self._stops)
 
-    def _is_decided(self, position: int) -> bool:
-        """Tell if a stop is complete and no other one that began before it can still be completed."""
-        start = self._match_start
-        return start is not None and all(position - prefix.length >= start for prefix in self._prefixes)
-
-    def _release(self, end: int | None) -> str:
-        """Return the held text up to index `end` of the whole text; None: all of it."""
-        count = len(self._held) if end is None else end - self._held_start
-        text, self._held = self._held[:count], self._held[count:]
-        self._held_start += count
-        return text
-
-
-class _Prefix:
-    """Counts the characters of one stop string that the text ends with (Knuth, Morris, Pratt)."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.length = 0
-        self._shorter = [0, 0]  # longest proper border of stop[:i], as far as the text has ever matched
-
-    def advance(self, char: str) -> bool:
-        """Read one character; True if the text now ends with the whole stop string."""
-        length = self.length
-        while length and (length == len(self.stop) or char != self.stop[length]):
-            length = self._shorter[length]
-        self.length = length + (char == self.stop[length])
-        if self.length == len(self._shorter):
-            self._extend()
-        return self.length == len(self.stop)
-
-    def _extend(self) -> None:
-        """Extend the table by one place: a client's stops may be long, and most of them are never begun."""
-        char, border = self.stop[self.length - 1], self._shorter[-1]
-        while border and char != self.stop[border]:
-            border = self._shorter[border]
-        self._shorter.append(border + (char == self.stop[border]))
+    def _is_stop(self, start: int) -> bool:
+        self.found = next((stop for stop in self._stops if self._held.startswith(stop, start)), None)
+        return self.found is not None

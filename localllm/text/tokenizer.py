@@ -17,6 +17,7 @@ import json
 import re
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from tokenizers import AddedToken
 from localllm.errors import FETCH_ANEW, TokenizerError
 from localllm.text.tokenizer_files import (
     BYTE_ALPHABET,
+    MAX_ADDED_BYTES,
+    MAX_VOCAB,
     TokenizerFiles,
-    byte_level_bpe,
     declared_special,
     library_errors,
     special_roles,
+    subset,
 )
-from localllm.text.tokenizer_limits import MAX_ADDED_BYTES, MAX_VOCAB
-from localllm.text.tokenizer_subset import subset
 
 _LONG_TEXT = 1 << 16  # characters, some 20 ms; for these the library lets other threads run
 _CONTROL_SHAPE = re.compile(r"<\|.*\|>|<｜.*｜>|</?s>", re.DOTALL)
@@ -102,14 +103,14 @@ class Tokenizer:
         """
         files = TokenizerFiles(directory)
         config, size = files.config(), files.num_ids()
-        backend = files.serialized() or byte_level_bpe(files, config)
+        backend = files.backend(config)
         origin = str(directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
         with library_errors(f"{origin} cannot be used"):
             files.add_missing_tokens(backend, config)
             tokenizer = cls(backend, config, origin=origin)
             if size is None or tokenizer.vocab_size <= size:
                 return tokenizer
-            fitting = json.dumps(subset(json.loads(backend.to_str()), size, BYTE_ALPHABET))
+            fitting = json.dumps(subset(json.loads(backend.to_str()), size))
             tokenizer = cls(tokenizers.Tokenizer.from_str(fitting), config, origin=origin)
         if tokenizer.vocab_size > size:
             why = f"its highest id is {tokenizer.vocab_size - 1}, and the model has ids 0 to {size - 1}"
@@ -179,7 +180,8 @@ class Tokenizer:
         if self._bytes is None:
             return self.decode(list(ids), skip_special=skip_special).encode()
         kept = (index for index in ids if not (skip_special and index in self.special_ids))
-        return self._bytes.strip_start(b"".join(self.token_bytes(index) for index in kept))
+        data = b"".join(self.token_bytes(index) for index in kept)
+        return data[min(len(data) - len(data.lstrip(b" ")), self._bytes.leading_spaces) :]
 
     @property
     def leading_spaces(self) -> int | None:
@@ -190,7 +192,12 @@ class Tokenizer:
         """Return the bytes that one token stands for; b"" for an id without a token."""
         known = self._byte_cache.get(index)
         if known is None:
-            known = self._byte_cache[index] = self._read_bytes(index)
+            token = self._backend.id_to_token(index) if 0 <= index < self.vocab_size else None
+            if index in self._added:
+                known = self._added[index].encode()
+            else:
+                known = b"" if token is None else token.encode() if self._bytes is None else self._bytes.read(token)
+            self._byte_cache[index] = known
         return known
 
     def token_text(self, index: int) -> str:
@@ -256,14 +263,6 @@ class Tokenizer:
         pre_tokenizer = self._backend.pre_tokenizer
         self._first_differs = pre_tokenizer is not None and b'"prepend_scheme":"first"' in pre_tokenizer.__getstate__()
 
-    def _read_bytes(self, index: int) -> bytes:
-        if index in self._added:
-            return self._added[index].encode()
-        token = self._backend.id_to_token(index) if 0 <= index < self.vocab_size else None
-        if token is None:
-            return b""
-        return token.encode() if self._bytes is None else self._bytes.read(token)
-
 
 def _mark_special(backend: tokenizers.Tokenizer, declared: Mapping[str, Mapping[str, Any]]) -> None:
     """Flag what is special, and match it in the raw text only: no normalizer may turn a user's text into one.
@@ -286,14 +285,14 @@ def valid_unicode(text: str) -> str:
     return _SURROGATE.sub("\ufffd", text)
 
 
+@dataclass(frozen=True)
 class _ByteReader:
     """Finds the bytes of a token by the decoder of a tokenizer.json."""
 
-    def __init__(self, *, byte_level: bool, replaced: tuple[tuple[str, str], ...], fallback: bool, strip: int) -> None:
-        self._byte_level = byte_level
-        self._replaced = replaced
-        self._fallback = fallback
-        self.leading_spaces = strip
+    is_byte_level: bool = False
+    replaced: tuple[tuple[str, str], ...] = ()
+    has_fallback: bool = False
+    leading_spaces: int = 0
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> _ByteReader | None:
@@ -304,15 +303,11 @@ class _ByteReader:
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         names = [step["type"] for step in steps]
         if names == ["ByteLevel"]:
-            return cls(byte_level=True, replaced=(), fallback=False, strip=0)
+            return cls(is_byte_level=True)
         if names == ["Metaspace"]:
             strips = steps[0].get("prepend_scheme", "always") != "never"
-            return cls(byte_level=False, replaced=((steps[0]["replacement"], " "),), fallback=False, strip=int(strips))
-        return cls._sentencepiece(steps)
-
-    @classmethod
-    def _sentencepiece(cls, steps: list[dict[str, Any]]) -> _ByteReader | None:
-        replaced: list[tuple[str, str]] = []
+            return cls(replaced=((steps[0]["replacement"], " "),), leading_spaces=int(strips))
+        replaced: list[tuple[str, str]] = []  # of SentencePiece
         strip = 0
         fused = False
         for step in steps:
@@ -327,19 +322,14 @@ class _ByteReader:
                     strip += start
                 case _:
                     return None
-        fallback = any(step["type"] == "ByteFallback" for step in steps)
-        return cls(byte_level=False, replaced=tuple(replaced), fallback=fallback, strip=strip) if fused else None
+        return cls(False, tuple(replaced), "ByteFallback" in names, strip) if fused else None
 
     def read(self, token: str) -> bytes:
-        if self._byte_level:
-            values = [BYTE_ALPHABET.get(char) for char in token]
-            return token.encode() if None in values else bytes(value for value in values if value is not None)
-        if self._fallback and (found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
+        if self.is_byte_level:
+            is_spelled = all(char in BYTE_ALPHABET for char in token)
+            return bytes(BYTE_ALPHABET[char] for char in token) if is_spelled else token.encode()
+        if self.has_fallback and (found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
             return bytes.fromhex(found[1])
-        for pattern, content in self._replaced:
+        for pattern, content in self.replaced:
             token = token.replace(pattern, content)
         return token.encode()
-
-    def strip_start(self, data: bytes) -> bytes:
-        spaces = len(data) - len(data.lstrip(b" "))
-        return data[min(spaces, self.leading_spaces) :]

@@ -16,8 +16,7 @@ from localllm.chat import slash
 from localllm.chat.answer import Answer
 from localllm.chat.context import ContextUsage
 from localllm.chat.dialogue import Attachment
-from localllm.chat.export import export_chat
-from localllm.chat.recorder import Resumed, look_up
+from localllm.chat.recorder import Resumed, export_chat, look_up
 from localllm.chat.session import ChatSession, PendingTurn, mended_in_chat
 from localllm.chat.text_file import typed_path, write_new
 from localllm.config import ResolvedSettings

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from textual.message import Message
 
-from localllm.chat.throughput import Pace
+from localllm.chat.text import Pace
 from localllm.config import ResolvedSettings, format_bytes
 from localllm.errors import BugError, LocalLLMError
 from localllm.runtime.download import fetch

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from localllm.chat.export import exported, proposed_name
-from localllm.chat.recorder import moved_text
+from localllm.chat.recorder import exported, moved_text, proposed_name
 from localllm.chat.text_file import ExistsError, replace_file, typed_path, write_new
 from localllm.errors import HistoryError, UsageError
 from localllm.history import History, Removed, Session, history_file, nothing_is_kept

@@ -369,7 +369,7 @@ def test_the_environment_of_huggingface_hub_is_honoured(fake, tmp_path):
 
 
 def test_space_is_checked_before_a_byte_is_fetched(fake, fetch, monkeypatch):
-    monkeypatch.setattr("localllm.hub.partial_file.shutil.disk_usage", lambda _: type("Usage", (), {"free": 2 * PIECE}))
+    monkeypatch.setattr("localllm.hub.repo_cache.shutil.disk_usage", lambda _: type("Usage", (), {"free": 2 * PIECE}))
     with pytest.raises(DoesNotFitError) as caught:
         fetch()
     assert caught.value.exit_code == 4

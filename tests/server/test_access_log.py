@@ -8,8 +8,7 @@ import re
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from localllm.server.access_log import AccessLog
-from localllm.server.metrics import Metrics
+from localllm.server.access_log import AccessLog, Metrics
 from tests.server.conftest import Connect
 from tests.server.support import OWL, Running, wait_for
 

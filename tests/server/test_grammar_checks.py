@@ -15,8 +15,7 @@ import pytest
 from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, GrammarError
 from localllm.runtime.engine_client import RemoteEngine
-from localllm.server.grammar_checks import AT_ONCE, GrammarChecks
-from localllm.server.model_server import Capacity
+from localllm.server.model_server import AT_ONCE, Capacity, GrammarChecks
 from tests.patience import PATIENCE_S
 from tests.server.support import OWL, Running, running
 

@@ -15,17 +15,17 @@ import httpx2
 import pytest
 
 from localllm.errors import LocalLLMError, UsageError
-from localllm.server import guard, openapi
+from localllm.server import guard
 from localllm.server.app import ENDPOINTS
+from localllm.server.endpoint import OPENAPI_PATH
 from localllm.server.errors import RequestError
-from localllm.server.guard import Admission
-from localllm.server.key import given_key, kept_key
+from localllm.server.guard import Admission, given_key, kept_key
 from tests.server.conftest import Connect
 from tests.server.support import Running, each_once, running, wait_for
 
 KEY = "correct-horse-battery"
 _PATHS = {(each.method, re.sub(r"\{.*?\}", "tiny", each.path)) for each in ENDPOINTS}
-ROUTES = sorted(_PATHS | {("GET", openapi.PATH)})
+ROUTES = sorted(_PATHS | {("GET", OPENAPI_PATH)})
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ def test_a_key_that_cannot_be_kept_replaces_none(tmp_path: Any, monkeypatch: pyt
     def fail(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("localllm.server.key.os.fsync", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(LocalLLMError, match="cannot be kept") as caught:
         kept_key(file, is_new=True)
     assert (caught.value.why, caught.value.fix) == ("No space left on device", "localllm serve --api-key-file FILE")
@@ -318,7 +318,7 @@ def test_a_key_file_may_be_in_the_home_of_its_user(tmp_path: Any, monkeypatch: p
 
 
 def test_the_document_tells_whether_a_key_is_needed(locked: Running, server: Running) -> None:
-    told = ask(locked, "GET", openapi.PATH, x_api_key=KEY).json(), ask(server, "GET", openapi.PATH).json()
+    told = ask(locked, "GET", OPENAPI_PATH, x_api_key=KEY).json(), ask(server, "GET", OPENAPI_PATH).json()
     assert [each.get("security") for each in told] == [[{"key": []}], None]
 
 

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from localllm.server.app import ENDPOINTS
-from localllm.server.openapi import PATH, document
+from localllm.server.endpoint import OPENAPI_PATH, document
 from tests.cli_support import write_checkpoint
 from tests.server.support import Running, running
 
@@ -76,4 +76,4 @@ def test_what_the_document_says_is_what_comes(small: Running, label: str, mode: 
 
 
 def test_the_document_that_is_served_is_the_one_that_is_checked(small: Running) -> None:
-    assert small.get(PATH).json() == document(ENDPOINTS, needs_key=False)
+    assert small.get(OPENAPI_PATH).json() == document(ENDPOINTS, needs_key=False)

@@ -11,13 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localllm import hub
 from localllm.server.tools.deltas import AnswerParser, Part, Says
-from localllm.server.tools.json_text import ValueEnd, partial_object
-from localllm.server.tools.output_format import parser_of
+from localllm.server.tools.output_format import OutputFormat
 from localllm.server.tools.tool_formats import GENERIC, TOOL_FORMATS
+from localllm.server.tools.tool_parser import ValueEnd, partial_object
+from localllm.server.tools.toolset import Tool, Toolset
+from localllm.text.tokenizer import Tokenizer
 
 BY_NAME = {syntax.name: syntax for syntax in (*TOOL_FORMATS, GENERIC)}
 NAMES = ("weather", "clock")
+TOKENIZER = Tokenizer.load(hub.locate("tiny").directory)
 HARMONY_THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 HARMONY_CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
 
@@ -122,9 +126,11 @@ def read(reader: AnswerParser, pieces: Iterable[str], *, is_cut: bool = False) -
 
 
 def reader_of(family: str, *, streams: bool = False, splits: bool = False, says: Says = "anything") -> AnswerParser:
-    return parser_of(
-        BY_NAME[family], NAMES, streams=streams, says=says, is_thinking=False, splits=splits, is_final=False
-    )
+    tools = Toolset(tuple(map(Tool, NAMES)), NAMES, must_call=says == "nothing", one_call=streams)
+    output = OutputFormat(TOKENIZER, tools, BY_NAME[family], splits)
+    parser = output.parser(is_thinking=False, has_form=says == "json")
+    assert parser is not None
+    return parser
 
 
 def certain(family: str, *arguments: str) -> str:

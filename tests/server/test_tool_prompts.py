@@ -11,8 +11,7 @@ import pytest
 
 from localllm import hub
 from localllm.chat.harmony import is_harmony
-from localllm.server.tools.output_format import output_format_of
-from localllm.server.tools.prompts import prompt_of
+from localllm.server.tools.output_format import output_format_of, prompt_of
 from localllm.server.tools.tool_formats import ToolFormat, tool_format_of
 from localllm.server.tools.toolset import Tool, call_of, toolset
 from localllm.text.chat_template import ChatInput, ChatTemplate

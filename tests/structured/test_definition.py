@@ -54,6 +54,13 @@ def holding(schema: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": schema}, "required": ["a"]}
 
 
+EACH_ENDS = {
+    "$defs": {
+        "n": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}},
+        "m": {"properties": {"a": {"$ref": "#/$defs/m"}}, "required": ["a"]},
+    },
+    "allOf": [{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/m"}],
+}
 CLOSED = {"type": "object", "required": ["z"], "additionalProperties": False}
 ENDLESS = {
     "itself": {"$ref": "#"},
@@ -71,13 +78,6 @@ ENDLESS = {
     "one property at least": {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
     "a pattern": {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["ab"]},
     "parts": {"allOf": [{"type": "object", "properties": {"a": {"$ref": "#"}}}, {"required": ["a"]}]},
-    "parts of which each ends": {
-        "$defs": {
-            "n": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}},
-            "m": {"properties": {"a": {"$ref": "#/$defs/m"}}, "required": ["a"]},
-        },
-        "allOf": [{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/m"}],
-    },
     "false": holding({"anyOf": [{"$ref": "#"}, False]}),
     "two types": holding({"anyOf": [{"$ref": "#"}, {"allOf": [{"type": "string"}, {"type": "integer"}]}]}),
     "a closed one": holding({"anyOf": [{"$ref": "#"}, CLOSED]}),
@@ -172,6 +172,7 @@ REFUSED_SCHEMAS = {
     json.dumps({"enum": ["v" * 300000]}): "characters",
     '{"allOf": [{"type": "string"}, {"type": "integer"}]}': "no answer can meet the JSON Schema",
     json.dumps(holding(CLOSED)): "no answer can meet the JSON Schema",
+    json.dumps(EACH_ENDS): "stack level exceeded",
     '{"type": "integer", "multipleOf": 1099511627776}': "'multipleOf' at #/multipleOf",
     '{"pattern": "a("}': "'pattern' at #/pattern: unclosed group, at character 2 of a(",
 }

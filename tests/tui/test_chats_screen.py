@@ -15,7 +15,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
-from localllm.chat.export import proposed_name
+from localllm.chat.recorder import proposed_name
 from localllm.chat.text import format_ago
 from localllm.history import History, LockedError, Session, history_file
 from localllm.tui.app import ChatApp

@@ -12,9 +12,19 @@ from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_valid
 from localllm.server import fields
 from localllm.server.bodies import Body, Ignored, tagged_by
 from localllm.server.errors import RequestError
+from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest
-from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
-from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
+from localllm.server.tools.toolset import (
+    KINDS,
+    MAX_TOOLS,
+    NO_SUCH_TOOL,
+    ForeignTool,
+    OpenCalls,
+    Tool,
+    Toolset,
+    call_of,
+    toolset,
+)
 from localllm.text.chat_template import ChatInput
 from localllm.text.grammar.grammar import Grammar
 
@@ -80,7 +90,7 @@ class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: str | list[ResultText] | None = None
-    is_error: Annotated[bool | None, Field(description="true: the model is told that the call has failed.")] = None
+    is_error: bool | None = optional("true: the model is told that the call has failed.")
     cache_control: CacheControl = None
 
     @property
@@ -139,10 +149,7 @@ class AnthropicMessage(Body):
 
 class AnthropicThinking(Body):
     type: Literal["adaptive", "disabled"]
-    display: Annotated[
-        Literal["summarized", "omitted"] | None,
-        Field(description="`summarized`: what was thought is shown, all of it."),
-    ] = None
+    display: Literal["summarized", "omitted"] | None = optional("`summarized`: what was thought is shown, all of it.")
 
 
 class AnthropicSchemaFormat(Body):
@@ -151,10 +158,9 @@ class AnthropicSchemaFormat(Body):
 
 
 class OutputConfig(Body):
-    effort: Annotated[
-        Literal["low", "medium", "high", "xhigh", "max"] | None,
-        Field(description="How much is thought, where the model's chat template knows it; 'high': as it does anyway."),
-    ] = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = optional(
+        "How much is thought, where the model's chat template knows it; 'high': as it does anyway."
+    )
     format: AnthropicSchemaFormat | None = None
 
 
@@ -168,9 +174,7 @@ class AnthropicTool(Body):
     name: ToolName
     description: str | None = None
     input_schema: fields.ArgumentsSchema
-    strict: Annotated[
-        bool | None, Field(description="true: a grammar makes calls fit the schema, also where none is due.")
-    ] = None
+    strict: bool | None = optional("true: a grammar makes calls fit the schema, also where none is due.")
     cache_control: CacheControl = None
     eager_input_streaming: Annotated[bool | None, Ignored("arguments are always streamed as they come")] = None
     defer_loading: Annotated[bool | None, Ignored("the model is told of every tool at once")] = None
@@ -188,8 +192,8 @@ AnyTool = Annotated[
 
 class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
-    name: Annotated[str | None, Field(description="Of the tool that has to be called.")] = None
-    disable_parallel_tool_use: Annotated[bool | None, Field(description="true: an answer has one call at most.")] = None
+    name: str | None = optional("Of the tool that has to be called.")
+    disable_parallel_tool_use: bool | None = optional("true: an answer has one call at most.")
 
     @model_validator(mode="after")
     def _names_one(self) -> AnthropicToolChoice:
@@ -229,9 +233,7 @@ class AnthropicPromptBody(Body):
     system: str | list[TextBlock] | None = None
     thinking: AnthropicThinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[
-        AnthropicSchemaFormat | None, Field(description="The older name of output_config.format.")
-    ] = None
+    output_format: AnthropicSchemaFormat | None = optional("The older name of output_config.format.")
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     structured_outputs: fields.StructuredField = None

@@ -17,7 +17,7 @@ from localllm.server.fields import overlaid
 from localllm.server.generation_request import prompt_ids
 from localllm.server.replies import EVENT_STREAM, JsonReply, collected, event, evicted_header, new_id, streamed, whole
 from localllm.server.tools.deltas import Delta, ToolCallDelta
-from localllm.server.tools.json_text import partial_object
+from localllm.server.tools.tool_parser import partial_object
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 

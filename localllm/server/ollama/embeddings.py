@@ -11,7 +11,7 @@ from starlette.responses import Response
 from localllm.server.bodies import Body, ReplyBody
 from localllm.server.embeddings import MAX_INPUTS, embedded
 from localllm.server.endpoint import ApiCall, Endpoint
-from localllm.server.fields import Count, KeepAlive
+from localllm.server.fields import Count, KeepAlive, optional
 from localllm.server.ollama.common import OllamaModelName
 from localllm.server.ollama.options import Options
 from localllm.server.replies import JsonReply, whole
@@ -25,20 +25,16 @@ class EmbedBody(Body):
         str | Annotated[list[str], Field(max_length=MAX_INPUTS)],
         Field(description="Without any text, the model is loaded."),
     ]
-    truncate: Annotated[bool | None, Field(description="true: of a text that is too long, the beginning is taken.")] = (
-        None
-    )
-    dimensions: Annotated[
-        Count | None, Field(description="As many of each vector's, which then has length 1 again.")
-    ] = None
-    options: Annotated[Options | None, Field(description=_OPTIONS)] = None
+    truncate: bool | None = optional("true: of a text that is too long, the beginning is taken.")
+    dimensions: Count | None = optional("As many of each vector's, which then has length 1 again.")
+    options: Options | None = optional(_OPTIONS)
     keep_alive: KeepAlive = None
 
 
 class OllamaEmbeddingsBody(Body):
     model: OllamaModelName = None
-    prompt: Annotated[str | None, Field(description="Without one, the model is loaded.")] = None
-    options: Annotated[Options | None, Field(description=_OPTIONS)] = None
+    prompt: str | None = optional("Without one, the model is loaded.")
+    options: Options | None = optional(_OPTIONS)
     keep_alive: KeepAlive = None
 
 

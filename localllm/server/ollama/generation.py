@@ -16,6 +16,7 @@ from localllm.server import fields
 from localllm.server.bodies import Absent, Body, OnlyFalse, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, RequestError, body_of
+from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
 from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName, line, time_text, timings_until
@@ -23,7 +24,7 @@ from localllm.server.ollama.messages import OllamaMessage, Tools, chat_messages,
 from localllm.server.ollama.options import Options, sampling_of
 from localllm.server.replies import NDJSON, JsonReply, collected, evicted_header, new_id, streamed, whole
 from localllm.server.tools.deltas import Delta, ToolCallDelta
-from localllm.server.tools.json_text import partial_object
+from localllm.server.tools.tool_parser import partial_object
 from localllm.text.chat_template import ChatInput
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
@@ -40,17 +41,15 @@ class OllamaGenerationBody(Body):
     elsewhere: ClassVar = dict.fromkeys(Options.model_fields, "put it into 'options'")
 
     model: OllamaModelName = None
-    stream: Annotated[bool | None, Field(description="Default: true.")] = None
+    stream: bool | None = optional("Default: true.")
     options: Options | None = None
-    think: Annotated[
-        bool | Literal["low", "medium", "high"] | None,
-        Field(description="How much is thought, where the model's chat template knows it."),
-    ] = None
+    think: bool | Literal["low", "medium", "high"] | None = optional(
+        "How much is thought, where the model's chat template knows it."
+    )
     keep_alive: fields.KeepAlive = None
-    format: Annotated[
-        Literal["", "json"] | dict[str, Any] | None,
-        Field(description="What the answer has to look like: any object, or a JSON Schema."),
-    ] = None
+    format: Literal["", "json"] | dict[str, Any] | None = optional(
+        "What the answer has to look like: any object, or a JSON Schema."
+    )
     structured_outputs: fields.StructuredField = None
     shift: OnlyFalse | None = None
     logprobs: bool | None = None
@@ -58,14 +57,9 @@ class OllamaGenerationBody(Body):
 
 
 class OllamaChatBody(OllamaGenerationBody):
-    messages: Annotated[
-        list[OllamaMessage] | None,
-        Field(max_length=fields.MAX_MESSAGES, description="Without any, the model is loaded."),
-    ] = None
+    messages: list[OllamaMessage] | None = optional("Without any, the model is loaded.", max_length=fields.MAX_MESSAGES)
     tools: Tools | None = None
-    truncate: Annotated[
-        bool | None, Field(description="true: the oldest turns leave a conversation that is too long.")
-    ] = None
+    truncate: bool | None = optional("true: the oldest turns leave a conversation that is too long.")
 
 
 class OllamaGenerateBody(OllamaGenerationBody):
@@ -78,9 +72,9 @@ class OllamaGenerateBody(OllamaGenerationBody):
         "truncate": "a prompt is one turn, of which nothing can leave",
     }
 
-    prompt: Annotated[str | None, Field(description="Without one, the model is loaded.")] = None
+    prompt: str | None = optional("Without one, the model is loaded.")
     system: str | None = None
-    raw: Annotated[bool | None, Field(description="true: the prompt goes on as it is, without a chat template.")] = None
+    raw: bool | None = optional("true: the prompt goes on as it is, without a chat template.")
     template: Literal[""] | None = None
     suffix: Literal[""] | None = None
     images: fields.Nothing = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from localllm.server.bodies import Body, Ignored
-from localllm.server.fields import OF_A_REPLY, TEXT_ONLY, ArgumentsSchema, CallObject, Label, Nothing, Number
+from localllm.server.fields import OF_A_REPLY, TEXT_ONLY, ArgumentsSchema, CallObject, Label, Nothing, Number, optional
 from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Tool, Toolset, call_of, toolset
 
 OllamaFunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -52,8 +52,8 @@ class OllamaMessage(Body):
     thinking: str | None = None
     images: Nothing = None
     tool_calls: list[OllamaToolCall] | None = None
-    tool_name: Annotated[str | None, Field(description="Whose result it is; without one, the next call's.")] = None
-    tool_call_id: Annotated[str | None, Field(description="The same, more exactly.")] = None
+    tool_name: str | None = optional("Whose result it is; without one, the next call's.")
+    tool_call_id: str | None = optional("The same, more exactly.")
     name: Annotated[Label | None, Ignored("templates know roles, not names")] = None
 
     @field_validator("images", mode="before")

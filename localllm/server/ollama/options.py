@@ -10,7 +10,19 @@ from pydantic import Field, field_validator
 from localllm.engine.request import SamplingParams
 from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Body, Ignored, OnlyTrue
-from localllm.server.fields import NUM_CTX, Count, LastN, Penalty, Seed, Share, Stop, Temperature, TopK, overlaid
+from localllm.server.fields import (
+    NUM_CTX,
+    Count,
+    LastN,
+    Penalty,
+    Seed,
+    Share,
+    Stop,
+    Temperature,
+    TopK,
+    optional,
+    overlaid,
+)
 
 _AT_START = Ignored("it is chosen when the server starts: --threads, --vram, --weights, --kv")
 _NO_MIROSTAT = Ignored("mirostat is off")
@@ -20,16 +32,14 @@ _ANY = Field(ge=-(2**31), le=2**31 - 1)
 class Options(Body):
     """Options of how the model is computed are chosen when the server starts, and change no answer here."""
 
-    num_ctx: Annotated[Count | None, Field(description=NUM_CTX)] = None
-    num_predict: Annotated[
-        int | None, Field(ge=-2, le=2**31 - 1, description="Longest answer in tokens; -1, -2: to the context's end.")
-    ] = None
+    num_ctx: Count | None = optional(NUM_CTX)
+    num_predict: int | None = optional("Longest answer in tokens; -1, -2: to the context's end.", ge=-2, le=2**31 - 1)
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: Share | None = None
     min_p: Share | None = None
     typical_p: Share | None = None
-    seed: Annotated[Seed | None, Field(description="-1: another one each time.")] = None
+    seed: Seed | None = optional("-1: another one each time.")
     stop: Stop | None = None
     repeat_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     presence_penalty: Penalty | None = None

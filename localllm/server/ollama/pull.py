@@ -8,9 +8,8 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field
 from starlette.responses import Response
 
 from localllm import hub
@@ -21,6 +20,7 @@ from localllm.runtime.model_pool import ModelPool
 from localllm.server.bodies import Absent, OnlyFalse, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError, body_of, busy
+from localllm.server.fields import optional
 from localllm.server.ollama.common import NamedBody, line
 from localllm.server.replies import NDJSON, JsonReply, StreamReply
 
@@ -42,7 +42,7 @@ class PullBody(NamedBody):
     username: Literal[""] | None = None
     password: Literal[""] | None = None
     insecure: OnlyFalse | None = None
-    stream: Annotated[bool | None, Field(description="Default: true.")] = None
+    stream: bool | None = optional("Default: true.")
 
 
 class PullLine(ReplyBody):

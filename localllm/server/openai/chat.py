@@ -15,6 +15,7 @@ from localllm.server.best_of import requested_best_of
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
+from localllm.server.fields import optional
 from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
@@ -56,19 +57,15 @@ class OpenAIChatBody(OpenAIGenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=fields.MAX_TOP_LOGPROBS)] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Field(max_length=32, description="Variables of the model's chat template.")
-    ] = None
+    chat_template_kwargs: dict[str, Any] | None = optional("Variables of the model's chat template.", max_length=32)
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    add_generation_prompt: Annotated[
-        bool | None, Field(description="false: the prompt ends with the last message, not where an answer begins.")
-    ] = None
-    continue_final_message: Annotated[
-        bool | None, Field(description="true: the last message, the assistant's, is gone on with.")
-    ] = None
-    parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
+    add_generation_prompt: bool | None = optional(
+        "false: the prompt ends with the last message, not where an answer begins."
+    )
+    continue_final_message: bool | None = optional("true: the last message, the assistant's, is gone on with.")
+    parallel_tool_calls: bool | None = optional("false: an answer has one call at most.")
     functions: fields.Nothing = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None

@@ -15,6 +15,7 @@ from localllm.server import fields
 from localllm.server.best_of import BestOfBody
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
 from localllm.server.errors import Failure, RequestError, body_of
+from localllm.server.fields import optional
 from localllm.server.finish_reason import timings_of
 from localllm.server.replies import EVENT_STREAM, PING, event
 from localllm.server.stream import GenerationStream
@@ -44,9 +45,7 @@ NOT_OBFUSCATED = Ignored("events are as long as what they say")
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: Annotated[
-        bool | None, Field(description="Every chunk has the usage so far, as vLLM has it.")
-    ] = None
+    continuous_usage_stats: bool | None = optional("Every chunk has the usage so far, as vLLM has it.")
     include_obfuscation: Annotated[bool | None, NOT_OBFUSCATED] = None
 
 
@@ -65,10 +64,9 @@ class OpenAISamplingBody(Body):
     seed: fields.Seed | None = None
     frequency_penalty: fields.Penalty | None = None
     presence_penalty: fields.Penalty | None = None
-    service_tier: Annotated[
-        ServiceTier | None,
-        Field(description="Of requests that wait, `priority` and `fast` are answered sooner, `flex` later."),
-    ] = None
+    service_tier: ServiceTier | None = optional(
+        "Of requests that wait, `priority` and `fast` are answered sooner, `flex` later."
+    )
     keep_alive: fields.KeepAlive = None
     structured_outputs: fields.StructuredField = None
     user: Annotated[fields.Label | None, fields.NOT_KEPT] = None
@@ -106,12 +104,9 @@ class OpenAIGenerationBody(OpenAISamplingBody, BestOfBody):
     typical_p: fields.Share | None = None
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     repeat_last_n: fields.LastN | None = None
-    num_ctx: Annotated[fields.Count | None, Field(description=fields.NUM_CTX)] = None
-    grammar: Annotated[
-        fields.Pattern | None,
-        Field(description="What the answer has to look like, as llama.cpp has it: GBNF, or Lark."),
-    ] = None
-    cache_prompt: Annotated[OnlyTrue | None, Field(description="What is known of a prompt is always used.")] = None
+    num_ctx: fields.Count | None = optional(fields.NUM_CTX)
+    grammar: fields.Pattern | None = optional("What the answer has to look like, as llama.cpp has it: GBNF, or Lark.")
+    cache_prompt: OnlyTrue | None = optional("What is known of a prompt is always used.")
 
     @property
     def text_grammar(self) -> Grammar | None:

@@ -15,7 +15,7 @@ from localllm.runtime.served_model import ServedModel
 from localllm.server.best_of import NO_BEST_OF, requested_best_of
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
-from localllm.server.fields import Ids, NonEmptyText, grammar_of, one_grammar
+from localllm.server.fields import Ids, NonEmptyText, grammar_of, one_grammar, optional
 from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import CompletionLogprobs, CompletionTokens, all_logprobs, joined_logprobs
@@ -53,12 +53,8 @@ class CompletionBody(OpenAIGenerationBody):
 
     prompt: Prompts
     echo: bool | None = None
-    logprobs: Annotated[
-        int | None, Field(ge=0, le=MAX_LOGPROBS, description="With `echo`, of the prompt's tokens, too.")
-    ] = None
-    max_tokens: Annotated[
-        int | None, Field(ge=0, le=2**31 - 1, description="0: the prompt is read, and nothing is said.")
-    ] = None
+    logprobs: int | None = optional("With `echo`, of the prompt's tokens, too.", ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = optional("0: the prompt is read, and nothing is said.", ge=0, le=2**31 - 1)
     suffix: Literal[""] | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from localllm.server.bodies import Body
-from localllm.server.fields import CACHES_ITSELF, OF_A_REPLY, TEXT_ONLY, CallText, Labels, Nothing, Number
+from localllm.server.fields import CACHES_ITSELF, OF_A_REPLY, TEXT_ONLY, CallText, Labels, Nothing, Number, optional
 from localllm.server.openai.tools import FunctionType
 from localllm.server.tools.toolset import OpenCalls, call_of
 
@@ -47,8 +47,8 @@ class OpenAIMessage(Body):
     content: str | list[OpenAITextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: Annotated[str | None, Field(description="Another name of `reasoning_content`.")] = None
-    thinking: Annotated[str | None, Field(description="Another name of `reasoning_content`.")] = None
+    reasoning: str | None = optional("Another name of `reasoning_content`.")
+    thinking: str | None = optional("Another name of `reasoning_content`.")
     refusal: None = None
     tool_calls: list[OpenAIToolCall] | None = None
     tool_call_id: str | None = None

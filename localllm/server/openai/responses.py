@@ -13,6 +13,7 @@ from starlette.responses import Response
 from localllm.server import fields
 from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, tagged_by
 from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest, prompt_ids
 from localllm.server.openai.common import NOT_OBFUSCATED, OpenAISamplingBody, sampling_of
 from localllm.server.openai.messages import refuse_other_parts
@@ -30,8 +31,7 @@ from localllm.server.openai.tools import (
     toolset_for,
 )
 from localllm.server.replies import JsonReply, collected, evicted_header, streamed, whole
-from localllm.server.tools.foreign import ForeignTool
-from localllm.server.tools.toolset import MAX_TOOLS, OpenCalls, Toolset, call_of
+from localllm.server.tools.toolset import MAX_TOOLS, ForeignTool, OpenCalls, Toolset, call_of
 from localllm.text.chat_template import ChatInput
 from localllm.text.grammar.grammar import Grammar
 
@@ -156,7 +156,7 @@ class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Annotated[Summary | None, NO_SUMMARY] = None
     generate_summary: Annotated[Summary | None, NO_SUMMARY] = None
-    context: Annotated[Literal["auto"] | None, Field(description="'auto': as the model's chat template has it.")] = None
+    context: Literal["auto"] | None = optional("'auto': as the model's chat template has it.")
 
 
 class ResponseStreamOptions(Body):
@@ -221,7 +221,7 @@ class ResponsesPromptBody(Body):
     truncation: Literal["auto", "disabled"] | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesNamedChoice | ResponsesAllowedChoice | None = None
-    parallel_tool_calls: Annotated[bool | None, Field(description="false: an answer has one call at most.")] = None
+    parallel_tool_calls: bool | None = optional("false: an answer has one call at most.")
     keep_alive: fields.KeepAlive = None
     previous_response_id: None = None
     conversation: None = None
@@ -252,7 +252,7 @@ class ResponsesBody(ResponsesPromptBody, OpenAISamplingBody):
     max_tool_calls: Annotated[fields.Number | None, Ignored("it is of tools that a server runs")] = None
     background: OnlyFalse | None = None
     client_metadata: Annotated[dict[str, Any] | None, fields.NOT_KEPT] = None
-    metadata: Annotated[dict[str, str] | None, Field(max_length=16, description="Given back.")] = None
+    metadata: dict[str, str] | None = optional("Given back.", max_length=16)
     prompt: None = None
     moderation: None = None
     image: None = None

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
 from localllm.server.bodies import Body, Ignored, tagged_by
-from localllm.server.fields import ANY_OBJECT, CACHES_ITSELF, ArgumentsSchema, Label, Labels, json_grammar
-from localllm.server.tools.foreign import KINDS, NO_SUCH_TOOL, ForeignTool
-from localllm.server.tools.toolset import MAX_TOOLS, Tool, Toolset, toolset
+from localllm.server.fields import ANY_OBJECT, CACHES_ITSELF, ArgumentsSchema, Label, Labels, json_grammar, optional
+from localllm.server.tools.toolset import KINDS, MAX_TOOLS, NO_SUCH_TOOL, ForeignTool, Tool, Toolset, toolset
 from localllm.text.grammar.grammar import Grammar
 
 NO_SERVER_TOOLS = "this server runs no tools of its own; a function's calls are for the client to make"
@@ -31,9 +30,7 @@ class OpenAIFunction(Body):
     name: FunctionName
     description: str | None = None
     parameters: ArgumentsSchema | None = None
-    strict: Annotated[
-        bool | None, Field(description="true: a grammar makes calls fit the schema, also where none is due.")
-    ] = None
+    strict: bool | None = optional("true: a grammar makes calls fit the schema, also where none is due.")
 
     @property
     def tool(self) -> Tool:
@@ -113,7 +110,7 @@ class NamedSchema(Body):
     name: Annotated[FunctionName | None, Ignored("the model is not told of the form")] = None
     description: Annotated[Label | None, Ignored("the model is not told of the form")] = None
     schema_: Schema = None
-    strict: Annotated[bool | None, Field(description="A schema is held to in any case.")] = None
+    strict: bool | None = optional("A schema is held to in any case.")
 
 
 class OpenAISchemaFormat(Body):

@@ -10,15 +10,14 @@ from contextlib import aclosing
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localllm.server.access_log import AccessLog, Log, note_failure
+from localllm.server.access_log import AccessLog, Log, Metrics
 from localllm.server.app import endpoints_of
 from localllm.server.bodies import read_bytes
 from localllm.server.errors import ClientGoneError, Failure, RequestError, body_of, busy, dialect_of, failure_of
 from localllm.server.guard import Admission, Guard
-from localllm.server.metrics import Metrics
 from localllm.server.ollama.common import line
 from localllm.server.replicas.call import ReplicaCall, beginning_of
-from localllm.server.replies import EVENT_STREAM, NDJSON, JsonReply, event, unless_gone
+from localllm.server.replies import EVENT_STREAM, NDJSON, error_reply, event, note_failure, unless_gone
 
 # A request that ends a replica would end them all, one after the other, if it were passed on for ever.
 _MOST_TRIES = 3
@@ -125,13 +124,12 @@ class _Reply:
 
     async def fail(self, error: BaseException) -> None:
         """In the dialect that was spoken: a reply of its own, or the last word of one that has begun."""
+        if not self.has_begun:
+            await error_reply(self._scope, error)(self._scope, self._receive, self._send)
+            return
         failure = failure_of(error)
         note_failure(self._scope, failure)
-        if self.has_begun:
-            await self._send({"type": "http.response.body", "body": self._last_word(failure), "more_body": False})
-            return
-        reply = JsonReply(body_of(failure, dialect_of(self._scope["path"])), failure.status, failure.headers)
-        await reply(self._scope, self._receive, self._send)
+        await self._send({"type": "http.response.body", "body": self._last_word(failure), "more_body": False})
 
     def _last_word(self, failure: Failure) -> bytes:
         path = self._scope["path"]

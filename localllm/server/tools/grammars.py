@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from localllm.chat import harmony
 from localllm.errors import GrammarError
@@ -39,79 +39,64 @@ def tools_lark(form: ToolFormat, tools: Toolset, token_id: TokenId, answer: str 
     answer: the JSON Schema of an answer that is no call; None: any text is one
     """
     lark, choices = _Lark(form, token_id), tools.choices
+
+    def any_call(begins: str) -> str:
+        return " | ".join(
+            f"{lark(begins + tool.name + form.middle)} arguments{i} {lark(form.ends)}".rstrip()
+            for i, tool in enumerate(choices)
+        )
+
     more = "" if tools.one_call or form.one_call else f" ({lark(form.between)} call)*"
     last = f"{more} {lark(form.last)}".rstrip()
     rules = [
         f"calls: {lark(form.first)} call{last}",
-        _call_rule("call", form.begins, lark, choices),
+        f"call: {any_call(form.begins)}",
         *(f"arguments{i}: %json {_schema_of(tools, tool)}" for i, tool in enumerate(choices)),
     ]
     if answer is not None:
         rules.append(f"answer: %json {_compact(answer)}")
     if form.is_harmony:
-        starts = _harmony_starts(lark, tools, answer)
+        message, said = lark(harmony.MESSAGE), "answer" if answer is not None else "TEXT"
+        channel, behind = lark(harmony.CHANNEL), lark(harmony.END + harmony.START)
+        last_message = "calls" if tools.must_call else f'(calls | {channel} "final" {message} {said})'
+        starts = [
+            f"start: thought* {last_message}",
+            f'thought: {channel} "analysis" {message} TEXT {behind} "assistant"',
+            f"TEXT: {_ANY}",
+        ]
     elif tools.must_call or answer is not None:
         starts = [f"start: BLANK {'calls' if tools.must_call else '(answer | calls)'}", "BLANK: /\\n{0,2}/"]
     elif form.is_bare:
         starts = ["start: TEXT | calls", "TEXT: /([^{](.|\\n)*)?/"]
-    else:
-        starts = _text_starts(lark, choices, last)
+    else:  # text, or calls with or without text in front of them
+        [opens] = form.opens
+        starts = ["start: TEXT | TEXT calls", f"TEXT: {_ANY} & ~/(.|\\n)*{re.escape(opens)}(.|\\n)*/"]
+        if not lark.is_token(opens):  # a mark of several tokens is a part of the text, which ends with it
+            begun = any_call((form.first + form.begins).removeprefix(opens))
+            starts[0] = f"start: TEXT | before begun{last}"
+            starts += [f"before[suffix={_text(opens)}]: {_ANY}", f"begun: {begun}"]
     return "\n".join(["%llguidance {}", *starts, *rules, ""])
-
-
-def _call_rule(rule: str, begins: str, lark: _Lark, choices: Sequence[Tool]) -> str:
-    """Return the rule of one call of any of the tools."""
-    named = [
-        f"{lark(begins + tool.name + lark.form.middle)} arguments{i} {lark(lark.form.ends)}".rstrip()
-        for i, tool in enumerate(choices)
-    ]
-    return f"{rule}: " + " | ".join(named)
-
-
-def _text_starts(lark: _Lark, choices: Sequence[Tool], last: str) -> list[str]:
-    """Text, or calls with or without text in front of them."""
-    [opens] = lark.form.opens
-    text = f"TEXT: {_ANY} & ~/(.|\\n)*{re.escape(opens)}(.|\\n)*/"
-    if lark.is_token(opens):
-        return ["start: TEXT | TEXT calls", text]
-    # A mark of several tokens is a part of the text, which ends with it.
-    begun = _call_rule("begun", (lark.form.first + lark.form.begins).removeprefix(opens), lark, choices)
-    return [f"start: TEXT | before begun{last}", f"before[suffix={_text(opens)}]: {_ANY}", text, begun]
-
-
-def _harmony_starts(lark: _Lark, tools: Toolset, answer: str | None) -> list[str]:
-    message, said = lark(harmony.MESSAGE), "answer" if answer is not None else "TEXT"
-    channel, behind = lark(harmony.CHANNEL), lark(harmony.END + harmony.START)
-    last = "calls" if tools.must_call else f'(calls | {channel} "final" {message} {said})'
-    return [
-        f"start: thought* {last}",
-        f'thought: {channel} "analysis" {message} TEXT {behind} "assistant"',
-        f"TEXT: {_ANY}",
-    ]
 
 
 class _Lark:
     """Writes a format's texts in Lark: marks that are one token as that token."""
 
     def __init__(self, form: ToolFormat, token_id: TokenId) -> None:
-        self.form = form
+        self._is_bare = form.is_bare
         self._ids = {mark: index for mark in form.special if (index := token_id(mark)) is not None}
-        self._any = re.compile("|".join(map(re.escape, self._ids)) or "(?!)")
+        self._any = re.compile(f"({'|'.join(map(re.escape, self._ids)) or '(?!)'})")
 
     def is_token(self, mark: str) -> bool:
         return mark in self._ids
 
     def __call__(self, text: str) -> str:
         """Return "" for no text."""
-        found, at = [], 0
-        for mark in self._any.finditer(text):
-            found += [self._texts(text[at : mark.start()]), f"<[{self._ids[mark[0]]}]>"]
-            at = mark.end()
-        return " ".join(filter(None, [*found, self._texts(text[at:])]))
+        parts = self._any.split(text)
+        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else self._texts(part) for part in parts if part)
 
     def _texts(self, text: str) -> str:
         # The lexer does not go back: where an answer may be JSON, too, both have to be made of the same lexemes.
-        return " ".join(map(_text, _LEXEMES.findall(text))) if self.form.is_bare else _text(text)
+        return " ".join(map(_text, _LEXEMES.findall(text))) if self._is_bare else _text(text)
 
 
 def _text(text: str) -> str:

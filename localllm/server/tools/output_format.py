@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.harmony import FINAL, is_harmony
 from localllm.chat.thoughts import THOUGHT_MARKS, special_among, splits_off_thoughts
-from localllm.chat.tool_words import has_calls
+from localllm.chat.tool_words import has_calls, in_words
 from localllm.server.errors import RequestError
 from localllm.server.tools.deltas import AnswerParser, Says, ThoughtParser
 from localllm.server.tools.grammars import tools_lark
-from localllm.server.tools.harmony import HarmonyParser
-from localllm.server.tools.prompts import prompt_of
 from localllm.server.tools.tool_formats import HARMONY, ToolFormat, tool_format_of
-from localllm.server.tools.tool_parser import ToolCallParser
+from localllm.server.tools.tool_parser import HarmonyParser, ToolCallParser
 from localllm.server.tools.toolset import Toolset
 from localllm.text.grammar.grammar import Grammar
 
@@ -23,29 +23,9 @@ if TYPE_CHECKING:
     from localllm.text.chat_template import ChatInput, ChatTemplate
     from localllm.text.tokenizer import Tokenizer
 
+Message = dict[str, Any]
 
-def parser_of(
-    tool_format: ToolFormat,
-    names: Collection[str],
-    *,
-    streams: bool,
-    says: Says,
-    is_thinking: bool,
-    splits: bool,
-    is_final: bool,
-) -> AnswerParser:
-    """Return a parser of one answer.
-
-    names: of the tools
-    streams, says: as `ToolCallParser` has them
-    is_thinking: the answer begins in a thought
-    splits: there may be a thought
-    is_final: as `HarmonyParser` has it
-    """
-    if tool_format.is_harmony:
-        return HarmonyParser(names, streams=streams, is_final=is_final)
-    said = ToolCallParser(tool_format, names, streams=streams, says=says)
-    return ThoughtParser(is_thinking=is_thinking, said=said) if splits else said
+_SHORT_ID = 9  # letters and digits, as Mistral's templates demand
 
 
 @dataclass(frozen=True)
@@ -89,37 +69,31 @@ class OutputFormat:
     ) -> Grammar | None:
         """Return the grammar of an answer, thoughts included. Raises RequestError where `answer`, the grammar of text
         that is no call, cannot go together with tools."""
-        found = self._without_thoughts(answer, answer_field)
+        tools, found = self.tools, answer
+        if tools is not None and self.tool_format is not None and (answer is not None or tools.is_constrained):
+            if answer is not None and answer.kind != "json_schema":
+                what = f"{answer_field!r} cannot go together with tools"
+                why = "beside calls, an answer can have a JSON Schema, and no grammar of another kind"
+                raise RequestError(400, what, why=why, param=answer_field, name="unsupported_value")
+            schema = None if answer is None or tools.must_call else answer.source
+            found = Grammar("lark", tools_lark(self.tool_format, tools, self.tokenizer.token_id, schema))
         if found is None or self.tool_format is HARMONY:
             return found
         splits = is_thinking or (self.splits and may_think)
         return replace(found, thoughts=tuple(THOUGHT_MARKS.items()) if splits else (), is_thinking=is_thinking)
 
-    def _without_thoughts(self, answer: Grammar | None, answer_field: str) -> Grammar | None:
-        tools = self.tools
-        if tools is None or self.tool_format is None or (answer is None and not tools.is_constrained):
-            return answer
-        if answer is not None and answer.kind != "json_schema":
-            what = f"{answer_field!r} cannot go together with tools"
-            why = "beside calls, an answer can have a JSON Schema, and no grammar of another kind"
-            raise RequestError(400, what, why=why, param=answer_field, name="unsupported_value")
-        schema = None if answer is None or tools.must_call else answer.source
-        return Grammar("lark", tools_lark(self.tool_format, tools, self.tokenizer.token_id, schema))
-
     def parser(self, *, is_thinking: bool, has_form: bool) -> AnswerParser | None:
         """Return a new parser of one answer; None where all of it is text. has_form: its text is held to a grammar."""
         splits, tools = is_thinking or self.splits, self.tools
-        if self.tool_format is None or (tools is None and self.tool_format is not HARMONY):
+        names = () if tools is None else tools.callable
+        streams = has_form or (tools is not None and tools.is_constrained)
+        if self.tool_format is HARMONY:
+            return HarmonyParser(names, streams=streams, is_final=bool(self.tail))
+        if self.tool_format is None or tools is None:
             return ThoughtParser(is_thinking=is_thinking) if splits else None
-        return parser_of(
-            self.tool_format,
-            () if tools is None else tools.callable,
-            streams=has_form or (tools is not None and tools.is_constrained),
-            says="nothing" if tools is not None and tools.must_call else "json" if has_form else "anything",
-            is_thinking=is_thinking,
-            splits=splits,
-            is_final=bool(self.tail),
-        )
+        says: Says = "nothing" if tools.must_call else "json" if has_form else "anything"
+        said = ToolCallParser(self.tool_format, names, streams=streams, says=says)
+        return ThoughtParser(is_thinking=is_thinking, said=said) if splits else said
 
 
 def output_format_of(
@@ -138,3 +112,65 @@ def output_format_of(
         return OutputFormat(tokenizer, None, None, splits)
     no_tools = () if "tool_use" in template.sources else None
     return OutputFormat(tokenizer, tools, tool_format_of(template), splits, no_tools=no_tools)
+
+
+def prompt_of(messages: Sequence[Message], tools: Toolset | None, form: ToolFormat) -> tuple[list[Message], Any]:
+    """Return the messages and the `tools` that a chat template is given."""
+    told = [tool.template_input for tool in tools.tools] if tools else None
+    if not form.is_in_template:
+        return in_words(messages, [tool["function"] for tool in told or ()]), None
+    found = list(messages)
+    if form.one_at_a_time:
+        found = list(_one_at_a_time(found))
+    if form.answers_results:
+        found = list(_answered(found))
+    if form.has_short_ids:
+        found = [_with_short_ids(message) for message in found]
+    if form.is_harmony:
+        found = [_with_thinking(message) for message in found]
+    return found, told
+
+
+def _one_at_a_time(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield each call of a turn as a turn of its own, with its result behind it."""
+    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            if message["role"] != "tool" or message["tool_call_id"] in results:
+                yield message
+            continue
+        for index, call in enumerate(calls):
+            said = message if not index else {"role": message["role"], "content": ""}
+            yield {**said, "tool_calls": [call]}
+            if (result := results.pop(call["id"], None)) is not None:
+                yield result
+
+
+def _answered(messages: Sequence[Message]) -> Iterator[Message]:
+    """Put an empty answer between a result and a question."""
+    for before, message in pairwise([{"role": ""}, *messages]):
+        if before["role"] == "tool" and message["role"] == "user":
+            yield {"role": "assistant", "content": ""}
+        yield message
+
+
+def _with_short_ids(message: Message) -> Message:
+    if "tool_calls" in message:
+        return {**message, "tool_calls": [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]}
+    return {**message, "tool_call_id": _short_id(message["tool_call_id"])} if message["role"] == "tool" else message
+
+
+def _short_id(call_id: str) -> str:
+    """Return the same short id each time, so that the prefix cache finds the prompt."""
+    if len(call_id) == _SHORT_ID and call_id.isalnum() and call_id.isascii():
+        return call_id
+    return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:_SHORT_ID]
+
+
+def _with_thinking(message: Message) -> Message:
+    """Rename the thought as harmony's template has it; beside a call the template takes no other text."""
+    if "tool_calls" not in message or "reasoning_content" not in message:
+        return message
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return {**rest, "content": "", "thinking": message["reasoning_content"]}

@@ -71,57 +71,28 @@ _TAGGED = (f'{_TAG}\n{{"name": "', '", "arguments": ', f"}}\n{_END_TAG}")
 # No line break between two calls: behind one, a model that was not trained to make several would rather end.
 GENERIC = ToolFormat("generic", *_TAGGED, opens=(_TAG,), closes=_END_TAG, is_in_template=False)
 HARMONY = ToolFormat(
-    "harmony",
-    "<|channel|>commentary to=functions.",
-    " <|constrain|>json<|message|>",
-    one_call=True,
-    signs=SIGNS,
-    one_at_a_time=True,
-)
+    "harmony", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>",
+    one_call=True, signs=SIGNS, one_at_a_time=True,
+)  # fmt: skip
 TOOL_FORMATS = (
     HARMONY,
     ToolFormat(
-        "mistral",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        opens=("[TOOL_CALLS]",),
-        signs=("[TOOL_CALLS]", "[ARGS]"),
+        "mistral", "[TOOL_CALLS]", "[ARGS]", opens=("[TOOL_CALLS]",), signs=("[TOOL_CALLS]", "[ARGS]"),
         has_short_ids=True,
     ),
     ToolFormat(
-        "mistral-list",
-        '{"name": "',
-        '", "arguments": ',
-        "}",
-        first="[TOOL_CALLS][",
-        between=", ",
-        last="]",
-        opens=("[TOOL_CALLS]",),
-        signs=("[TOOL_CALLS]",),
-        has_short_ids=True,
-        answers_results=True,
+        "mistral-list", '{"name": "', '", "arguments": ', "}", first="[TOOL_CALLS][", between=", ", last="]",
+        opens=("[TOOL_CALLS]",), signs=("[TOOL_CALLS]",), has_short_ids=True, answers_results=True,
     ),
     ToolFormat(
-        "hermes",
-        *_TAGGED,
-        between="\n",
-        opens=(_TAG,),
-        closes=_END_TAG,
-        signs=(_TAG, "arguments"),
+        "hermes", *_TAGGED, between="\n", opens=(_TAG,), closes=_END_TAG, signs=(_TAG, "arguments"),
         strangers=("<function=", "<arg_key>"),
     ),
     ToolFormat(
-        "llama",
-        '{"name": "',
-        '", "parameters": ',
-        "}",
-        one_call=True,
-        opens=("<|python_tag|>",),
-        is_bare=True,
-        signs=('"parameters": ', "dictionary of argument name and its value"),
-        one_at_a_time=True,
+        "llama", '{"name": "', '", "parameters": ', "}", one_call=True, opens=("<|python_tag|>",), is_bare=True,
+        signs=('"parameters": ', "dictionary of argument name and its value"), one_at_a_time=True,
     ),
-)
+)  # fmt: skip
 
 
 def tool_format_of(template: ChatTemplate) -> ToolFormat:

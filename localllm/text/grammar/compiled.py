@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from localllm.errors import GrammarError
 from localllm.text.grammar.constraint import Constraint
 from localllm.text.grammar.definition import defined
 from localllm.text.grammar.grammar import Grammar
-from localllm.text.grammar.vocabulary import Vocabulary
 from localllm.text.tokenizer import Tokenizer
 
 MAX_CACHED = 32
@@ -23,6 +23,8 @@ MAX_CACHED_CHARS = 1 << 20  # of their sources
 # counted over all of them, and are limited: after so many answers the lexer begins anew.
 _SHARED_BY = 16
 _LIMITS = {"max_lexer_states": 100_000, "verbose_errors": False}  # 200 MB of states at most
+
+_CACHED_SPLITS = 1024  # of texts that a grammar leaves no choice about: names of properties, and what is between them
 
 _Key = tuple[Grammar, int | None]  # with the spaces that are dropped in front
 
@@ -44,7 +46,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int], size: int, *, looks_ahead: bool = False) -> None:
         """size: of the model's logits. looks_ahead: the CPU has time for a mask while the model computes."""
         self._tokenizer, self._eos_ids, self._size = tokenizer, eos_ids, size
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: LLTokenizer | None = None
         self._cached: OrderedDict[_Key, _Compiled | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
@@ -85,34 +87,75 @@ class Grammars:
         try:
             vocabulary = self._vocabulary_of_model()
             definition = cached.definition if cached else defined(key[0], leading_spaces=key[1] or 0)
-            compiled = _Compiled(definition, _matcher(vocabulary, definition))
+            matcher = LLMatcher(vocabulary, definition, log_level=0, limits=LLParserLimits(**_LIMITS))  # type: ignore[arg-type]
+            if matcher.is_error():  # a grammar of bytes does not fit these tokens
+                why = matcher.get_error().replace("<non-verbose/>", "").strip()
+                raise GrammarError("the grammar cannot be used with this model", why=why)
         except GrammarError as error:
             self._cache(key, GrammarError(error.what, why=error.why, fix=error.fix))
             raise
+        compiled = _Compiled(definition, matcher)
         self._cache(key, compiled)
         return compiled
 
-    def _vocabulary_of_model(self) -> Vocabulary:
+    def _vocabulary_of_model(self) -> LLTokenizer:
+        """Return the tokens of the model. Takes half a second for 150,000 of them.
+
+        Ids that the tokenizer lacks are never allowed. Raises GrammarError for a tokenizer whose tokens have no bytes
+        of their own.
+        """
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._tokenizer, self._eos_ids, self._size)
+                if self._tokenizer.leading_spaces is None:
+                    raise GrammarError(
+                        "this model's answers cannot be held to a grammar",
+                        why="the tokenizer of this model decodes a token by its neighbours: what one adds to a text is "
+                        "not known",
+                        fix="take another model",
+                    )
+                # A model without one gets an id behind its own: a grammar may end there, and no token says so.
+                ends = sorted(token_id for token_id in self._eos_ids if token_id < self._size) or [self._size]
+                tokens = _Tokens(self._tokenizer, self._size, ends)
+                tokens.greedy = LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=ends)  # type: ignore[arg-type]
+                self._vocabulary = tokens.greedy
             return self._vocabulary
 
     def _cache(self, key: _Key, compiled: _Compiled | GrammarError) -> None:
         with self._lock:
             self._cached[key] = compiled
             self._cached.move_to_end(key)
-            while len(self._cached) > MAX_CACHED or (len(self._cached) > 1 and self._num_chars() > MAX_CACHED_CHARS):
+            while len(self._cached) > MAX_CACHED or (
+                len(self._cached) > 1 and sum(len(grammar.source) for grammar, _ in self._cached) > MAX_CACHED_CHARS
+            ):
                 self._cached.popitem(last=False)
 
-    def _num_chars(self) -> int:
-        return sum(len(grammar.source) for grammar, _ in self._cached)
 
+class _Tokens:
+    """The attributes that llguidance reads of a tokenizer, by these names."""
 
-def _matcher(vocabulary: Vocabulary, definition: str) -> LLMatcher:
-    """Return a matcher at its beginning. Raises GrammarError where a grammar of bytes does not fit these tokens."""
-    matcher = LLMatcher(vocabulary.tokens, definition, log_level=0, limits=LLParserLimits(**_LIMITS))  # type: ignore[arg-type]
-    if matcher.is_error():
-        why = matcher.get_error().replace("<non-verbose/>", "").strip()
-        raise GrammarError("the grammar cannot be used with this model", why=why)
-    return matcher
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> None:
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(max(size, ends[-1] + 1))]
+        self.special_token_ids = sorted({*(each for each in tokenizer.special_ids if each < size), *ends})
+        self.eos_token_id = ends[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.greedy: LLTokenizer | None = None
+        self._tokenizer = tokenizer
+        self._split = lru_cache(_CACHED_SPLITS)(self._found)
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._split(text))
+
+    def _found(self, text: str) -> Sequence[int]:
+        """Return ids whose bytes are the text's, as the tokenizer splits it in the middle of another one."""
+        # Some put a blank in front: it is taken for the text's own, or left out with a token that never merges.
+        for prefixed in (text, text.removeprefix(" "), "\x01" + text):
+            ids = self._tokenizer.encode(prefixed)
+            surplus = sum(len(self.tokens[each]) for each in ids) - len(text.encode())
+            while ids and surplus > 0:
+                surplus -= len(self.tokens[ids.pop(0)])
+            if surplus == 0 and b"".join(self.tokens[each] for each in ids) == text.encode():
+                return ids
+        assert self.greedy is not None
+        return self.greedy.greedy_tokenize(text)

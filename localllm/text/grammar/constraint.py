@@ -128,19 +128,16 @@ class Constraint:
         followed = self._followed
         if list(token_ids[: len(followed)]) != followed:
             pairs = zip(followed, token_ids, strict=False)
-            self._go_back(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self._matcher.rollback(len(followed) - length)
+            del followed[length:]
+            self._masks = {place: mask for place, mask in self._masks.items() if place <= length}
         new = list(token_ids[len(followed) :])
         num_taken = self._matcher.try_consume_tokens(new) if new else 0
         followed += new[:num_taken]
         self._require_well()
         if num_taken < len(new):
             raise _no_way_on(len(followed))
-
-    def _go_back(self, length: int) -> None:
-        """Keep so many tokens."""
-        self._matcher.rollback(len(self._followed) - length)
-        del self._followed[length:]
-        self._masks = {place: mask for place, mask in self._masks.items() if place <= length}
 
     def _require_well(self) -> None:
         if self._matcher.is_error():

@@ -11,8 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 from localllm.errors import BusyError, GrammarError, LocalLLMError
@@ -20,7 +18,7 @@ from localllm.text.grammar import compile_check
 from localllm.text.grammar.gbnf import as_lark
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.grammar.pattern import has_surrogate, parse_error
-from localllm.text.grammar.schema import CheckedSchema, checked
+from localllm.text.grammar.schema import checked
 
 MAX_SOURCE = 64 << 10  # characters; of a JSON Schema see schema.py
 # For the whole process, which needs 0.6 s of the CPU: it is done by then with a hundredth of a core. Less than the time
@@ -54,19 +52,17 @@ def defined(grammar: Grammar, *, leading_spaces: int = 0) -> str:
     Raises GrammarError, naming what cannot be honoured; BusyError where the process gets no CPU or is killed;
     LocalLLMError where none can be started.
     """
-    if grammar.kind == "json_schema":
-        schema = checked(grammar.source)
-        answer = _of_schema(schema.schema)
-        refuse: Callable[[str], NoReturn] = partial(_refuse_schema, schema)
-        proof = None if schema.by_the_letter is None else _of_schema(schema.by_the_letter)
-    else:
-        answer, proof = {"lark_grammar": _as_lark(grammar)}, None
-        refuse = partial(_refuse, _NAMES[grammar.kind])
+    schema = checked(grammar.source) if grammar.kind == "json_schema" else None
+    answer = {"lark_grammar": _as_lark(grammar)} if schema is None else _of_schema(schema.schema)
+    proof = None if schema is None or schema.by_the_letter is None else _of_schema(schema.by_the_letter)
     around = _around(grammar, leading_spaces)
     grammars = [] if around is None else [{"lark_grammar": around}]
     reply = check_apart(grammar, {"grammars": [*grammars, {"name": "answer", **answer}], "proof": proof})
     if "error" in reply:
-        refuse(reply["error"])
+        is_limit = _LIMITS.search(reply["error"]) and "too large" not in reply["error"]
+        if schema is None or is_limit:
+            _refuse(_NAMES[grammar.kind], reply["error"])
+        schema.refuse(reply["error"])
     return reply["grammar"]
 
 
@@ -146,12 +142,6 @@ def check_apart(grammar: Grammar, request: dict[str, Any]) -> dict[str, str]:
     return reply
 
 
-def _refuse_schema(schema: CheckedSchema, message: str) -> NoReturn:
-    if _LIMITS.search(message) and "too large" not in message:
-        _refuse("JSON Schema", message)
-    schema.refuse(message)
-
-
 def _refuse(name: str, message: str) -> NoReturn:
     """Raise GrammarError with the message of the library."""
     if "NoExtension" in message:
@@ -160,14 +150,10 @@ def _refuse(name: str, message: str) -> NoReturn:
     if found := _ROW.search(message):
         why = f"{found[1]} ways to go on at one place are more than the {found[2]} that are looked at"
         raise GrammarError(f"the {name} explodes", why=why, fix="fewer optional properties, or fewer alternatives")
-    why = _cause(name, message.replace("<non-verbose/>", ""))[:300]
+    message = message.replace("<non-verbose/>", "")
+    at = _AT.match(message)
+    place = f"line {at[1]}, column {at[2]}: " if at and name == _NAMES["lark"] else ""
+    why = (place + (parse_error(message) or " ".join((at[3] if at else message).split())))[:300]
     if _LIMITS.search(message):
         raise GrammarError(f"the {name} explodes", why=why, fix="make it simpler")
     raise GrammarError(f"the {name} cannot be used", why=why)
-
-
-def _cause(name: str, message: str) -> str:
-    """Return a message as one line, with its place where that is one of the source."""
-    at = _AT.match(message)
-    place = f"line {at[1]}, column {at[2]}: " if at and name == _NAMES["lark"] else ""
-    return place + (parse_error(message) or " ".join((at[3] if at else message).split()))

@@ -1,4 +1,10 @@
-"""Read GBNF, the grammars of llama.cpp, for llguidance.
+"""Read GBNF, the grammars of llama.cpp, and write it as llguidance's Lark.
+
+llguidance reads a text as a lexer does, by the longest lexeme, and never goes back: a lexeme that could go on where
+something else could follow would swallow that, and the answer would never end. So a grammar that does not lead back to
+itself becomes one lexeme, one regular expression; in another, a part becomes one where no character behind a whole
+text of it makes a longer one, as behind a quoted string. The rest is taken apart, into characters if need be: of
+152,000 tokens a mask costs 5 ms where any text is taken character for character, 0.01 inside of a lexeme.
 
 Its own converter (gbnf_to_lark) is not used: its lexemes take what has to follow them, it reads classes as Rust does
 and its errors have no column.
@@ -11,14 +17,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import NamedTuple, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 
 from localllm.errors import GrammarError
-from localllm.text.grammar import lexemes
-from localllm.text.grammar.lexemes import Chain, Choice, Leaf, Node, Reference, Repeated, character_bits
+from localllm.text.grammar.termination import grounded
 
+_START = "root"
 MAX_NESTING = 50  # of parentheses, each of which takes half a dozen nested calls of Python
 _LAST_CHARACTER = 0x10FFFF
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -39,7 +46,54 @@ _CHARACTER = re.compile(
 )
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
 _SIGNS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+_SIGN_OF = {times: sign for sign, times in _SIGNS.items()}
 _MOST_DIGITS = 9
+_NUM_CHARACTERS = 128  # that are told apart; all others count as one
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A text or a class of characters. lark: how it is written. sets: the characters at each place, as bits."""
+
+    lark: str
+    sets: tuple[int, ...]
+    parts: ClassVar[tuple[Node, ...]] = ()
+
+
+@dataclass(frozen=True)
+class Reference:
+    name: str
+    parts: ClassVar[tuple[Node, ...]] = ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """One part, from `least` to `most` times; None for any number."""
+
+    parts: tuple[Node]
+    least: int
+    most: int | None
+
+
+Node = Leaf | Reference | Chain | Choice | Repeated
+Rules = dict[str, Node]
+
+
+def character_bits(first: int, last: int) -> int:
+    """Return the set of the characters from one code point to another."""
+    return (2 << min(last, _NUM_CHARACTERS)) - (1 << min(first, _NUM_CHARACTERS))
+
+
 _EMPTY = Leaf('""', ())
 
 
@@ -49,8 +103,14 @@ def is_gbnf(source: str) -> bool:
 
 
 def as_lark(source: str) -> str:
-    """Raises GrammarError with the line and column of what is no GBNF, and for rules that are missing."""
-    return lexemes.as_lark(_Reader(source).rules(), "root")
+    """Raises GrammarError with the line and column of what is no GBNF, for rules that are missing or never end."""
+    rules = _reachable(_Reader(source).rules())
+    writer = _Writer(rules)
+    ending = grounded({id(node): _needs(node, rules) for node in _with_parts(rules.values())})
+    if endless := [name for name, node in rules.items() if id(node) not in ending]:
+        why = f"what meets the rule {endless[-1]!r} has to hold itself, without end"
+        raise GrammarError("the grammar never ends", why=why, fix="give the rule an alternative that does without it")
+    return writer.lark()
 
 
 class _Token(NamedTuple):
@@ -227,3 +287,154 @@ def _others(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         begin = max(begin, last + 1)
     if begin <= _LAST_CHARACTER:
         yield begin, _LAST_CHARACTER
+
+
+def _needs(node: Node, rules: Rules) -> list[list[int]]:
+    """Return the ways to meet a node: what has to end for each."""
+    match node:
+        case Reference(name):
+            return [[id(rules[name])]]
+        case Choice(parts):
+            return [[id(part)] for part in parts]
+        case Repeated(_, 0):
+            return [[]]
+    return [list(map(id, node.parts))]
+
+
+class _Facts(NamedTuple):
+    """The facts about the texts of a node, with sets of characters.
+
+    is_nullable: one of them is empty.
+    first: begins one.
+    longer: may follow a whole one and make another one of it.
+    any: stands in one.
+    """
+
+    is_nullable: bool = True
+    first: int = 0
+    longer: int = 0
+    any: int = 0
+
+
+def _chosen(found: list[_Facts]) -> _Facts:
+    is_nullable = any(each.is_nullable for each in found)
+    first, longer, any_ = (reduce(or_, sets) for sets in list(zip(*found, strict=True))[1:])
+    seen = 0
+    for each in found:
+        if seen & each.first:  # one may be the beginning of another
+            longer |= any_
+        seen |= each.first
+    return _Facts(is_nullable, first, longer | (first if is_nullable else 0), any_)
+
+
+def _chained(one: _Facts, other: _Facts) -> _Facts:
+    any_ = one.any | other.any
+    longer = other.longer | (one.longer | other.first if other.is_nullable else 0)
+    if one.longer & other.first:  # where the first one ends is open
+        longer |= any_
+    first = one.first | (other.first if one.is_nullable else 0)
+    return _Facts(one.is_nullable and other.is_nullable, first, longer, any_)
+
+
+def _repeated(one: _Facts, least: int, most: int | None) -> _Facts:
+    longer = one.longer | (one.first if least != most else 0)
+    if one.longer & one.first and most != 1:
+        longer |= one.any
+    return _Facts(one.is_nullable or not least, one.first, longer, one.any)
+
+
+class _Writer:
+    """Writes rules as r0, r1 and so on, or as lexemes T0, T1; their parts as p1 or L1.
+
+    Nothing stands in parentheses: the library takes some twenty in each other.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        """rules: each behind those that it holds unless they lead back to it."""
+        self._rules = rules
+        self._index = {name: index for index, name in enumerate(rules)}
+        self._facts: dict[int, _Facts | None] = {}
+        self._of_rule: dict[str, _Facts | None] = {}
+        for name, node in rules.items():
+            self._of_rule[name] = self._found(node)
+        self._lines: list[str] = []
+        self._named: set[str] = set()
+        self._wanted: list[tuple[str, str]] = []  # (name in Lark, rule)
+        self._num_parts = 0
+
+    def lark(self) -> str:
+        is_plain = self._of_rule[_START] is not None  # it does not lead to a rule that leads to itself
+        self._lines = ["%llguidance {}", f"start: {self._part(Reference(_START), is_plain)}"]
+        while self._wanted:
+            name, rule = self._wanted.pop()
+            self._lines.append(f"{name}: {self._whole(self._rules[rule], name[0] == 'T')}")
+        return "\n".join([*self._lines, ""])
+
+    def _whole(self, node: Node, in_lexeme: bool) -> str:
+        parts = [self._part(part, in_lexeme) for part in node.parts]
+        match node:
+            case Chain():
+                return " ".join(parts)
+            case Choice():
+                return " | ".join(parts)
+            case Repeated(_, least, most):
+                return parts[0] + (_SIGN_OF.get((least, most)) or f"{{{least},{'' if most is None else most}}}")
+        return self._part(node, in_lexeme)
+
+    def _part(self, node: Node, in_lexeme: bool) -> str:
+        """Return the name of a node, which is written or will be, or a text or class itself."""
+        facts = self._found(node)
+        in_lexeme = in_lexeme or (facts is not None and not facts.longer)
+        if isinstance(node, Leaf):
+            return node.lark
+        if isinstance(node, Reference):
+            name = f"{'T' if in_lexeme else 'r'}{self._index[node.name]}"
+            if name not in self._named:
+                self._named.add(name)
+                self._wanted.append((name, node.name))
+            return name
+        self._num_parts += 1
+        name = f"{'L' if in_lexeme else 'p'}{self._num_parts}"
+        self._lines.append(f"{name}: {self._whole(node, in_lexeme)}")
+        return name
+
+    def _found(self, node: Node) -> _Facts | None:
+        """Return the facts of a node; None where it holds a rule that leads to itself."""
+        if id(node) not in self._facts:
+            self._facts[id(node)] = self._looked(node)
+        return self._facts[id(node)]
+
+    def _looked(self, node: Node) -> _Facts | None:
+        if isinstance(node, Leaf):
+            return _Facts(not node.sets, node.sets[0] if node.sets else 0, 0, reduce(or_, node.sets, 0))
+        if isinstance(node, Reference):
+            return self._of_rule.get(node.name)
+        parts = [facts for part in node.parts if (facts := self._found(part)) is not None]
+        if len(parts) < len(node.parts):
+            return None
+        if isinstance(node, Repeated):
+            return _repeated(parts[0], node.least, node.most)
+        return _chosen(parts) if isinstance(node, Choice) else reduce(_chained, parts, _Facts())
+
+
+def _reachable(rules: Rules) -> Rules:
+    """Return the rules that the first one leads to, each behind those that it holds unless they lead back to it."""
+    found, seen, rest = dict[str, Node](), set[str](), [(_START, False)]
+    while rest:
+        name, is_done = rest.pop()
+        if is_done:
+            found[name] = rules[name]
+        elif name not in seen:
+            seen.add(name)
+            rest.append((name, True))
+            rest += ((part.name, False) for part in _with_parts([rules[name]]) if isinstance(part, Reference))
+    return found
+
+
+def _with_parts(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yield nodes and all that they are made of."""
+    rest = list(nodes)
+    while rest:
+        node = rest.pop()
+        rest += node.parts
+        yield node

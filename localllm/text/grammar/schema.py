@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from localllm.errors import GrammarError
-from localllm.text.grammar.closed_objects import close
-from localllm.text.grammar.formats import FORMATS, with_pattern, without_format
 from localllm.text.grammar.keywords import (
     ANNOTATIONS,
     BOUNDS,
@@ -29,9 +27,9 @@ from localllm.text.grammar.keywords import (
     Steps,
     mapped,
 )
-from localllm.text.grammar.numbers import with_ends
 from localllm.text.grammar.pattern import has_control, has_surrogate, parse_error, why_not
 from localllm.text.grammar.references import References, pointer
+from localllm.text.grammar.rewriting import FORMATS, close, with_ends, with_pattern, without_format
 from localllm.text.grammar.termination import endless
 
 MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000
@@ -45,7 +43,7 @@ _MOST_EXACT = 2**53  # llguidance computes with doubles: beyond it, and with mor
 _MOST_DIGITS = 15
 _ENFORCED = SUPPORTED - {"nullable"} | {"$schema"}  # by which the library knows the draft
 
-_OWN_PLACE = re.compile(r" while processing json-schema:///#/\$defs/_\S*")  # that `numbers.with_ends` has made
+_OWN_PLACE = re.compile(r" while processing json-schema:///#/\$defs/_\S*")  # that `with_ends` has made
 # What llguidance says of keywords that it cannot enforce as they stand.
 _COMPLAINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("oneOf constraints", ("oneOf",)),
@@ -104,7 +102,7 @@ class CheckedSchema:
         self._used = self._references.used()
         self._bounds: list[tuple[str, float, str]] = []  # (keyword, value, place)
         self._multiples: list[int] = []
-        self._named: list[float] = []  # other numbers
+        self._named: list[float] = []  # numbers of values
         walked: dict[str, Any] = self._walked(schema, (), 0)
         self._require_closed_zero()
         if self._refused:
@@ -122,10 +120,11 @@ class CheckedSchema:
                 fix="let it end: a property that is not required, an array that may be empty, or anyOf with null",
             )
         has_one_of = "oneOf" in self.places
-        self.opened = with_ends(closed, self._multiples, self._named) if has_one_of else None
+        others = [*self._named, *(value for _, value, _ in self._bounds)]
+        self.opened = with_ends(closed, self._multiples, others) if has_one_of else None
         self.by_the_letter: dict[str, Any] | None = mapped(walked, without_format) if has_one_of else None
         close(closed)
-        self.schema = with_ends(closed, self._multiples, self._named)
+        self.schema = with_ends(closed, self._multiples, others)
 
     def refuse(self, message: str) -> NoReturn:
         """Raise GrammarError with llguidance's message and the keyword that it is about."""
@@ -157,7 +156,11 @@ class CheckedSchema:
         if not isinstance(schema, dict):
             self._refuse(_place(steps), f"is {_kind(schema)}, and must be a schema")
             return schema
-        self._require_few_left(schema, _place(steps))
+        least, required = schema.get("minProperties"), schema.get("required")
+        if isinstance(least, int | float) and least - len(required if isinstance(required, list) else ()) > 1:
+            # Names of the model's own may come twice in an answer, and whoever reads it counts one.
+            why = "is enforced where at most one property more than `required` has is wanted"
+            self._refuse(_place((*steps, "minProperties")), why, "minProperties")
         walked = {key: self._keyword(key, value, steps, nesting) for key, value in schema.items()}
         found = {key: value for key, value in walked.items() if key in _ENFORCED}
         if found.get("format") not in FORMATS:
@@ -193,34 +196,24 @@ class CheckedSchema:
             self._refuse(at, f"is {_kind(value)}, and must be {_KIND_NAMES[_KINDS[key]]}", key)
             return value
         if key == "$ref":
-            return self._reference(value, steps, at)
-        return _CHECKS[key](self, key, value, at)
-
-    def _reference(self, value: str, steps: Steps, at: str) -> str:
-        target = self._references.target(steps, value)
-        if target is None:
-            self._refuse(at, f"points at {value[:80]!r}, which is no schema of this document", "$ref")
-        return value if target is None else pointer(target)
+            target = self._references.target(steps, value)
+            if target is None:
+                self._refuse(at, f"points at {value[:80]!r}, which is no schema of this document", "$ref")
+            return value if target is None else pointer(target)
+        if key in (*COUNTS, "multipleOf") and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if why := _fault(key, value):
+            self._refuse(at, why, key)
+        elif key in BOUNDS:
+            self._bounds.append((key, value, at))
+        elif key == "multipleOf":
+            self._multiples.append(value)
+        elif key in ("enum", "const"):
+            self._named += (part for part in _all_in(value) if isinstance(part, float))
+        return value
 
     def _refuse(self, at: str, why: str, key: str = "") -> None:
         self._refused.append(f"{key!r} {why} ({at})" if key else f"{at} {why}")
-
-    def _count(self, key: str, value: Any, at: str) -> Any:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            self._refuse(at, "must be a whole number, 0 or more", key)
-        elif key.startswith("min") and value > MAX_LEAST:
-            self._refuse(at, f"is more than {MAX_LEAST}: no context has room for that", key)
-        return value
-
-    def _bound(self, key: str, value: Any, at: str) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MOST_EXACT:
-            self._refuse(at, f"must be a number of at most {_MOST_EXACT}", key)
-        else:
-            self._bounds.append((key, value, at))
-            self._named.append(value)
-        return value
 
     def _require_closed_zero(self) -> None:
         """Note an exclusive bound of 0 beside a bound nearer than 1.
@@ -235,67 +228,41 @@ class CheckedSchema:
             if value == 0 and key == "exclusiveMaximum" and ("minimum", False) in near:
                 self._refuse(at, "of 0 is not enforced beside a minimum above -1", key)
 
-    def _multiple(self, key: str, value: Any, at: str) -> Any:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            self._refuse(
-                at, "is enforced for whole numbers alone: of others, validators find quotients that differ", key
-            )
-        else:
-            self._multiples.append(value)
-        return value
-
-    def _type(self, key: str, value: Any, at: str) -> Any:
-        names = value if isinstance(value, list) else [value]
-        unknown = [name for name in names if not (isinstance(name, str) and name in TYPES)]
-        if unknown or not names:
-            why = f"knows no {str(unknown[0])[:40]!r}{_meant(unknown[0], TYPES, ', but {}')}" if unknown else ""
-            self._refuse(at, why or "has no type in it", key)
-        return value
-
-    def _text(self, key: str, value: str, at: str) -> Any:
-        if key == "pattern" and (why := why_not(value)):
-            self._refuse(at, why, key)
-        return value
-
-    def _names(self, key: str, value: Any, at: str) -> Any:
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            self._refuse(at, "must be a list of names", key)
-        return value
-
-    def _values(self, key: str, value: Any, at: str) -> Any:
-        parts = list(_all_in(value))
-        if any(isinstance(part, str) and has_control(part) for part in parts):
-            self._refuse(at, "has a control character, which an answer cannot have", key)
-        if not all(map(_is_exact, parts)):
-            self._refuse(at, f"has a number beyond {_MOST_EXACT}, or of more than {_MOST_DIGITS} digits", key)
-        self._named += (part for part in parts if isinstance(part, float))
-        return value
-
-    def _require_few_left(self, schema: Mapping[str, Any], place: str) -> None:
-        """Note a `minProperties` that needs names of the model's own.
-
-        Such a name may come twice in an answer, and whoever reads it counts one.
-        """
-        least, required = schema.get("minProperties"), schema.get("required")
-        if isinstance(least, int | float) and least - len(required if isinstance(required, list) else ()) > 1:
-            why = "is enforced where at most one property more than `required` has is wanted"
-            self._refuse(f"{place}/minProperties", why, "minProperties")
-
 
 _KINDS: dict[str, type] = {"$ref": str, "pattern": str, "format": str, "enum": list, "nullable": bool}
 _KIND_NAMES = {str: "a text", list: "a list", bool: "true or false"}
-_CHECKS: dict[str, Callable[[CheckedSchema, str, Any, str], Any]] = {
-    **dict.fromkeys(COUNTS, CheckedSchema._count),
-    **dict.fromkeys(BOUNDS, CheckedSchema._bound),
-    **dict.fromkeys(("pattern", "format"), CheckedSchema._text),
-    **dict.fromkeys(("enum", "const"), CheckedSchema._values),
-    "multipleOf": CheckedSchema._multiple,
-    "type": CheckedSchema._type,
-    "required": CheckedSchema._names,
-    "nullable": lambda _schema, _key, value, _at: value,
-}
+
+
+def _fault(key: str, value: Any) -> str:
+    """Return what is wrong with the value of a keyword; "" for nothing."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key in COUNTS:
+        if not is_number or not isinstance(value, int) or not 0 <= value < 2**31:
+            return "must be a whole number, 0 or more"
+        is_long = key.startswith("min") and value > MAX_LEAST
+        return f"is more than {MAX_LEAST}: no context has room for that" if is_long else ""
+    if key in BOUNDS:
+        return "" if is_number and abs(value) <= _MOST_EXACT else f"must be a number of at most {_MOST_EXACT}"
+    match key:
+        case "pattern":
+            return why_not(value)
+        case "multipleOf" if not is_number or not isinstance(value, int) or value <= 0:
+            return "is enforced for whole numbers alone: of others, validators find quotients that differ"
+        case "required" if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            return "must be a list of names"
+        case "type":
+            names = value if isinstance(value, list) else [value]
+            for name in names:
+                if not (isinstance(name, str) and name in TYPES):
+                    return f"knows no {str(name)[:40]!r}{_meant(name, TYPES, ', but {}')}"
+            return "" if names else "has no type in it"
+        case "enum" | "const":
+            parts = list(_all_in(value))
+            if any(isinstance(part, str) and has_control(part) for part in parts):
+                return "has a control character, which an answer cannot have"
+            if not all(map(_is_exact, parts)):
+                return f"has a number beyond {_MOST_EXACT}, or of more than {_MOST_DIGITS} digits"
+    return ""
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:

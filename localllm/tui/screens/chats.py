@@ -15,7 +15,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input, Static
 
-from localllm.chat.export import proposed_name
+from localllm.chat.recorder import proposed_name
 from localllm.chat.text import one_line
 from localllm.errors import UsageError
 from localllm.history import GoneError, Session
