@@ -339,12 +339,12 @@ class History:
 
     def search(self, query: str, limit: int) -> list[Hit]:
         """Return titles and messages with all words of `query`, the latest first; a phrase is in double quotes."""
-        numbers = search.sessions(self._database, query, limit)
+        found = search.numbers(self._database, "sessions", query, limit)
         # What another process removes meanwhile is left out.
-        hits = [Hit(session, None) for number in numbers for session in self._where("number = ?", number)]
-        for number, message in search.messages(self._database, query, limit - len(hits)):
-            for row in self._database.rows("SELECT * FROM messages WHERE number = ?", (message,)):
-                hits += [Hit(session, _as_message(row)) for session in self._where("number = ?", number)]
+        hits = [Hit(session, None) for number in found for session in self._where("number = ?", number)]
+        for number in search.numbers(self._database, "messages", query, limit - len(hits)):
+            for row in self._database.rows("SELECT * FROM messages WHERE number = ?", (number,)):
+                hits += [Hit(session, _as_message(row)) for session in self._where("number = ?", row["session"])]
         return hits
 
     # Conversations on their way

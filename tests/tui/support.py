@@ -135,6 +135,10 @@ class FakeService:
         threading.Thread(target=self._say, args=(number, request, answer, stream.events), daemon=True).start()
         return stream
 
+    def opens_thought(self) -> None:
+        """Has the template open a thought."""
+        self.engine.encode = lambda _: [ord(character) for character in "<assistant><think>\n"]  # type: ignore[method-assign]
+
     def close(self, timeout_s: float = 4.0) -> None:
         self.is_closed = True
 

@@ -240,11 +240,12 @@ async def test_the_last_question_is_taken_back() -> None:
         assert "localllm" in shown(app) and texts(app) == []
 
 
-async def test_a_new_conversation_leaves_the_old_one_in_the_history() -> None:
+@pytest.mark.parametrize("keys", [("ctrl+n",), ("f4", "n")])
+async def test_a_new_conversation_leaves_the_old_one_in_the_history(keys: tuple[str, ...]) -> None:
     async with chatting() as (app, pilot):
         await say(pilot, "first")
-        await pilot.press("ctrl+n")
-        await until(pilot, lambda: app.chat.num_turns == 0)
+        await pilot.press(*keys)
+        await until(pilot, lambda: app.screen is app.chat and app.chat.num_turns == 0)
         await say(pilot, "second")
     with History.peek(history_file()) as history:
         assert [session.title for session, _ in history.sessions()] == ["second", "first"]
@@ -276,11 +277,9 @@ async def test_the_last_answer_a_code_block_and_the_selection_are_copied(copied:
         assert "print('fox')" in copied[-1]
 
 
-async def test_the_answer_alone_is_copied_without_what_was_thought(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, copied: list[str]
-) -> None:
+async def test_the_answer_alone_is_copied_without_what_was_thought(tmp_path: Path, copied: list[str]) -> None:
     service = FakeService([f"```\nhm\n```\n</think>\n\n{CODE}"])
-    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    service.opens_thought()
     async with chatting(service) as (app, pilot):
         await say(pilot, "Code")
         for line in ("/copy", "/copy 1", f"/save {tmp_path / 'a.json'}"):

@@ -228,9 +228,9 @@ async def test_the_files_of_a_question_that_was_taken_back_wait_for_it(tmp_path:
         assert texts(app)[0] == ("user", "NOTE\n\none")
 
 
-async def test_a_thought_that_is_gone_on_with_stays_a_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thought_that_is_gone_on_with_stays_a_thought() -> None:
     service = FakeService(["It may be a fox. " * 200, "So.</think>A fox."], pause_s=0.01)
-    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    service.opens_thought()
     async with chatting(service) as (app, pilot):
         await send(pilot, "Who?")
         await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
@@ -241,11 +241,9 @@ async def test_a_thought_that_is_gone_on_with_stays_a_thought(monkeypatch: pytes
         assert "thought: " in shown(app) and "may be" not in shown(app)
 
 
-async def test_a_thought_that_was_saved_is_gone_on_with_where_the_template_opens_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_thought_that_was_saved_is_gone_on_with_where_the_template_opens_it(tmp_path: Path) -> None:
     service = FakeService([" a fox.</think>A fox."])
-    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    service.opens_thought()
     answer = {"role": "assistant", "content": "", "reasoning_content": "It may be"}
     (tmp_path / "a.json").write_text(json.dumps([{"role": "user", "content": "Who?"}, answer]))
     async with chatting(service) as (app, pilot):
@@ -260,11 +258,9 @@ async def test_a_thought_that_was_saved_is_gone_on_with_where_the_template_opens
     assert saved == {"role": "assistant", "content": "A fox.", "reasoning_content": "It may be a fox."}
 
 
-async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_opened_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_opened_again() -> None:
     service = FakeService(["It may be a fox. " * 200], pause_s=0.01)
-    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    service.opens_thought()
     async with chatting(service) as (app, pilot):
         await send(pilot, "Who?")
         await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)

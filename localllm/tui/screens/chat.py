@@ -413,9 +413,13 @@ class ChatScreen(Screen[None]):
 
     # Messages
 
-    def on_message_view_wanted(self, event: MessageView.Wanted) -> None:
-        view = event.view
-        match event.what:
+    def action_want(self, what: str) -> None:
+        """Copy, edit, fork or answer anew the chosen message, show another wording of it, or its code blocks."""
+        around = () if self.focused is None else self.focused.ancestors_with_self
+        view = next((each for each in around if isinstance(each, MessageView)), None)
+        if view is None:
+            return
+        match what:
             case "copy":
                 self.copy(view.copy_text, "the message")
             case "code":

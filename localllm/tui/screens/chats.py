@@ -167,8 +167,8 @@ class ChatsScreen(Screen[None]):
 
         self._after("search", _SEARCH_S, search)
 
-    def on_chat_list_highlighted(self, event: ChatList.Highlighted) -> None:
-        if event.row is None:
+    def on_chat_list_highlighted(self) -> None:
+        if self.chats.row is None:
             self.preview.clear()
         else:
             self._after("preview", _PREVIEW_S, self._read)

@@ -271,11 +271,8 @@ class ModelsScreen(Screen[None]):
         else:
             self.notice.note("nothing is fetched or packed")
 
-    def on_download_view_toggled(self, event: DownloadView.Toggled) -> None:
-        self._toggle(event.download)
-
-    def on_download_view_cancelled(self, event: DownloadView.Cancelled) -> None:
-        self._downloads.cancel(event.download)
+    def on_download_view_clicked(self, event: DownloadView.Clicked) -> None:
+        (self._toggle if event.what == "toggle" else self._downloads.cancel)(event.download)
 
     def _toggle(self, download: Download) -> None:
         if download.is_running:

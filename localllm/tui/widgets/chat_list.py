@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from textual import events
@@ -47,11 +46,8 @@ class ChatList(ScrollView, can_focus=True):
     ]
     cursor: reactive[int] = reactive(0)
 
-    @dataclass
     class Highlighted(Message):
-        """Another chat is chosen; row: None where there is none."""
-
-        row: ChatRow | None
+        """Another chat is chosen, or none."""
 
     class Opened(Message):
         """The chosen chat was clicked once more."""
@@ -98,7 +94,7 @@ class ChatList(ScrollView, can_focus=True):
     def _choose(self, at: int) -> None:
         self.set_reactive(ChatList.cursor, max(0, min(at, len(self.rows) - 1)))
         self._to_cursor()
-        self.post_message(self.Highlighted(self.row))
+        self.post_message(self.Highlighted())
         self.refresh()
 
     def _resize(self) -> None:
@@ -111,7 +107,7 @@ class ChatList(ScrollView, can_focus=True):
 
     def watch_cursor(self) -> None:
         self._to_cursor()
-        self.post_message(self.Highlighted(self.row))
+        self.post_message(self.Highlighted())
 
     def _to_cursor(self) -> None:
         region = Region(0, self.cursor * self.row_height, 1, self.row_height)

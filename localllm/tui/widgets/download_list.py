@@ -26,14 +26,11 @@ class DownloadView(Widget):
     download: reactive[Download] = reactive(Download("", "pull"))
 
     @dataclass
-    class Toggled(Message):
-        """Pause the download, or resume it."""
+    class Clicked(Message):
+        """what: "toggle" (pause it, or resume), "cancel"."""
 
         download: Download
-
-    @dataclass
-    class Cancelled(Message):
-        download: Download
+        what: str
 
     def __init__(self, download: Download) -> None:
         super().__init__()
@@ -44,11 +41,8 @@ class DownloadView(Widget):
         lines = (fitting(list(parts), columns) for parts in (self._first(), self._second()))
         return Content("\n").join(lines)
 
-    def action_pause(self) -> None:
-        self.post_message(self.Toggled(self.download))
-
-    def action_cancel(self) -> None:
-        self.post_message(self.Cancelled(self.download))
+    def action_want(self, what: str) -> None:
+        self.post_message(self.Clicked(self.download, what))
 
     def _first(self) -> Iterator[tuple[int, Content]]:
         download, step = self.download, self.download.step
@@ -78,9 +72,9 @@ class DownloadView(Widget):
             yield 2, Content.styled(f"{indent}{visible(one_line(note))}", "$foreground-muted")
         toggle = {"running": "pause", "paused": "resume", "failed": "again"}.get(download.state)
         if toggle is not None:
-            yield 0, Content(toggle).stylize(Style.from_meta({"@click": "pause"}))
+            yield 0, Content(toggle).stylize(Style.from_meta({"@click": "want('toggle')"}))
         if download.state != "stopping":
-            yield 1, Content("cancel").stylize(Style.from_meta({"@click": "cancel"}))
+            yield 1, Content("cancel").stylize(Style.from_meta({"@click": "want('cancel')"}))
 
 
 class DownloadList(VerticalScroll, can_focus=False):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
@@ -83,20 +80,13 @@ _MOST_CHARACTERS = 4000
 class MessageView(Widget, can_focus=True):
     """turn: the message; None while it streams. index: its place among the turns."""
 
-    @dataclass
-    class Wanted(Message):
-        """what: "edit", "copy", "fork", "regenerate", "code" or "other"."""
-
-        view: MessageView
-        what: str
-
     BINDINGS = [
-        Binding("c", "want('copy')", "copy", id="message.copy"),
-        Binding("y", "want('code')", "code", id="message.code"),
-        Binding("e", "want('edit')", "edit", id="message.edit"),
-        Binding("r", "want('regenerate')", "regenerate", id="message.regenerate"),
-        Binding("o", "want('other')", "other wording", id="message.other"),
-        Binding("f", "want('fork')", "fork here", id="message.fork"),
+        Binding("c", "screen.want('copy')", "copy", id="message.copy"),
+        Binding("y", "screen.want('code')", "code", id="message.code"),
+        Binding("e", "screen.want('edit')", "edit", id="message.edit"),
+        Binding("r", "screen.want('regenerate')", "regenerate", id="message.regenerate"),
+        Binding("o", "screen.want('other')", "other wording", id="message.other"),
+        Binding("f", "screen.want('fork')", "fork here", id="message.fork"),
     ]
 
     def __init__(self, index: int, turn: Turn | None) -> None:
@@ -116,9 +106,6 @@ class MessageView(Widget, can_focus=True):
     def copy_text(self) -> str:
         """The text to copy: an answer without its thought."""
         return self.text
-
-    def action_want(self, what: str) -> None:
-        self.post_message(self.Wanted(self, what))
 
 
 class QuestionView(MessageView):

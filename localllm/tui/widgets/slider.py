@@ -31,9 +31,8 @@ class Slider(Widget, can_focus=True):
 
     index: reactive[int] = reactive(0)
 
-    @dataclass
     class Moved(Message):
-        slider: Slider
+        pass
 
     def __init__(self, key: str, label: str, stops: Sequence[SliderStop], index: int, *, is_scale: bool) -> None:
         """key: of the setting. index: the present stop. is_scale: the stops are amounts, shown as a track."""
@@ -64,7 +63,7 @@ class Slider(Widget, can_focus=True):
         if index != self.index:
             self.index = index
             self.set_class(self.is_moved, "-moved")
-            self.post_message(self.Moved(self))
+            self.post_message(self.Moved())
 
     def render(self) -> Content:
         sign = "▸" if self.has_focus else " "
