@@ -13,10 +13,9 @@ from textual.strip import Strip
 from textual.visual import RenderOptions
 
 from localllm.chat.thoughts import Splitter, opens_thought, split
-from localllm.tui import highlighter
-from localllm.tui.highlighter import Highlighter
+from localllm.tui import markdown_render
 from localllm.tui.markdown_blocks import MarkdownLayout
-from localllm.tui.markdown_render import code_blocks, groups, parser, pieces
+from localllm.tui.markdown_render import Highlighter, code_blocks, groups, parser, pieces
 from localllm.tui.widgets.document import DocumentBlock
 from tests.tui.support import FakeService, chatting, until
 
@@ -49,9 +48,9 @@ def test_code_that_grows_is_coloured_as_it_is_at_once(rows: list[str], sizes: li
 
 def test_of_long_code_that_grows_only_the_end_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    whole = highlighter._highlighted
+    whole = markdown_render._highlighted
     monkeypatch.setattr(
-        highlighter, "_highlighted", lambda rows, lexer: (sizes.append(len(rows)), whole(rows, lexer))[1]
+        markdown_render, "_highlighted", lambda rows, lexer: (sizes.append(len(rows)), whole(rows, lexer))[1]
     )
     rows = [f"value_{number} = {number}  # a comment" for number in range(300)]
     found = Highlighter()

@@ -20,8 +20,7 @@ from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.dialogs import ChoiceDialog
 from localllm.tui.screens.models import ModelsScreen
-from localllm.tui.widgets.download_list import DownloadView
-from localllm.tui.widgets.model_table import ModelDetails, ModelTable
+from localllm.tui.widgets.model_table import DownloadView, ModelDetails, ModelTable
 from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chatting, say, send, shown, texts, until
 

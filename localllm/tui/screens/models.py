@@ -28,8 +28,14 @@ from localllm.tui.plan_worker import FitWorker
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.dialogs import ChoiceDialog, DialogReply
 from localllm.tui.widgets.bars import KeyBar
-from localllm.tui.widgets.download_list import DownloadList, DownloadView
-from localllm.tui.widgets.model_table import ModelDetails, ModelLine, ModelTable, about_bytes
+from localllm.tui.widgets.model_table import (
+    DownloadList,
+    DownloadView,
+    ModelDetails,
+    ModelLine,
+    ModelTable,
+    about_bytes,
+)
 from localllm.tui.widgets.status import Notice
 
 _WIDE = 130  # columns, from which on the details have room beside the table

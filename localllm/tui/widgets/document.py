@@ -22,8 +22,8 @@ from textual.widgets._markdown import MarkdownBlock
 from textual.widgets.markdown import MarkdownStream
 
 from localllm.tui import markdown_render
-from localllm.tui.highlighter import Highlighter
 from localllm.tui.markdown_blocks import MarkdownLayout
+from localllm.tui.markdown_render import Highlighter
 
 if TYPE_CHECKING:
     from textual.widget import Widget
