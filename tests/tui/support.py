@@ -227,6 +227,14 @@ async def send(pilot: Pilot[Any], text: str) -> None:
     await pilot.press("enter")
 
 
+async def begin(pilot: Pilot[Any], text: str, length: int = 50) -> None:
+    """Asks, and waits until so many characters were said."""
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    await send(pilot, text)
+    await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > length)
+
+
 async def say(pilot: Pilot[Any], text: str) -> None:
     """Writes a message and waits for the whole answer."""
     app = pilot.app

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from textual.command import CommandList
-from textual.pilot import Pilot
 from textual.widgets import Input
 
 from localllm.chat.recorder import look_up
@@ -21,7 +19,7 @@ from localllm.tui.keys import DEFAULTS
 from localllm.tui.screens.dialogs import CodeDialog, HelpScreen
 from localllm.tui.widgets.message_view import Thought
 from tests.history_support import said
-from tests.tui.support import FakeService, chatting, say, send, shown, texts, until
+from tests.tui.support import FakeService, begin, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -33,12 +31,6 @@ def kept() -> list[tuple[str, str, str]]:
     with History.peek(history_file()) as history:
         session, _ = history.sessions()[0]
         return said(history, session)
-
-
-async def begin(pilot: Pilot[Any], app: ChatApp, text: str, length: int = 50) -> None:
-    """Asks, and waits until so many characters were said."""
-    await send(pilot, text)
-    await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > length)
 
 
 # Answers
@@ -67,7 +59,7 @@ async def test_a_question_that_comes_before_the_model_is_kept_and_answered_when_
 @pytest.mark.parametrize("key", ["escape", "ctrl+c"])
 async def test_a_key_stops_an_answer_and_keeps_what_was_said(key: str) -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
-        await begin(pilot, app, "Go on")
+        await begin(pilot, "Go on")
         await pilot.press(key)
         await until(pilot, lambda: not app.chat.is_answering and app.chat.num_turns == 2)
         text = texts(app)[-1][1]
@@ -78,7 +70,7 @@ async def test_a_key_stops_an_answer_and_keeps_what_was_said(key: str) -> None:
 
 async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.05)) as (app, pilot):
-        await begin(pilot, app, "Go on", 0)
+        await begin(pilot, "Go on", 0)
         await pilot.press(*"next", "enter")
         assert app.chat.composer.text == "next" and "esc stops it" in shown(app)
         await pilot.press("escape")
@@ -90,7 +82,7 @@ async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() 
 
 async def test_the_keys_of_a_message_do_no_harm_while_it_is_being_written() -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.02)) as (app, pilot):
-        await begin(pilot, app, "Go on", 0)
+        await begin(pilot, "Go on", 0)
         await pilot.press("ctrl+up", "e", "r", "f", "c", "y", "escape")
         await until(pilot, lambda: not app.chat.is_answering and app.chat.num_turns == 2)
 
@@ -377,7 +369,7 @@ async def test_thoughts_are_folded_when_the_answer_begins_and_unfold() -> None:
 
 async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
-        await begin(pilot, app, "Go on")
+        await begin(pilot, "Go on")
     async with chatting(FakeService(["Again."]), resumed=look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: len(texts(app)) == 2)
         assert texts(app)[0] == ("user", "Go on") and "interrupted: F6 goes on" in shown(app)
@@ -420,7 +412,7 @@ async def test_hints_name_the_users_own_keys() -> None:
     async with chatting(FakeService(["word " * 400], pause_s=0.02), keys=keys, size=(100, 160)) as (app, pilot):
         await until(pilot, lambda: "F9 shows the models" in shown(app))
         assert "/ for commands, ctrl+o for help" in shown(app)
-        await begin(pilot, app, "one")
+        await begin(pilot, "one")
         await send(pilot, "two")
         await until(pilot, lambda: "an answer is being written: F12 stops it" in shown(app))
         await pilot.press("f4", "n")

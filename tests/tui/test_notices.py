@@ -11,7 +11,7 @@ from localllm.config import load_settings
 from localllm.errors import DoesNotFitError
 from localllm.runtime.selection import locate, with_defaults
 from localllm.tui.widgets.message_view import AnswerView
-from tests.tui.support import FakeEngine, FakeService, chatting, say, send, shown, texts, until
+from tests.tui.support import FakeEngine, FakeService, begin, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 LONG = "word " * 400
@@ -19,8 +19,7 @@ LONG = "word " * 400
 
 async def stopped(pilot, app) -> None:  # type: ignore[no-untyped-def]
     """A question whose answer is stopped in its midst."""
-    await send(pilot, "Go on")
-    await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
+    await begin(pilot, "Go on")
     await pilot.press("escape")
     await until(pilot, lambda: not app.chat.is_answering and "stopped: F6 goes on" in shown(app))
 

@@ -22,7 +22,7 @@ from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.chat_list import ChatList
 from tests.history_support import said
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeEngine, FakeService, chatting, say, send, shown, texts, until
+from tests.tui.support import FakeEngine, FakeService, begin, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 FAILURE = LocalLLMError("it broke", why="a test", fix="again")
@@ -232,8 +232,7 @@ async def test_a_thought_that_is_gone_on_with_stays_a_thought() -> None:
     service = FakeService(["It may be a fox. " * 200, "So.</think>A fox."], pause_s=0.01)
     service.opens_thought()
     async with chatting(service) as (app, pilot):
-        await send(pilot, "Who?")
-        await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
+        await begin(pilot, "Who?")
         await pilot.press("escape")
         await until(pilot, lambda: not app.chat.is_answering)
         await pilot.press("f6")
@@ -262,8 +261,7 @@ async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_open
     service = FakeService(["It may be a fox. " * 200], pause_s=0.01)
     service.opens_thought()
     async with chatting(service) as (app, pilot):
-        await send(pilot, "Who?")
-        await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
+        await begin(pilot, "Who?")
         with History.peek(history_file()) as history:  # what a kill at this moment would leave
             while_written = history.path(history.find("last"))[-1]
         await pilot.press("escape")
