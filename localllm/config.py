@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from localllm.errors import SettingsError
+from localllm.errors import Fix, Fixes, SettingsError
 from localllm.settings import SETTINGS, Accepts, Settings, parse_bytes
 from localllm.toml_file import TomlFile
 
@@ -247,9 +247,18 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     return tuple(value) if accepts.kind == "texts" else value  # type: ignore[arg-type]
 
 
-def _mending(key: str, value: object, place: str, accepts: Accepts) -> str:
-    if place.startswith("--") or place.rfind("/") == 0:  # typed: a flag, a command of the chat
-        return accepts.mending(place if place.startswith("--") else f"{place} {key}", value)
+def flag_fix(flag: str, value: object, accepts: Accepts) -> Fix:
+    """Return the fix for a flag that does not accept this value."""
+    likeliest = accepts.likeliest(value)
+    return Fix.flag(flag, likeliest) if likeliest else Fix.advice(f"leave {flag} out, or give it {accepts.describe()}")
+
+
+def _mending(key: str, value: object, place: str, accepts: Accepts) -> str | Fix:
+    if place.startswith("--"):
+        return flag_fix(place, value, accepts)
+    if place.rfind("/") == 0:  # a command of the chat
+        likeliest = accepts.likeliest(value)
+        return f"{place} {key} {likeliest}" if likeliest else f"give {key} {accepts.describe()}"
     return f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
 
 
@@ -258,7 +267,7 @@ def _missing(value: object, accepts: Accepts) -> str:
     return f", and there is no name behind {accepts.prefix}" if is_bare else ""
 
 
-def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:
+def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: Fixes = ()) -> SettingsError:
     """The error for a key nobody reads; it names the nearest one that is."""
     spelled = {name.casefold(): name for name in known}
     nearest = spelled[difflib.get_close_matches(key.casefold().replace("-", "_"), list(spelled), n=1, cutoff=0.0)[0]]

@@ -6,23 +6,109 @@ An error says what happened, why (with numbers), what to do (a command to paste)
 
 from __future__ import annotations
 
-FETCH_ANEW = "localllm rm MODEL && localllm pull MODEL"  # a front end that knows the model puts its name there
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+MODEL = "MODEL"  # a word of a fix; a front end that knows the model puts its name there
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One way to mend an error. Front ends match on `kind`; `str(fix)` reads well in each of them.
+
+    kind: "flag", to be added to the command that failed; "without", to be left out of it; "again", what stands before
+        and behind it; "command", of localllm; "refetch", its files are to be fetched anew; "advice", any other text.
+    words: as a shell takes them, or of advice the one text.
+    """
+
+    kind: Literal["flag", "without", "command", "refetch", "again", "advice"]
+    words: tuple[str, ...]
+
+    @classmethod
+    def flag(cls, *words: object) -> Fix:
+        """Return the fix that types a command again with these flags: `Fix.flag("--ctx", 512, "--kv", "int4")`."""
+        return cls("flag", tuple(map(str, words)))
+
+    @classmethod
+    def without(cls, flag: str) -> Fix:
+        return cls("without", (flag,))
+
+    @classmethod
+    def command(cls, *words: object) -> Fix:
+        """Return the fix that runs `localllm WORDS`; a word MODEL stands for the model's name."""
+        return cls("command", ("localllm", *map(str, words)))
+
+    @classmethod
+    def again(cls, before: str = "", behind: str = "") -> Fix:
+        return cls("again", (before, behind))
+
+    @classmethod
+    def advice(cls, text: str) -> Fix:
+        return cls("advice", (text,))
+
+    def with_model(self, name: str) -> Fix:
+        """Return the fix with the model's name in it."""
+        return replace(self, words=tuple(name if word == MODEL else word for word in self.words))
+
+    def runs(self, command: str) -> bool:
+        return self.kind == "command" and self.words[1] == command
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "without":
+                return f"leave {self.words[0]} out"
+            case "refetch":
+                name = shlex.quote(self.words[0])
+                return f"localllm rm {name} && localllm pull {name}"
+            case "again":
+                return "this command".join(self.words)
+            case "advice":
+                return self.words[0]
+        return shlex.join(self.words)
+
+
+FETCH_ANEW = Fix("refetch", (MODEL,))
+Fixes: TypeAlias = "str | Fix | Iterable[str | Fix]"
+
+
+def as_fixes(fixes: Fixes) -> tuple[Fix, ...]:
+    """Return the alternatives; a text is advice, an empty one none."""
+    found = (fixes,) if isinstance(fixes, str | Fix) else fixes
+    return tuple(fix if isinstance(fix, Fix) else Fix.advice(fix) for fix in found if fix)
+
+
+def either(fixes: Iterable[Fix]) -> str:
+    """Return the alternatives as one text: "a, b, or c"."""
+    *others, last = [str(fix) for fix in fixes] or [""]
+    return f"{', '.join(others)}, or {last}" if others else last
 
 
 class LocalLLMError(Exception):
     """Something a user can understand and mend.
 
-    what: one sentence. why: the numbers or the limit behind it. fix: a command or an action that helps.
+    what: one sentence.
+    why: the numbers or the limit behind it.
+    fix: what helps, or several alternatives.
     """
 
     exit_code = 1
     code = "failure"
 
-    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, *, why: str = "", fix: Fixes = ()) -> None:
         super().__init__(what)
         self.what = what
         self.why = why
-        self.fix = fix
+        self.fixes = as_fixes(fix)
+
+    @property
+    def fix(self) -> str:
+        return either(self.fixes)
+
+    @fix.setter
+    def fix(self, fixes: Fixes) -> None:
+        self.fixes = as_fixes(fixes)
 
     @property
     def more(self) -> str:
@@ -145,7 +231,7 @@ class EngineGoneError(LocalLLMError):
 class BusyError(LocalLLMError):
     """This machine has too much else to do: it would go at another time. reason: as servers tell it to clients."""
 
-    def __init__(self, what: str, *, why: str = "", fix: str = "", reason: str = "overloaded") -> None:
+    def __init__(self, what: str, *, why: str = "", fix: Fixes = (), reason: str = "overloaded") -> None:
         super().__init__(what, why=why, fix=fix)
         self.reason = reason
 
@@ -153,7 +239,7 @@ class BusyError(LocalLLMError):
 class ModelUnusableError(LocalLLMError):
     """A model that was asked for cannot be loaded. code: of the error that keeps it from that."""
 
-    def __init__(self, what: str, *, why: str = "", fix: str = "", code: str = LocalLLMError.code) -> None:
+    def __init__(self, what: str, *, why: str = "", fix: Fixes = (), code: str = LocalLLMError.code) -> None:
         super().__init__(what, why=why, fix=fix)
         self.code = code
 

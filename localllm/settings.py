@@ -63,20 +63,20 @@ class Accepts:
             "bytes or off": "an amount with its unit, 8GiB, 600MiB, or off",
         }[self.kind]
 
-    def mending(self, flag: str, value: object) -> str:
-        """The flag with the value that was probably meant, else with a usual one; advice where there is neither."""
+    def likeliest(self, value: object) -> str:
+        """Return the value that was probably meant, else a usual one; "" where there is neither."""
         if self.choices:
-            return f"{flag} {self._likeliest(str(value).casefold())}"
+            return self._likeliest(str(value).casefold())
         if self.kind == "bytes":
-            return f"{flag} {_nearest_gib(str(value)):g}GiB"
+            return f"{_nearest_gib(str(value)):g}GiB"
         if self.kind == "bytes or off":
             number = _leading_number(str(value))
             is_off = str(value).strip().casefold() in _OFF
-            return f"{flag} {f'{number:g}GiB' if number else 'off' if is_off else self.usual}"
+            return f"{number:g}GiB" if number else "off" if is_off else self.usual
         near = _as_whole_number(str(value)) if self.kind == "integer" else self._nearest(str(value))
         if near is not None and self.low <= near <= self.high:
-            return f"{flag} {near if self.kind == 'integer' else f'{near:g}'}"
-        return f"{flag} {self.usual}" if self.usual else f"leave {flag} out, or give it {self.describe()}"
+            return str(near) if self.kind == "integer" else f"{near:g}"
+        return self.usual
 
     def _has_prefix(self, text: str) -> bool:
         return bool(self.prefix) and text.startswith(self.prefix) and bool(text.removeprefix(self.prefix).strip())

@@ -122,7 +122,7 @@ def test_what_is_known_of_the_model_is_what_it_was_loaded_with(process: EngineCl
     facts = engine.facts()
     assert (facts.ctx, facts.weights, engine.config.vocab_size) == (engine.ctx, engine.weights, 4096)
     assert facts.ctx == 1024 and facts.weight_bytes > 1 << 20
-    assert facts.held_bytes("ram") > 300 << 20 and engine.flags_for(1024) == "--ctx 1024"
+    assert facts.held_bytes("ram") > 300 << 20 and list(map(str, engine.fixes_for(1024))) == ["--ctx 1024"]
     assert engine.current_plan is None and "message" in next(iter(engine.template.sources.values()))
 
 

@@ -18,10 +18,10 @@ from localllm.engine import placement, planner
 from localllm.engine.events import Event
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.prefix_config import KVReuse
-from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError
+from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError, Fix
 from localllm.models.families import load_config
 from localllm.models.offloaded_model import OffloadedModel
-from localllm.offload.planner.advice import flags_for_context
+from localllm.offload.planner.advice import fixes_for_context
 from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
@@ -332,12 +332,13 @@ def test_a_longer_context_is_offered_with_a_format_of_keys_and_values_where_that
     }
     memory = 1_000_000
     search = Search(shape, Machine(Memory(memory, 0, memory), Rates(1, 1, 1)), 512)
-    assert flags_for_context(search, 700, smaller) == "--ctx 700"
-    assert flags_for_context(search, 1200, smaller) == "--ctx 1200 --kv k8v4"
-    assert flags_for_context(search, 1800, smaller) == "--ctx 1800 --kv int4"
-    assert flags_for_context(search, 4000, smaller) == ""
+    assert fixes_for_context(search, 700, smaller) == [Fix.flag("--ctx", 700)]
+    assert fixes_for_context(search, 1200, smaller) == [Fix.flag("--ctx", 1200, "--kv", "k8v4")]
+    assert fixes_for_context(search, 1800, smaller) == [Fix.flag("--ctx", 1800, "--kv", "int4")]
+    assert fixes_for_context(search, 4000, smaller) == []
     roomy = replace(search, machine=Machine(Memory(memory, 0, 1 << 30, 1 << 30), Rates(1, 1, 1)))
-    assert re.fullmatch(r"--ctx 1800 --ram \d+MiB, or --ctx 1800 --kv int4", flags_for_context(roomy, 1800, smaller))
+    more, smaller_format = map(str, fixes_for_context(roomy, 1800, smaller))
+    assert re.fullmatch(r"--ctx 1800 --ram \d+MiB", more) and smaller_format == "--ctx 1800 --kv int4"
 
 
 def test_the_formats_that_take_less_are_named_the_largest_first(tmp_path: Path) -> None:

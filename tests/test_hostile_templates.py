@@ -83,6 +83,11 @@ strftime_now('%1000000000d')
     "{% for i in range(10**9) %}x{% endfor %}",
     "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|tojson }}",
     "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x %}{{ ns.x ~ ns.x }}{% endset %}{% endfor %}",
+    *(
+        "{% set ns = namespace(x=[]) %}{% for i in range(150) %}{% set ns.x = [ns.x] %}{% endfor %}"
+        "{{ ns.x|tojson(indent=" + indent + ") }}"
+        for indent in ("99999", "'x' * 100000")
+    ),
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{% block b %}{{ self.b() }}{% endblock %}",
     "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",

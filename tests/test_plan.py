@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from localllm.engine import model_plan, planner
 from localllm.engine.model_plan import consider
 from localllm.engine.placement import model_shape
-from localllm.errors import DoesNotFitError, UsageError
+from localllm.errors import DoesNotFitError, Fix, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
-from localllm.offload.planner.advice import advise, flags_for_context
+from localllm.offload.planner.advice import advise, fixes_for_context
 from localllm.offload.planner.calibration import Corrections, Term
 from localllm.offload.planner.costs import RUN_S, Costs, Work
 from localllm.offload.planner.format_rates import FormatRates
@@ -291,10 +291,10 @@ def test_a_refusal_names_the_context_and_a_shorter_one_that_fits() -> None:
     more, shorter = caught.value.fix.split(", or ")
     assert shorter == "--ctx 2048" and more == f"--ram {cap(search(it, 0, 100_000).least_ram_bytes())}"
     check(search(it, room, 2048).best(), room)
-    assert flags_for_context(search(it, room), 2048) == "--ctx 2048"
-    assert flags_for_context(search(it, room), 100_000) == f"--ctx 100000 {more}"
+    assert fixes_for_context(search(it, room), 2048) == [Fix.flag("--ctx", 2048)]
+    assert [str(fix) for fix in fixes_for_context(search(it, room), 100_000)] == [f"--ctx 100000 {more}"]
     small_machine = replace(search(it, room), machine=Machine(Memory(room, 1000, room, room), RATES))
-    assert flags_for_context(small_machine, 100_000) == ""
+    assert fixes_for_context(small_machine, 100_000) == []
 
 
 def test_the_cap_that_keeps_everything_keeps_it_with_the_context_that_is_named_with_it() -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from localllm.config import format_figure
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 
 SCHEMA_VERSION = 1
 _LARGEST_FILE_BYTES = 16 << 20
@@ -137,8 +137,8 @@ def read_report(path: Path) -> BenchmarkReport:
         return TypeAdapter(BenchmarkReport).validate_json(text, strict=True)
     except (ValueError, RecursionError) as error:
         why = _first_fault(error) if isinstance(error, ValidationError) else str(error)[:100]
-        fix = "localllm bench --output bench.json"
-        raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=fix) from None
+        helps = Fix.command("bench", "--output", "bench.json")
+        raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=helps) from None
 
 
 def _first_fault(error: ValidationError) -> str:

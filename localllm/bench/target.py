@@ -18,7 +18,7 @@ from localllm.engine.model_plan import consider
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.step_types import Limits
 from localllm.engine.weights import is_unpacked, open_packed
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, Fix
 from localllm.hub import ModelFiles
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
@@ -163,7 +163,7 @@ def require_memory(config: ModelConfig, setup: TargetSetup) -> None:
             "the model does not fit into memory",
             why=f"weights {format_bytes(weights, 2)} ({setup.recipe.name}) + KV cache {format_bytes(kv, 2)} "
             f"for {setup.kv_tokens} tokens; free: {format_bytes(free, 2)}, of which {HEADROOM:.0%} may be used",
-            fix="--weights int4" if helps else "choose a smaller model: localllm list --all",
+            fix=Fix.flag("--weights", "int4") if helps else "choose a smaller model: localllm list --all",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localllm.errors import ContextOverflowError
+from localllm.errors import ContextOverflowError, Fix
 from localllm.models.config import ModelConfig
 
 
@@ -44,7 +44,7 @@ class Workload:
             raise ContextOverflowError(
                 f"a prompt of {self.prompt_tokens} tokens is too long for {name}",
                 why=f"its context is {longest} tokens, one of them for the answer",
-                fix=f"--prompt-tokens {max(1, longest - self.length(0))}",
+                fix=Fix.flag("--prompt-tokens", max(1, longest - self.length(0))),
             )
         deepest = max(self.contexts)
         if self.length(deepest) > longest:
@@ -52,5 +52,5 @@ class Workload:
             raise ContextOverflowError(
                 f"{self.gen_tokens} tokens behind {deepest} others are too many for {name}",
                 why=f"its context is {longest} tokens",
-                fix=f"--context {left}" if left >= 0 else f"--gen-tokens {max(1, longest // 2)}",
+                fix=Fix.flag("--context", left) if left >= 0 else Fix.flag("--gen-tokens", max(1, longest // 2)),
             )

@@ -5,14 +5,13 @@ Knows messages and counts. Knows no terminal.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import context_used, filled
 from localllm.engine.events import GrownEvent
-from localllm.errors import ContextOverflowError
+from localllm.errors import ContextOverflowError, Fix
 from localllm.text.eviction import (
     Encode,
     Evicted,
@@ -86,18 +85,19 @@ def chat_request(
 
 def growing(error: ContextOverflowError, policy: str) -> list[str]:
     """Return the policy `grow` where a longer context fits as things are."""
-    return ["grow"] if policy != "grow" and re.fullmatch(r"--ctx \d+", error.fix) else []
+    fits = [fix.words[0] for fix in error.fixes if len(fix.words) == 2] == ["--ctx"]
+    return ["grow"] if policy != "grow" and fits else []
 
 
 def offer_policies(error: ContextOverflowError, policies: Sequence[str], switch: str) -> None:
     """Add policies to the error's fix, as they are typed here."""
-    chosen = [f"{switch} {policy}" for policy in policies]
-    if not error.fix.startswith("--"):
-        error.fix = ", or ".join(chosen) or error.fix
-    elif switch.startswith("/"):  # a flag takes another start
-        error.fix = ", or ".join([*chosen, f"start again with {error.fix}"])
+    is_typed_here = switch.startswith("/")  # a flag takes another start
+    chosen = [Fix.advice(f"{switch} {policy}") if is_typed_here else Fix.flag(switch, policy) for policy in policies]
+    flags = [fix for fix in error.fixes if fix.kind == "flag"]
+    if not flags:
+        error.fix = chosen or error.fixes
     else:
-        error.fix = ", or ".join([error.fix, *chosen])
+        error.fix = [*chosen, *flags] if is_typed_here else [*flags, *chosen]
 
 
 def _characters_too_many(messages: Sequence[Message], num_tokens: int, ctx: int) -> str:

@@ -6,7 +6,6 @@ Knows no model, no history and no terminal.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from localllm.chat.text_file import replace_file, write_new
 from localllm.chat.thoughts import kept_apart, with_thought
 from localllm.config import Origin, ResolvedSettings, accepted, unknown_key
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.settings import SETTINGS, taken_by
 
 Message = dict[str, Any]
@@ -142,7 +141,7 @@ class Dialogue:
             raise UsageError(
                 f"/set {key}: it cannot be changed now",
                 why=why,
-                fix=f"localllm chat {flag} {shlex.quote(text) if text else key.upper()}",
+                fix=Fix.command("chat", flag, text) if text else key.upper(),
             )
         if key and key not in SETTABLE:
             raise unknown_key(key, "/set", SETTABLE, fix="/set lists what can be set")

@@ -20,7 +20,7 @@ from localllm.chat.dialogue import Dialogue, Message
 from localllm.chat.text_file import write_new
 from localllm.chat.thoughts import kept_apart
 from localllm.engine.events import Event
-from localllm.errors import HistoryError, LocalLLMError, UnwrittenError, UsageError
+from localllm.errors import Fix, HistoryError, LocalLLMError, UnwrittenError, UsageError
 from localllm.history import (
     GoneError,
     History,
@@ -82,7 +82,7 @@ def look_up(notifier: Notifier, word: str, message: int | None = None) -> Resume
     message: the number of one that has to be among those shown, maybe of another branch. Raises HistoryError.
     """
     if nothing_is_kept():
-        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix="localllm chat")
+        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix=Fix.command("chat"))
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
             notifier.warn(moved_text(history.moved_to, history.num_rescued))

@@ -421,16 +421,14 @@ class ChatSession:
 
 def mended_in_chat(error: LocalLLMError) -> LocalLLMError:
     """Return the error with a fix that can be typed in a chat."""
-    if error.fix.startswith("--"):
-        error.fix = f"start again with {error.fix}"
+    error.fix = [f"start again with {fix}" if fix.kind == "flag" else fix for fix in error.fixes]
     match error:
         case ContextOverflowError():
-            *others, last = error.fix.split(", or ")
-            error.fix = f"{', '.join(['/undo', '/clear', *others])}, or {last}"
+            error.fix = "/undo", "/clear", *error.fixes
         case SettingsError():
             error.fix = "/set shows every setting"
         case TemplateError():
-            error.fix = "/undo, /clear, or /system -"
-        case UsageError() if not error.fix:
+            error.fix = "/undo", "/clear", "/system -"
+        case UsageError() if not error.fixes:
             error.fix = "/help"
     return error

@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Mapping
 
-from localllm.errors import FETCH_ANEW, LocalLLMError
+from localllm.errors import FETCH_ANEW, Fix, LocalLLMError, as_fixes, either
 
 _WINDOW_S = 10.0
 # Everything that could move the cursor, retitle the window, reach the clipboard or reorder what is read: C0 but tab and
@@ -16,9 +16,8 @@ UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e
 # Those, half surrogates, and what Python takes for the end of a line beside a newline.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
-_OTHER_COMMAND = re.compile(", or (?=localllm |the same command )")  # each is pasted from a line of its own
 # The why and fix of errors that were raised without: an error always has its four lines.
-_GENERIC: Mapping[str, tuple[str, str]] = {
+_GENERIC: Mapping[str, tuple[str, str | Fix]] = {
     "failure": ("the command could not be finished", "localllm doctor"),
     "usage": ("the command line asks for something that cannot be honoured", "localllm --help"),
     "settings": ("a setting is unknown or out of range", "localllm config show --origin"),
@@ -84,8 +83,13 @@ def format_ago(then: float, now: float) -> str:
 def error_rows(error: LocalLLMError) -> list[tuple[str, str]]:
     """Return an error as (label, line): what, why, the fix, other fixes, where to read more."""
     why, fix = _GENERIC.get(error.code, _GENERIC["failure"])
-    first, *others = _OTHER_COMMAND.split(error.fix or fix)
-    fixes = [("fix", first), *(("or", other) for other in others)]
+    lines: list[list[Fix]] = []
+    for each in error.fixes or as_fixes(fix):
+        if lines and each.kind == "advice":
+            lines[-1].append(each)
+        else:  # a command is pasted from a line of its own
+            lines.append([each])
+    fixes = [("or" if number else "fix", either(line)) for number, line in enumerate(lines)]
     rows = [("error", error.what), ("why", error.why or why), *fixes, ("more", error.more)]
     return [(label, one_line(value)) for label, value in rows]
 

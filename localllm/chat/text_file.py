@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from localllm.config import format_bytes
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 
 MAX_INPUT_BYTES = 16 << 20  # about four million tokens: more than any context
 ICONV = "iconv -f ISO-8859-1 -t UTF-8"
@@ -49,7 +49,9 @@ def read_text_file(path: Path, flag: str) -> str:
     return as_text(data, f"{flag} {path}", convert, nul_allowed=False)
 
 
-def as_text(data: bytes, source: str, convert: str, *, nul_allowed: bool = True, encoding: str = "utf-8-sig") -> str:
+def as_text(
+    data: bytes, source: str, convert: str | Fix, *, nul_allowed: bool = True, encoding: str = "utf-8-sig"
+) -> str:
     """Return bytes as text. Raises UsageError, naming the source, for bytes that are too many or no text.
 
     convert: the command that makes UTF-8 of them.

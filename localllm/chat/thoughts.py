@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat import harmony
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.settings import THOUGHT_LEVELS
 
 if TYPE_CHECKING:
@@ -171,7 +171,10 @@ def effort_of(resolved: ResolvedSettings, template: ChatTemplate, switch: str = 
             return Effort(note=f"think = {wanted} ({where}) changes nothing: {error.why}")
         mended = "on" if wanted in THOUGHT_LEVELS and "on and off" in error.why else None
         error.what = f"{switch} {wanted} cannot be had from this model"
-        error.fix = f"{switch} {mended}" if mended else f"leave {switch} out" if switch == "--think" else f"{switch} -"
+        if switch == "--think":
+            error.fix = Fix.flag(switch, mended) if mended else Fix.without(switch)
+        else:
+            error.fix = f"{switch} {mended or '-'}"
         raise
 
 

@@ -27,7 +27,7 @@ from localllm.cli.prompt import argument_text
 from localllm.cli.source import Encoder
 from localllm.config import format_figure
 from localllm.engine.request import Request
-from localllm.errors import ContextOverflowError, LocalLLMError, SchemaError, UsageError
+from localllm.errors import ContextOverflowError, Fix, LocalLLMError, SchemaError, UsageError
 from localllm.hub.packed import source_id
 from localllm.offload.planner.plan import JobShape
 from localllm.runtime.engine_loader import Opening
@@ -76,7 +76,7 @@ def run_batch(front: CliContext, selection: Selection, flags: Mapping[str, Any],
     if job.tally.num_incomplete and flags["strict"]:
         why = 'they were cut before they were whole; "complete" of each line says which'
         most = 4 * (rules.sampling.max_tokens or DEFAULT_MAX_TOKENS)
-        raise SchemaError(incomplete_text(job), why=why, fix=f"--max-tokens {most}")
+        raise SchemaError(incomplete_text(job), why=why, fix=Fix.flag("--max-tokens", most))
 
 
 def incomplete_text(job: Job) -> str:
@@ -148,12 +148,12 @@ def require_room(prompts: Prompts, sizes: Sizes, encoder: Encoder, engine: Engin
     problems.refuse(prompts)
     if too_long:
         longest, possible = max(sizes.lengths), engine.config.longest_context
-        flags = engine.flags_for(min(possible, longest + DEFAULT_MAX_TOKENS)) if longest < possible else ""
+        fixes = engine.fixes_for(min(possible, longest + DEFAULT_MAX_TOKENS)) if longest < possible else []
         rest = f", and {len(too_long) - TOLD} more" if len(too_long) > TOLD else ""
         raise ContextOverflowError(
             f"{len(too_long)} of {len(prompts)} prompts do not fit into the context of {engine.ctx} tokens",
             why=f"{', '.join(too_long[:TOLD])}{rest}; nothing was cut",
-            fix=flags or "shorten them",
+            fix=fixes or "shorten them",
         )
 
 

@@ -27,7 +27,7 @@ from localllm.cli.prompt import patience
 from localllm.cli.source import Source, asked
 from localllm.config import format_bytes
 from localllm.engine.request import MAX_BIAS, SamplingParams
-from localllm.errors import CheckpointError, LocalLLMError, UsageError
+from localllm.errors import CheckpointError, Fix, LocalLLMError, UsageError
 from localllm.models.strict_json import JsonLimits, parse_json
 from localllm.settings import SETTINGS, Accepts, SamplingSettings
 from localllm.text.chat_template import as_chat_input
@@ -177,7 +177,7 @@ def _opened(path: Path, output: Output) -> Iterator[BinaryIO]:
     if str(path) == "-":
         if sys.stdin is None or sys.stdin.isatty():
             why = "standard input is a terminal" if sys.stdin else "standard input is closed"
-            raise UsageError("--batch - has nothing to read", why=why, fix="--batch FILE")
+            raise UsageError("--batch - has nothing to read", why=why, fix=Fix.flag("--batch", "FILE"))
         with patience(sys.stdin, output):
             yield sys.stdin.buffer
         return

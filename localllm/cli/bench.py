@@ -21,7 +21,7 @@ from localllm.cli.load_progress import PackingProgress
 from localllm.cli.options import option, takes
 from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import engine_config
 from localllm.settings import Accepts, EngineConfig, Settings
 
@@ -283,4 +283,4 @@ def _require_writable(path: Path) -> None:
             return
     except OSError as error:  # a name too long, a folder that may not be entered
         why = error.strerror or str(error)
-    raise UsageError(f"--output is {path}", why=why, fix=f"--output {shlex.quote(str(file))}")
+    raise UsageError(f"--output is {path}", why=why, fix=Fix.flag("--output", str(file)))

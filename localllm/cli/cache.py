@@ -17,7 +17,7 @@ from localllm.cli.confirm import ask_to_delete
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes, load_settings
-from localllm.errors import LocalLLMError, ModelNotFoundError
+from localllm.errors import Fix, LocalLLMError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from localllm.cache.page_folder import KeptPages
@@ -148,7 +148,9 @@ def _of_model(kept: Sequence[KeptPages], model: str) -> list[KeptPages]:
     if not chosen:
         names = sorted({pages.about["model"] for pages in kept if "model" in pages.about})
         why = f"there is something of {', '.join(names)}" if names else "there is nothing of any model"
-        raise ModelNotFoundError(f"nothing is kept of conversations with {model}", why=why, fix="localllm cache info")
+        raise ModelNotFoundError(
+            f"nothing is kept of conversations with {model}", why=why, fix=Fix.command("cache", "info")
+        )
     return chosen
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -29,6 +28,7 @@ from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
 from localllm.config import user_directories
 from localllm.errors import (
+    Fix,
     HistoryError,
     LocalLLMError,
     ModelNotFoundError,
@@ -129,7 +129,7 @@ def _resumed(front: CliContext, word: str) -> Resumed:
         return look_up(front.output, word)
     except HistoryError as error:
         if is_model(word):  # which is a positional
-            error.fix = f"localllm chat {shlex.quote(word)} --resume"
+            error.fix = Fix.command("chat", word, "--resume")
         raise
 
 
@@ -139,7 +139,7 @@ def _select(front: CliContext, word: str | None, flags: Mapping[str, Any], resum
         return select_resumed(front, word, flags, resumed, again)
     except ModelNotFoundError as error:
         if word is not None and has_blanks(word):
-            error.fix += f", or if it is a prompt: localllm run -p {shlex.quote(word)}"
+            error.fix = [*error.fixes, f"if it is a prompt: {Fix.command('run', '-p', word)}"]
         raise
 
 

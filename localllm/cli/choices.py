@@ -21,7 +21,7 @@ from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.stream import follow
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, Usage
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.settings import Accepts
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ class AnswerChoice:
             return replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
         if self.count > 1 and sampling.temperature == 0:
             why = "the likeliest token is always the same one, and so is the answer"
-            raise UsageError(f"{self.count} answers at temperature 0 are one", why=why, fix="--temperature 0.8")
+            raise UsageError(
+                f"{self.count} answers at temperature 0 are one", why=why, fix=Fix.flag("--temperature", "0.8")
+            )
         return sampling
 
     def requests(self, request: Request) -> list[Request]:

@@ -16,7 +16,7 @@ from localllm.cli.names import complete_connections
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.server import own_url
 from localllm.config import load_settings
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.runtime.client_configs import (
     CONNECTIONS,
     PLACEHOLDER_KEY,
@@ -77,7 +77,7 @@ def connect_command(
         return
     connection, address = _connection(name), _address(url or own_url() or DEFAULT_URL)
     if model is not None and (not model.strip() or not model.isprintable()):
-        raise UsageError(f"--model is {model[:80]!r}", why="it must be a name", fix="--model tiny")
+        raise UsageError(f"--model is {model[:80]!r}", why="it must be a name", fix=Fix.flag("--model", "tiny"))
     answering = ask_models(address, os.environ.get("LOCALLLM_API_KEY"))
     served = _chosen(answering, model)
     target = Target(
@@ -123,7 +123,7 @@ def _connection(name: str) -> ClientConfig:
     if found is None:
         near = difflib.get_close_matches(name.casefold()[:100], names(), n=1, cutoff=0)[0]
         why = f"there are {', '.join(names())}; what speaks OpenAI's, Anthropic's or Ollama's dialect takes the address"
-        raise UsageError(f"nothing is known of {name[:80]!r}", why=why, fix=f"localllm connect {near}")
+        raise UsageError(f"nothing is known of {name[:80]!r}", why=why, fix=Fix.command("connect", near))
     return found
 
 
@@ -139,7 +139,7 @@ def _address(url: str) -> str:
     path = parts.path.rstrip("/")
     if path not in ("", "/v1") or parts.query or parts.fragment:
         why = "the paths of the server's dialects are put behind its address"
-        raise UsageError(f"--url is {url[:200]!r}", why=why, fix=f"--url {parts.scheme}://{parts.netloc}")
+        raise UsageError(f"--url is {url[:200]!r}", why=why, fix=Fix.flag("--url", f"{parts.scheme}://{parts.netloc}"))
     return f"{parts.scheme}://{parts.netloc}"
 
 

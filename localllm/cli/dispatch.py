@@ -15,8 +15,7 @@ import typer
 from localllm.cli.context import CliContext
 from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output, ReaderGoneError
-from localllm.cli.prompt import THIS_COMMAND
-from localllm.errors import BugError, LocalLLMError, UsageError
+from localllm.errors import BugError, Fix, LocalLLMError, UsageError
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.selection import named
 
@@ -98,9 +97,11 @@ def _as_known(error: Exception, arguments: Sequence[str], model: ModelFiles | No
     if isinstance(error, typer.TyperException):
         return _as_usage_error(error)
     if isinstance(error, typer.Abort):
-        return UsageError("a question was left without an answer", why="standard input ended", fix="localllm --help")
+        return UsageError(
+            "a question was left without an answer", why="standard input ended", fix=Fix.command("--help")
+        )
     if isinstance(error, MemoryError):
-        return LocalLLMError("the memory ran out", why=str(error) or "an allocation failed", fix="localllm doctor")
+        return LocalLLMError("the memory ran out", why=str(error) or "an allocation failed", fix=Fix.command("doctor"))
     repeat = shlex.join(["localllm", DEBUG_FLAG, *arguments])
     return BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error), fix=repeat)
 
@@ -112,18 +113,18 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
     kept = list(arguments)
     if isinstance(error, UnknownModelError) and error.nearest and error.name in kept:
         kept[kept.index(error.name)] = error.nearest
-        error.fix = error.fix.replace(f"localllm run {error.nearest}", _line(kept, error.nearest))
+        error.fix = [
+            _line(kept, f"the same command with {error.nearest}") if fix.runs("run") else fix for fix in error.fixes
+        ]
     elif error.code == "template" and kept[:1] == ["run"] and not any(word.startswith(_WITH_TEMPLATE) for word in kept):
-        error.fix = _with_flags(kept, _RAW)
-    elif any(fix.startswith(("--", "leave --")) for fix in error.fix.split(", or ")):
-        error.fix = ", or ".join(_with_flags(kept, fix) for fix in error.fix.split(", or "))
+        error.fix = Fix.flag(_RAW)
     elif error.what.startswith("no such option: ") and (other := _other_name(kept)) is not None:
-        error.fix = shlex.join(["localllm", *other])
+        error.fix = Fix.command(*other)
     elif kept[:1] == ["serve"] and (more := _EXTRA.fullmatch(error.what)) is not None:
-        error.fix = shlex.join(["localllm", *_with_others(kept, more[1].split())])
-    elif type(error) is UsageError and not error.fix:
-        error.fix = " ".join(["localllm", *_command(kept), "--help"])
-    error.fix = error.fix.replace(THIS_COMMAND, _line(kept, "").strip())
+        error.fix = Fix.command(*_with_others(kept, more[1].split()))
+    elif type(error) is UsageError and not error.fixes:
+        error.fix = Fix.command(*_command(kept), "--help")
+    error.fix = [_to_paste(fix, kept) for fix in error.fixes]
     return error
 
 
@@ -156,25 +157,27 @@ def _without_flag(arguments: list[str], flag: str) -> list[str]:
     return kept
 
 
-def _with_flags(arguments: Sequence[str], fix: str) -> str:
-    """The line with these flags in place of those that it has, or without one that is to be left out; what is a command
-    of its own stays."""
-    kept = list(arguments)
-    if (left := re.fullmatch(r"leave (--\S+) out", fix)) is not None:
-        return _line(_without_flag(kept, left[1]), "without it")
-    if not fix.startswith("--"):
-        return fix
-    if fix == "--device cpu":  # where a limit of a GPU's memory is refused
-        kept = _without_flag(kept, "--vram")
-    for flag in (word for word in fix.split() if word.startswith("--")):
-        kept = _without_flag(kept, flag)
-    return f"{_line(kept, 'with')} {fix}"
+def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
+    """Return the fix as the whole line to type, where it changes the line that was typed."""
+    match fix.kind:
+        case "again":
+            return Fix.advice(str(_line(arguments, "this command")).join(fix.words))
+        case "without":
+            return _line(_without_flag(arguments, fix.words[0]), "the same command without it")
+        case "flag":
+            kept = arguments
+            if fix.words == ("--device", "cpu"):  # where a limit of a GPU's memory is refused
+                kept = _without_flag(kept, "--vram")
+            for flag in (word for word in fix.words if word.startswith("-")):
+                kept = _without_flag(kept, flag)
+            return _line([*kept, *fix.words], f"the same command with {fix}")
+    return fix
 
 
-def _line(arguments: Sequence[str], otherwise: str) -> str:
-    """The line to paste, or where it is too long to be repeated, words that end with `otherwise`."""
-    command = shlex.join(["localllm", *arguments])
-    return command if len(command) <= LONGEST_COMMAND else f"the same command {otherwise}"
+def _line(arguments: Sequence[str], otherwise: str) -> Fix:
+    """Return the line to paste, or where it is too long to be repeated, what says the same."""
+    command = Fix.command(*arguments)
+    return command if len(str(command)) <= LONGEST_COMMAND else Fix.advice(otherwise)
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from localllm.cli.context import cli_context
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 
 
 def help_command(
@@ -40,7 +40,7 @@ def help_command(
         raise UsageError(
             f"there is no help for {topic!r}",
             why=f"the codes are {', '.join(sections)}",
-            fix=f"localllm help {nearest[0] if nearest else 'usage'}",
+            fix=Fix.command("help", nearest[0] if nearest else "usage"),
         )
     output.line(sections[topic])
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from localllm.cli import names
-from localllm.errors import UsageError
+from localllm.config import flag_fix
+from localllm.errors import Fix, UsageError
 from localllm.settings import SETTINGS, Accepts, Settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -204,7 +205,7 @@ def require_accepted(flag: str, text: str, accepts: Accepts) -> None:
         value = {"integer": int, "number": float}.get(accepts.kind, str)(text)
     if not accepts.allows(value):
         shown = text if text.lstrip("-").isdecimal() or text != value else repr(text)
-        why, fix = f"it must be {accepts.describe()}", accepts.mending(flag, text)
+        why, fix = f"it must be {accepts.describe()}", flag_fix(flag, text, accepts)
         raise UsageError(f"{flag} is {shown[:80]}", why=why, fix=fix)
 
 
@@ -213,7 +214,9 @@ def extra_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
     typed = [each.name for each in DRY if flags.get(each.name) is not None]
     if typed and typed != ["dry_multiplier"] and not flags["dry_multiplier"]:
         why = "it shapes the DRY penalty, which is off"
-        raise UsageError(f"{_flag_of(typed[-1])} needs --dry-multiplier above 0", why=why, fix="--dry-multiplier 0.8")
+        raise UsageError(
+            f"{_flag_of(typed[-1])} needs --dry-multiplier above 0", why=why, fix=Fix.flag("--dry-multiplier", "0.8")
+        )
     extra = {name: flags[name] for name in (*typed, "logprobs") if flags.get(name) is not None}
     if flags.get("logit_bias"):
         extra["logit_bias"] = parse_logit_bias(flags["logit_bias"])
@@ -233,7 +236,7 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
                 raise ValueError
         except ValueError:
             why = "it must be a token id, as `tokenize` prints them, and a number from -1000000 to 1000000: 13=-100"
-            fix = "--logit-bias 13=-100"
+            fix = Fix.flag("--logit-bias", "13=-100")
             raise UsageError(f"--logit-bias is {pair[:80]!r}", why=why, fix=fix) from None
     return biases
 

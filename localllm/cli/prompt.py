@@ -16,9 +16,8 @@ from typing import TextIO
 
 from localllm.chat.text_file import ICONV, MAX_INPUT_BYTES, as_text, read_text_file
 from localllm.cli.output import Output
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 
-THIS_COMMAND = "this command"  # in a fix: `dispatch` puts the line there that was typed
 _PATIENCE_S = 2.0  # a pipe that stays silent for longer is mentioned, for nobody may know that it is waited for
 
 
@@ -34,7 +33,7 @@ def split_positionals(
         raise UsageError(
             "the prompt is given twice: as an argument and with -p/--prompt",
             why=f"the argument is {positionals[1]!r}, -p is {prompt_flag!r}",
-            fix="localllm run MODEL -p PROMPT",
+            fix=Fix.command("run", "MODEL", "-p", "PROMPT"),
         )
     if len(positionals) == 2:
         return positionals[0], positionals[1]
@@ -46,7 +45,7 @@ def split_positionals(
         raise UsageError(
             "the prompt is given twice: as an argument and with -p/--prompt",
             why=f"the argument is {word!r}, -p is {prompt_flag!r}; a model's name has no blanks",
-            fix="localllm run MODEL -p PROMPT",
+            fix=Fix.command("run", "MODEL", "-p", "PROMPT"),
         )
     return (None, word) if is_prompt else (word, prompt_flag)
 
@@ -82,7 +81,7 @@ def read_stdin(output: Output, *, encoding: str = "utf-8-sig") -> str | None:
         return None
     with patience(stream, output):
         data = stream.buffer.read(MAX_INPUT_BYTES + 1)
-    return as_text(data, "standard input", f"{ICONV} FILE | {THIS_COMMAND}", encoding=encoding)
+    return as_text(data, "standard input", Fix.again(f"{ICONV} FILE | "), encoding=encoding)
 
 
 @contextmanager
@@ -96,7 +95,7 @@ def patience(stream: TextIO, output: Output) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or str(error)
-        raise UsageError("standard input cannot be read", why=why, fix=f"{THIS_COMMAND} < /dev/null") from error
+        raise UsageError("standard input cannot be read", why=why, fix=Fix.again(behind=" < /dev/null")) from error
     finally:
         hint.cancel()
 

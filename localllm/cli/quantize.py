@@ -16,7 +16,7 @@ from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select
 from localllm.config import accepted, format_bytes
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.settings import WEIGHTS, Accepts
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def recipe_name(weights: str | None, setting: str, group: int | None, method: st
     """The format that these flags name: "int4", 32, "rtn" -> "int4-g32-rtn". Raises UsageError."""
     if weights == "bf16":
         why = "it is what checkpoints hold, and is read from there as it is: a copy would gain nothing"
-        raise UsageError("bf16 is not packed", why=why, fix="--weights int4")
+        raise UsageError("bf16 is not packed", why=why, fix=Fix.flag("--weights", "int4"))
     flag = "--group" if group is not None else "--method" if method is not None else ""
     asked = weights or ("int4" if flag else setting)
     if asked in ("int4", *_UNPACKED):
@@ -101,7 +101,7 @@ def recipe_name(weights: str | None, setting: str, group: int | None, method: st
     if flag:
         named = asked.startswith("int4-")
         why = f"{asked} says both already" if named else f"{asked} has neither groups to choose nor a calibration"
-        raise UsageError(f"{flag} and --weights {asked} cannot go together", why=why, fix="--weights int4")
+        raise UsageError(f"{flag} and --weights {asked} cannot go together", why=why, fix=Fix.flag("--weights", "int4"))
     return asked
 
 

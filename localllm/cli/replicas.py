@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.context import CliContext
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 
 if TYPE_CHECKING:
     import socket
@@ -23,7 +23,7 @@ def require_sense(flags: Mapping[str, Any]) -> None:
     """Raises UsageError for flags that replicas cannot honour, and for --ray where there is no Ray."""
     if not flags["ray"]:
         if flags["replicas"] is not None:
-            raise UsageError("--replicas needs --ray", why="they are processes of Ray Serve", fix="--ray")
+            raise UsageError("--replicas needs --ray", why="they are processes of Ray Serve", fix=Fix.flag("--ray"))
         return
     from localllm.server.replicas.fleet import require_ray
 
@@ -36,7 +36,7 @@ def require_sense(flags: Mapping[str, Any]) -> None:
             raise UsageError(f"--ray and {typed} cannot go together", why=why, fix=f"leave {typed} out")
     if flags["metrics"]:
         why = "each replica counts for itself; Ray exports what it knows of all"
-        raise UsageError("--ray and --metrics cannot go together", why=why, fix="leave --metrics out")
+        raise UsageError("--ray and --metrics cannot go together", why=why, fix=Fix.without("--metrics"))
     require_ray()
 
 

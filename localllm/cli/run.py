@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ from localllm.cli.prompt import argument_text, has_blanks, split_positionals
 from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import Encoder, Source, read_source
 from localllm.cli.structured import FORM_OPTIONS, refuse_idle_strict, require_met, typed_grammar
-from localllm.errors import ModelNotFoundError, UsageError
+from localllm.errors import Fix, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.plan_request import DEFAULT_PARALLEL
@@ -207,7 +206,7 @@ def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
         ("batch", "the prompts are the lines of its file", "FILE"),
     ):
         if flags[flag] is not None and text is not None:
-            fix = f"localllm run MODEL --{flag} {file}"
+            fix = Fix.command("run", "MODEL", f"--{flag}", file)
             raise UsageError(f"--{flag} and a prompt cannot go together", why=why, fix=fix)
     return word, text
 
@@ -224,17 +223,21 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
     refuse_idle_strict(flags)
     if flags["raw"] and flags["overflow"] == "evict":
         why = "a plain text has no turns that could leave the context"
-        raise UsageError("--raw and --overflow evict cannot go together", why=why, fix="--overflow grow")
+        raise UsageError("--raw and --overflow evict cannot go together", why=why, fix=Fix.flag("--overflow", "grow"))
     if len(flags["prompt"] or ()) > 1:
         why = f"{len(flags['prompt'])} of them; what belongs to one prompt goes into one text, or into files"
-        raise UsageError("-p/--prompt is given more than once", why=why, fix="localllm run -f FILE -f FILE -p TEXT")
+        raise UsageError(
+            "-p/--prompt is given more than once",
+            why=why,
+            fix=Fix.command("run", "-f", "FILE", "-f", "FILE", "-p", "TEXT"),
+        )
     for flag in ("parallel", "fresh"):
         if flags[flag] and flags["batch"] is None:
             number = f" {flags[flag]}" if flag == "parallel" else ""
-            fix = f"localllm run MODEL --batch FILE --{flag}{number}"
+            fix = Fix.command("run", "MODEL", "--batch", "FILE", f"--{flag}", *number.split())
             raise UsageError(f"--{flag} needs --batch", why="one prompt is one answer", fix=fix)
     if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"] or flags["batch"]):
-        fix = "localllm run --json --logprobs 3 -p TEXT"
+        fix = Fix.command("run", "--json", "--logprobs", "3", "-p", "TEXT")
         raise UsageError("--logprobs needs --json, --jsonl or --batch", why="text alone has no place for them", fix=fix)
 
 
@@ -273,9 +276,9 @@ def _select(
         if word is None or flags["messages"] is not None:
             raise
         if text is None:
-            error.fix += f", or if it is the prompt: localllm run -p {shlex.quote(word)}"
+            error.fix = [*error.fixes, f"if it is the prompt: {Fix.command('run', '-p', word)}"]
         elif has_blanks(word) and is_model(text):  # in the wrong order
-            error.fix = shlex.join(["localllm", "run", text, word])
+            error.fix = Fix.command("run", text, word)
         raise
 
 

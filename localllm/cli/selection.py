@@ -47,7 +47,7 @@ def select_resumed(
     except ModelNotFoundError as error:
         if held_with is not None:
             error.why = f"the chat was held with it; {error.why}"
-            error.fix = f"{error.fix}, or {again}"
+            error.fix = [*error.fixes, again]
         from localllm.runtime.server_client import named_at_server
 
         there = None if word is None or flags["no_attach"] else named_at_server(word)

@@ -19,7 +19,7 @@ from localllm.cli.options import option, refuse_together, takes
 from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select
 from localllm.config import user_directories
-from localllm.errors import BusyError, EngineClosedError, EngineGoneError, LocalLLMError, UsageError
+from localllm.errors import BusyError, EngineClosedError, EngineGoneError, Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.settings import SETTINGS, Accepts, EngineConfig, SamplingSettings
@@ -153,13 +153,13 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
     require_sense(flags)
     selection = select(front, flags["model"], flags)
     if "" in (flags["alias"] or ()):
-        raise UsageError("--alias is empty", why="clients ask for the model by it", fix="--alias NAME")
+        raise UsageError("--alias is empty", why="clients ask for the model by it", fix=Fix.flag("--alias", "NAME"))
     flags["idle_s"] = _idle_seconds(flags["idle_unload"])
     chosen = {"private": selection.private, "cache_disk": flags["cache_disk"]}
     refuse_together(chosen, {"--private --cache-disk": "what is private is not kept on the disk"})
     if selection.settings.overflow == "grow":
         why = "its answers share the memory of one context, which stays as long as it is at the start"
-        raise UsageError("a server's context cannot grow", why=why, fix="--overflow evict")
+        raise UsageError("a server's context cannot grow", why=why, fix=Fix.flag("--overflow", "evict"))
     port = DEFAULT_PORT if flags["port"] is None else flags["port"]
     ports = dict.fromkeys([port, *([OLLAMA_PORT] if flags["also_ollama_port"] else [])])
     _serve(front, selection, flags, flags["host"] or DEFAULT_HOST, tuple(ports))
@@ -180,7 +180,7 @@ def _serve(front: CliContext, selection: Selection, flags: Mapping[str, Any], ho
             try:
                 sockets.append(stack.enter_context(bound(host, ports[1])))
             except LocalLLMError as error:
-                error.fix = "leave --also-ollama-port out"  # or stop what listens there, which the error names
+                error.fix = Fix.without("--also-ollama-port")  # or stop what listens there, which the error names
                 raise
         admission = _admission(front, flags, sockets)
         if flags["ray"]:
@@ -310,7 +310,7 @@ def _admission(front: CliContext, flags: Mapping[str, Any], sockets: Sequence[so
     key = given_key(flags["api_key_file"], os.environ)
     if key is not None and flags["new_key"]:
         why = "the key that is used was given, and no other is made"
-        raise UsageError("--new-key has no effect", why=why, fix="leave --new-key out")
+        raise UsageError("--new-key has no effect", why=why, fix=Fix.without("--new-key"))
     if key is None and (not is_local or flags["new_key"]):
         key = kept_key(user_directories().data / "server-key", is_new=flags["new_key"])
         front.output.note(
@@ -336,19 +336,21 @@ def _idle_seconds(text: str | None) -> float | None:
     seconds = keep_seconds(text) if DURATION.fullmatch(text) else None
     if seconds is None or seconds <= 0:
         why = "it must be a time above 0, with its unit"
-        raise UsageError(f"--idle-unload is {text[:80]!r}", why=why, fix="--idle-unload 10m")
+        raise UsageError(f"--idle-unload is {text[:80]!r}", why=why, fix=Fix.flag("--idle-unload", "10m"))
     return seconds
 
 
 def _host(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]+(:\d{1,5})?", name):
         why = "it must be a name, or a name and a port"
-        raise UsageError(f"--allow-host is {name[:80]!r}", why=why, fix="--allow-host box.local")
+        raise UsageError(f"--allow-host is {name[:80]!r}", why=why, fix=Fix.flag("--allow-host", "box.local"))
     return name
 
 
 def _origin(url: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", url):
         why = "it must be a scheme and a host, without a path, as browsers send it"
-        raise UsageError(f"--allow-origin is {url[:80]!r}", why=why, fix="--allow-origin https://app.example")
+        raise UsageError(
+            f"--allow-origin is {url[:80]!r}", why=why, fix=Fix.flag("--allow-origin", "https://app.example")
+        )
     return url

@@ -13,7 +13,7 @@ from localllm.cli.context import cli_context
 from localllm.cli.names import complete_installed
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes
-from localllm.errors import LocalLLMError, ModelNotFoundError
+from localllm.errors import Fix, LocalLLMError, ModelNotFoundError
 
 _TIERS = {"vram": "GPU", "ram": "memory", "disk": "disk"}
 _WHY_NOT_FOUND = (
@@ -114,10 +114,9 @@ def _asked(
     except ServerRefusedError as error:
         if error.status != 404:
             raise
-        fix = error.fix.replace("localllm run ", "localllm load ")
-        raise ModelNotFoundError(error.what, why=error.why, fix=fix or "localllm list") from None
+        raise ModelNotFoundError(error.what, why=error.why, fix=error.fixes or Fix.command("list")) from None
     if is_needed:
-        raise LocalLLMError("no server is found", why=_WHY_NOT_FOUND, fix="localllm serve MODEL")
+        raise LocalLLMError("no server is found", why=_WHY_NOT_FOUND, fix=Fix.command("serve", "MODEL"))
     return None
 
 

@@ -20,7 +20,7 @@ from localllm.cli.confirm import ask_to_delete
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.names import complete_sessions
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.errors import HistoryError, UsageError
+from localllm.errors import Fix, HistoryError, UsageError
 
 if TYPE_CHECKING:
     from localllm.history import History, Hit, Session
@@ -140,7 +140,7 @@ def search_sessions(
     query = " ".join(f'"{word}"' if " " in word and '"' not in word else word for word in words)
     if not search.terms(query):
         raise UsageError(
-            "there is nothing to search for", why="no word was given", fix="localllm sessions search lantern"
+            "there is nothing to search for", why="no word was given", fix=Fix.command("sessions", "search", "lantern")
         )
     with _opened(front) as history:
         rows = [_hit_fields(hit, query) for hit in history.search(query, _MOST_LISTED)]
@@ -186,7 +186,7 @@ def export_sessions(
     front = cli_context(context)
     if force and file is None:
         raise UsageError(
-            "--force needs -o FILE", why="stdout is never overwritten", fix="localllm sessions export --help"
+            "--force needs -o FILE", why="stdout is never overwritten", fix=Fix.command("sessions", "export", "--help")
         )
     chosen = form or ("json" if file is not None and file.suffix.casefold() == ".json" else "markdown")
     with _opened(front) as history:
@@ -200,7 +200,9 @@ def export_sessions(
         front.output.verbatim(text)
         return
     if not force and not file.is_dir() and file.exists():
-        raise UsageError(f"{str(file)!r} is there already", why="nothing is overwritten unasked", fix="--force")
+        raise UsageError(
+            f"{str(file)!r} is there already", why="nothing is overwritten unasked", fix=Fix.flag("--force")
+        )
     replace_file(file, text)
     front.output.note(f"wrote {_counted(found)} to {file}")
 
@@ -305,7 +307,7 @@ def _opened(front: CliContext, *, makes: bool = False) -> Iterator[History]:
     from localllm.history import History, history_file, nothing_is_kept
 
     if not makes and nothing_is_kept():
-        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix="localllm chat")
+        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix=Fix.command("chat"))
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
             front.output.warn(moved_text(history.moved_to, history.num_rescued))
@@ -322,7 +324,7 @@ def _chosen(history: History, words: Sequence[str] | None, everything: bool, com
         return [session for session, _ in reversed(history.sessions())]  # as an import would add them
     if not words:
         why = "neither an ID nor --all is on the line"
-        raise UsageError("no chat is named", why=why, fix=f"localllm sessions {command} last")
+        raise UsageError("no chat is named", why=why, fix=Fix.command("sessions", command, "last"))
     found = {session.number: session for session in map(history.find, words)}
     return list(found.values())
 

@@ -11,9 +11,9 @@ from localllm.chat.harmony import FINAL, is_harmony
 from localllm.chat.thoughts import AS_IT_DOES, Effort, Thinking, answer_ids, effort_of, thinking_of
 from localllm.chat.tool_words import told_in_words
 from localllm.cli.output import Output
-from localllm.cli.prompt import THIS_COMMAND, argument_text, join_parts, read_input, read_stdin
+from localllm.cli.prompt import argument_text, join_parts, read_input, read_stdin
 from localllm.cli.structured import form_of_stdin
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 
 if TYPE_CHECKING:
     from localllm.config import ResolvedSettings
@@ -102,7 +102,7 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
         raise UsageError(
             "there is no prompt",
             why=f"none on the command line, and {piped}" if text is None and not any(parts) else "it is blank",
-            fix=f"{THIS_COMMAND} -p TEXT" if is_form_piped else 'localllm run "Tell me a tale about a fox."',
+            fix=Fix.flag("-p", "TEXT") if is_form_piped else Fix.command("run", "Tell me a tale about a fox."),
         )
     if flags["raw"]:
         return Source(raw=prompt)

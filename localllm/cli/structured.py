@@ -13,7 +13,7 @@ from localllm.cli.context import CliContext
 from localllm.cli.options import option
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, read_input
-from localllm.errors import GrammarError, SchemaError, UsageError
+from localllm.errors import Fix, GrammarError, SchemaError, UsageError
 from localllm.text.grammar.gbnf import is_gbnf
 from localllm.text.grammar.grammar import Grammar
 
@@ -46,7 +46,9 @@ def refuse_idle_strict(flags: Mapping[str, Any]) -> None:
     """Raises UsageError where --strict has no form to insist on, and for a form and a prompt that are both piped in."""
     if flags["strict"] and all(flags[form.removeprefix("--")] is None for form in FORMS):
         why = "it insists on the form of an answer, and none is given"
-        raise UsageError(f"--strict needs {', '.join(FORMS[:-1])} or {FORMS[-1]}", why=why, fix="--schema FILE")
+        raise UsageError(
+            f"--strict needs {', '.join(FORMS[:-1])} or {FORMS[-1]}", why=why, fix=Fix.flag("--schema", "FILE")
+        )
     _refuse_two_readers(flags)
 
 
@@ -74,7 +76,9 @@ def typed_grammar(flags: Mapping[str, Any], output: Output) -> Grammar | None:
         grammar = Grammar("json_schema", _read_form(flags["schema"], "--schema", output))
     elif flags["regex"] is not None:
         if not flags["regex"]:
-            raise UsageError("--regex is empty", why="it would allow no answer but an empty one", fix="--regex PATTERN")
+            raise UsageError(
+                "--regex is empty", why="it would allow no answer but an empty one", fix=Fix.flag("--regex", "PATTERN")
+            )
         named, grammar = "--regex", Grammar("regex", argument_text(flags["regex"], "--regex"))
     elif flags["grammar"] is not None:
         named, grammar = f"--grammar {flags['grammar']}", _grammar_of_file(flags["grammar"], output)
@@ -84,7 +88,7 @@ def typed_grammar(flags: Mapping[str, Any], output: Output) -> Grammar | None:
         defined(grammar)
     except GrammarError as error:
         raise GrammarError(
-            f"{named}: {error.what}", why=error.why, fix=error.fix or "mend it, and run the same command again"
+            f"{named}: {error.what}", why=error.why, fix=error.fixes or "mend it, and run the same command again"
         ) from None
     return grammar
 
@@ -132,7 +136,7 @@ def require_met(front: CliContext, endings: Sequence[FinishedEvent], *, strict: 
         what = f"{num_cut} of {len(endings)} answers are not whole, and do not have the form that was asked for"
         why = "; ".join(f"{_named(places)} {cut.reason}" for cut, places in cuts.items())
     if strict:
-        raise SchemaError(what, why=why, fix=", or ".join(dict.fromkeys(cut.fix for cut in cuts)))
+        raise SchemaError(what, why=why, fix=list(dict.fromkeys(cut.fix for cut in cuts)))
     front.output.warn(f"{what}: {why}")
 
 
@@ -141,17 +145,17 @@ class _Cut:
     """Why an answer ended before its form did."""
 
     reason: str
-    fix: str
+    fix: Fix
 
 
 def _cut_of(finished: FinishedEvent) -> _Cut:
     num_tokens = finished.usage.completion_tokens
     after = f"after {num_tokens} token{'s' * (num_tokens != 1)}"
     if finished.stop_text is not None:
-        return _Cut(f"ended by the stop string {finished.stop_text!r} {after}", "leave --stop out")
+        return _Cut(f"ended by the stop string {finished.stop_text!r} {after}", Fix.without("--stop"))
     if finished.ctx is not None and finished.usage.prompt_tokens + num_tokens >= finished.ctx:
-        return _Cut(f"cut {after}: the context of {finished.ctx} tokens is full", f"--ctx {2 * finished.ctx}")
-    return _Cut(f"cut {after}: the most that one may have", f"--max-tokens {max(512, 4 * num_tokens)}")
+        return _Cut(f"cut {after}: the context of {finished.ctx} tokens is full", Fix.flag("--ctx", 2 * finished.ctx))
+    return _Cut(f"cut {after}: the most that one may have", Fix.flag("--max-tokens", max(512, 4 * num_tokens)))
 
 
 def _named(places: Sequence[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from localllm.cli.context import cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.prompt import argument_text, read_stdin, split_positionals
 from localllm.cli.selection import select_text_only
-from localllm.errors import ModelNotFoundError, UsageError
+from localllm.errors import MODEL, Fix, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.selection import is_model
 
@@ -46,12 +45,12 @@ def tokenize_command(
         files = select_text_only(front, word, {}).files
     except ModelNotFoundError as error:
         if word is not None and given is None:
-            error.fix += f", or if it is the text: {shlex.join(['localllm', 'tokenize', BUILT_IN, word])}"
+            error.fix = [*error.fixes, f"if it is the text: {Fix.command('tokenize', BUILT_IN, word)}"]
         raise
     tokenizer = Tokenizer.load(files.directory)
     content = argument_text(given, "TEXT") if given is not None else read_stdin(front.output, encoding="utf-8")
     if content is None:
-        fix = "localllm tokenize MODEL TEXT, or localllm tokenize MODEL < FILE"
+        fix: list[str | Fix] = [Fix.command("tokenize", MODEL, "TEXT"), "localllm tokenize MODEL < FILE"]
         raise UsageError("there is no text", why="none on the command line, and nothing is piped in", fix=fix)
     ids = tokenizer.encode(content)
     tokens = [tokenizer.token_text(token_id) for token_id in ids]

@@ -10,7 +10,7 @@ import torch
 
 from localllm.config import format_bytes
 from localllm.engine.memory import HEADROOM, is_device_out_of_memory, out_of_memory
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.kernels.gpu.ready import why_not
 from localllm.offload.planner.device_rates import DeviceRates
 from localllm.offload.planner.format_rates import FormatRates
@@ -64,7 +64,7 @@ def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates
         raise UsageError(
             f"--vram {vram_bytes / GIB:.2f}GiB is more than this card has",
             why=f"it has {format_bytes(total, 2)} of memory",
-            fix=f"--vram {total / GIB - 0.01:.2f}GiB",
+            fix=Fix.flag("--vram", f"{total / GIB - 0.01:.2f}GiB"),
         )
     most = rates.context_bytes + int(HEADROOM * free) + torch.cuda.memory_reserved(device)
     return CardMemory(

@@ -16,7 +16,7 @@ from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.residency import Residency
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence as Running
-from localllm.errors import ContextOverflowError, DoesNotFitError, LocalLLMError
+from localllm.errors import ContextOverflowError, DoesNotFitError, Fix, LocalLLMError
 from localllm.offload.placement import BlockPlacement
 from localllm.offload.planner.plan import Plan
 from localllm.text.eviction import wanted_room
@@ -31,7 +31,7 @@ class Growing(Protocol):
     residency: Residency
     scheduler: Scheduler
     kv_allocator: KVAllocator
-    flags_for: Callable[[int], str]
+    fixes_for: Callable[[int], list[Fix]]
 
     def planned(self, ctx: int) -> Plan:
         """Return the best plan for this context in the memory of now. Raises DoesNotFitError."""
@@ -79,8 +79,8 @@ def grow_for(engine: Growing, sequence: Running) -> list[Event]:
         residency.restore()  # where the way back found no room either
         engine.kv_allocator.share_ram(residency.plan)  # as before
         if needed.prompt_tokens >= before:
-            flags = engine.flags_for(min(residency.config.longest_context, needed.prompt_tokens + 512))
-            return [engine.fail(sequence, _cannot_grow(needed.prompt_tokens, before, error, flags))]
+            fixes = engine.fixes_for(min(residency.config.longest_context, needed.prompt_tokens + 512))
+            return [engine.fail(sequence, _cannot_grow(needed.prompt_tokens, before, error, fixes))]
         sequence.wants_growth = False
         return []
     engine.kv_allocator.share_ram(plan)
@@ -130,12 +130,12 @@ def _grown(residency: Residency, planned: Callable[[int], Plan], needed: Needed,
     raise refusal or DoesNotFitError("the context cannot grow", why=f"the model was trained for {ctx} tokens")
 
 
-def _cannot_grow(num_tokens: int, ctx: int, error: DoesNotFitError, flags: str) -> ContextOverflowError:
-    """flags: with which a longer context would fit, "" where none are."""
+def _cannot_grow(num_tokens: int, ctx: int, error: DoesNotFitError, fixes: Sequence[Fix]) -> ContextOverflowError:
+    """fixes: the flags with which a longer context would fit."""
     return ContextOverflowError(
         f"the prompt has {num_tokens} tokens, the context {ctx}, and it cannot grow",
         why=f"{error.what}: {error.why}" if error.why else error.what,
-        fix=flags or "shorten the prompt",
+        fix=fixes or "shorten the prompt",
     )
 
 

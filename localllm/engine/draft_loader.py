@@ -19,7 +19,7 @@ from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
-from localllm.errors import FETCH_ANEW, ModelNotFoundError, TokenizerError, UsageError
+from localllm.errors import FETCH_ANEW, Fix, ModelNotFoundError, TokenizerError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.block_source import BlockSource
@@ -119,12 +119,11 @@ def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -
     try:
         difference = tokenizer.difference(Tokenizer.load(files.directory))
     except TokenizerError as error:
-        anew = FETCH_ANEW if files.repo else f"copy the model's files into {files.directory} anew"
-        error.fix = error.fix.replace(FETCH_ANEW, anew).replace("MODEL", files.name)
+        error.fix = FETCH_ANEW.with_model(files.name) if files.repo else f"copy its files into {files.directory} anew"
         raise
     if difference:
         raise UsageError(
             f"--speculate {DRAFT_MODEL}{files.name}: it cannot guess for {name}, as it has another tokenizer",
             why=f"{difference}; a smaller model of the same family has the same one",
-            fix="--speculate auto",
+            fix=Fix.flag("--speculate", "auto"),
         )

@@ -39,7 +39,7 @@ from localllm.engine.speculative.config import NO_DRAFTS, Speculate, Speculating
 from localllm.engine.step import StepLoop
 from localllm.engine.step_types import Limits
 from localllm.engine.validation import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
-from localllm.errors import DoesNotFitError, TemplateError, UsageError
+from localllm.errors import DoesNotFitError, Fix, TemplateError, UsageError
 from localllm.hub.packed import source_id
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
@@ -71,7 +71,7 @@ class Engine(StepLoop):
         plan: Plan | None = None,
         placed: OffloadedModel | None = None,
         replan: Replan | None = None,
-        flags_for: Callable[[int], str] = "--ctx {}".format,
+        fixes_for: Callable[[int], list[Fix]] = lambda ctx: [Fix.flag("--ctx", ctx)],
         held: ExitStack | None = None,
         reuse: KVReuse = IN_POOLS,
         computed: Computed = UNKNOWN_SOURCE,
@@ -83,7 +83,7 @@ class Engine(StepLoop):
         plan: the plan it was loaded by, if one was made; limits are within it.
         placed: what can move the blocks; `model` is its `few` then.
         replan: as LoadedModel has it; without one the context never grows.
-        flags_for: the flags with which a longer context fits, "" where none does.
+        fixes_for: the flags with which a longer context fits, as alternatives.
         held: what must stay open as long as the engine is used.
         reuse: what later prompts find of earlier ones, computed with this checkpoint and recipe.
         speculating: makes what drafts tokens.
@@ -92,7 +92,7 @@ class Engine(StepLoop):
         self.tokenizer = tokenizer
         self._template = template
         self.ctx = ctx
-        self.contents, self.plan, self.flags_for = "", plan, flags_for
+        self.contents, self.plan, self.fixes_for = "", plan, fixes_for
         self._held = held or ExitStack()
         self.kv_format = choose_format(kv, model.config.head_dim, model.dtype)
         residency = Residency(
@@ -163,7 +163,7 @@ class Engine(StepLoop):
             plan=loaded.plan,
             placed=loaded.placed,
             replan=loaded.replan,
-            flags_for=loaded.flags_for,
+            fixes_for=loaded.fixes_for,
             held=loaded.held,
             reuse=reuse,
             computed=Computed(source_id(files), planner.recipe.name, files.name),
@@ -266,7 +266,7 @@ class Engine(StepLoop):
     def check(self, request: Request) -> None:
         """Raise ContextOverflowError, UsageError or GrammarError for a request that cannot run. A grammar that is new
         is compiled, which takes up to a second."""
-        require_fit(request, self.ctx, self.config, self.flags_for)
+        require_fit(request, self.ctx, self.config, self.fixes_for)
         require_room(request, self.ctx, self.scheduler.limits)
         if request.grammar is not None:
             require_grammar_alone(request)
@@ -366,7 +366,7 @@ class Engine(StepLoop):
         ContextOverflowError."""
         if ctx is not None and ctx > self.ctx:
             what = f"a window of {ctx} tokens is longer than the context of {self.ctx}"
-            raise UsageError(what, fix=f"--ctx {self.ctx}")
+            raise UsageError(what, fix=Fix.flag("--ctx", self.ctx))
         require_ids(token_ids, self.config.vocab_size)
         return perplexity(self.runner, token_ids, ctx=ctx or self.ctx, new_kv=self.residency.new_kv, progress=progress)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from localllm.errors import Fix
+
 if TYPE_CHECKING:
     from localllm.engine.request import Request
     from localllm.models.config import ModelConfig
@@ -84,7 +86,7 @@ class LoadedEngine(Protocol):
         ...
 
     @property
-    def flags_for(self) -> Callable[[int], str]:
+    def fixes_for(self) -> Callable[[int], list[Fix]]:
         """Returns the flags with which a context of so many tokens fits; "" where none does."""
         ...
 

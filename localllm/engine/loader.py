@@ -20,7 +20,7 @@ from localllm.engine.planner import ModelPlanner, has_card
 from localllm.engine.runner import operators_compute
 from localllm.engine.speculative.draft_model import ModelDrafter
 from localllm.engine.weights import is_unpacked, open_checkpoint, open_packed
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, Fix
 from localllm.hub import ModelFiles
 from localllm.kernels.gpu.ready import is_known, why_not
 from localllm.models.block_source import BlockSource
@@ -29,7 +29,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
-from localllm.offload.planner.advice import flags_for_context
+from localllm.offload.planner.advice import fixes_for_context
 from localllm.offload.planner.nvml import gpus
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
@@ -71,7 +71,7 @@ class LoadedModel:
     ctx: int
     placed: OffloadedModel | None
     replan: Replan
-    flags_for: Callable[[int], str]
+    fixes_for: Callable[[int], list[Fix]]
     held: ExitStack
     drafter: ModelDrafter | None = None
 
@@ -158,8 +158,8 @@ class Loading:
         if planner.job is not None and planner.wanted.ctx is None:  # one sequence may have what several have together
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
         smaller = smaller_kv(search.shape, decoder.config, planner.dtype)
-        flags_for = partial(flags_for_context, search, smaller=smaller)
-        return LoadedModel(decoder, plan, ctx, placed, replan, flags_for, held or ExitStack())
+        fixes_for = partial(fixes_for_context, search, smaller=smaller)
+        return LoadedModel(decoder, plan, ctx, placed, replan, fixes_for, held or ExitStack())
 
     def _placed(self, packed: PackedModel, plan: Plan) -> OffloadedModel:
         planner = self.planner
@@ -181,7 +181,7 @@ class Loading:
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
                 replace(self.planner, recipe=RECIPES[DEFAULT]).search(config).best()
-                error.fix = "--weights int4"
+                error.fix = Fix.flag("--weights", "int4")
             raise
 
     def _decoder(self, config: ModelConfig, source: BlockSource, plan: Plan) -> Decoder:

@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from localllm.config import format_bytes
-from localllm.errors import DoesNotFitError, UsageError
+from localllm.errors import DoesNotFitError, Fix, UsageError
 from localllm.models.config import ModelConfig
 from localllm.offload.planner.machine_memory import address_space_free_bytes, cgroup_free_bytes
 
@@ -20,11 +20,11 @@ DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 def choose_device(name: str) -> torch.device:
     """auto, cpu or cuda. Raises UsageError for CUDA where there is none."""
     if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"there is no device {name!r}", why="known: auto, cpu, cuda", fix="--device auto")
+        raise UsageError(f"there is no device {name!r}", why="known: auto, cpu, cuda", fix=Fix.flag("--device", "auto"))
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UsageError("CUDA is not available", why=no_cuda(), fix="--device cpu")
+        raise UsageError("CUDA is not available", why=no_cuda(), fix=Fix.flag("--device", "cpu"))
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -36,7 +36,9 @@ def no_cuda() -> str:
 
 def choose_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
-        raise UsageError(f"there is no dtype {name!r}", why=f"known: {', '.join(DTYPES)}", fix="--dtype auto")
+        raise UsageError(
+            f"there is no dtype {name!r}", why=f"known: {', '.join(DTYPES)}", fix=Fix.flag("--dtype", "auto")
+        )
     return DTYPES[name]
 
 
@@ -100,12 +102,12 @@ def require_context(config: ModelConfig, asked: int | None) -> None:
         raise UsageError(
             f"a context of {asked} tokens is not possible with this model",
             why=f"it was trained for at most {longest}",
-            fix=f"--ctx {longest}",
+            fix=Fix.flag("--ctx", longest),
         )
 
 
 def use_threads(count: int) -> None:
     """Compute with so many threads of the CPU. Raises UsageError."""
     if count < 1:
-        raise UsageError(f"{count} threads cannot compute", why="at least one must", fix="--threads 2")
+        raise UsageError(f"{count} threads cannot compute", why="at least one must", fix=Fix.flag("--threads", "2"))
     torch.set_num_threads(count)

@@ -127,7 +127,7 @@ def consider(
         plan = search.best() if job is not None else with_kept_pages(search.best())
     except DoesNotFitError as error:
         refused = Planned(search.shape, None, [], error, guesses=guesses, **taken)
-        return Considered(refused, lambda: [*search.fixes(), *map(str, other_model(search, others()))])
+        return Considered(refused, lambda: [*map(str, search.fixes()), *map(str, other_model(search, others()))])
     drafting = () if job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, speculate))
     planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, drafting, **taken)
     int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, recipe=RECIPES[DEFAULT]), model)

@@ -11,7 +11,7 @@ from localllm.cache.kv_format import choose_format, kv_bytes_per_sequence, kv_by
 from localllm.config import format_bytes
 from localllm.engine.memory import DEFAULT_CTX, HEADROOM, available_bytes
 from localllm.engine.runner import BATCH_ROWS, DEVICE_BATCH_ROWS
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -142,5 +142,5 @@ def require_cap(ram_bytes: int | None) -> None:
         raise UsageError(
             f"--ram {ram_bytes / GIB:.2f}GiB is more than this machine has",
             why=f"it has {format_bytes(total, 2)} of memory",
-            fix=f"--ram {total / GIB - 0.01:.2f}GiB",
+            fix=Fix.flag("--ram", f"{total / GIB - 0.01:.2f}GiB"),
         )

@@ -17,7 +17,7 @@ from localllm.engine.events import ignore
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk, StepCancelledError
-from localllm.errors import FETCH_ANEW, LocalLLMError, NonFiniteError
+from localllm.errors import FETCH_ANEW, Fix, LocalLLMError, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.gpu.ready import give_up, why_not
 from localllm.kernels.spare import require_spare_memory
@@ -382,7 +382,7 @@ class ModelRunner:
         return NonFiniteError(
             f"the model computed a NaN or an infinity in {culprit}",
             why=f"in {dtype}, at token {chunk.kv.length + chunk.num_tokens} of the sequence; no text was made from it",
-            fix=FETCH_ANEW if self.model.dtype is torch.float32 else "--weights auto --dtype fp32",
+            fix=FETCH_ANEW if self.model.dtype is torch.float32 else Fix.flag("--weights", "auto", "--dtype", "fp32"),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm import hub
 from localllm.engine.request import Request, require_ids
-from localllm.errors import ModelChangedError, UsageError
+from localllm.errors import Fix, ModelChangedError, UsageError
 from localllm.models.config import ModelConfig
 from localllm.text.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.text.eviction import overflow_error
@@ -49,10 +49,10 @@ def require_same(asked: str, loaded: str) -> None:
         raise ModelChangedError("the model has changed since the question was asked", why=why, fix="ask again")
 
 
-def require_fit(request: Request, ctx: int, config: ModelConfig, flags_for: Callable[[int], str]) -> None:
+def require_fit(request: Request, ctx: int, config: ModelConfig, fixes_for: Callable[[int], list[Fix]]) -> None:
     """Raise ContextOverflowError or UsageError for a request that cannot run in a context of so many tokens.
 
-    flags_for: the flags with which a longer context fits.
+    fixes_for: the flags with which a longer context fits.
     """
     num_tokens = len(request.prompt_ids)
     if num_tokens == 0:
@@ -60,5 +60,5 @@ def require_fit(request: Request, ctx: int, config: ModelConfig, flags_for: Call
     require_ids((*request.prompt_ids, *request.sampling.logit_bias), config.vocab_size)
     longest = config.longest_context
     if num_tokens >= (longest if request.grows else ctx) + (request.pooling is not None):
-        flags = flags_for(min(longest, num_tokens + 512)) if num_tokens < longest else ""
-        raise overflow_error(num_tokens, ctx, longest, flags)
+        fixes = fixes_for(min(longest, num_tokens + 512)) if num_tokens < longest else []
+        raise overflow_error(num_tokens, ctx, longest, fixes)

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from localllm.engine.placement import process_memory, require_cap
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, source_id
 from localllm.kernels import cpu_bf12
@@ -50,7 +50,7 @@ def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtyp
             raise UsageError(
                 f"{name} weights cannot be used with {Dense(dtype).name} activations",
                 why="weights that are not quantized have the type of the activations",
-                fix=f"--weights {name} --dtype {Dense(own).name}",
+                fix=Fix.flag("--weights", name, "--dtype", Dense(own).name),
             )
         return name
     # A copy of unquantized weights, in the order in which they are streamed, is no choice of a format.
@@ -154,7 +154,8 @@ def pack_model(
         packing = _packing(files.name, weights, held_bytes)
         least = memory.program_bytes + packing.num_bytes
         if least > memory.ram_bytes:
-            fixes = more_of(f"{packing.command} --ram".lstrip(), least, memory.most_bytes)
+            more = more_of("--ram", least, memory.most_bytes)
+            fixes = [f"{packing.command} {fix}" for fix in more] if packing.command else more
             raise cannot_be_packed(files.name, weights.name, memory, packing, fixes or [_NO_ROOM])
 
     directory, source = packed_directory(files, weights.name), source_id(files)

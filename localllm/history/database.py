@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from localllm.errors import HistoryError
+from localllm.errors import Fix, HistoryError
 from localllm.history import schema
 from localllm.history.records import clean
 
@@ -227,7 +227,7 @@ class Database:
             )
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "decode" in str(error):  # of a text: no UTF-8
             self._suspect(error)
-            return DamagedError("the history is damaged", why=why, fix="localllm sessions list")
+            return DamagedError("the history is damaged", why=why, fix=Fix.command("sessions", "list"))
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
             what, fix = "the history cannot be written", f"df -h {folder}"
         elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):

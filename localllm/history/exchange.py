@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.config import format_bytes
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.history import chatgpt
 from localllm.history.records import IN_THOUGHT, Conversation, Message, Said, Session, is_time
 
@@ -191,7 +191,7 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
             names = sorted(name for name in archive.namelist() if _MEMBER.search(name))
             if not names:
                 why = f"it has no conversations.json among its {len(archive.namelist())} files"
-                fix = "localllm sessions import conversations.json"
+                fix = Fix.command("sessions", "import", "conversations.json")
                 raise UsageError(f"{str(path)!r} is no export of chats", why=why, fix=fix)
             for name in names:
                 with archive.open(name) as member:
@@ -211,7 +211,7 @@ def _imported(data: bytes, name: str) -> list[Conversation]:
         why = "it is a single conversation without a history, as `/save` writes it and `/load` reads it"
         raise UsageError(f"{name!r} is no export of chats", why=why, fix=f"localllm chat, and there: /load {name}")
     why = "neither what `localllm sessions export` writes, nor ChatGPT's conversations.json"
-    raise UsageError(f"{name!r} is no export of chats", why=why, fix="localllm sessions import --help")
+    raise UsageError(f"{name!r} is no export of chats", why=why, fix=Fix.command("sessions", "import", "--help"))
 
 
 def _parsed(text: str, name: str) -> Any:

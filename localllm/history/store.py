@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localllm.errors import HistoryError
+from localllm.errors import Fix, HistoryError
 from localllm.history import rescue, search
 from localllm.history.database import PATIENCE_S, DamagedError, Database, LockedError
 from localllm.history.records import PINNED, Conversation, Hit, Message, Said, Session, State, clean
@@ -172,11 +172,11 @@ class History:
         if found:
             shown = ", ".join(f"{session.id} ({session.title})" for session in found[:5])
             why = f"it fits {shown}" + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-            raise HistoryError(f"{word[:80]!r} is more than one chat", why=why, fix="localllm sessions list")
+            raise HistoryError(f"{word[:80]!r} is more than one chat", why=why, fix=Fix.command("sessions", "list"))
         if count := self.count():
             why = f"none of the {count} that are kept has such an id or title"
-            raise HistoryError(f"there is no chat {word[:80]!r}", why=why, fix="localllm sessions list")
-        raise HistoryError("no chat is kept yet", why=f"{self._database.path} has none", fix="localllm chat")
+            raise HistoryError(f"there is no chat {word[:80]!r}", why=why, fix=Fix.command("sessions", "list"))
+        raise HistoryError("no chat is kept yet", why=f"{self._database.path} has none", fix=Fix.command("chat"))
 
     def refresh(self, session: Session) -> Session:
         """Return the session as it is now. Raises GoneError."""
@@ -478,4 +478,4 @@ def _said(message: Message, uid: str, parent: str | None = None) -> Said:
 
 def _gone(session: Session) -> GoneError:
     what = f"the chat {session.id} is not in the history any more"
-    return GoneError(what, why="it was removed", fix="localllm sessions list")
+    return GoneError(what, why="it was removed", fix=Fix.command("sessions", "list"))

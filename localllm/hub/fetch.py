@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from localllm.errors import CheckpointError, DownloadError, UnsupportedModelError
+from localllm.errors import CheckpointError, DownloadError, Fix, UnsupportedModelError
 from localllm.hub.http import HubClient, TransferInterruptedError
 from localllm.hub.locks import exclusive
 from localllm.hub.repo_cache import (
@@ -118,7 +118,7 @@ class _Pull:
             raise UnsupportedModelError(
                 f"{self._cache.repo} is a {model_type[:40]!r} model, which this version cannot run",
                 why=f"it runs {', '.join(sorted(RUNNABLE_MODEL_TYPES))}; no weights were fetched",
-                fix="localllm list --all",
+                fix=Fix.command("list", "--all"),
             )
         if config.get("quantization_config") or config.get("compression_config"):
             raise UnsupportedModelError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.errors import CheckpointError, Fix, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.hub.locks import exclusive
 from localllm.hub.names import MODEL_FILES, TINY_DIRECTORY, ModelFiles, pull_command, understand, without_config
 from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_bytes, packed_sources, remove_packed
@@ -332,7 +332,7 @@ def remove(
     registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
     packed = packed_of(name, registry, hub)
     if packed_only and not packed:
-        raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix="localllm list")
+        raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix=Fix.command("list"))
     cache, commit = None, None
     with suppress(ModelNotFoundError):  # of a folder that was there when it was packed
         reference = understand(name, registry)
@@ -352,7 +352,7 @@ def remove(
         return remove_packed(packed)
     if not is_here and not is_link(cache.folder):
         why = f"{cache.folder} does not hold it"
-        raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix="localllm list")
+        raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=Fix.command("list"))
     snapshot = cache.snapshot(commit) if commit else None
     checkpoint_bytes = own_bytes(cache.folder) if snapshot is None else 0
     if snapshot is not None and snapshot.is_dir():

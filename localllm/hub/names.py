@@ -6,12 +6,11 @@ Looks at the registry and asks whether a directory exists; opens no file.
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from localllm import present
-from localllm.errors import ModelNotFoundError
+from localllm.errors import Fix, ModelNotFoundError
 from localllm.registry import BUILT_IN, REPO_ID, REVISION, ModelEntry, Registry
 
 NAME_LIMIT = 4096
@@ -27,7 +26,7 @@ class UnknownModelError(ModelNotFoundError):
     """Nothing has that name. `nearest` may be what was meant; "": nothing is like it."""
 
     def __init__(self, name: str, nearest: str, why: str) -> None:
-        fix = f"localllm run {nearest}" if nearest else "localllm list --all"
+        fix = Fix.command("run", nearest) if nearest else Fix.command("list", "--all")
         super().__init__(f"there is no model {name[:80]!r}", why=why, fix=fix)
         self.name = name
         self.nearest = nearest
@@ -63,7 +62,9 @@ def understand(name: str, registry: Registry) -> ModelReference:
     """
     _refuse_hostile(name)
     if name.casefold().endswith(".gguf") and present.is_file(Path(name)):
-        raise ModelNotFoundError(f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix="localllm list --all")
+        raise ModelNotFoundError(
+            f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix=Fix.command("list", "--all")
+        )
     if name.casefold() == BUILT_IN:
         return ModelReference(BUILT_IN, directory=TINY_DIRECTORY, entry=registry.find(BUILT_IN))
     if _spelled_as_path(name):
@@ -88,8 +89,8 @@ def understand(name: str, registry: Registry) -> ModelReference:
     raise UnknownModelError(name, nearest[0] if nearest else "", why)
 
 
-def pull_command(name: str) -> str:
-    return f"localllm pull {shlex.quote(name)}"
+def pull_command(name: str) -> Fix:
+    return Fix.command("pull", name)
 
 
 def _refuse_hostile(name: str) -> None:
@@ -101,7 +102,7 @@ def _refuse_hostile(name: str) -> None:
     elif not _spelled_as_path(name) and ("\\" in name or "%" in name or ".." in re.split(r"[/@]", name)):
         reason = "a name holds no backslash, no percent sign and no '..' between slashes"
     if reason:
-        raise ModelNotFoundError(f"{name[:80]!r} is no model name", why=reason, fix="localllm list")
+        raise ModelNotFoundError(f"{name[:80]!r} is no model name", why=reason, fix=Fix.command("list"))
 
 
 def _spelled_as_path(name: str) -> bool:
@@ -117,7 +118,7 @@ def _directory(name: str) -> ModelReference:
         return ModelReference(name, directory=path)
     is_there = present.is_there(path)
     why = "it is a file; a model is a folder with config.json" if is_there else "there is no such folder"
-    raise ModelNotFoundError(f"no model in {name[:200]!r}", why=why, fix="localllm list --all")
+    raise ModelNotFoundError(f"no model in {name[:200]!r}", why=why, fix=Fix.command("list", "--all"))
 
 
 def without_config(folder: Path) -> str:

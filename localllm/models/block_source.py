@@ -130,7 +130,7 @@ class CheckpointBlocks:
             yield
         except CheckpointError as error:
             what = f"{self.checkpoint.directory}: {stored}: {error.what}"
-            raise type(error)(what, why=error.why, fix=error.fix) from None
+            raise type(error)(what, why=error.why, fix=error.fixes) from None
 
 
 def held_bytes(layout: BlockLayout, recipe: Recipe, read_as: Callable[[Matrix], torch.dtype]) -> int:

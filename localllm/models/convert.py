@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from localllm.config import format_bytes
-from localllm.errors import CheckpointError, DoesNotFitError, LocalLLMError
+from localllm.errors import CheckpointError, DoesNotFitError, Fix, LocalLLMError
 from localllm.hub.locks import exclusive
 from localllm.hub.packed import PACKED_INDEX
 from localllm.hub.repo_cache import free_bytes, sync_directory
@@ -206,7 +205,7 @@ def _disk_error(error: OSError, target: Path, model: str, missing_bytes: int) ->
         return _no_space(target, missing_bytes, f"{error.strerror}: ")
     why = f"{error.strerror or error}; what was finished is kept"
     is_in_the_way = isinstance(error, IsADirectoryError)  # of a block's name
-    fix = f"localllm rm --packed {shlex.quote(model)}" if is_in_the_way else "localllm doctor"
+    fix = Fix.command("rm", "--packed", model) if is_in_the_way else Fix.command("doctor")
     return LocalLLMError(f"{error.filename or target} cannot be written", why=why, fix=fix)
 
 

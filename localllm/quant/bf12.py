@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.errors import CheckpointError
+from localllm.errors import CheckpointError, Fix
 from localllm.kernels import bf12, cpu_bf12
 from localllm.kernels.dense import dense_linear
 from localllm.kernels.tile16 import TILE
@@ -51,7 +51,7 @@ class BF12:
                 raise NotCompactError(
                     "the exponents of its weights do not fit into 4 bits",
                     why=str(error),
-                    fix="localllm run MODEL --weights bf16",
+                    fix=Fix.command("run", "MODEL", "--weights", "bf16"),
                 ) from None
             for tensor, part in zip(tensors.values(), parts, strict=True):
                 tensor[first : first + step] = part

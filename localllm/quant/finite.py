@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.errors import FETCH_ANEW, CheckpointError, Fix
 
 
 def require_finite(weight: Tensor, largest: float = float("inf")) -> None:
@@ -24,7 +24,7 @@ def require_finite(weight: Tensor, largest: float = float("inf")) -> None:
         raise CheckpointError(
             f"a weight is too large for this format: {extent:.6g}",
             why=f"magnitudes of up to {largest:g} can be stored",
-            fix="--weights int8",  # its scale is fp32, which reaches as far as bf16
+            fix=Fix.flag("--weights", "int8"),  # its scale is fp32, which reaches as far as bf16
         )
     row, column = (~finite).nonzero()[0].tolist()
     raise CheckpointError(

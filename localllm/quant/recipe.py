@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.quant.bf12 import BF12
 from localllm.quant.dense import Dense
 from localllm.quant.int4 import Int4
@@ -50,6 +50,6 @@ def recipe(name: str) -> Recipe:
         raise UsageError(
             f"there is no weight format {name!r}",
             why=f"known: {', '.join([*RECIPES, *ALIASES])}",
-            fix=f"--weights {near[0] if near else DEFAULT}",
+            fix=Fix.flag("--weights", near[0] if near else DEFAULT),
         )
     return found

@@ -118,7 +118,7 @@ class EngineConnection:
         engine = self.wait_loaded()
         if engine is None:
             raise EngineClosedError("the engine has been closed", fix="load it again")
-        require_fit(request, engine.ctx, engine.config, engine.flags_for)
+        require_fit(request, engine.ctx, engine.config, engine.fixes_for)
         plain = protocol.plain(request)
         stream = RequestStream(next(self._numbers), self._abort)
         with self._lock:

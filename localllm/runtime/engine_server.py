@@ -159,14 +159,14 @@ def _check(engine: LoadedEngine, argument: Any) -> None:
     engine.check(protocol.read(Request, argument))
 
 
-def _flags_for(engine: LoadedEngine, argument: Any) -> str:
-    return engine.flags_for(int(argument))
+def _fixes_for(engine: LoadedEngine, argument: Any) -> list[Any]:
+    return protocol.plain_fixes(engine.fixes_for(int(argument)))
 
 
 # The calls beside requests, by name.
 CALLS: dict[str, Callable[[LoadedEngine, Any], Any]] = {
     "check": _check,
-    "flags_for": _flags_for,
+    "fixes_for": _fixes_for,
     "facts": lambda engine, _: engine.facts(),
     "status": lambda engine, _: engine.status(),
 }

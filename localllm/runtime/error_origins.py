@@ -5,21 +5,21 @@ from __future__ import annotations
 import re
 
 from localllm.config import Origin, ResolvedSettings
-from localllm.errors import LocalLLMError
+from localllm.errors import Fix, LocalLLMError
 
 _FLAG = re.compile(r"(?<!\S)--([a-z][a-z-]*)(?![\w-])")
 
 
 def with_origins(error: LocalLLMError, resolved: ResolvedSettings) -> None:
     """Puts a variable or a key of a file in the place of its flag where that is where the value came from."""
-    proposed = (fix for fix in error.fix.split(", or ") if fix.startswith(("--", "leave --")))
+    proposed = (word for fix in error.fixes if fix.kind in ("flag", "without") for word in fix.words)
     told = [name for text in (error.what, *proposed) for name in _settings_in(text, resolved)]
     for name in dict.fromkeys(told):
         origin = resolved.origins[name]
         error.what = _renamed(error.what, name, origin)
         why = [error.why] if error.why else []
         error.why = "; ".join([*why, f"the setting {name} is from {origin.where}"])
-        error.fix = _fix(error.fix, name, origin)
+        error.fix = [_stored(fix, name, origin) for fix in error.fixes]
 
 
 def _settings_in(text: str, resolved: ResolvedSettings) -> list[str]:
@@ -40,20 +40,16 @@ def _renamed(text: str, name: str, origin: Origin) -> str:
     return re.sub(rf"(?<!\S){flag}(?![\w-])", origin.where if is_variable else name, text)
 
 
-def _fix(fix: str, name: str, origin: Origin) -> str:
-    """The fix for the place that the value is from; several are divided by ", or "."""
-    return ", or ".join(_one_fix(part, name, origin) for part in fix.split(", or "))
-
-
-def _one_fix(fix: str, name: str, origin: Origin) -> str:
+def _stored(fix: Fix, name: str, origin: Origin) -> Fix:
+    """Return the fix for the place that the value is from."""
     flag = "--" + name.replace("_", "-")
     is_variable = origin.kind == "environment"
-    if fix == f"leave {flag} out":
-        return f"unset {origin.where}" if is_variable else f"delete the line {origin.where}"
-    found = re.fullmatch(rf"{re.escape(flag)} (\S+)", fix)
-    if found is None:  # a whole line, in which a flag beats what is stored
-        return fix
-    if is_variable:
-        return f"export {origin.where}={found[1]}"
-    value = found[1] if re.fullmatch(r"[\d.]+", found[1]) else f'"{found[1]}"'
-    return f"write `{name} = {value}` into {origin.where}"
+    match fix.kind, fix.words:
+        case "without", (left,) if left == flag:
+            return Fix.advice(f"unset {origin.where}" if is_variable else f"delete the line {origin.where}")
+        case "flag", (given, value) if given == flag:
+            if is_variable:
+                return Fix.advice(f"export {origin.where}={value}")
+            shown = value if re.fullmatch(r"[\d.]+", value) else f'"{value}"'
+            return Fix.advice(f"write `{name} = {shown}` into {origin.where}")
+    return fix  # a whole line, in which a flag beats what is stored

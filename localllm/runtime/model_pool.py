@@ -368,5 +368,5 @@ class ModelPool:
 
 def _unusable(model: ServedModel, error: LocalLLMError) -> ModelUnusableError:
     """Return the error of a load that failed; about a bug it says no more than that."""
-    why, fix = ("a bug in localllm", "") if isinstance(error, BugError) else (f"{error.what}; {error.why}", error.fix)
+    why, fix = ("a bug in localllm", "") if isinstance(error, BugError) else (f"{error.what}; {error.why}", error.fixes)
     return ModelUnusableError(f"{model.name} cannot be used", why=why, fix=fix, code=error.code)

@@ -10,13 +10,13 @@ import dataclasses
 import json
 import types
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from localllm import errors
 from localllm.engine.events import FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
-from localllm.errors import BugError, LocalLLMError
+from localllm.errors import BugError, Fix, LocalLLMError
 
 MOST_BYTES = 64 << 20  # of a line: a prompt of a million tokens has eight
 EVENTS: Mapping[str, type] = {each.__name__: each for each in (GrownEvent, PrefillEvent, TokenEvent, FinishedEvent)}
@@ -156,12 +156,20 @@ def _plain_error(error: BaseException) -> Message:
     if not isinstance(error, LocalLLMError):
         what = f"this is a bug in localllm: {type(error).__name__}"
         if isinstance(error, MemoryError):
-            return {"class": "DoesNotFitError", "what": "the memory ran out", "why": str(error), "fix": ""}
-        return {"class": "BugError", "what": what, "why": str(error), "fix": ""}
-    more = {name: value for name, value in vars(error).items() if name not in ("what", "why", "fix")}
+            return {"class": "DoesNotFitError", "what": "the memory ran out", "why": str(error), "fixes": []}
+        return {"class": "BugError", "what": what, "why": str(error), "fixes": []}
+    more = {name: value for name, value in vars(error).items() if name not in ("what", "why", "fixes")}
     numbers = {name: value for name, value in more.items() if isinstance(value, int)}
     name = type(error).__name__ if _is_known(type(error).__name__) else "LocalLLMError"
-    return {"class": name, "what": error.what, "why": error.why, "fix": error.fix, "numbers": numbers}
+    return {"class": name, "what": error.what, "why": error.why, "fixes": plain_fixes(error.fixes), "numbers": numbers}
+
+
+def plain_fixes(fixes: Sequence[Fix]) -> list[Any]:
+    return [(fix.kind, fix.words) for fix in fixes]
+
+
+def read_fixes(value: Sequence[Any]) -> list[Fix]:
+    return [Fix(kind, tuple(words)) for kind, words in value]
 
 
 def _is_known(name: str) -> bool:
@@ -171,7 +179,7 @@ def _is_known(name: str) -> bool:
 
 def _error(value: Message) -> LocalLLMError:
     kind = getattr(errors, value["class"]) if _is_known(value["class"]) else BugError
-    error: LocalLLMError = kind(value["what"], why=value["why"], fix=value["fix"])
+    error: LocalLLMError = kind(value["what"], why=value["why"], fix=read_fixes(value["fixes"]))
     for name, number in value.get("numbers", {}).items():
         setattr(error, name, number)
     return error

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.engine.request import Request
 from localllm.engine.validation import encode_prompt, require_fit, require_unchanged
-from localllm.errors import EngineGoneError, EngineStuckError, TemplateError
+from localllm.errors import EngineGoneError, EngineStuckError, Fix, TemplateError
 from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 from localllm.runtime import protocol
@@ -80,16 +80,15 @@ class RemoteEngine:
     def load_s(self) -> float:
         return self._facts.load_s
 
-    def flags_for(self, ctx: int) -> str:
-        """Return the flags with which a context of so many tokens fits; "" where none does, and where nobody can be
-        asked."""
+    def fixes_for(self, ctx: int) -> list[Fix]:
+        """Return the flags with which a context of so many tokens fits; none where nobody can be asked."""
         with contextlib.suppress(EngineGoneError):
-            return str(self._call("flags_for", ctx))
-        return ""
+            return protocol.read_fixes(self._call("fixes_for", ctx))
+        return []
 
     def check(self, request: Request) -> None:
         """Raises ContextOverflowError or UsageError for a request that cannot run."""
-        require_fit(request, self.ctx, self.config, self.flags_for)
+        require_fit(request, self.ctx, self.config, self.fixes_for)
         if request.grammar is not None or request.beams > 1:  # compiled, and searched, where they are used
             self._call("check", protocol.plain(request))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import secrets
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings
-from localllm.errors import FETCH_ANEW, BugError, LocalLLMError, ModelNotFoundError
+from localllm.errors import BugError, LocalLLMError, ModelNotFoundError
 from localllm.registry import BUILT_IN, SAMPLING_KEYS, with_model_defaults
 from localllm.runtime.error_origins import with_origins
 from localllm.settings import SamplingSettings, Settings
@@ -71,7 +69,7 @@ def locate(resolved: ResolvedSettings, word: str | None, *, needs_config: bool =
         origin = resolved.origins["model"]
         if word is None and origin.kind != "default":
             error.why = f"the setting `model` in {origin.where} names it; {error.why}"
-            if "localllm pull" not in error.fix:
+            if not any(fix.runs("pull") for fix in error.fixes):
                 error.fix = f"write another name there, or on the line: localllm run {BUILT_IN} -p TEXT"
         raise
 
@@ -97,10 +95,10 @@ def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
     """The error with the model's name where its fix says MODEL. What was not fetched cannot be fetched anew."""
     if files is None:
         return error
-    if files.repo is None:
-        copy = f"copy the model's files into {files.directory} anew"
-        error.fix = error.fix.replace(FETCH_ANEW, "reinstall localllm" if files.name == BUILT_IN else copy)
-    error.fix = re.sub(r"(?<!\S)MODEL(?![^\s,)])", lambda _: shlex.quote(files.name), error.fix)
+    copy = "reinstall localllm" if files.name == BUILT_IN else f"copy the model's files into {files.directory} anew"
+    error.fix = [
+        copy if fix.kind == "refetch" and files.repo is None else fix.with_model(files.name) for fix in error.fixes
+    ]
     return error
 
 

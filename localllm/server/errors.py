@@ -15,6 +15,7 @@ from localllm.errors import (
     DoesNotFitError,
     EngineClosedError,
     EngineGoneError,
+    Fixes,
     GrammarError,
     LocalLLMError,
     ModelChangedError,
@@ -50,7 +51,7 @@ class RequestError(LocalLLMError):
         what: str,
         *,
         why: str = "",
-        fix: str = "",
+        fix: Fixes = (),
         param: str | None = None,
         name: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
@@ -130,7 +131,7 @@ def _sentence(error: LocalLLMError) -> str:
 
 def too_long(error: ContextOverflowError, param: str) -> RequestError:
     """Return it in the words by which LiteLLM, LangChain and clients of llama.cpp recognise it. param: which field."""
-    flags = [f"restart the server with {fix}" for fix in error.fix.split(", or ") if fix.startswith("--")]
+    flags = [f"restart the server with {fix}" for fix in error.fixes if fix.kind == "flag"]
     message = (
         f"This model's maximum context length is {error.ctx} tokens; the request has {error.num_tokens}, which exceeds "
         f"the available context size: the prompt is too long. {'; '.join([*flags, 'shorten the prompt']).capitalize()}."

@@ -157,7 +157,7 @@ def no_form(request: GenerationRequest, error: GrammarError) -> RequestError:
     """Return the error of a grammar that cannot be honoured."""
     param = request.grammar_field if request.grammar is not None else "tools"
     what = f"{param!r}: {error.what}"
-    return RequestError(400, what, why=error.why, fix=error.fix, param=param, name="invalid_grammar")
+    return RequestError(400, what, why=error.why, fix=error.fixes, param=param, name="invalid_grammar")
 
 
 def prompt_ids(request: GenerationRequest, engine: LoadedEngine) -> tuple[int, ...]:
@@ -223,8 +223,8 @@ def _require_room(request: GenerationRequest, num_tokens: int, engine: LoadedEng
         return
     if request.num_ctx <= engine.ctx or request.pooling is not None:
         return
-    flags = engine.flags_for(request.num_ctx) if request.num_ctx <= engine.config.longest_context else ""
-    fix = f"restart the server with {flags}" if flags.startswith("--") else "request for less"
+    fixes = engine.fixes_for(request.num_ctx) if request.num_ctx <= engine.config.longest_context else []
+    fix = [f"restart the server with {fix}" for fix in fixes] or "request for less"
     why = f"the prompt has {num_tokens} tokens, and the context of this server {engine.ctx}"
     raise RequestError(400, f"num_ctx is {request.num_ctx}", why=why, fix=fix, param="num_ctx", name="invalid_value")
 
@@ -232,7 +232,7 @@ def _require_room(request: GenerationRequest, num_tokens: int, engine: LoadedEng
 def _too_long(num_tokens: int, ctx: int, engine: LoadedEngine) -> ContextOverflowError:
     longest = engine.config.longest_context
     helps = ctx == engine.ctx and num_tokens < longest
-    return overflow_error(num_tokens, ctx, longest, engine.flags_for(min(longest, num_tokens + 512)) if helps else "")
+    return overflow_error(num_tokens, ctx, longest, engine.fixes_for(min(longest, num_tokens + 512)) if helps else [])
 
 
 def _fitted(request: GenerationRequest, engine: LoadedEngine, ctx: int, output: OutputFormat | None) -> Fitted:

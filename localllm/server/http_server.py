@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.server.errors import RequestError, body_of, failure_of
 from localllm.server.guard import SECURITY_HEADERS
 from localllm.server.replies import JsonReply, encoded
@@ -144,7 +144,7 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--host {host} is no address", why=str(error), fix="--host 127.0.0.1") from None
+        raise UsageError(f"--host {host} is no address", why=str(error), fix=Fix.flag("--host", "127.0.0.1")) from None
     family, kind, proto, _, address = found[0]
     sock = socket.socket(family, kind, proto)
     try:
@@ -163,10 +163,12 @@ def _taken(host: str, port: int, error: OSError) -> LocalLLMError:
     if error.errno == errno.EADDRINUSE:
         owner = _owner(port)
         why = f"by {owner}" if owner else "by another program"
-        return LocalLLMError(f"port {port} is taken", why=why, fix=f"--port {port + 1 if port < 65535 else 8420}")
+        return LocalLLMError(
+            f"port {port} is taken", why=why, fix=Fix.flag("--port", port + 1 if port < 65535 else 8420)
+        )
     if error.errno in (errno.EACCES, errno.EPERM):
-        return LocalLLMError(f"port {port} is not for this user", why=str(error), fix="--port 8420")
-    return LocalLLMError(f"{host}:{port} cannot be listened on", why=str(error), fix="--host 127.0.0.1")
+        return LocalLLMError(f"port {port} is not for this user", why=str(error), fix=Fix.flag("--port", "8420"))
+    return LocalLLMError(f"{host}:{port} cannot be listened on", why=str(error), fix=Fix.flag("--host", "127.0.0.1"))
 
 
 def _owner(port: int) -> str:

@@ -62,7 +62,7 @@ class GrammarChecks:
             await asyncio.wait([other])
             error = None if other.cancelled() else other.exception()
             if isinstance(error, GrammarError):  # one error for all would keep the frames of each
-                raise GrammarError(error.what, why=error.why, fix=error.fix)
+                raise GrammarError(error.what, why=error.why, fix=error.fixes)
         if key in self._passed:  # kept by the engine, and cheap to check once more
             await self._off_loop(check)
             return
@@ -87,7 +87,7 @@ class GrammarChecks:
             try:
                 await self.check(key, check)
             except GrammarError as error:
-                found = GrammarError(error.what, why=error.why, fix=error.fix)
+                found = GrammarError(error.what, why=error.why, fix=error.fixes)
             _keep(self._verdicts, key, found, _MOST_VERDICTS)
         return self._verdicts.get(key)
 

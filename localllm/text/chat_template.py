@@ -21,7 +21,7 @@ import jinja2
 import jinja2.meta
 from jinja2.exceptions import SecurityError
 
-from localllm.errors import CheckpointError, TemplateError, TokenizerError, UsageError
+from localllm.errors import CheckpointError, Fix, TemplateError, TokenizerError, UsageError
 from localllm.models.strict_json import JsonLimits, parse_json
 from localllm.text.template_marks import SpecialMarks
 from localllm.text.template_sandbox import (
@@ -126,7 +126,7 @@ class ChatTemplate:
         raise TemplateError(
             f"{directory} has no chat template",
             why=f"none in {', '.join(_SOURCES)}: this is a model that continues text, not one to chat with",
-            fix='localllm run MODEL --raw --prompt "Once upon a time"',
+            fix=Fix.command("run", "MODEL", "--raw", "--prompt", "Once upon a time"),
         )
 
     def render(
@@ -224,7 +224,9 @@ class ChatTemplate:
             self._environment.budget = Budget()  # lets go of the values of this rendering
 
     def _error(self, what: str, why: str) -> TemplateError:
-        return TemplateError(f"{self._origin} {what}", why=why, fix="localllm run MODEL --raw --prompt TEXT")
+        return TemplateError(
+            f"{self._origin} {what}", why=why, fix=Fix.command("run", "MODEL", "--raw", "--prompt", "TEXT")
+        )
 
 
 def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -> list[int]:
@@ -357,7 +359,7 @@ def _from_jinja(files: TokenizerFiles, name: str) -> str:
     try:
         return files.text(name, 4 * MAX_SOURCE_CHARS)
     except TokenizerError as error:
-        raise TemplateError(error.what, why=error.why, fix=error.fix) from error
+        raise TemplateError(error.what, why=error.why, fix=error.fixes) from error
 
 
 def _additional(files: TokenizerFiles) -> dict[str, str]:
@@ -385,7 +387,7 @@ def _from_json(files: TokenizerFiles, name: str) -> str | dict[str, str]:
     raise TemplateError(
         f"the chat_template in {files.directory / name} is malformed",
         why=f"a {_kind(template)}; it must be a string or a list of {{name, template}}",
-        fix="localllm run MODEL --raw --prompt TEXT",
+        fix=Fix.command("run", "MODEL", "--raw", "--prompt", "TEXT"),
     )
 
 

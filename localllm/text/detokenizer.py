@@ -32,7 +32,15 @@ class Detokenizer:
         self._spaces_to_drop = tokenizer.leading_spaces
         self._window: list[int] = []  # only for tokenizers whose tokens have no bytes of their own
         self._emitted = 0  # characters of the window's text that were returned
-        self._follow(behind)
+        if self._spaces_to_drop is None:
+            self._window = [index for index in behind if index not in tokenizer.special_ids][-_CONTEXT:]
+            self._emitted = len(tokenizer.decode(self._window))
+            return
+        for index in behind:
+            if not self._spaces_to_drop:  # after the first token that is any text
+                break
+            self.push(index)
+        self._decoder.reset()
 
     @property
     def leading_spaces(self) -> int | None:
@@ -42,12 +50,19 @@ class Detokenizer:
     def push(self, index: int) -> str:
         """Return the text that became certain with the token `index`: often one word, sometimes nothing."""
         if index in self._tokenizer.special_ids:
-            return self._shown(index) if index in self._shown_ids else ""
+            if index not in self._shown_ids:
+                return ""
+            # No character before it can still be completed.
+            before, self._spaces_to_drop = self.finish(), self._spaces_to_drop and 0
+            self._decoder.reset()
+            return before + self._tokenizer.token_text(index)
         if self._spaces_to_drop is None:
             return self._push_to_window(index)
         data = self._tokenizer.token_bytes(index)
         if self._spaces_to_drop and data:
-            data = self._drop_spaces(data)
+            dropped = min(self._spaces_to_drop, len(data) - len(data.lstrip(b" ")))
+            self._spaces_to_drop = self._spaces_to_drop - dropped if dropped == len(data) else 0
+            data = data[dropped:]
         return self._decoder.decode(data)
 
     def copy(self) -> Detokenizer:
@@ -66,29 +81,6 @@ class Detokenizer:
             self._emitted = 0
             return text
         return self._decoder.decode(b"", final=True)
-
-    def _follow(self, ids: Sequence[int]) -> None:
-        if self._spaces_to_drop is None:
-            self._window = [index for index in ids if index not in self._tokenizer.special_ids][-_CONTEXT:]
-            self._emitted = len(self._tokenizer.decode(self._window))
-            return
-        for index in ids:
-            if not self._spaces_to_drop:  # after the first token that is any text
-                break
-            self.push(index)
-        self._decoder.reset()
-
-    def _shown(self, index: int) -> str:
-        """Return the text of a special token, behind which no character before it can still be completed."""
-        before, self._spaces_to_drop = self.finish(), self._spaces_to_drop and 0
-        self._decoder.reset()
-        return before + self._tokenizer.token_text(index)
-
-    def _drop_spaces(self, data: bytes) -> bytes:
-        assert self._spaces_to_drop is not None
-        dropped = min(self._spaces_to_drop, len(data) - len(data.lstrip(b" ")))
-        self._spaces_to_drop = self._spaces_to_drop - dropped if dropped == len(data) else 0
-        return data[dropped:]
 
     def _push_to_window(self, index: int) -> str:
         """Decode a few tokens of context with the new one: they decide about spaces between words."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.errors import ContextOverflowError, TemplateError
+from localllm.errors import ContextOverflowError, Fix, TemplateError
 
 Message = dict[str, Any]
 Encode = Callable[[Sequence[Message]], Sequence[int]]
@@ -56,19 +56,19 @@ def wanted_room(ctx: int, max_tokens: int | None) -> int:
     return answer_room(ctx, None) if max_tokens is None else max_tokens
 
 
-def overflow_error(num_tokens: int, ctx: int, longest: int, flags: str = "") -> ContextOverflowError:
+def overflow_error(num_tokens: int, ctx: int, longest: int, fixes: Sequence[Fix] = ()) -> ContextOverflowError:
     """Return the error for a prompt that does not fit.
 
     num_tokens: of the prompt.
     ctx: the context.
     longest: the model's longest context.
-    flags: with which a longer one would fit; "" where none are.
+    fixes: the flags with which a longer one would fit.
     """
     trained = "" if num_tokens < longest else f"; the model was trained for at most {longest}"
     error = ContextOverflowError(
         f"the prompt has {num_tokens} tokens, the context {ctx}",
         why=f"at least one token must remain for the answer{trained}; nothing was cut",
-        fix=flags or "shorten the prompt",
+        fix=fixes or "shorten the prompt",
     )
     error.num_tokens, error.ctx = num_tokens, ctx
     return error

@@ -38,6 +38,7 @@ MAX_TOTAL_CHARS = 96 << 20  # of all values together that one rendering makes
 MAX_ITEMS = 100_000  # of one list, which is jinja2's limit of a range; also of a width or a count
 MAX_INT_BITS = 1 << 16
 _ITEM_CHARS = 8  # the cost of a value beside its characters
+_MAX_INDENT = 100  # of JSON: each level holds a text of its own
 _MAX_NEEDLE = 100  # characters to strip or to search for from behind: CPython takes the product of both lengths
 
 _TEXT_METHODS = """capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit
@@ -345,6 +346,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
+        if (step := len(indent) if isinstance(indent, str) else indent or 0) > _MAX_INDENT:
+            raise LimitError(f"an indent of {step}; at most {_MAX_INDENT}")
         self.budget.weigh(value)
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         return self.budget.joined(encoder.iterencode(value))

@@ -204,7 +204,7 @@ def _as_tokenizer_error() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise TokenizerError(error.what, why=error.why, fix=error.fix) from error
+        raise TokenizerError(error.what, why=error.why, fix=error.fixes) from error
 
 
 def special_roles(config: Mapping[str, Any]) -> dict[str, str]:

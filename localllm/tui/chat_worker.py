@@ -286,11 +286,11 @@ class ChatWorker:
         known = told_of(error, None if begun is None else begun.selection.files, resolved)
         if isinstance(known, BugError):
             return known
-        if known.fix.startswith("localllm pull "):
-            known.fix = f"{self.key_names['app.models']}, and {self.key_names['models.pull']} there; or {known.fix}"
+        if any(fix.runs("pull") for fix in known.fixes):
+            known.fix = f"{self.key_names['app.models']}, and {self.key_names['models.pull']} there", *known.fixes
         known = mended_in_chat(known)
         if isinstance(known, ContextOverflowError) and self._sent_with:
-            known.fix = f"/detach, {known.fix}"
+            known.fix = "/detach", *known.fixes
         return known
 
     def _show_and_count(self) -> None:

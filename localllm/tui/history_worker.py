@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from localllm.chat.recorder import exported, moved_text, proposed_name
 from localllm.chat.text_file import ExistsError, replace_file, typed_path, write_new
-from localllm.errors import HistoryError, UsageError
+from localllm.errors import Fix, HistoryError, UsageError
 from localllm.history import History, Removed, Session, history_file, nothing_is_kept
 from localllm.history import Message as SavedMessage
 from localllm.tui.job_queue import JobQueue
@@ -165,7 +165,7 @@ class HistoryWorker:
     def _opened(self, *, makes: bool = False) -> Iterator[History]:
         """The history; made where there is none and `makes`. Raises HistoryError."""
         if not makes and nothing_is_kept():
-            raise HistoryError("no chat is kept any more", why=f"there is no {history_file()}", fix="localllm chat")
+            raise HistoryError("no chat is kept any more", why=f"there is no {history_file()}", fix=Fix.command("chat"))
         with History.open_to_read(history_file()) as history:
             if history.moved_to is not None:
                 self._warn(moved_text(history.moved_to, history.num_rescued))

@@ -108,7 +108,7 @@ def _owner(owner: str, count: int) -> Content:
 
 def advice(planned: Planned, columns: int, *, is_advised: bool) -> Content:
     """The gain of speculation, the uncertain figures, and better settings."""
-    fixes = [] if planned.refusal is None else planned.refusal.fix.split(", or ")  # shown by the refusal
+    fixes = [] if planned.refusal is None else list(map(str, planned.refusal.fixes))  # shown by the refusal
     better = [advice for advice in planned.advice if advice not in fixes] if is_advised else ["…"]
     groups = {
         "guessing": [words.guessing(found) for found in planned.speculation],

@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 from localllm.errors import GrammarError
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.text.grammar.compiled import Grammars
-from localllm.text.grammar.keywords import SUPPORTED
+from localllm.text.grammar.schema_parts import SUPPORTED
 from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import accepts, drawn, json_schema
 

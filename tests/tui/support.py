@@ -18,6 +18,7 @@ from localllm.config import load_settings
 from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import FinishedEvent, PrefillEvent, Timings, TokenEvent, Usage
 from localllm.engine.request import Request
+from localllm.errors import Fix
 from localllm.runtime.engine_handle import RequestStream
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.text.chat_template import ChatTemplate
@@ -76,8 +77,8 @@ class FakeEngine:
         known = {} if plan is None else {name: getattr(plan, name) for name in _OF_PLANS}
         return EngineFacts(self.ctx, self.weights, "int8", **known)
 
-    def flags_for(self, ctx: int) -> str:
-        return f"--ctx {ctx}"
+    def fixes_for(self, ctx: int) -> list[Fix]:
+        return [Fix.flag("--ctx", ctx)]
 
 
 _ENDLESS = 400  # tokens

@@ -13,7 +13,7 @@ from localllm.engine.speculative.drafter import Drafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.offload.planner.plan import Plan
 from localllm.settings import DRAFT_MODEL, DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPECULATE, EngineConfig
 
@@ -35,10 +35,14 @@ class Speculate:
     def __post_init__(self) -> None:
         if self.who not in SPECULATE and not self.draft_model:
             known = f"{', '.join(SPECULATE)}, and {DRAFT_MODEL}NAME for a second model"
-            raise UsageError(f"--speculate is {self.who!r}", why=f"it may be {known}", fix="--speculate auto")
+            raise UsageError(
+                f"--speculate is {self.who!r}", why=f"it may be {known}", fix=Fix.flag("--speculate", "auto")
+            )
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             why = f"one pass has room to verify from 0 to {MOST_DRAFT_TOKENS}"
-            raise UsageError(f"--draft-tokens is {self.draft_tokens}", why=why, fix=f"--draft-tokens {DRAFT_TOKENS}")
+            raise UsageError(
+                f"--draft-tokens is {self.draft_tokens}", why=why, fix=Fix.flag("--draft-tokens", DRAFT_TOKENS)
+            )
 
     @classmethod
     def of(cls, config: EngineConfig) -> Speculate:

@@ -8,6 +8,7 @@ from itertools import islice
 from types import MappingProxyType
 
 from localllm.config import format_bytes, format_figure
+from localllm.errors import Fix
 from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.plan import GIB, Plan, cap
 from localllm.offload.planner.search import Search
@@ -49,18 +50,18 @@ def other_model(search: Search, others: Iterable[ModelShape]) -> list[Advice]:
     return [] if fitting is None else [Advice(_command_of(search, fitting), "fits into this memory")]
 
 
-def flags_for_context(search: Search, ctx: int, smaller: Mapping[str, ModelShape] = MappingProxyType({})) -> str:
-    """Return the flags with which the model fits with so long a context: `--ctx`, and a larger cap or another format of
-    keys and values where it takes one; "" where nothing that this machine has would do.
+def fixes_for_context(search: Search, ctx: int, smaller: Mapping[str, ModelShape] = MappingProxyType({})) -> list[Fix]:
+    """Return the flags with which the model fits with so long a context, as alternatives: `--ctx`, and a larger cap or
+    another format of keys and values where it takes one; none where nothing that this machine has would do.
 
     smaller: the same model with each of the `--kv` that take less, the largest first.
     """
     longer = replace(search, ctx=ctx)
     if longer.fitting is not None:
-        return f"--ctx {ctx}"
-    caps = [f"--ctx {ctx} {fix}" for fix in longer.fixes() if fix.startswith(("--ram ", "--vram "))]
+        return [Fix.flag("--ctx", ctx)]
+    caps = [Fix.flag("--ctx", ctx, *fix.words) for fix in longer.fixes() if fix.words[0] in ("--ram", "--vram")]
     formats = (kv for kv, shape in smaller.items() if replace(longer, shape=shape).fitting is not None)
-    return ", or ".join([*caps[:1], *(f"--ctx {ctx} --kv {kv}" for kv in islice(formats, 1))])
+    return [*caps[:1], *(Fix.flag("--ctx", ctx, "--kv", kv) for kv in islice(formats, 1))]
 
 
 def _largest_that_fits(search: Search, others: Iterable[ModelShape]) -> Plan | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from localllm.config import format_bytes
-from localllm.errors import DoesNotFitError, UsageError
+from localllm.errors import DoesNotFitError, Fix, UsageError
 from localllm.offload.planner.machine import Memory
 from localllm.offload.planner.model_shape import ModelShape, Packing
 from localllm.offload.planner.plan import cap
 
-SMALLER = "choose a smaller model: localllm list --all"
+SMALLER = Fix.advice("choose a smaller model: localllm list --all")
 _SMALL = 0.03  # of what is needed: parts that are no larger are not named
 
 
@@ -26,18 +26,23 @@ def parts(owners: Mapping[str, int]) -> str:
 
 
 def does_not_fit(
-    shape: ModelShape, place: str, room_bytes: int, least_bytes: int, reason: str, fixes: Sequence[str]
+    shape: ModelShape, place: str, room_bytes: int, least_bytes: int, reason: str, fixes: Sequence[str | Fix]
 ) -> DoesNotFitError:
     """place: "memory". reason: what needs the least that would do."""
     return DoesNotFitError(
         f"{shape.name} does not fit into {amount(room_bytes)} of {place}",
         why=f"in {shape.weights} it needs {amount(least_bytes)} {reason}",
-        fix=", or ".join(fixes),
+        fix=fixes,
     )
 
 
 def cannot_be_packed(
-    model: str, weights: str, memory: Memory, packing: Packing, fixes: Sequence[str], packed_bytes: int | None = None
+    model: str,
+    weights: str,
+    memory: Memory,
+    packing: Packing,
+    fixes: Sequence[str | Fix],
+    packed_bytes: int | None = None,
 ) -> DoesNotFitError:
     """packed_bytes: with which it runs once it is packed; None: nobody asked."""
     then = "" if packed_bytes is None else f"; once packed it runs in {amount(packed_bytes)}"
@@ -46,15 +51,15 @@ def cannot_be_packed(
         why=f"to pack it to {weights}, which is done once, needs {amount(memory.program_bytes + packing.num_bytes)}: "
         f"the program {amount(memory.program_bytes)}, the largest matrix and what is made of it "
         f"{amount(packing.num_bytes)}{then}",
-        fix=", or ".join(fixes),
+        fix=fixes,
     )
 
 
-def more_of(flag: str, least_bytes: int, most_bytes: int) -> list[str]:
+def more_of(flag: str, least_bytes: int, most_bytes: int) -> list[Fix]:
     """The smallest cap that would do, where the machine has as much."""
-    return [f"{flag} {cap(least_bytes)}"] if least_bytes <= most_bytes else []
+    return [Fix.flag(flag, cap(least_bytes))] if least_bytes <= most_bytes else []
 
 
 def idle_vram() -> UsageError:
     why = "the model runs on the CPU; --ram limits the memory that it takes there"
-    return UsageError("--vram is a limit for a GPU, and none is used", why=why, fix="leave --vram out")
+    return UsageError("--vram is a limit for a GPU, and none is used", why=why, fix=Fix.without("--vram"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, Fix
 from localllm.offload.planner.card_placements import CardPlacements
 from localllm.offload.planner.fit_errors import SMALLER, amount, cannot_be_packed, does_not_fit, more_of
 from localllm.offload.planner.host_placements import HostPlacements
@@ -116,16 +116,16 @@ class Search:
         reason = self._placements.reason(ctx)
         return does_not_fit(shape, place, memory.ram_bytes, least, reason, self.fixes())
 
-    def fixes(self) -> list[str]:
+    def fixes(self) -> list[Fix]:
         """Return flags and commands, each of which would help alone where nothing fits."""
         memory, card, packing = self.machine.memory, self.machine.card, self.shape.packing
         least_vram = self.least_vram_bytes()
         if card is not None and least_vram > card.memory.vram_bytes:
             more = more_of("--vram", least_vram, card.memory.most_bytes)
-            return [*more, *self._shorter_contexts()] or ["--device cpu"]
+            return [*more, *self._shorter_contexts()] or [Fix.flag("--device", "cpu")]
         found = more_of("--ram", self.least_ram_bytes(), memory.most_bytes)
         if packing is not None and packing.command and self._packed_ram_bytes() <= memory.ram_bytes:
-            found.append(packing.command)  # ahead of time, so that the model runs in memory as small as this
+            found.append(Fix.advice(packing.command))  # ahead of time: it runs in memory as small as this
         return [*found, *self._shorter_contexts()] or [SMALLER]
 
     @cached_property
@@ -153,12 +153,12 @@ class Search:
         """Return the least of the host's memory for a model that is packed already."""
         return replace(self, shape=replace(self.shape, packing=None)).least_ram_bytes()
 
-    def _shorter_contexts(self) -> list[str]:
+    def _shorter_contexts(self) -> list[Fix]:
         """Return the flag for the longest context below the one that was asked for with which it would fit, if any."""
         if self.ctx is None or self.job is not None:
             return []
         shorter = (ctx for ctx in contexts(self.shape, None) if ctx < self.ctx)
-        return [f"--ctx {ctx}" for ctx in shorter if self._runnable(ctx, 1, ctx) is not None][:1]
+        return [Fix.flag("--ctx", ctx) for ctx in shorter if self._runnable(ctx, 1, ctx) is not None][:1]
 
     @property
     def _least_ctx(self) -> int:

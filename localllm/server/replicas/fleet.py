@@ -24,7 +24,8 @@ from typing import Any
 import psutil
 from starlette.types import Message
 
-from localllm.errors import BugError, DoesNotFitError, LocalLLMError, UsageError
+from localllm.errors import BugError, DoesNotFitError, Fix, LocalLLMError, UsageError
+from localllm.runtime import protocol
 from localllm.server.errors import busy
 from localllm.server.replicas.call import ReplicaCall
 from localllm.server.replicas.front import ReplicaGoneError
@@ -86,7 +87,7 @@ def share_of(nodes: Sequence[Node], num_replicas: int, settings: Settings) -> Sh
     num_gpus = num_gpus_of(nodes, settings)
     if 0 < num_gpus < num_replicas:
         why = f"each is given one, and there {'is' if num_gpus == 1 else 'are'} {num_gpus}"
-        fix = f"--replicas {num_gpus}, or --device cpu"
+        fix = [Fix.flag("--replicas", num_gpus), Fix.flag("--device", "cpu")]
         raise DoesNotFitError(f"{num_replicas} replicas need {num_replicas} GPUs", why=why, fix=fix)
     most = max(int(node.get("GPU", 0)) for node in nodes) if num_gpus else -(-num_replicas // len(nodes))
     per_node = min(most, num_replicas)
@@ -316,7 +317,7 @@ def _told_by_replica(text: str) -> LocalLLMError | None:
     if found is None:
         return None
     told = json.loads(found[1])
-    error = LocalLLMError(told["what"], why=told["why"], fix=told["fix"])
+    error = LocalLLMError(told["what"], why=told["why"], fix=protocol.read_fixes(told["fixes"]))
     error.code, error.exit_code = told["code"], told["exit"]
     return error
 

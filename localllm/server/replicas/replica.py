@@ -15,6 +15,7 @@ from localllm import hub
 from localllm.config import ResolvedSettings
 from localllm.engine.validation import require_unchanged
 from localllm.errors import LocalLLMError, ModelNotFoundError
+from localllm.runtime import protocol
 from localllm.runtime.engine_loader import Opening, open_engine
 from localllm.runtime.engine_thread import EngineThread
 from localllm.runtime.model_pool import ModelPool
@@ -53,7 +54,8 @@ class ReplicaError(Exception):
     """A replica cannot start. Its text is all that reaches the fleet."""
 
     def __init__(self, error: LocalLLMError) -> None:
-        told = {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code, "exit": error.exit_code}
+        fixes = protocol.plain_fixes(error.fixes)
+        told = {"what": error.what, "why": error.why, "fixes": fixes, "code": error.code, "exit": error.exit_code}
         super().__init__(f"{BEGINS}{json.dumps(told)}{ENDS}")
 
 

@@ -108,13 +108,13 @@ def _schema_of(tools: Toolset, tool: Tool) -> str:
     to be: the tool is strict, or there is no other to call."""
     try:
         if (known := tools.unheld.get(tool.name)) is not None:
-            raise GrammarError(known.what, why=known.why, fix=known.fix)
+            raise GrammarError(known.what, why=known.why, fix=known.fixes)
         return _compact(schema_source(tool))
     except GrammarError as error:
         if not tool.strict and not (tools.must_call and len(tools.choices) == 1):
             return _compact(ANY_OBJECT.source)
         what = f"tools[{tools.tools.index(tool)}], {tool.name!r}: {error.what}"
-        raise RequestError(400, what, why=error.why, fix=error.fix, param="tools", name="invalid_grammar") from None
+        raise RequestError(400, what, why=error.why, fix=error.fixes, param="tools", name="invalid_grammar") from None
 
 
 def schema_source(tool: Tool) -> str:

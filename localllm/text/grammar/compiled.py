@@ -81,7 +81,7 @@ class Grammars:
             if cached is not None:
                 self._cached.move_to_end(key)
         if isinstance(cached, GrammarError):
-            raise GrammarError(cached.what, why=cached.why, fix=cached.fix)
+            raise GrammarError(cached.what, why=cached.why, fix=cached.fixes)
         if cached is not None and cached.num_answers < _SHARED_BY:
             return cached
         try:
@@ -92,7 +92,7 @@ class Grammars:
                 why = matcher.get_error().replace("<non-verbose/>", "").strip()
                 raise GrammarError("the grammar cannot be used with this model", why=why)
         except GrammarError as error:
-            self._cache(key, GrammarError(error.what, why=error.why, fix=error.fix))
+            self._cache(key, GrammarError(error.what, why=error.why, fix=error.fixes))
             raise
         compiled = _Compiled(definition, matcher)
         self._cache(key, compiled)

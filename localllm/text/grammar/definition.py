@@ -17,8 +17,7 @@ from localllm.errors import BusyError, GrammarError, LocalLLMError
 from localllm.text.grammar import compile_check
 from localllm.text.grammar.gbnf import as_lark
 from localllm.text.grammar.grammar import Grammar
-from localllm.text.grammar.pattern import has_surrogate, parse_error
-from localllm.text.grammar.schema import checked
+from localllm.text.grammar.schema import checked, has_surrogate, parse_error
 
 MAX_SOURCE = 64 << 10  # characters; of a JSON Schema see schema.py
 # For the whole process, which needs 0.6 s of the CPU: it is done by then with a hundredth of a core. Less than the time

@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from math import lcm
 from typing import Any
 
-from localllm.text.grammar.keywords import BOUNDS, TYPES, all_parts, mapped, parts
-from localllm.text.grammar.references import pointer
+from localllm.text.grammar.schema_parts import BOUNDS, TYPES, all_parts, mapped, parts, pointer
 from localllm.text.grammar.termination import leading_to_themselves, met_together
 
 Schema = Mapping[str, Any]
@@ -76,7 +75,7 @@ def close(schema: Schema) -> None:
     """Close the objects of a schema in place.
 
     Of several schemas that are met together, by `allOf` or beside `$ref`, `anyOf` and `oneOf`, one is closed where it
-    names all: otherwise none would let the others stand. References have to be as `references.pointer` writes them.
+    names all: otherwise none would let the others stand. References have to be as `pointer` writes them.
     """
     places = {pointer(steps): part for steps, part in all_parts(schema) if isinstance(part, dict)}
     left_open, met, num_met = set[int](), set[int](), 0

@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from localllm.text.grammar.keywords import TYPES, all_parts
-from localllm.text.grammar.references import pointer
+from localllm.text.grammar.schema_parts import TYPES, all_parts, pointer
 
 K = TypeVar("K")
 Schema = Mapping[str, Any]
@@ -58,7 +57,7 @@ def leading_to_themselves(held: Mapping[K, Collection[K]]) -> set[K]:
 def endless(schema: Schema) -> str | None:
     """Return the place of a schema that only an endless answer would meet; None where there is none.
 
-    Its references have to be pointers as `references.pointer` writes them, with a target each.
+    Its references have to be pointers as `pointer` writes them, with a target each.
     """
     places = {pointer(steps): part for steps, part in all_parts(schema) if isinstance(part, Mapping)}
     circular = leading_to_themselves({id(part): _in_place(part, places) for part in places.values()})

@@ -19,7 +19,7 @@ from localllm.chat.answer import statistics
 from localllm.chat.context import usage_lines
 from localllm.chat.text import one_line, printable, visible
 from localllm.chat.thoughts import kept_apart
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.history import content_of
 from localllm.tui import messages
 from localllm.tui.chat_worker import ChatWorker
@@ -248,7 +248,7 @@ class ChatScreen(Screen[None]):
         except SuspendNotSupported:
             why = "it cannot be lent to another program"
             self.notice.show_error(
-                LocalLLMError("an editor has no place on this terminal", why=why, fix="localllm chat")
+                LocalLLMError("an editor has no place on this terminal", why=why, fix=Fix.command("chat"))
             )
         self.refresh(layout=True)
 
