@@ -26,6 +26,10 @@ from localllm.tui.app import ChatApp, Start
 from localllm.tui.messages import Post
 from tests.patience import PATIENCE_S
 
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 _OF_PLANS = ("ledger", "limits", "bound_by", "streamed_bytes")
 
 
@@ -61,13 +65,10 @@ class FakeTokenizer:
 class FakeEngine:
     ctx: int = 4096
     current_plan: Any = None
-    template: ChatTemplate = field(default_factory=lambda: ChatTemplate("a template"))
+    template: ChatTemplate = field(default_factory=lambda: ChatTemplate(TEMPLATE))
     weights: str = "int4-g64"
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     config: Any = field(default_factory=lambda: SimpleNamespace(longest_context=8192))
-
-    def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        return self.tokenizer.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
 
     def check(self, request: Request) -> None:
         """Everything fits."""
@@ -138,7 +139,7 @@ class FakeService:
 
     def opens_thought(self) -> None:
         """Has the template open a thought."""
-        self.engine.encode = lambda _: [ord(character) for character in "<assistant><think>\n"]  # type: ignore[method-assign]
+        self.engine.template = ChatTemplate("<assistant><think>{{ '\n' }}")
 
     def close(self, timeout_s: float = 4.0) -> None:
         self.is_closed = True

@@ -10,6 +10,7 @@ import pytest
 from localllm.config import load_settings
 from localllm.errors import DoesNotFitError
 from localllm.runtime.selection import locate, with_defaults
+from localllm.text.chat_template import ChatTemplate
 from localllm.tui.widgets.message_view import AnswerView
 from tests.tui.support import FakeEngine, FakeService, begin, chatting, say, send, shown, texts, until
 
@@ -146,14 +147,8 @@ async def test_what_was_told_of_one_chat_does_not_stand_over_another() -> None:
 
 def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count() -> None:
     from localllm.chat.session import ChatSession
-    from localllm.errors import TemplateError
 
-    engine = FakeEngine()
-
-    def refuse(_: object) -> list[int]:
-        raise TemplateError("the template refuses it", why="no user message", fix="ask")
-
-    engine.encode = refuse  # type: ignore[method-assign]
+    engine = FakeEngine(template=ChatTemplate("{{ raise_exception('no user message') }}"))
     resolved = load_settings({"private": True})
     session = ChatSession(with_defaults(resolved, locate(resolved, None)), None, {}, system="Be brief.")  # type: ignore[arg-type]
     session.use_engine(FakeService(), engine)  # type: ignore[arg-type]

@@ -16,13 +16,14 @@ from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import HistoryError, LocalLLMError, TemplateError, UnsupportedModelError
 from localllm.history import History, history_file
 from localllm.runtime.selection import Selection
+from localllm.text.chat_template import ChatTemplate
 from localllm.tui import history_worker, messages
 from localllm.tui.screens import models
 from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.chat_list import ChatList
 from tests.history_support import said
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeEngine, FakeService, begin, chatting, say, send, shown, texts, until
+from tests.tui.support import TEMPLATE, FakeEngine, FakeService, begin, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 FAILURE = LocalLLMError("it broke", why="a test", fix="again")
@@ -34,12 +35,12 @@ def kept() -> list[list[tuple[str, str, str]]]:
         return [said(history, session) for session, _ in history.sessions()]
 
 
-class Slow(FakeEngine):
+class Slow(ChatTemplate):
     """Takes its time with a prompt."""
 
-    def encode(self, messages: Any) -> list[int]:
+    def with_marks(self, *about: Any) -> Any:
         time.sleep(0.3)
-        return super().encode(messages)
+        return super().with_marks(*about)
 
 
 # Another chat
@@ -174,7 +175,7 @@ async def test_of_a_model_that_was_left_nothing_is_told_and_its_load_ends() -> N
 
 async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
     service = FakeService(["word " * 500], pause_s=0.01)
-    service.engine = Slow()
+    service.engine.template = Slow(TEMPLATE)
     async with chatting(service) as (app, pilot):
         await until(pilot, lambda: not app.chat.is_busy)
         await send(pilot, "one")
@@ -186,7 +187,7 @@ async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
 
 async def test_f5_pressed_twice_answers_once() -> None:
     service = FakeService(["A", "B", "C", "D"])
-    service.engine = Slow()
+    service.engine.template = Slow(TEMPLATE)
     async with chatting(service) as (app, pilot):
         await say(pilot, "one")
         await pilot.press("f5", "f5")
