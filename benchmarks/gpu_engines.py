@@ -24,12 +24,12 @@ from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.random_model import word_vocabulary
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page
-from localllm.engine import card
+from localllm.engine import card, planner
 from localllm.engine import loader as loading
-from localllm.engine.async_decode import Ahead
 from localllm.engine.engine import Engine
 from localllm.engine.loader import Watcher
 from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.runner import Ahead
 from localllm.engine.sampler import PlainDraw
 from localllm.hub import ModelFiles, locate
 from localllm.kernels.gpu.ready import why_not
@@ -40,8 +40,8 @@ from localllm.models.gpu_program import GpuProgram
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.packed_file import PackedFile
 from localllm.models.shapes import shipped_shapes
-from localllm.offload.planner.device_rates import DeviceRates
 from localllm.offload.planner.machine import CardMemory
+from localllm.offload.planner.profile import DeviceRates
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import RECIPES, Recipe
 from localllm.settings import EngineConfig
@@ -151,7 +151,8 @@ def as_card(device: torch.device, model: MemoryModel | None = None) -> Iterator[
             patched.enter_context(patch.object(loading, "open_packed", lambda *_: nullcontext(model)))
         if device.type == "cpu":
             patched.enter_context(patch.object(card, "card_memory", _stand_in_memory))
-            patched.enter_context(patch.object(loading, "has_card", lambda _device: True))
+            for module in (loading, planner):
+                patched.enter_context(patch.object(module, "has_card", lambda _device: True))
             patched.enter_context(patch.object(loading, "cap_allocator", lambda _device, _card: None))
         yield
 

@@ -25,7 +25,7 @@ from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
 from localllm.kernels.tile16 import TILE
-from localllm.offload.planner.roofline import device_seconds, recorded
+from localllm.offload.measuring.roofline import device_seconds, recorded
 
 _STRETCH_S, _MOST_LAUNCHES = 5e-3, 400  # of a graph
 _CACHES = 4  # as much data as that many second caches hold, and a copy more

@@ -122,7 +122,7 @@ def speculation_rows(found: Sequence[Found]) -> list[Row]:
     """An oracle's drafts beside the formula, and drafts that are all wrong beside plain decoding."""
     rows = []
     for each in found:
-        measured, part = Spread(**each["speedup"]), f"guesses, {each['placement']}"
+        measured, part = Spread(**each["speedup"]), f"drafts, {each['placement']}"
         if not each["alpha"]:
             is_met = measured.median >= 0.97
             rows.append(Row(part, "all of them wrong, of plain decoding", measured, None, None, ">= 0.97", is_met))

@@ -53,7 +53,7 @@ from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, UNKNOWN_SOURCE
 from localllm.engine.request import SamplingParams
 from localllm.engine.residency import Residency
-from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.choice import Speculate
 from localllm.hub import locate
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.convert import convert
@@ -61,10 +61,11 @@ from localllm.models.families import load_config
 from localllm.models.load import DecoderParts, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
+from localllm.offload.measuring.device_rates import gpu
+from localllm.offload.measuring.measurement import device_measured, measured
+from localllm.offload.measuring.roofline import DeviceFloors, warm_up
 from localllm.offload.placement import NEVER, BlockPlacement
-from localllm.offload.planner.device_rates import gpu
-from localllm.offload.planner.profile import device_measured, kept_profile, measured
-from localllm.offload.planner.roofline import DeviceFloors, warm_up
+from localllm.offload.planner.profile import kept_profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
@@ -100,9 +101,9 @@ class CappedModel:
                 asked = ModelPlanner(
                     files.name,
                     files,
-                    recipe,
-                    torch.bfloat16,
-                    self.device,
+                    weights,
+                    "bf16",
+                    str(self.device),
                     EngineConfig(ctx=CTX, vram=cap_bytes),
                     None,
                     ignore,
@@ -281,7 +282,8 @@ class ResidentModel:
             return self._answer(prompt, 1).ttft_s
         prefix = self.known.prefix
         assert prefix is not None
-        with patch.object(self.engine, "kv_allocator", self.known):
+        scheduler = self.engine.scheduler
+        with patch.object(self.engine, "kv_allocator", self.known), patch.object(scheduler, "allocator", self.known):
             self._answer(prompt[:shared], 1)  # whose pages others may have taken since
             before = prefix.counts.pool
             found = self._answer(prompt, 1)
@@ -425,7 +427,7 @@ class Texts:
 
     def _blocks(self, kind: str, seed: int) -> list[BlockPlacement]:
         """Blocks of this kind. The embedding, which is the head's matrix, is on the device where everything is."""
-        shape = model_shape(load_config(self.files.directory), _RECIPE, torch.float32, "tiny")
+        shape = model_shape(load_config(self.files.directory), _RECIPE, "fp32", "tiny")
         choose = random.Random(seed)
         vocabulary = _placed("resident" if kind == "resident" else "computed")
         blocks = [vocabulary(shape.embed.name, shape.embed.num_bytes)]

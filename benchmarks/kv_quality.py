@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.measure import machine, markdown_table, save, write_section
 from benchmarks.quality import PAGE, Run, Subject, Subjects, about_text, cut_windows, increase, read_windows
-from localllm.cache.kv_format import KV_FORMATS, KVFormat, kv_bytes_per_sequence, kv_bytes_per_token
+from localllm.cache.kv_format import KV_FORMATS, KVFormat
 from localllm.engine.residency import new_pages
 from localllm.engine.runner import ModelRunner
 from localllm.hub.names import TINY_DIRECTORY
@@ -192,17 +192,17 @@ def memory(contexts: Sequence[int] = CONTEXTS) -> list[dict[str, object]]:
     """Bytes beside those of bf16: of a page in the middle of a sequence, and of whole sequences. They are the same for
     every model whose heads have whole groups: a head's size, their number and that of layers are in both."""
     config = load_config(TINY_DIRECTORY)
-    shape = config.num_kv_heads, config.head_dim, torch.bfloat16
-    dense = KV_FORMATS["bf16"].layouts(*shape)
+    shape = config.num_kv_heads, config.head_dim, 2
+    dense = KV_FORMATS["bf16"].sizes(*shape)
     rows: list[dict[str, object]] = []
     for name in CODED:
-        layouts = KV_FORMATS[name].layouts(*shape)
-        page = kv_bytes_per_token(layouts, 1) / kv_bytes_per_token(dense, 1)
+        sizes = KV_FORMATS[name].sizes(*shape)
+        page = sizes.per_token(1) / dense.per_token(1)
         rows.append({"kv": name, "page": page})
         for ctx in contexts:
             own, other = (
-                ctx * kv_bytes_per_token(each, config.num_layers) + kv_bytes_per_sequence(each, config.num_layers)
-                for each in (layouts, dense)
+                ctx * each.per_token(config.num_layers) + each.per_sequence(config.num_layers)
+                for each in (sizes, dense)
             )
             rows[-1][str(ctx)] = own / other
     return rows

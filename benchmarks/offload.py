@@ -43,7 +43,8 @@ def packed(shape: str, weights: str) -> Iterator[tuple[ModelFiles, int]]:
     """A random model on the disk, as `weights` are streamed, and the bytes of its matrices in `weights`."""
     raw_config, recipe = shipped_shapes()[shape], RECIPES[weights]
     config = parse_config(raw_config, shape)
-    with random_model(shape, raw_config, compact_form(recipe, config, ()) or recipe) as files:
+    compact = compact_form(recipe, config, ())
+    with random_model(shape, raw_config, recipe if compact is None else RECIPES[compact.name]) as files:
         yield files, model_bytes(config, recipe)
 
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 from localllm.engine.engine import Engine
 from localllm.engine.sequence import Sequence as Running
-from localllm.engine.speculative.config import Speculate, speculation
-from localllm.engine.speculative.drafter import Draft, Lookup
-from localllm.engine.speculative.speculator import Speculation
+from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.drafter import Draft
+from localllm.engine.speculative.ngram import NgramLookup
+from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.models.layout import EMBED, HEAD
 
 
-class Oracle:
+class Oracle(NgramLookup):
     """Offers the tokens that will be sampled, each wrong with a probability of 1 - alpha, at no cost.
 
     streams: prompt and answer, by the prompt.
@@ -23,6 +24,7 @@ class Oracle:
     name = "oracle"
 
     def __init__(self, streams: Mapping[tuple[int, ...], Sequence[int]], alpha: float, vocab_size: int, seed: int = 0):
+        super().__init__()
         self._streams, self._alpha, self._vocab_size = streams, alpha, vocab_size
         self._random = random.Random(seed)
 
@@ -40,9 +42,6 @@ class Oracle:
 
     def hindsight(self, _sequence: Running, _since: int, _limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
         return iter(())
-
-    def forget(self, _sequence: Running) -> None:
-        """No-op: it stores nothing."""
 
 
 class Wrong(Oracle):
@@ -62,7 +61,7 @@ class Wrong(Oracle):
             yield Draft(((token_ids[end] + 1) % 1000,), "ngram-16"), token_ids[end : end + limit]
 
 
-def draft_with(engine: Engine, wish: Speculate, lookup: Lookup | None = None, *, keeps: bool = False) -> None:
+def draft_with(engine: Engine, wish: Speculate, lookup: NgramLookup | None = None, *, keeps: bool = False) -> None:
     """Draft so from now on. lookup: that drafts in place of the wish's. keeps: the last drafter is used again later."""
     if not keeps:
         engine.speculation.close()

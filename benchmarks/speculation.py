@@ -27,10 +27,9 @@ from benchmarks.engines import SHAPE, answer, random_engine, random_ids, tiny_en
 from benchmarks.measure import DOCS, RESULTS, Spread, known, machine, paired, parser, save, spread, write_section
 from benchmarks.oracle import Oracle, Wrong, draft_with, stream
 from localllm.engine.engine import Engine
-from localllm.engine.speculative.config import Speculate
-from localllm.engine.speculative.drafter import Drafter
+from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.drafter import Drafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
-from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 
 ALPHAS, COUNTS = (0.3, 0.6, 0.8, 0.95), (2, 4, 8)
@@ -271,7 +270,7 @@ def _table(title: str, text: str, head: Sequence[str], rows: Iterable[Sequence[o
 
 def _texts_table(part: Row) -> Iterator[str]:
     text = (
-        f"The built-in model, {part['draft_tokens']} guesses at once at every step, whether they pay or not. "
+        f"The built-in model, {part['draft_tokens']} draft tokens at every step, whether they pay or not. "
         f"`skip` leaves out a quarter or half of its blocks, those that {part['trials']} trials on other "
         "passages of the book found to be needed the least."
     )
@@ -290,7 +289,7 @@ def _texts_table(part: Row) -> Iterator[str]:
 
 def _oracle_table(part: Row) -> Iterator[str]:
     text = (
-        f"A model of the shape of {part['shape']} in INT4, and guesses that are right with a probability "
+        f"A model of the shape of {part['shape']} in INT4, and drafts that are accepted with a probability "
         "alpha, k at once, at no cost: times plain decoding, and what that is of E * t_1 / t_round, with E = (1 - "
         "alpha^(k+1)) / (1 - alpha) and the times of the steps of the same round."
     )
@@ -299,7 +298,7 @@ def _oracle_table(part: Row) -> Iterator[str]:
     for alpha, k in dict.fromkeys((row["alpha"], row["k"]) for row in part["rows"]):
         both = [_one(part["rows"], alpha=alpha, k=k, placement=placement) for placement in ("resident", "streamed")]
         rows.append((alpha, k, *(_shown(row[key]) for row in both for key in ("speedup", "share"))))
-    return _table("By the share of guesses that are right", text, head, rows)
+    return _table("By the share of drafts that are accepted", text, head, rows)
 
 
 def _never_table(part: Row) -> Iterator[str]:
@@ -308,12 +307,12 @@ def _never_table(part: Row) -> Iterator[str]:
         "random tokens and answers drawn at temperature 3; wrong: a lookup whose offers are always wrong; "
         "switching: text that repeats itself and text that does not in turn."
     )
-    head = ("model", "text", "who guesses", "of plain decoding", "plain of plain")
+    head = ("model", "text", "drafter", "of plain decoding", "plain of plain")
     rows = (
         (row["placement"], row["text"], row["who"], _shown(row["of_plain"]), _shown(row["noise"]))
         for row in part["rows"]
     )
-    return _table("Where nobody can guess", text, head, rows)
+    return _table("Where no draft is accepted", text, head, rows)
 
 
 def _one(rows: Sequence[Row], **values: object) -> Row:

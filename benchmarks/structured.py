@@ -27,7 +27,7 @@ from benchmarks.oracle import draft_with
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.choice import Speculate
 from localllm.models.shapes import find_shape
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer_files import BYTE_ALPHABET

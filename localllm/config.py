@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,14 @@ ENVIRONMENT_PREFIX = "LOCALLLM_"
 # Not settings: the folder of all user files, the folder of what can be made again, the test suite's data, and the key
 # of `serve`, which `config show` must not print.
 OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_CACHE", "LOCALLLM_TEST_DATA", "LOCALLLM_API_KEY"})
+
+
+def format_time(seconds: float) -> str:
+    """ "2026-11-21 22:09" here; "" for 0, which is not known, and for what no clock shows."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
+    except (OverflowError, ValueError, OSError):
+        return ""
 
 
 def format_figure(value: float, digits: int = 3) -> str:

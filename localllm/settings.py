@@ -27,7 +27,7 @@ THINK = ("on", "off", *THOUGHT_LEVELS)
 
 KV_FORMATS = ("auto", "bf16", "int8", "k8v4", "int4")
 
-# Who guesses tokens ahead: a drafter by its name, or a second model.
+# What drafts tokens: a drafter by its name, or a second model.
 SPECULATE, DRAFT_MODEL = ("auto", "off", "ngram", "skip"), "model:"
 DRAFT_TOKENS = 8  # at most, where nobody asked
 MOST_DRAFT_TOKENS = 15  # with the token before them, the rows that a plan has room for the logits of
@@ -232,7 +232,7 @@ class EngineConfig:
     )  # fmt: skip
     speculate: str = setting(
         "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "auto|off|ngram|skip|model:NAME",
-        "Who guesses tokens ahead, of which one pass of the model then keeps those that it would have drawn: the text "
+        "What drafts tokens, of which one pass of the model keeps those that it would have sampled: the text "
         "stays the same, and comes faster. ngram: what followed the last words before. skip: the model without some "
         "of its blocks. model:NAME: a second, smaller model of the same tokenizer. auto: ngram and skip, as far as "
         "they pay.",
@@ -240,7 +240,7 @@ class EngineConfig:
     )  # fmt: skip
     draft_tokens: int | None = setting(
         None, Accepts("integer", 0, MOST_DRAFT_TOKENS, usual="8"), _PLANNED, "N",
-        f"Most tokens that are guessed at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
+        f"Most tokens that are drafted at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
     )  # fmt: skip
     cache_disk: int | None = setting(
         None, Accepts("bytes or off", usual="8GiB"), _ANSWERING, "SIZE",

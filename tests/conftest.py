@@ -87,17 +87,18 @@ def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session", autouse=True)
 def known_rates() -> Iterator[None]:
     """Of a small machine that has nothing else to do, whatever this one is and does: plans are the same anywhere."""
-    from localllm.offload.planner import other_work, profile
-    from localllm.offload.planner.format_rates import FormatRates
+    from localllm.offload.measuring import measurement
+    from localllm.offload.planner import other_work
+    from localllm.offload.planner.profile import FormatRates
 
     def rates(weight_format: Any, dtype: Any, device: Any) -> FormatRates:
         return FormatRates(12.0, 200.0) if device.type == "cpu" else measured(weight_format, dtype, device)
 
-    measured = profile.format_rates
+    measured = measurement.format_rates
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile, "format_rates", rates)
-        patch.setattr(profile, "_dram_gbs", lambda: 20.0)
-        patch.setattr(profile, "_disk_gbs", lambda _folder: 1.5)
+        patch.setattr(measurement, "format_rates", rates)
+        patch.setattr(measurement, "_dram_gbs", lambda: 20.0)
+        patch.setattr(measurement, "_disk_gbs", lambda _folder: 1.5)
         patch.setattr(other_work, "counted", lambda: other_work.Counted(0.0, 0.0, 0.0))
         yield
 

@@ -29,7 +29,7 @@ from localllm.kernels import kv_page
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
-from localllm.offload.planner import roofline as floors
+from localllm.offload.measuring import roofline as floors
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import recipe
 from localllm.registry import BUILT_IN, load_registry
@@ -147,7 +147,7 @@ def test_random_blocks_are_what_the_layout_says(weights: str, shape: Shape) -> N
         specs = layout.specs(chosen)
         assert list(tensors) == list(specs)
         for name, spec in specs.items():
-            assert (tensors[name].shape, tensors[name].dtype) == (spec.shape, spec.dtype)
+            assert (tensors[name].shape, tensors[name].dtype) == (spec.shape, spec.torch_dtype)
         seen += tensors.values()
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in seen)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))

@@ -24,7 +24,7 @@ from localllm.bench.table import matched
 from localllm.bench.workload import Workload
 from localllm.errors import ContextOverflowError, UsageError
 from localllm.models.shapes import find_shape
-from localllm.offload.planner import roofline as floors
+from localllm.offload.measuring import roofline as floors
 from localllm.offload.planner.machine import Memory
 from localllm.quant.recipe import recipe
 from tests.cli_support import Result, environment, run_cli, start_cli, write_checkpoint

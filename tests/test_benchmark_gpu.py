@@ -44,7 +44,7 @@ PARTS = {
     "products": ("beside the device copy", "torch's INT4 operator", "16 rows", "which kernel"),
     "model": ("first token after load", "behind 70", "beside a device copy", "behind 64 known ones", "one graph",
               "each layer", "reduce-overhead", "prefill", "beside bf16"),
-    "guesses, resident": ("all of them wrong", "4 at once, 80% of them right"),
+    "drafts, resident": ("all of them wrong", "4 at once, 80% of them right"),
 }  # fmt: skip
 
 

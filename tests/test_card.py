@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
-from localllm.engine import card, loader, model_plan, planner, residency
+from localllm.engine import card, device, loader, model_plan, planner, residency
 from localllm.errors import DoesNotFitError
-from localllm.offload.planner import device_rates
 from localllm.offload.planner import plan as plan_module
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import CardMemory, Memory
 from localllm.offload.planner.plan import GIB
-from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.cli_support import run_cli
@@ -32,15 +30,15 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
     rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
     fast = dict.fromkeys(RECIPES, FormatRates(400.0, 40_000.0, 1000))
-    known = device_rates.DeviceRates(800.0, 24.0, 24.0, 0.0, 0.0, 1e-9, CONTEXT, fast)
+    known = DeviceRates(800.0, 24.0, 24.0, 0.0, 0.0, 1e-9, CONTEXT, fast)
     profile = Profile("this machine", 45.0, 3.0, formats=rates, device=known)
 
-    def card_memory(_device: object, vram: int | None, found: device_rates.DeviceRates, workspace: int) -> CardMemory:
+    def card_memory(_device: object, vram: int | None, found: DeviceRates, workspace: int) -> CardMemory:
         return CardMemory(vram or 80 * GIB, found.context_bytes, workspace, 80 * GIB, 80 * GIB)
 
     for module in (card, planner, model_plan):
         monkeypatch.setattr(module, "kept_profile", lambda: profile)
-    for module in (loader, planner):
+    for module in (device, loader, planner):
         monkeypatch.setattr(module, "has_card", lambda _device: True)
     monkeypatch.setattr(
         planner, "process_memory", lambda cap, *_, **__: Memory(cap or 32 * GIB, 1000, 32 * GIB, 32 * GIB)
@@ -138,7 +136,7 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
     """Between two answers of one engine, without a reload."""
     free_bytes = 80 * GIB
 
-    def card_memory(_device: object, _cap: object, found: device_rates.DeviceRates, workspace: int) -> CardMemory:
+    def card_memory(_device: object, _cap: object, found: DeviceRates, workspace: int) -> CardMemory:
         return CardMemory(free_bytes, found.context_bytes, workspace, free_bytes, 80 * GIB)
 
     least = _least(directory, "int8")

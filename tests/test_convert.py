@@ -23,7 +23,7 @@ from localllm.hub.packed import PACKED_INDEX
 from localllm.models import convert as convert_module
 from localllm.models.families import load_config
 from localllm.models.layout import model_bytes
-from localllm.models.packed import needs_conversion
+from localllm.models.packed_file import needs_conversion
 from localllm.quant.recipe import recipe
 from tests.packed_support import (
     FORMATS,

@@ -27,16 +27,16 @@ from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine.placement import model_shape
 from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner
-from localllm.engine.speculative.skip import SkipDrafter
+from localllm.engine.speculative.drafter import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.engine.step_types import StepCancelledError
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
 from localllm.kernels.cpu_gemv import MAX_ROWS
+from localllm.models.capabilities import can_be_split
 from localllm.models.families import load_config
 from localllm.models.load import DecoderParts
 from localllm.models.offloaded_model import OffloadedModel
-from localllm.models.split_mlp import can_be_split
 from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.streaming.pinned import Pinning
@@ -253,7 +253,7 @@ class Packed:
 
     def blocks(self, kinds: Callable[[int], str]) -> list[BlockPlacement]:
         """The kind of each block by its number; what a kind does not suit stays on the device."""
-        shape = model_shape(load_config(self.checkpoint), RECIPES[self.weights], torch.float32, "it")
+        shape = model_shape(load_config(self.checkpoint), RECIPES[self.weights], "fp32", "it")
         placed = [BlockPlacement(shape.embed.name, shape.embed.num_bytes, "ram", "cpu")]
         is_tied = load_config(self.checkpoint).tie_word_embeddings
         for index, block in enumerate((*shape.blocks, shape.head)):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +32,7 @@ CONTEXT = 500 << 20
 
 def registry_shape(name: str) -> ModelShape:
     config = parse_config(shipped_shapes()[name], name)
-    return model_shape(config, RECIPES["int4-g64"], torch.bfloat16, name)
+    return model_shape(config, RECIPES["int4-g64"], "bf16", name)
 
 
 SHAPES = {name: registry_shape(name) for name in ("llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "mistral-7b")}
@@ -53,7 +52,7 @@ def test_what_attention_leaves_for_its_last_step_is_in_the_ledger() -> None:
     from localllm.layers.gpu_tables import FEW_ROWS, TableShape, table_pages
 
     config = parse_config(shipped_shapes()["llama-3.1-8b"], "it")
-    shape = model_shape(config, RECIPES["int4-g64"], torch.bfloat16, "it", torch.device("cuda"))
+    shape = model_shape(config, RECIPES["int4-g64"], "bf16", "it", "cuda")
     for ctx, sequences in ((200, 1), (257, 2), (8192, 8), (100_000, 1)):
         with_them, without = (
             CardPlacements(one, search("llama-3.1-8b", 70.0).machine)._vram_owners(

@@ -11,11 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from localllm.offload.measuring.device_rates import context_bytes
+from localllm.offload.measuring.measurement import device_measured
 from localllm.offload.planner import profile as profile_module
-from localllm.offload.planner.device_rates import UNKNOWN_CONTEXT_BYTES, DeviceRates, context_bytes
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.nvml import Gpu, gpus
-from localllm.offload.planner.profile import Profile, device_measured, keep, kept_profile, machine_key
+from localllm.offload.planner.profile import (
+    UNKNOWN_CONTEXT_BYTES,
+    DeviceRates,
+    FormatRates,
+    Profile,
+    keep,
+    kept_profile,
+    machine_key,
+)
 from localllm.quant.recipe import RECIPES
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 

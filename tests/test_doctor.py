@@ -13,9 +13,10 @@ from localllm.cli import checks_machine, fix_commands
 from localllm.cli.check_result import Check, Finding
 from localllm.cli.checks_machine import check_address_space, check_disk_speed, check_huge_pages, check_memory
 from localllm.cli.checks_setup import check_network, check_package, check_settings
+from localllm.offload.measuring import measurement
 from localllm.offload.planner import profile
 from localllm.offload.planner.calibration import Term
-from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.planner.profile import FormatRates
 from tests.cli_support import run_cli
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 from tests.test_machine_memory import group_v1, group_v2
@@ -243,9 +244,9 @@ def test_rates_that_cannot_be_are_measured_anew_by_the_command_that_is_named(
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
     FakeNvml([], refuses="NVML Shared Library Not Found").install(monkeypatch)
     assert rates_of()["detail"].startswith("nothing is measured yet")
-    monkeypatch.setattr(profile, "_dram_gbs", lambda: 40.0)
-    monkeypatch.setattr(profile, "_disk_gbs", lambda _folder: 1.5)
-    monkeypatch.setattr(profile, "format_rates", lambda *_: FormatRates(30.0, 900.0))
+    monkeypatch.setattr(measurement, "_dram_gbs", lambda: 40.0)
+    monkeypatch.setattr(measurement, "_disk_gbs", lambda _folder: 1.5)
+    monkeypatch.setattr(measurement, "format_rates", lambda *_: FormatRates(30.0, 900.0))
     busy = profile.Profile(profile.machine_key(), 40.0, 90.0, {"int8": FormatRates(30.0, 900.0)})
     profile.keep(busy.scored("int8", Term("cpu", "step", "disk"), 3.0))
     doubted = rates_of()

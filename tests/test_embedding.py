@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.engine.embedding_request import Pooler
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Pooling, Request, SamplingParams
+from localllm.engine.sequence import Pooler
 from localllm.engine.step_types import Limits
 from localllm.errors import ContextOverflowError, NonFiniteError
 from localllm.settings import EngineConfig

@@ -25,9 +25,8 @@ from localllm.engine.request import Request, SamplingParams
 from localllm.errors import ContextOverflowError, EngineClosedError, EngineGoneError, GrammarError, UsageError
 from localllm.runtime import protocol
 from localllm.runtime.engine_client import EngineClient
-from localllm.runtime.engine_handle import EngineHandle
+from localllm.runtime.engine_handle import EngineHandle, EnginePeer
 from localllm.runtime.engine_loader import Opening
-from localllm.runtime.engine_peer import EnginePeer
 from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, foresee, grant, start_engine
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.runtime.server_client import Server, ServerEngine

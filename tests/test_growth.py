@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from localllm import Engine, EngineThread, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.paged_kv import KVPages
@@ -22,14 +21,14 @@ from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitErr
 from localllm.models.families import load_config
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.planner.advice import fixes_for_context
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
 from localllm.offload.planner.plan import KEPT_PAGES, Plan
-from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
+from tests.choices.support import steps
 from tests.packed_support import pack, small_checkpoint
 from tests.test_device_placement import Packed
 from tests.test_placement import engine, shape_of
@@ -80,9 +79,7 @@ def answer(engine: Engine, prompt: tuple[int, ...], *, grows: bool = True, max_t
     request = Request(prompt, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True), grows)
     engine.check(request)
     engine.submit(request)
-    events = []
-    while engine.has_work:
-        events += engine.step()
+    events = list(steps(engine))
     engine.residency.kv_pages.check_integrity()
     return events
 
@@ -303,9 +300,7 @@ def test_a_request_behind_one_that_could_not_grow_grows_by_itself_or_is_refused(
     greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     with capped(directory, "int4", least(directory, "int4", CTX)) as small:
         ids = [small.submit(Request(prompt, greedy, grows=True)) for prompt in (LONG, (*LONG, 5), SHORT)]
-        events = []
-        while small.has_work:
-            events += small.step()
+        events = list(steps(small))
     ended = {event.request_id: event.error for event in events if isinstance(event, FinishedEvent)}
     assert [isinstance(ended[number], ContextOverflowError) for number in ids] == [True, True, False]
 
@@ -343,8 +338,8 @@ def test_a_longer_context_is_offered_with_a_format_of_keys_and_values_where_that
 
 def test_the_formats_that_take_less_are_named_the_largest_first(tmp_path: Path) -> None:
     config = load_config(small_checkpoint(tmp_path / "gemma2", "gemma2"))
-    shape = model_shape(config, RECIPES["bf16"], torch.bfloat16, "it", kv="bf16")
-    found = smaller_kv(shape, config, torch.bfloat16)
+    shape = model_shape(config, RECIPES["bf16"], "bf16", "it", kv="bf16")
+    found = smaller_kv(shape, config, "bf16")
     sizes = [shape.kv_bytes_per_token, *(other.kv_bytes_per_token for other in found.values())]
     assert list(found) == ["int8", "k8v4", "int4"] and sizes == sorted(sizes, reverse=True)
 
@@ -364,5 +359,5 @@ def test_an_engine_without_a_plan_never_grows(directory: Path) -> None:
     ],
 )
 def test_the_contexts_that_are_tried_are_the_longest_first(prompt: int, most: int | None, contexts: list[int]) -> None:
-    tried = growth._contexts(growth.Needed(prompt, most), 128, 4096)
+    tried = growth.contexts(prompt, most, 128, 4096)
     assert tried == sorted(tried, reverse=True) and tried[0] >= prompt + 1

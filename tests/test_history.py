@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from localllm.config import format_time
 from localllm.errors import HistoryError
-from localllm.history import GoneError, History, Recording, Session, exchange, schema, search, title_of
+from localllm.history import GoneError, History, Recording, Session, schema, search, title_of
 from tests.history_support import ask, crashed, said
 
 
@@ -257,7 +258,7 @@ def test_the_order_does_not_depend_on_the_clock(path: Path, monkeypatch: pytest.
         sessions = [ask(history, f"question {number}")[0] for number in range(3)]
         assert [session.id for session, _ in history.sessions()] == [session.id for session in reversed(sessions)]
         assert history.find("last").id == sessions[-1].id == history.sessions(1)[0][0].id
-        assert [exchange.format_time(session.updated) for session, _ in history.sessions()]
+        assert [format_time(session.updated) for session, _ in history.sessions()]
 
 
 def test_a_text_with_half_a_surrogate_is_kept_without_it(path: Path) -> None:

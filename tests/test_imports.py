@@ -106,6 +106,19 @@ def test_showing_tokens_or_a_prompt_needs_no_torch(line: list[str], tmp_path: Pa
     assert "torch" not in loaded
 
 
+def test_a_plan_of_rates_that_are_known_needs_no_torch(tmp_path: Path) -> None:
+    """Neither do advice, a model that must be packed, and one whose files are not here."""
+    code = """
+    from localllm.offload.planner.profile import FormatRates, Profile, keep, machine_key
+    keep(Profile(machine_key(), 40.0, 1.5, dict.fromkeys(("bf16", "int4-g64"), FormatRates(30.0, 900.0))))
+    for arguments in (["tiny"], ["mistral-7b", "--ram", "2GiB"]):
+        sys.argv = ["localllm", "plan", *arguments, "--device", "cpu"]
+        from localllm.cli import main
+        try: main()
+        except SystemExit as ended: assert not ended.code, ended.code"""
+    assert "torch" not in loaded_by(code, tmp_path)
+
+
 def test_completion_offers_the_registrys_names(tmp_path: Path) -> None:
     variables = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": "localllm run mistr", "COMP_CWORD": "2"}
     child = subprocess.run(

@@ -25,7 +25,7 @@ from localllm.models.checkpoint import Checkpoint
 from localllm.models.families import load_config
 from localllm.models.layout import block_layouts
 from localllm.models.load import load_decoder
-from localllm.models.packed import needs_conversion
+from localllm.models.packed_file import needs_conversion
 from localllm.models.safetensors_file import SafetensorsFile
 from localllm.offload.streaming import disk_read
 from localllm.offload.streaming.disk_read import PAGE_BYTES
@@ -279,7 +279,7 @@ def test_another_layout_is_refused_with_both_versions(checkpoint, target, versio
 
 def test_an_older_layout_is_made_anew(target, monkeypatch):
     assert not needs_conversion(target)
-    monkeypatch.setattr(packed, "LAYOUT_VERSION", 2)
+    monkeypatch.setattr(packed_file, "LAYOUT_VERSION", 2)
     assert needs_conversion(target)
 
 

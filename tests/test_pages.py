@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from localllm.cache import page_folder
-from localllm.cache.kv_format import KV_FORMATS, choose_format, kv_bytes_per_sequence, kv_bytes_per_token
+from localllm.cache.kv_format import KV_FORMATS, choose_format
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import HOST, PagePool
 from localllm.cache.prefix import PrefixCache
@@ -290,7 +290,7 @@ def test_the_disk_and_the_kernels_mean_the_same_page() -> None:
 
 @pytest.mark.parametrize(("head_dim", "format_name"), [(64, "int4"), (80, "bf16"), (96, "int4"), (256, "int4")])
 def test_heads_that_groups_do_not_divide_stay_dense(head_dim: int, format_name: str) -> None:
-    assert choose_format("int4", head_dim, torch.bfloat16).name == format_name
+    assert choose_format("int4", head_dim, 2).name == format_name
 
 
 @pytest.mark.parametrize(("kv", "most"), [("int8", 0.55), ("k8v4", 0.42), ("int4", 0.29)])
@@ -298,8 +298,8 @@ def test_a_sequence_of_8192_tokens_takes_this_much_of_bf16(kv: str, most: float)
     """With its dense pages: an 8B model's shape."""
 
     def num_bytes(name: str) -> int:
-        layouts = KV_FORMATS[name].layouts(8, 128, torch.bfloat16)
-        return 8192 * kv_bytes_per_token(layouts, 32) + kv_bytes_per_sequence(layouts, 32)
+        sizes = KV_FORMATS[name].sizes(8, 128, 2)
+        return 8192 * sizes.per_token(32) + sizes.per_sequence(32)
 
     assert num_bytes(kv) / num_bytes("bf16") <= most
 

@@ -19,12 +19,12 @@ from localllm.engine.placement import model_shape
 from localllm.engine.step_types import Limits
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError, UsageError
 from localllm.models.families import load_config
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.plan import Plan
-from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
+from localllm.quant.dense import dense_name
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.packed_support import small_checkpoint
@@ -54,7 +54,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def shape_of(directory: Path, weights: str) -> ModelShape:
     recipe = RECIPES["int4-g64" if weights == "int4" else weights]
-    return model_shape(load_config(directory), recipe, WEIGHTS[weights], "it")
+    return model_shape(load_config(directory), recipe, dense_name(WEIGHTS[weights]), "it")
 
 
 @contextmanager

@@ -12,12 +12,13 @@ import psutil
 import pytest
 import torch
 
+from localllm.offload.measuring import measurement
+from localllm.offload.measuring.measurement import format_rates
 from localllm.offload.planner import other_work
 from localllm.offload.planner import profile as profile_module
 from localllm.offload.planner.calibration import Term
-from localllm.offload.planner.format_rates import FormatRates, format_rates
 from localllm.offload.planner.machine import Rates
-from localllm.offload.planner.profile import Profile, keep, kept_profile
+from localllm.offload.planner.profile import FormatRates, Profile, keep, kept_profile
 from localllm.quant.recipe import RECIPES
 
 DISK = Term("cpu", "step", "disk")
@@ -129,8 +130,8 @@ def test_a_rate_that_cannot_be_is_measured_again_once_and_doubted_where_it_comes
         samples = {name: [value] * 2 for name, value in right.items()}
         samples[figure] = [right[figure] if seconds_right else first, first]
         for name, values in samples.items():
-            monkeypatch.setattr(profile_module, name, lambda *_, values=values: values.pop())
-        profile = profile_module.measured(
+            monkeypatch.setattr(measurement, name, lambda *_, values=values: values.pop())
+        profile = measurement.measured(
             kept_profile(), "int8", RECIPES["int8"].blocks, torch.bfloat16, lambda _text: None
         )
         assert samples[figure] == [] and sorted(map(len, samples.values())) == [0, 1, 1]
@@ -151,10 +152,10 @@ class FakeMachine:
         monkeypatch.setattr(other_work, "waiting", lambda: self.waiting)
         monkeypatch.setattr(psutil, "cpu_count", lambda *_: 4)
         monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0 + self._at_s)
-        monkeypatch.setattr(profile_module, "_dram_gbs", lambda: 40.0)
-        monkeypatch.setattr(profile_module, "_disk_gbs", lambda _folder: 1.5)
+        monkeypatch.setattr(measurement, "_dram_gbs", lambda: 40.0)
+        monkeypatch.setattr(measurement, "_disk_gbs", lambda _folder: 1.5)
         monkeypatch.setattr(
-            profile_module, "format_rates", lambda *_: FormatRates(self.matrix_gbs, 900.0, spread=self.spread)
+            measurement, "format_rates", lambda *_: FormatRates(self.matrix_gbs, 900.0, spread=self.spread)
         )
 
     def _counted(self) -> other_work.Counted:
@@ -165,7 +166,7 @@ class FakeMachine:
     def start(self) -> Profile:
         """What a program finds that needs the rates of int8."""
         self.said.clear()
-        return profile_module.measured(kept_profile(), "int8", RECIPES["int8"].blocks, torch.bfloat16, self.said.append)
+        return measurement.measured(kept_profile(), "int8", RECIPES["int8"].blocks, torch.bfloat16, self.said.append)
 
 
 @pytest.fixture

@@ -21,8 +21,9 @@ from localllm.quant import int4 as int4_format
 from localllm.quant import int8 as int8_format
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
+from localllm.quant.layouts import ALIASES
 from localllm.quant.nf4 import NF4, MissingBitsandbytesError
-from localllm.quant.recipe import ALIASES, DEFAULT, RECIPES, recipe
+from localllm.quant.recipe import DEFAULT, RECIPES, recipe
 from localllm.quant.weight_format import WeightFormat
 from tests.patience import PATIENCE_S
 
@@ -85,7 +86,7 @@ def test_tensors_are_those_of_the_specs_and_rows_those_of_the_dequantized_matrix
 ) -> None:
     tensors, specs = weights.quantize(normal(N, K)), weights.specs(N, K)
     assert [(name, t.shape, t.dtype) for name, t in tensors.items()] == [
-        (name, spec.shape, spec.dtype) for name, spec in specs.items()
+        (name, spec.shape, spec.torch_dtype) for name, spec in specs.items()
     ]
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     indices = torch.tensor([0, N - 1, N // 2, 0])

@@ -14,10 +14,9 @@ from localllm.engine.events import FinishedEvent, Timings, Usage
 from localllm.engine.runner import ModelRunner
 from localllm.engine.scores import Scores
 from localllm.offload.planner.calibration import Term
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import Card, CardMemory, CardRates, Machine, Memory
 from localllm.offload.planner.plan import Plan
-from localllm.offload.planner.profile import keep, kept_profile
+from localllm.offload.planner.profile import FormatRates, keep, kept_profile
 from localllm.offload.planner.search import Search
 from localllm.settings import EngineConfig
 from tests.packed_support import small_checkpoint

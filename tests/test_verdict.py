@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from localllm.config import load_settings
-from localllm.offload.planner.format_rates import FormatRates
-from localllm.offload.planner.profile import keep, kept_profile
+from localllm.offload.planner.profile import FormatRates, keep, kept_profile
 from localllm.runtime.fit_check import Verdict, judge
 
 RATES = FormatRates(20.0, 500.0)

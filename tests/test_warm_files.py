@@ -11,7 +11,7 @@ import pytest
 
 from localllm import hub
 from localllm.offload.streaming.disk_read import cached_share
-from localllm.runtime.warm_files import keep_warm
+from localllm.runtime.resident_models import keep_warm
 from tests.cli_support import write_checkpoint
 from tests.server.support import wait_for
 

@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 
 HELD_OUT_BOOK = "641.txt"
-HELD_OUT_TITLE = "The Violet Fairy Book (Andrew Lang, Project Gutenberg 641)"
 # The same book as 7439.txt, in a second format.
 DUPLICATES = frozenset({"englishfairytales.txt"})
 LATIN_1 = frozenset({"5314-8.txt"})

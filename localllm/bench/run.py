@@ -15,9 +15,9 @@ from localllm.bench.report import BenchmarkReport, BenchmarkRun, MachineFloors, 
 from localllm.bench.target import BenchmarkTarget
 from localllm.bench.workload import Workload
 from localllm.engine.events import Timings
+from localllm.offload.measuring.roofline import DeviceFloors, MatmulFloor, MemoryFloor
 from localllm.offload.planner.disk_speed import disk_file
-from localllm.offload.planner.roofline import DeviceFloors, MatmulFloor, MemoryFloor
-from localllm.quant.dense import Dense
+from localllm.quant.dense import dense_name
 
 DISK_BYTES = 1 << 30  # beyond what a disk keeps in its own memory
 _MOST_DISK_READS = 5  # a second each, and nothing that comes later stands beside them
@@ -122,7 +122,7 @@ def summary(
     return BenchmarkRun(
         model=target.name,
         weights=target.weights,
-        kv=Dense(target.engine.model.dtype).name if kv == "bf16" else kv,  # dense ones are in the model's dtype
+        kv=dense_name(target.engine.model.dtype) if kv == "bf16" else kv,  # dense ones are in the model's dtype
         prompt_tokens=workload.prompt_tokens,
         gen_tokens=workload.gen_tokens,
         context=context,

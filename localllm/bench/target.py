@@ -9,7 +9,7 @@ import torch
 
 from localllm.bench.random_blocks import RandomBlocks
 from localllm.bench.random_model import word_tokenizer
-from localllm.cache.kv_format import KVFormat, choose_format, kv_bytes_per_sequence, kv_bytes_per_token
+from localllm.cache.kv_format import KVFormat, choose_format
 from localllm.config import format_bytes
 from localllm.engine.engine import Engine
 from localllm.engine.loader import Watcher
@@ -27,7 +27,7 @@ from localllm.models.load import Progress, load_decoder
 from localllm.models.shapes import Shape
 from localllm.offload.planner.plan import JobShape
 from localllm.quant.bf12 import NotCompactError
-from localllm.quant.dense import Dense
+from localllm.quant.dense import dense_name
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 from localllm.settings import EngineConfig
 
@@ -85,7 +85,7 @@ class TargetSetup:
             ram=self.ram_bytes,
             vram=self.vram_bytes,
             device=self.device.type,
-            dtype=Dense(self.dtype).name,
+            dtype=dense_name(self.dtype),
             weights=self.recipe.name,
             kv=self.kv,
             speculate="off",
@@ -143,7 +143,7 @@ def matrix_bytes(model: Decoder) -> int:
 def mean_kv_bytes(model: Decoder, kv_format: KVFormat, context: int, gen_tokens: int) -> int:
     """Keys and values that a step behind `context` tokens attends to, its own included, within each layer's window."""
     config = model.config
-    per_layer = kv_bytes_per_token(kv_format.layouts(config.num_kv_heads, config.head_dim, model.dtype), 1)
+    per_layer = kv_format.sizes(config.num_kv_heads, config.head_dim, model.dtype.itemsize).per_token(1)
     lengths = range(context + 1, context + 1 + gen_tokens)
     keys = sum(min(window or length, length) for window in config.windows for length in lengths)
     return per_layer * keys // gen_tokens
@@ -152,10 +152,9 @@ def mean_kv_bytes(model: Decoder, kv_format: KVFormat, context: int, gen_tokens:
 def require_memory(config: ModelConfig, setup: TargetSetup) -> None:
     """Raises DoesNotFitError where the weights and the cache of all tokens do not fit into what is free."""
     weights, as_int4 = model_bytes(config, setup.recipe), model_bytes(config, RECIPES[DEFAULT])
-    kv_format = choose_format(setup.kv, config.head_dim, setup.dtype)
-    layouts = kv_format.layouts(config.num_kv_heads, config.head_dim, setup.dtype)
-    kv = setup.kv_tokens * kv_bytes_per_token(layouts, config.num_layers)
-    kv += kv_bytes_per_sequence(layouts, config.num_layers)
+    kv_format = choose_format(setup.kv, config.head_dim, setup.dtype.itemsize)
+    sizes = kv_format.sizes(config.num_kv_heads, config.head_dim, setup.dtype.itemsize)
+    kv = setup.kv_tokens * sizes.per_token(config.num_layers) + sizes.per_sequence(config.num_layers)
     free = available_bytes(setup.device)
     if weights + kv > HEADROOM * free:
         helps = as_int4 + kv <= HEADROOM * free

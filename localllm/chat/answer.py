@@ -159,7 +159,7 @@ def statistics(answer: Answer) -> str:
     if spent := _spent(timings.split):
         parts.append(spent)
     if finished.speculation is not None:
-        parts.append(_guessed(finished.speculation))
+        parts.append(_drafted(finished.speculation))
     if answer.seed is not None:
         parts.append(f"seed {answer.seed}")
     cancelled = finished.finish_reason == "cancelled"
@@ -189,10 +189,10 @@ def _spent(split: StepSplit) -> str:
     return ", ".join(parts)
 
 
-def _guessed(speculation: SpeculationStats) -> str:
+def _drafted(speculation: SpeculationStats) -> str:
     if not speculation.drafted:
-        return f"nothing guessed ({speculation.drafter})"
-    share = f"{speculation.accepted} of {speculation.drafted} guessed tokens right ({speculation.drafter})"
+        return f"nothing drafted ({speculation.drafter})"
+    share = f"{speculation.accepted} of {speculation.drafted} drafted tokens accepted ({speculation.drafter})"
     per_pass = speculation.tokens_per_pass
     if per_pass is None:
         return share

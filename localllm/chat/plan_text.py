@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from localllm.config import format_figure
-from localllm.history.exchange import format_time
+from localllm.config import format_figure, format_time
 
 if TYPE_CHECKING:
-    from localllm.engine.model_plan import Guessing, Planned, Prediction
+    from localllm.engine.model_plan import DraftGain, Planned, Prediction
     from localllm.offload.placement import BlockPlacement, Tier
     from localllm.offload.planner.plan import Plan
 
@@ -84,12 +83,12 @@ def duration(prediction: Prediction) -> str:
     return f"{band(in_ms)} ms"
 
 
-def guessing(found: Guessing) -> str:
+def drafting(found: DraftGain) -> str:
     """Return what a drafter would give."""
     if found.gain is None or found.alpha is None:
         return f"{found.drafter}: {found.why_not}"
     leaving = f" leaving out {found.skipped} blocks" if found.skipped else ""
-    share = f"where {found.alpha:.0%} of the guesses are right"
+    share = f"where {found.alpha:.0%} of the draft tokens are accepted"
     if found.gain.speedup <= 1:
         return f"{found.drafter}{leaving} does not pay {share}"
     gained = f"about {format_figure(found.gain.tok_s)} tok/s, {format_figure(found.gain.speedup, 2)} times as fast"

@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -284,10 +285,12 @@ class ChatRecorder:
 
     def _sync(self, history: History) -> None:
         dialogue = self.dialogue
-        turns, same = dialogue.turns, self._num_recorded()
+        turns, recorded = dialogue.turns, self._recorded
+        pairs = zip(turns, recorded, strict=False)  # the same as long as the history has the turns as they are
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1][0], pairs))
         if self._session is None and not turns:
             return
-        recorded = self._recorded[:same]
+        recorded = recorded[:same]
         with history.together():
             title = self._first_title
             session = self._session and history.refresh(self._session)
@@ -323,14 +326,6 @@ class ChatRecorder:
                 "this chat was gone on with elsewhere, in another window maybe: what is said here is a branch beside "
                 "that, and what the chat shows now"
             )
-
-    def _num_recorded(self) -> int:
-        """Return how many turns of the dialogue are in the history as they are."""
-        pairs = zip(self.dialogue.turns, self._recorded, strict=False)
-        return next(
-            (i for i, (turn, (recorded, _)) in enumerate(pairs) if turn is not recorded),
-            min(len(self.dialogue.turns), len(self._recorded)),
-        )
 
     def _fork(self, history: History) -> str | None:
         self._sync(history)

@@ -70,7 +70,7 @@ def format_seconds(seconds: float) -> str:
 def format_ago(then: float, now: float) -> str:
     """Return when something was: "5 min ago", "2 h ago", or after a day its date; "" for 0, which is not known. Both
     times in seconds since 1970."""
-    from localllm.history.exchange import format_time
+    from localllm.config import format_time
 
     elapsed_s = now - then
     if not 0 <= elapsed_s < 86400:

@@ -201,7 +201,7 @@ def with_thought(thought: str, answer: str) -> str:
 
 def begins_in_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     """Return whether the answer to a prompt begins in a thought, as its template has opened one."""
-    return opens_thought(_ending(tokenizer, prompt_ids))
+    return bool(closing_mark(tokenizer, prompt_ids))
 
 
 def closing_mark(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
@@ -218,11 +218,6 @@ def has_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
 
 def _ending(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
     return tokenizer.decode(list(prompt_ids[-_ENDING_IDS:]), skip_special=False)
-
-
-def opens_thought(prompt: str) -> bool:
-    """Return whether a prompt ends in a thought that its template has opened: the answer then begins inside of it."""
-    return prompt.rstrip().endswith(tuple(THOUGHT_MARKS))
 
 
 def split(text: str, *, is_thinking: bool = False) -> tuple[str, str]:

@@ -36,11 +36,17 @@ def told_in_words(template: ChatTemplate, chat: ChatInput) -> ChatInput:
     """The same chat for a template that knows no tools, where it has any. Raises UsageError for calls that are none."""
     if not (chat.tools or has_calls(chat.messages)) or knows_tools(template):
         return chat
-    with suppress(TemplateError):  # the template may tell of these tools in a form of its own
-        if template.render_chat(chat) != template.render_chat(replace(chat, tools=None)):
-            return chat
+    with_tools = _rendered(template, chat)
+    if with_tools is not None and with_tools != _rendered(template, replace(chat, tools=None)):
+        return chat  # the template tells of these tools in a form of its own
     functions = [tool.get("function", tool) for tool in chat.tools or ()]
     return replace(chat, messages=in_words(chat.messages, functions), tools=None)
+
+
+def _rendered(template: ChatTemplate, chat: ChatInput) -> str | None:
+    with suppress(TemplateError):
+        return template.render_chat(chat)
+    return None
 
 
 def in_words(messages: Sequence[Message], functions: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -205,5 +205,5 @@ def report(front: CliContext, selection: Selection, job: Job, engine: Engine | N
         seed = selection.settings.seed
         seeds = f"{job.first_seed} + index" if seed is None else str(seed)
         most = f"at most {engine.scheduler.limits.max_sequences} at once"
-        guessed = f"{tally.accepted} of {tally.drafted} guessed tokens right, " if tally.drafted else ""
-        output.note(f"prompts {tally.prompt_tokens} tokens, {guessed}{most}, load {engine.load_s:.2f} s, seed {seeds}")
+        drafted = f"{tally.accepted} of {tally.drafted} drafted tokens accepted, " if tally.drafted else ""
+        output.note(f"prompts {tally.prompt_tokens} tokens, {drafted}{most}, load {engine.load_s:.2f} s, seed {seeds}")

@@ -168,6 +168,7 @@ class _Bench:
     def _set_up(self, line: ProgressLine) -> TargetSetup:
         """Import torch, and refuse what cannot run before the disk is read or written."""
         from localllm.bench.target import TargetSetup, planned_recipe, require_memory
+        from localllm.engine.device import dtype_name
         from localllm.engine.memory import choose_device, choose_dtype
         from localllm.engine.weights import choose_recipe
         from localllm.hub.packed import packed_recipes
@@ -178,7 +179,7 @@ class _Bench:
         assert self.front.resolved is not None
         vram = engine_config(self.front.resolved, line.interject).vram
         packed = packed_recipes(self.files) if self.files else ()
-        chosen = recipe(choose_recipe(settings.weights, shape.config, packed, dtype))
+        chosen = recipe(choose_recipe(settings.weights, shape.config, packed, dtype_name(settings.dtype)))
         setup = TargetSetup(chosen, dtype, device, workload.ctx, workload.kv_tokens, settings.kv, settings.ram, vram)
         if self.files is None and not setup.is_capped:
             require_memory(shape.config, setup)

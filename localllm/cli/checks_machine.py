@@ -140,7 +140,7 @@ def check_disk_speed(measure: Callable[[Path], tuple[float, str] | None] | None 
 
 def check_rates(measuring: Callable[[str], None] | None = None) -> Finding:
     """Tell which rates plans are predicted from. measuring: is told of a new measurement."""
-    from localllm.engine.rates import measure_again
+    from localllm.engine.card import measure_again
     from localllm.offload.planner.profile import kept_profile
 
     profile = kept_profile() if measuring is None else measure_again(measuring)

@@ -32,7 +32,7 @@ SEPARATOR = "---"
 _SEARCHING = {
     "--beams --best-of": "a search finds the best of many more answers",
     "--beams --top-k --top-p --min-p --typical-p --seed --speculate --draft-tokens": (
-        "a search draws nothing and guesses nothing"
+        "a search samples nothing and drafts nothing"
     ),
 }
 _SEVERAL = {

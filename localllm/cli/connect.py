@@ -22,12 +22,14 @@ from localllm.runtime.client_configs import (
     PLACEHOLDER_KEY,
     USUAL_CTX,
     YOUR_KEY,
+    Answering,
     ClientConfig,
-    Filled,
+    Part,
+    ProbedModel,
     Target,
+    ask_models,
     names,
 )
-from localllm.runtime.server_probe import Answering, ProbedModel, ask_models
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 
@@ -160,7 +162,7 @@ def _key(answering: Answering, url: str) -> str:
     return PLACEHOLDER_KEY if is_open and not os.environ.get("LOCALLLM_API_KEY") else YOUR_KEY
 
 
-def _print(front: CliContext, parts: Sequence[Filled]) -> None:
+def _print(front: CliContext, parts: Sequence[Part]) -> None:
     """Print the text of the (first) file to stdout, so that it can be redirected, and all else to stderr."""
     whole = next((part for part in parts if part.language != "sh"), parts[0])
     for part in parts:

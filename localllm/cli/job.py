@@ -48,7 +48,7 @@ class JobTally:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    drafted: int = 0  # guessed tokens
+    drafted: int = 0  # tokens
     accepted: int = 0  # those of them that were right
     elapsed_s: float = 0.0
     num_failed: int = 0

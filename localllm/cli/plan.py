@@ -151,7 +151,7 @@ def _show(output: Output, planned: Planned) -> None:
     output.line(f"decode       {plan_text.band(rate)} tok/s{together}, bound by {plan_text.BOUNDS[plan.bound_by]}")
     output.line(f"first token  {plan_text.duration(wait)}, after a prompt of {plan.prompt_tokens} tokens")
     for number, found in enumerate(planned.speculation):
-        output.line(f"{'guessing' if number == 0 else '':<11}  {plan_text.guessing(found)}")
+        output.line(f"{'drafts' if number == 0 else '':<11}  {plan_text.drafting(found)}")
     if measured := plan_text.measured(planned):
         output.line(f"measured     {measured}")
     for guess in planned.guesses:

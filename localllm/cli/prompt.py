@@ -70,7 +70,9 @@ def read_input(path: Path, flag: str, output: Output) -> str:
         return read_text_file(path, flag)
     text = read_stdin(output)
     if text is None:
-        raise UsageError(f"{flag} - has nothing to read", why="standard input is a terminal", fix=f"{flag} FILE")
+        raise UsageError(
+            f"{flag} - has nothing to read", why="standard input is a terminal", fix=Fix.flag(flag, "FILE")
+        )
     return text
 
 

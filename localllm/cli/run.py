@@ -366,5 +366,5 @@ def _request(
 
     if chat is None and policy == "evict":  # nothing of a plain text can leave
         policy = "stop"
-    opens_turn = chat is None or chat.opens_turn
+    opens_turn = chat is not None and chat.opens_turn
     return chat_request(engine, sampling, messages, encode, policy, "--overflow", opens_turn=opens_turn)

@@ -59,13 +59,13 @@ def select_resumed(
 def read_settings(front: CliContext, flags: Mapping[str, Any]) -> ResolvedSettings:
     """The settings under the flags of a command; `front` hears of them. Raises SettingsError, UsageError."""
     front.resolved = load_settings(setting_flags(flags))
-    _warn_of_idle_guessing(front, flags)
+    _warn_of_idle_drafts(front, flags)
     if front.resolved.settings.device == "cpu":  # whether there is a GPU is known when torch is there
         refuse_idle_vram(front.resolved)
     return front.resolved
 
 
-def _warn_of_idle_guessing(front: CliContext, flags: Mapping[str, Any]) -> None:
+def _warn_of_idle_drafts(front: CliContext, flags: Mapping[str, Any]) -> None:
     """Warn of a flag without effect beside one that turns drafting off. No error: both mean plain decoding."""
     who, count = flags.get("speculate"), flags.get("draft_tokens")
     if who is None or count is None or (who == "off") == (count == 0):
@@ -73,4 +73,4 @@ def _warn_of_idle_guessing(front: CliContext, flags: Mapping[str, Any]) -> None:
     off, idle = f"--speculate {who}", f"--draft-tokens {count}"
     if count == 0:
         off, idle = idle, off
-    front.output.warn(f"{idle} has no effect: with {off} nothing is guessed")
+    front.output.warn(f"{idle} has no effect: with {off} nothing is drafted")

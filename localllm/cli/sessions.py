@@ -362,6 +362,6 @@ def _hit_fields(hit: Hit, query: str) -> Mapping[str, Any]:
 
 
 def _when(seconds: float) -> str:
-    from localllm.history.exchange import format_time
+    from localllm.config import format_time
 
     return format_time(seconds)

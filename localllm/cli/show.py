@@ -10,7 +10,7 @@ from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select_text_only
-from localllm.runtime.model_facts import fact_lines, model_facts
+from localllm.runtime.model_catalog import fact_lines, model_facts
 
 
 def show_command(

@@ -58,7 +58,7 @@ def _refuse_two_readers(flags: Mapping[str, Any]) -> None:
     for other, path in (("--messages", flags["messages"]), ("--batch", flags["batch"]), *files):
         if form is not None and path == _STDIN:
             why = "standard input is read once"
-            raise UsageError(f"{form} - and {other} - cannot go together", why=why, fix=f"{form} FILE")
+            raise UsageError(f"{form} - and {other} - cannot go together", why=why, fix=Fix.flag(form, "FILE"))
 
 
 def form_of_stdin(flags: Mapping[str, Any]) -> str | None:
@@ -103,11 +103,11 @@ def _read_form(path: Path, flag: str, output: Output) -> str:
         raise UsageError(
             f"{flag} takes a file, and {str(path)[:60]!r} reads like {kind} itself",
             why=f"no file of that name can be read: write it into a file, or pipe it in ({flag} -)",
-            fix=f"{flag} FILE",
+            fix=Fix.flag(flag, "FILE"),
         ) from error
     if not source.strip():
         why = "nothing was piped in" if path == _STDIN else "the file has nothing but blanks"
-        raise UsageError(f"{flag} {path} is empty", why=why, fix=f"{flag} FILE")
+        raise UsageError(f"{flag} {path} is empty", why=why, fix=Fix.flag(flag, "FILE"))
     return source
 
 

@@ -60,6 +60,9 @@ class _Hypothesis:
     score: float = 0.0  # the sum of its tokens' log-probabilities as they are searched by
     logprobs: tuple[TokenLogprob, ...] = ()  # the plain ones, where they are asked for
     stop_text: _StopText | None = None
+    parent: int = 0  # the beam that it continues
+    is_whole: bool = False
+    is_cut: bool = False  # it has ended, and does not meet its grammar
 
 
 @dataclass(frozen=True)
@@ -69,25 +72,6 @@ class _Beam:
     text: _Hypothesis
     token_ids: list[int]  # prompt and answer
     kv: PagedKV  # of all tokens but the last
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A beam with one token more."""
-
-    parent: int
-    text: _Hypothesis
-    is_whole: bool
-    is_cut: bool  # it has ended, and does not meet its grammar
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """A hypothesis that has ended."""
-
-    score: float  # by which answers of different lengths are compared
-    text: _Hypothesis
-    is_cut: bool
 
 
 class BeamSearch:
@@ -102,7 +86,8 @@ class BeamSearch:
         self._width = sequence.request.beams
         self._beams: list[_Beam] = []
         self._logits: list[Tensor] = []  # of this step's beams, as they come
-        self._whole: list[_Whole] = []  # the best of those, the best first
+        # The best that have ended, the best first, each behind the score by which those of other lengths are compared.
+        self._whole: list[tuple[float, _Hypothesis]] = []
 
     @property
     def has_begun(self) -> bool:
@@ -131,8 +116,10 @@ class BeamSearch:
         candidates = self._candidates(texts)
         self._logits = []
         best = [each for each in candidates if not each.is_whole][: self._width]
-        self._keep_whole([each for each in candidates[: self._width] if each.is_whole], length)
-        if best and self._may_improve(best[0].text.score, length):
+        penalty = length**self._sequence.request.length_penalty
+        ended = ((each.score / penalty, each) for each in candidates[: self._width] if each.is_whole)
+        self._whole = sorted([*self._whole, *ended], key=lambda each: (each[1].is_cut, -each[0]))[: self._width]
+        if best and self._may_improve(best[0].score, length):
             self._follow(best)
             return
         self.close()
@@ -148,7 +135,7 @@ class BeamSearch:
             beam.kv.close()
         self._beams = []
 
-    def _candidates(self, texts: Sequence[_Hypothesis]) -> list[_Candidate]:
+    def _candidates(self, texts: Sequence[_Hypothesis]) -> list[_Hypothesis]:
         """Return the best continuations of all beams, those that are cut last: with each end-of-sequence token once for
         each beam, there are still as many that go on."""
         rows, refusal = [], None
@@ -159,8 +146,9 @@ class BeamSearch:
             except LocalLLMError as error:  # this beam has come to a dead end
                 refusal = error
                 rows.append(torch.full_like(logits, -torch.inf))
-        scores, indices = torch.stack(rows).view(-1).topk(min(self._num_candidates, len(rows) * rows[0].shape[0]))
         vocab_size = rows[0].shape[0]
+        num_candidates = min(max(2, 1 + len(self._ends.eos_ids)) * self._width, len(rows) * vocab_size)
+        scores, indices = torch.stack(rows).view(-1).topk(num_candidates)
         found = [
             self._candidate(texts, index // vocab_size, index % vocab_size, score)
             for score, index in zip(scores.tolist(), indices.tolist(), strict=True)
@@ -170,11 +158,7 @@ class BeamSearch:
             raise refusal or LocalLLMError("the answer cannot go on", why="no token has a likelihood above 0")
         return sorted(found, key=lambda each: each.is_cut)
 
-    @property
-    def _num_candidates(self) -> int:
-        return max(2, 1 + len(self._ends.eos_ids)) * self._width
-
-    def _candidate(self, texts: Sequence[_Hypothesis], parent: int, token_id: int, score: float) -> _Candidate:
+    def _candidate(self, texts: Sequence[_Hypothesis], parent: int, token_id: int, score: float) -> _Hypothesis:
         before, sampling = texts[parent], self._sequence.request.sampling
         logprobs, stop_text, is_stopped = before.logprobs, before.stop_text, False
         is_whole = token_id in self._ends.eos_ids and not sampling.ignore_eos
@@ -182,19 +166,13 @@ class BeamSearch:
             stop_text, is_stopped = stop_text.then(token_id)
         if self._sequence.likelihood is not None or sampling.logprobs is not None:
             logprobs += (token_logprob(self._logits[parent], token_id, sampling.logprobs or 0, self._ends.text_of),)
-        text = _Hypothesis((*before.token_ids, token_id), score, logprobs, stop_text)
-        is_full = self._sequence.num_prompt_tokens + len(text.token_ids) >= self._sequence.max_length
+        token_ids = (*before.token_ids, token_id)
+        is_full = self._sequence.num_prompt_tokens + len(token_ids) >= self._sequence.max_length
         constraint = self._sequence.constraint
         is_whole = is_whole or is_stopped or is_full
-        is_whole = is_whole or (constraint is not None and constraint.has_ended(text.token_ids))
-        is_cut = is_whole and constraint is not None and (is_stopped or not constraint.is_met(text.token_ids))
-        return _Candidate(parent, text, is_whole, is_cut)
-
-    def _keep_whole(self, ended: Sequence[_Candidate], length: int) -> None:
-        """Keep the best answers that have ended. length: of these, in tokens."""
-        penalty = length**self._sequence.request.length_penalty
-        whole = [*self._whole, *(_Whole(each.text.score / penalty, each.text, each.is_cut) for each in ended)]
-        self._whole = sorted(whole, key=lambda each: (each.is_cut, -each.score))[: self._width]
+        is_whole = is_whole or (constraint is not None and constraint.has_ended(token_ids))
+        is_cut = is_whole and constraint is not None and (is_stopped or not constraint.is_met(token_ids))
+        return _Hypothesis(token_ids, score, logprobs, stop_text, parent, is_whole, is_cut)
 
     def _may_improve(self, score: float, length: int) -> bool:
         """Return whether an answer may come that is better than the worst whole one. score: of the best beam."""
@@ -203,18 +181,17 @@ class BeamSearch:
             return True
         if request.early_stopping is True:
             return False
-        if self._whole[-1].is_cut:
+        worst, text = self._whole[-1]
+        if text.is_cut:
             return True
         if request.early_stopping == "never" and request.length_penalty > 0:
             length = self._sequence.max_length - self._sequence.num_prompt_tokens
-        return bool(score / length**request.length_penalty > self._whole[-1].score)
+        return bool(score / length**request.length_penalty > worst)
 
-    def _follow(self, best: Sequence[_Candidate]) -> None:
+    def _follow(self, best: Sequence[_Hypothesis]) -> None:
         kvs = self._heirs([each.parent for each in best])
         prompt = self._sequence.request.prompt_ids
-        self._beams = [
-            _Beam(each.text, [*prompt, *each.text.token_ids], kv) for each, kv in zip(best, kvs, strict=True)
-        ]
+        self._beams = [_Beam(each, [*prompt, *each.token_ids], kv) for each, kv in zip(best, kvs, strict=True)]
         for kv in kvs:
             if kv.length == self._ends.rope_switch_length:  # as the engine does for an answer that is sampled
                 kv.trim(0)
@@ -240,17 +217,15 @@ class BeamSearch:
 
     def _reported(self) -> Iterator[TokenEvent]:
         """Yield the best answer, token by token, as if it had been sampled; the next best ones come with its end."""
-        best, *rest = self._whole[: self._sequence.request.num_answers]
-        others = [self._twin() for _ in rest]
-        events = [list(self._appended(other, each.text)) for other, each in zip(others, rest, strict=True)]
-        yield from self._appended(self._sequence, best.text)
-        self._others = list(zip(others, events, strict=True))
-
-    def _twin(self) -> Running:
-        own, other = self._sequence, self._new_sequence()
-        other.fit(own.ctx)
-        other.clock, other.num_cached_tokens, other.miss = copy.copy(own.clock), own.num_cached_tokens, own.miss
-        return other
+        own, others = self._sequence, list[tuple[Running, list[TokenEvent]]]()
+        (_, best), *rest = self._whole[: own.request.num_answers]
+        for _, text in rest:
+            other = self._new_sequence()
+            other.fit(own.ctx)
+            other.clock, other.num_cached_tokens, other.miss = copy.copy(own.clock), own.num_cached_tokens, own.miss
+            others.append((other, list(self._appended(other, text))))
+        yield from self._appended(own, best)
+        self._others = others
 
     def _appended(self, sequence: Running, text: _Hypothesis) -> Iterator[TokenEvent]:
         with_logprobs = sequence.request.sampling.logprobs is not None

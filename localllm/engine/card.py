@@ -9,15 +9,14 @@ from dataclasses import replace
 import torch
 
 from localllm.config import format_bytes
-from localllm.engine.memory import HEADROOM, is_device_out_of_memory, out_of_memory
+from localllm.engine.memory import HEADROOM, choose_device, choose_dtype, is_device_out_of_memory, out_of_memory
 from localllm.errors import Fix, UsageError
 from localllm.kernels.gpu.ready import why_not
-from localllm.offload.planner.device_rates import DeviceRates
-from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.measuring.measurement import device_measured, measured
 from localllm.offload.planner.machine import KERNELS, Card, CardMemory, CardRates, Machine, Memory
 from localllm.offload.planner.plan import GIB
-from localllm.offload.planner.profile import device_measured, kept_profile, measured
-from localllm.quant.recipe import Recipe
+from localllm.offload.planner.profile import DeviceRates, Profile, kept_profile, machine_key
+from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
 
 
 def card_machine(
@@ -45,15 +44,12 @@ def card_machine(
             vram_memory = card_memory(device, vram, known, found.workspace_bytes)
     except RuntimeError as error:
         raise out_of_memory(device, error) if is_device_out_of_memory(error) else error from None
-    card = Card(vram_memory, _card_rates(found, known, is_fused=not why_not(device)))
+    rates_of_card = CardRates(found.matrix_gbs, found.compute_gops, known.h2d_gbs, known.launch_s, known.hop_s)
+    if not why_not(device):
+        graph_launch_s = known.graph_launch_s
+        rates_of_card = replace(rates_of_card, launch_s=graph_launch_s, launches=KERNELS, is_fused=True)
+    card = Card(vram_memory, rates_of_card)
     return Machine(memory(), rates, card, profile.corrections(recipe.name))
-
-
-def _card_rates(found: FormatRates, card: DeviceRates, *, is_fused: bool) -> CardRates:
-    rates = CardRates(found.matrix_gbs, found.compute_gops, card.h2d_gbs, card.launch_s, card.hop_s)
-    if is_fused:
-        return replace(rates, launch_s=card.graph_launch_s, launches=KERNELS, is_fused=True)
-    return rates
 
 
 def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates, workspace_bytes: int) -> CardMemory:
@@ -90,3 +86,12 @@ def cap_allocator(device: torch.device, card: CardMemory) -> None:
     """What torch takes on the card stays within the plan's share of it; more is torch's error for want of memory."""
     share = (card.vram_bytes - card.context_bytes) / card.total_bytes
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)), device)
+
+
+def measure_again(say: Callable[[str], None]) -> Profile:
+    """Measure the machine again, with INT4 weights, for who knows that it was busy; other formats are measured when a
+    plan needs them. What runs have taught is forgotten: it was of the figures before. Until there are new ones, the old
+    ones stay."""
+    device, dtype, blocks = choose_device("auto"), choose_dtype("auto"), RECIPES[DEFAULT].blocks
+    profile = measured(Profile(machine_key()), DEFAULT, blocks, dtype, say)
+    return device_measured(profile, device, DEFAULT, blocks, dtype, say) if device.type != "cpu" else profile

@@ -5,7 +5,6 @@ Not a thread and not a server: whoever calls `step` owns the device. `submit` an
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import secrets
 import time
@@ -21,11 +20,11 @@ from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.beam_search import BeamSearch, Ends, require_room
-from localllm.engine.draft_loader import DraftModel
+from localllm.engine.context_growth import contexts, grow
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
-from localllm.engine.events import Event, FinishedEvent, ignore
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, ignore
 from localllm.engine.kv_allocator import KVAllocator
-from localllm.engine.loader import Loading, Replan, Watcher, note_device
+from localllm.engine.loader import DraftModel, Loading, Replan, Watcher, note_device
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
@@ -35,11 +34,13 @@ from localllm.engine.runner import BATCH_ROWS, ModelRunner
 from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence
-from localllm.engine.speculative.config import NO_DRAFTS, Speculate, Speculating, speculation
+from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.drafter import ModelDrafter
+from localllm.engine.speculative.speculator import speculation
 from localllm.engine.step import StepLoop
 from localllm.engine.step_types import Limits
 from localllm.engine.validation import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
-from localllm.errors import DoesNotFitError, Fix, TemplateError, UsageError
+from localllm.errors import ContextOverflowError, DoesNotFitError, Fix, TemplateError, UsageError
 from localllm.hub.packed import source_id
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
@@ -54,8 +55,6 @@ from localllm.text.detokenizer import Detokenizer
 from localllm.text.grammar.compiled import Grammars
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
-
-_GROWTH = "localllm.engine.context_growth"  # of `--overflow grow`: imported by the first request that asks for it
 
 
 class Engine(StepLoop):
@@ -75,7 +74,8 @@ class Engine(StepLoop):
         held: ExitStack | None = None,
         reuse: KVReuse = IN_POOLS,
         computed: Computed = UNKNOWN_SOURCE,
-        speculating: Speculating = NO_DRAFTS,
+        speculate: Speculate = Speculate("off"),  # noqa: B008
+        drafter: ModelDrafter | None = None,
         note: Callable[[str], None] = ignore,
     ) -> None:
         """Serve a loaded model.
@@ -86,7 +86,7 @@ class Engine(StepLoop):
         fixes_for: the flags with which a longer context fits, as alternatives.
         held: what must stay open as long as the engine is used.
         reuse: what later prompts find of earlier ones, computed with this checkpoint and recipe.
-        speculating: makes what drafts tokens.
+        speculate, drafter: who drafts tokens, and the second model, if it is one.
         note: called with what is worth a line.
         """
         self.tokenizer = tokenizer
@@ -94,7 +94,7 @@ class Engine(StepLoop):
         self.ctx = ctx
         self.contents, self.plan, self.fixes_for = "", plan, fixes_for
         self._held = held or ExitStack()
-        self.kv_format = choose_format(kv, model.config.head_dim, model.dtype)
+        self.kv_format = choose_format(kv, model.config.head_dim, model.dtype.itemsize)
         residency = Residency(
             model,
             self.kv_format,
@@ -110,7 +110,7 @@ class Engine(StepLoop):
         super().__init__(
             residency,
             Scheduler(self._limits.within(plan), KVAllocator(residency, reuse, computed, plan)),
-            speculating(residency, plan),
+            speculation(speculate, residency, plan, drafter),
             frozenset(token_id for token_id in eos if token_id is not None),
             tokenizer.token_text,
         )
@@ -147,7 +147,7 @@ class Engine(StepLoop):
         contents = hub.contents(files.directory)
         model_config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
-        note_device(planner.device, watcher, is_chosen=config.device == "auto")
+        note_device(planner.torch_device, watcher, is_chosen=config.device == "auto")
         draft = DraftModel.of(speculate.draft_model, tokenizer, planner)
         if note := dense_heads_note(config.kv, model_config.head_dim, planner.dtype):
             watcher.noting(note)
@@ -167,7 +167,8 @@ class Engine(StepLoop):
             held=loaded.held,
             reuse=reuse,
             computed=Computed(source_id(files), planner.recipe.name, files.name),
-            speculating=partial(speculation, speculate, drafter=loaded.drafter),
+            speculate=speculate,
+            drafter=loaded.drafter,
             note=watcher.noting,
         )
         try:
@@ -258,8 +259,6 @@ class Engine(StepLoop):
             )
         elif self.speculation.is_on:
             sequence.drafter = self.speculation.name
-        if request.grows:
-            importlib.import_module(_GROWTH).ask_for_growth(sequence)
         self.scheduler.add(sequence)
         return request_id
 
@@ -283,25 +282,29 @@ class Engine(StepLoop):
 
     def facts(self) -> EngineFacts:
         """Return how the model is placed now."""
-        plan = self.current_plan
-        return EngineFacts(
-            self.ctx,
-            self.weights,
-            self.kv_format.name,
-            self.load_s,
-            weight_bytes=0 if plan is None else plan.shape.num_bytes,
-            ledger={} if plan is None else {str(tier): dict(owners) for tier, owners in plan.ledger.items()},
-            limits={} if plan is None else {str(tier): count for tier, count in plan.limits.items()},
-            bound_by="" if plan is None else plan.bound_by,
-            streamed_bytes=0 if plan is None else plan.streamed_bytes,
-            host_bytes=self.residency.host_bytes,
-            contents=self.contents,
+        plan, host_bytes = self.current_plan, self.residency.host_bytes
+        facts = EngineFacts(
+            self.ctx, self.weights, self.kv_format.name, self.load_s, host_bytes=host_bytes, contents=self.contents
+        )
+        if plan is None:
+            return facts
+        return replace(
+            facts,
+            weight_bytes=plan.shape.num_bytes,
+            ledger={str(tier): dict(owners) for tier, owners in plan.ledger.items()},
+            limits={str(tier): count for tier, count in plan.limits.items()},
+            bound_by=plan.bound_by,
+            streamed_bytes=plan.streamed_bytes,
         )
 
     def status(self) -> EngineStatus:
         """Return what the engine is doing; from any thread."""
         idle_s = time.monotonic() - self.scheduler.used_at
-        return EngineStatus(tuple(map(_slot, list(self.scheduler.running))), self.scheduler.num_waiting, idle_s)
+        slots = []
+        for each in list(self.scheduler.running):
+            num_prefilled = 0 if each.kv is None else min(each.kv.length, each.num_prompt_tokens)
+            slots.append(SlotFacts(each.request_id, each.num_prompt_tokens, num_prefilled, each.num_completion_tokens))
+        return EngineStatus(tuple(slots), self.scheduler.num_waiting, idle_s)
 
     def abort(self, request_id: int) -> None:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""
@@ -337,23 +340,49 @@ class Engine(StepLoop):
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.num_waiting)
 
-    def _settled(self, plan: Plan) -> None:
-        self.scheduler.limits = self._limits.within(plan)
+    def _prepare(self) -> list[Event]:
+        """Do what is due between answers: blocks move, the context grows."""
+        if self.residency.is_lost:
+            self.residency.restore()
+        if not self.scheduler.waiting or self.scheduler.running:  # what was lost was in the midst of an answer
+            return []
+        if (plan := self.residency.settle()) is not None:
+            self.scheduler.limits = self._limits.within(plan)
+        return self._grow(self.scheduler.waiting[0]) if self.scheduler.waiting[0].wants_growth else []
 
     def _grow(self, sequence: Sequence) -> list[Event]:
+        """Make the context longer for a sequence that wants that, or let it do with what there is. Raises as
+        `Residency.move`."""
+        sequence.fit(self.ctx)  # another one may have made it longer since
         if not sequence.wants_growth:
             return []
-        events: list[Event] = importlib.import_module(_GROWTH).grow_for(self, sequence)
-        return events
-
-    def fail(self, sequence: Sequence, error: Exception) -> FinishedEvent:
-        """End a request with an error, before it runs."""
-        return self._fail(sequence, error)
-
-    def fit(self, plan: Plan) -> None:
-        """Take the context and the limits of a plan by which the model is placed by now."""
+        residency, before, num_tokens = self.residency, self.ctx, sequence.num_prompt_tokens
+        longest = self.config.longest_context
+        tried = contexts(num_tokens, sequence.request.sampling.max_tokens, before, longest)
+        try:
+            plan, from_disk, from_memory = grow(residency, self.planned, tried, self.kv_allocator.give_up_ram)
+        except DoesNotFitError as error:
+            residency.restore()  # where the way back found no room either
+            self.kv_allocator.share_ram(residency.plan)  # as before
+            if num_tokens < before:
+                sequence.wants_growth = False
+                return []
+            overflow = ContextOverflowError(
+                f"the prompt has {num_tokens} tokens, the context {before}, and it cannot grow",
+                why=f"{error.what}: {error.why}" if error.why else error.what,
+                fix=self.fixes_for(min(longest, num_tokens + 512)) or "shorten the prompt",
+            )
+            return [self._fail(sequence, overflow)]
+        self.kv_allocator.share_ram(plan)
         self.ctx = plan.ctx
-        self._settled(plan)
+        self.scheduler.limits = self._limits.within(plan)
+        for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
+            if waiting.wants_growth:
+                waiting.fit(self.ctx)
+        sequence.wants_growth = False
+        is_sure = plan.costs.rates.is_measured and residency.plan is plan
+        decode_tok_s = plan.decode_tok_s if is_sure else None
+        return [GrownEvent(sequence.request_id, before, plan.ctx, from_disk, from_memory, decode_tok_s)]
 
     def planned(self, ctx: int) -> Plan:
         """Return the best plan for this context in the memory of now. Raises DoesNotFitError."""
@@ -369,9 +398,3 @@ class Engine(StepLoop):
             raise UsageError(what, fix=Fix.flag("--ctx", self.ctx))
         require_ids(token_ids, self.config.vocab_size)
         return perplexity(self.runner, token_ids, ctx=ctx or self.ctx, new_kv=self.residency.new_kv, progress=progress)
-
-
-def _slot(sequence: Sequence) -> SlotFacts:
-    kv = sequence.kv
-    num_prefilled = 0 if kv is None else min(kv.length, sequence.num_prompt_tokens)
-    return SlotFacts(sequence.request_id, sequence.num_prompt_tokens, num_prefilled, sequence.num_completion_tokens)

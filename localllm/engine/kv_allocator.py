@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from localllm.engine.events import ignore
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory
 from localllm.engine.prefix_config import Computed, KVReuse, kept_bytes, prefix_cache
 from localllm.engine.request import Request
@@ -30,24 +31,13 @@ def tokens_needed(request: Request, max_length: int, limits: Limits) -> int:
     return num_prompt + each + request.beams * (max_length - num_prompt + PAGE_TOKENS + each)
 
 
-def _once(warn: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a callback that passes the first sentence on, and no other."""
-    warned: list[str] = []
-
-    def warn_once(text: str) -> None:
-        if not warned:
-            warned.append(text)
-            warn(text)
-
-    return warn_once
-
-
 class KVAllocator:
     """prefix: the cache of earlier prompts; None where nothing is reused."""
 
     def __init__(self, residency: Residency, reuse: KVReuse, computed: Computed, plan: Plan | None) -> None:
         self._residency = residency
-        self._reuse = replace(reuse, warn=_once(reuse.warn))
+        warnings = iter([reuse.warn])  # the first sentence is passed on, and no other
+        self._reuse = replace(reuse, warn=lambda text: next(warnings, ignore)(text))
         self.prefix = prefix_cache(self._reuse, computed, residency, plan)
 
     def allocate(self, sequence: Sequence, is_cancelled: Callable[[], bool]) -> None:

@@ -1,31 +1,38 @@
-"""A model on this disk made ready to compute: its plan, its blocks where the plan wants them, what must stay open."""
+"""A model on this disk made ready to compute, and a second one that drafts for it: the plan, the blocks where the plan
+wants them, what must stay open."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import torch
 
+from localllm import hub
+from localllm.cache.kv_format import choose_format
+from localllm.cache.prefix import PrefixCache
 from localllm.engine.card import cap_allocator
-from localllm.engine.draft_loader import DraftModel
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory
-from localllm.engine.placement import smaller_kv
-from localllm.engine.planner import ModelPlanner, has_card
-from localllm.engine.runner import operators_compute
-from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.weights import is_unpacked, open_checkpoint, open_packed
-from localllm.errors import DoesNotFitError, Fix
+from localllm.engine.placement import model_shape, smaller_kv
+from localllm.engine.planner import DraftShape, ModelPlanner, has_card
+from localllm.engine.residency import Residency
+from localllm.engine.runner import BATCH_ROWS, operators_compute
+from localllm.engine.speculative.drafter import ModelDrafter
+from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
+from localllm.errors import FETCH_ANEW, DoesNotFitError, Fix, ModelNotFoundError, TokenizerError, UsageError
 from localllm.hub import ModelFiles
+from localllm.hub.packed import packed_recipes
 from localllm.kernels.gpu.ready import is_known, why_not
-from localllm.models.block_source import BlockSource
+from localllm.models.block_source import CheckpointBlocks
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
+from localllm.models.families import load_config
 from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
@@ -34,7 +41,10 @@ from localllm.offload.planner.nvml import gpus
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
 from localllm.quant.bf12 import NotCompactError
-from localllm.quant.recipe import DEFAULT, RECIPES
+from localllm.quant.dense import dense_name
+from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+from localllm.settings import DRAFT_MODEL
+from localllm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,99 @@ class Watcher:
     waiting: Callable[[str], None] = ignore
     measuring: Callable[[str], None] = ignore
     noting: Callable[[str], None] = ignore
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """kv: as the setting."""
+
+    files: ModelFiles
+    config: ModelConfig
+    recipe: Recipe
+    dtype: torch.dtype
+    device: torch.device
+    kv: str
+
+    @classmethod
+    def of(cls, word: str, tokenizer: Tokenizer, planner: ModelPlanner) -> DraftModel | None:
+        """Return the model of this name, in the format in which it would run by itself; None where none is named.
+
+        tokenizer, planner: of the model that it drafts for.
+
+        Raises ModelNotFoundError, and UsageError where the two do not have the same tokens.
+        """
+        if not word:
+            return None
+        try:
+            files = hub.locate(word)
+        except ModelNotFoundError as error:
+            error.what = f"--speculate {DRAFT_MODEL}{word}: {error.what}"
+            raise
+        require_same_tokenizer(tokenizer, planner.name, files)
+        config = load_config(files.directory)
+        recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), planner.dtype)]
+        return cls(files, config, recipe, planner.torch_dtype, planner.torch_device, planner.wanted.kv)
+
+    @property
+    def shape(self) -> DraftShape:
+        shape = model_shape(
+            self.config, self.recipe, dense_name(self.dtype), self.files.name, str(self.device), self.kv
+        )
+        return DraftShape(shape, self.config.longest_context)
+
+    def load(self, vocab_size: int, sequences: int, watcher: Watcher) -> ModelDrafter | None:
+        """vocab_size: of the logits that its own are compared with. sequences: that it has room for at once. None where
+        there turns out to be too little memory. Raises CheckpointError."""
+        try:
+            if is_unpacked(self.recipe):
+                opened: AbstractContextManager[CheckpointBlocks | PackedModel] = open_checkpoint(
+                    self.files, self.config, self.recipe
+                )
+            else:
+                opened = open_packed(self.files, self.config, self.recipe, watcher.packing, watcher.waiting)
+            with opened as source:
+                decoder = load_decoder(
+                    source,
+                    source.config,
+                    self.recipe,
+                    dtype=self.dtype,
+                    device=self.device,
+                    progress=watcher.reading,
+                )
+            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype.itemsize)
+            residency = Residency(decoder, kv_format, BATCH_ROWS)
+            residency.warm_up(watcher.measuring)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        is_dynamic = any(rope.kind in ("dynamic", "longrope") for rope in self.config.ropes)  # keys that change later
+        return ModelDrafter(
+            f"model:{self.files.name}",
+            lambda: residency.runner,
+            residency.new_kv,
+            prefix=None if is_dynamic else PrefixCache(secrets.token_bytes(32), residency.kv_pages),
+            ctx=self.config.longest_context,
+            sequences=sequences,
+            vocab_size=vocab_size,
+        )
+
+
+def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -> None:
+    """tokenizer, name: of the model for which the one of these files shall draft. Raises UsageError where the two do
+    not speak the same tokens, TokenizerError."""
+    try:
+        difference = tokenizer.difference(Tokenizer.load(files.directory))
+    except TokenizerError as error:
+        copy = f"copy the model's files into {files.directory} anew"
+        error.fix = FETCH_ANEW.with_model(files.name) if files.repo else copy
+        raise
+    if difference:
+        raise UsageError(
+            f"--speculate {DRAFT_MODEL}{files.name}: it cannot draft for {name}, as it has another tokenizer",
+            why=f"{difference}; a smaller model of the same family has the same one",
+            fix=Fix.flag("--speculate", "auto"),
+        )
 
 
 class Replan(Protocol):
@@ -101,36 +204,48 @@ class Loading:
                 loaded.held.close()
                 raise
             if drafter is None:
-                self.watcher.noting(f"{self.draft.files.name} does not guess: there is too little memory for it")
+                self.watcher.noting(f"{self.draft.files.name} does not draft: there is too little memory for it")
             return replace(loaded, drafter=drafter)
         except (MemoryError, RuntimeError) as error:
-            raise out_of_memory(self.planner.device, error) if is_out_of_memory(error) else error from None
+            raise out_of_memory(self.planner.torch_device, error) if is_out_of_memory(error) else error from None
 
     def _without_draft(self, config: ModelConfig, reason: str) -> LoadedModel:
         if self.draft is not None and reason:
-            self.watcher.noting(f"{self.draft.files.name} does not guess: {reason}")
+            self.watcher.noting(f"{self.draft.files.name} does not draft: {reason}")
         return replace(self, planner=replace(self.planner, draft=None), draft=None)._load(config)
 
     def _load(self, config: ModelConfig) -> LoadedModel:
         if (planner := self.planner.in_best_form(config)) is not self.planner:
             with suppress(NotCompactError):
                 return replace(self, planner=planner)._load(config)
-        recipe, watcher = self.planner.recipe, self.watcher
+        recipe, device, watcher = self.planner.recipe, self.planner.torch_device, self.watcher
         plan, search = self._plan(config)  # before minutes of conversion, not after
         with ExitStack() as opened:
             if is_unpacked(recipe) and plan.is_whole:
                 blocks = opened.enter_context(open_checkpoint(self.files, config, recipe))
                 plan, search = self._plan(blocks.config)
                 if plan.is_whole:
-                    decoder = self._decoder(blocks.config, blocks, plan)
-                    host_bytes = sum(block.num_bytes for block in plan.blocks if block.tier == "ram")
-                    return self._loaded(plan, search, decoder, self._replan(blocks.config, None, lambda: host_bytes))
+                    on_host = {block.name: block.num_bytes for block in plan.blocks if block.tier == "ram"}
+                    decoder = load_decoder(
+                        blocks,
+                        blocks.config,
+                        recipe,
+                        dtype=self.planner.torch_dtype,
+                        device=device,
+                        on_host=frozenset(on_host),
+                        progress=watcher.reading,
+                    )
+                    replan = self._replan(blocks.config, None, lambda: sum(on_host.values()))
+                    return self._loaded(plan, search, decoder, replan)
             ram = self.planner.wanted.ram
             packed = opened.enter_context(
                 open_packed(self.files, config, recipe, watcher.packing, watcher.waiting, ram)
             )
             plan, search = self._plan(packed.config, packed)
-            placed = opened.enter_context(self._placed(packed, plan))
+            parts = DecoderParts(packed.config, recipe, self.planner.torch_dtype, device)
+            has_own_memory = has_card(self.planner.device)
+            placed = opened.enter_context(OffloadedModel(packed, parts, device if has_own_memory else None))
+            placed.place(plan.blocks, plan.many_rows, watcher.reading)
             replan = self._replan(packed.config, packed, lambda: placed.host_bytes)
             return self._loaded(plan, search, placed.decode_model, replan, placed, opened.pop_all())
 
@@ -161,13 +276,6 @@ class Loading:
         fixes_for = partial(fixes_for_context, search, smaller=smaller)
         return LoadedModel(decoder, plan, ctx, placed, replan, fixes_for, held or ExitStack())
 
-    def _placed(self, packed: PackedModel, plan: Plan) -> OffloadedModel:
-        planner = self.planner
-        parts = DecoderParts(packed.config, planner.recipe, planner.dtype, planner.device)
-        placed = OffloadedModel(packed, parts, planner.device if has_card(planner.device) else None)
-        placed.place(plan.blocks, plan.many_rows, self.watcher.reading)
-        return placed
-
     def _plan(
         self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0
     ) -> tuple[Plan, Search]:
@@ -175,26 +283,14 @@ class Loading:
         try:
             search = self.planner.search(config, packed, placed_bytes)
             if search.machine.card is not None:  # also where nothing fits: a model that is there goes on under it
-                cap_allocator(self.planner.device, search.machine.card.memory)
+                cap_allocator(self.planner.torch_device, search.machine.card.memory)
             plan = search.best()
             return plan if self.planner.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
-                replace(self.planner, recipe=RECIPES[DEFAULT]).search(config).best()
+                replace(self.planner, weights=DEFAULT).search(config).best()
                 error.fix = Fix.flag("--weights", "int4")
             raise
-
-    def _decoder(self, config: ModelConfig, source: BlockSource, plan: Plan) -> Decoder:
-        """Of a plan that keeps every block where it is computed fastest."""
-        return load_decoder(
-            source,
-            config,
-            self.planner.recipe,
-            dtype=self.planner.dtype,
-            device=self.planner.device,
-            on_host=frozenset(block.name for block in plan.blocks if block.tier == "ram"),
-            progress=self.watcher.reading,
-        )
 
 
 def note_device(device: torch.device, watcher: Watcher, *, is_chosen: bool) -> None:

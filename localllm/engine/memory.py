@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from localllm.config import format_bytes
+from localllm.engine.device import device_name, dtype_name
+from localllm.engine.device import no_cuda as no_cuda
 from localllm.errors import DoesNotFitError, Fix, UsageError
-from localllm.models.config import ModelConfig
-from localllm.offload.planner.machine_memory import address_space_free_bytes, cgroup_free_bytes
-
-DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
-HEADROOM = 0.9  # of what is free; the rest is activations, the allocator's slack and the other programs
-
-
-DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+from localllm.offload.planner.machine_memory import HEADROOM as HEADROOM
+from localllm.offload.planner.machine_memory import free_bytes
+from localllm.quant.layouts import DTYPE_NAMES, torch_dtype
 
 
 def choose_device(name: str) -> torch.device:
     """auto, cpu or cuda. Raises UsageError for CUDA where there is none."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"there is no device {name!r}", why="known: auto, cpu, cuda", fix=Fix.flag("--device", "auto"))
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError("CUDA is not available", why=no_cuda(), fix=Fix.flag("--device", "cpu"))
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def no_cuda() -> str:
-    """Why torch computes on no GPU here."""
-    built = "is a CPU build" if torch.version.cuda is None else "sees no GPU that its driver can use"
-    return f"torch {torch.__version__} {built}"
+    return torch.device(device_name(name))
 
 
 def choose_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise UsageError(
-            f"there is no dtype {name!r}", why=f"known: {', '.join(DTYPES)}", fix=Fix.flag("--dtype", "auto")
-        )
-    return DTYPES[name]
+    """auto, bf16 or fp32. Raises UsageError."""
+    return torch_dtype(DTYPE_NAMES[dtype_name(name)])
 
 
 def available_bytes(device: torch.device) -> int:
@@ -47,8 +28,7 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
-    limits = (int(psutil.virtual_memory().available), cgroup_free_bytes(), address_space_free_bytes())
-    return min(limit for limit in limits if limit is not None)
+    return free_bytes()
 
 
 def reachable_bytes(device: torch.device) -> int:
@@ -93,17 +73,6 @@ def out_of_memory(device: torch.device, error: BaseException) -> DoesNotFitError
         why=f"{free} are free on {device}; {said[0] if said else ''}",
         fix="close other programs, or ask for a shorter context with --ctx",
     )
-
-
-def require_context(config: ModelConfig, asked: int | None) -> None:
-    """Raises UsageError for a context that the model was not made for."""
-    longest = config.longest_context
-    if asked is not None and not 1 <= asked <= longest:
-        raise UsageError(
-            f"a context of {asked} tokens is not possible with this model",
-            why=f"it was trained for at most {longest}",
-            fix=Fix.flag("--ctx", longest),
-        )
 
 
 def use_threads(count: int) -> None:

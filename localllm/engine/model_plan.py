@@ -10,20 +10,18 @@ from typing import Any
 
 from localllm import hub
 from localllm.config import format_bytes
-from localllm.engine.draft_loader import require_same_tokenizer
 from localllm.engine.placement import model_shape
 from localllm.engine.planner import DraftShape, ModelPlanner
-from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.choice import Speculate
 from localllm.engine.weights import as_stored, choose_recipe
 from localllm.errors import DoesNotFitError, ModelNotFoundError
 from localllm.hub import ModelFiles
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.planner.advice import advise, other_model
-from localllm.offload.planner.device_rates import UNKNOWN_CONTEXT_BYTES
 from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.plan import JobShape, Plan, with_kept_pages
-from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, Profile, kept_profile
+from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES, UNKNOWN_DISK_GBS, Profile, kept_profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import (
     USUAL_ALPHAS,
@@ -35,9 +33,8 @@ from localllm.offload.planner.speculation_gain import (
     staging_s,
     usual_harm,
 )
-from localllm.quant.recipe import DEFAULT, RECIPES
+from localllm.quant.layouts import DEFAULT, SIZES
 from localllm.settings import EngineConfig
-from localllm.text.tokenizer import Tokenizer
 
 _ALL_BYTES = 1 << 62  # more than any process holds
 
@@ -52,7 +49,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Guessing:
+class DraftGain:
     """The gain of one drafter.
 
     alpha: the expected share of drafts that are accepted.
@@ -70,10 +67,13 @@ class Guessing:
 
 @dataclass(frozen=True)
 class Planned:
-    """advice: flags and commands that help, with what comes of them. refusal: why there is no plan, where the model
-    does not fit. guesses: which rates behind it are no measurements. speculation: what those who guess tokens ahead
-    would give. measured_at_s: when the rates were measured, as `time.time` has it. measured_busy: which of them beside
-    other work."""
+    """advice: flags and commands that help, with what comes of them.
+    refusal: why there is no plan, where the model does not fit.
+    guesses: which rates behind it are no measurements.
+    speculation: what each drafter would give.
+    measured_at_s: when the rates were measured, as `time.time` has it.
+    measured_busy: which of them beside other work.
+    """
 
     shape: ModelShape
     plan: Plan | None
@@ -82,7 +82,7 @@ class Planned:
     decode_tok_s: Prediction | None = None
     ttft_s: Prediction | None = None
     guesses: Sequence[str] = ()
-    speculation: Sequence[Guessing] = ()
+    speculation: Sequence[DraftGain] = ()
     measured_at_s: float | None = None
     measured_busy: Sequence[str] = ()
 
@@ -130,8 +130,8 @@ def consider(
         return Considered(refused, lambda: [*map(str, search.fixes()), *map(str, other_model(search, others()))])
     drafting = () if job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, speculate))
     planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, drafting, **taken)
-    int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, recipe=RECIPES[DEFAULT]), model)
-    return Considered(planned, lambda: [*map(str, advise(search, plan, int4, others()))])
+    int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, weights=DEFAULT), model)
+    return Considered(planned, lambda: advise(search, plan, int4, others()))
 
 
 def foresee(
@@ -158,7 +158,7 @@ def _planner(
     if not speculate.is_on or not speculate.draft_model:
         return planner
     draft = find_shape(speculate.draft_model)
-    recipe = RECIPES[choose_recipe("auto", draft.config, (), planner.dtype)]
+    recipe = SIZES[choose_recipe("auto", draft.config, (), planner.dtype)]
     shape = model_shape(draft.config, recipe, planner.dtype, draft.name, planner.device, wanted.kv)
     return replace(planner, draft=DraftShape(shape, draft.config.longest_context))
 
@@ -186,38 +186,41 @@ def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[
         return [
             f"{word} is taken to have the tokenizer of {name}: no tokenizer.json of {' and of '.join(absent)} is here"
         ]
+    from localllm.engine.loader import require_same_tokenizer
+    from localllm.text.tokenizer import Tokenizer
+
     require_same_tokenizer(Tokenizer.load(files.directory), name, draft)
     return []
 
 
-def _drafting(plan: Plan, draft: DraftShape | None, why_no_draft: str, wish: Speculate) -> Iterator[Guessing]:
+def _drafting(plan: Plan, draft: DraftShape | None, why_no_draft: str, wish: Speculate) -> Iterator[DraftGain]:
     """Yield what each drafter would give. draft: the second model."""
     most, depth, staging = wish.most_tokens, plan.prompt_tokens, staging_s(plan)
     if most < 1:
         return
     if wish.who in ("auto", "ngram"):
         for alpha in USUAL_ALPHAS:
-            yield Guessing("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
+            yield DraftGain("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
     if wish.skips and not slow(plan):
-        yield Guessing("skip", why_not="every block is near: none is left out")
+        yield DraftGain("skip", why_not="every block is near: none is left out")
     elif wish.skips and not (left_out := skipped(plan)):
-        yield Guessing("skip", why_not="what stays near is too little to guess with")
+        yield DraftGain("skip", why_not="what stays near is too little to draft with")
     elif wish.skips:
         alpha, found = skipping(plan, usual_harm([block.name for block in plan.shape.blocks]), most)
-        yield Guessing("skip", alpha, found, len(left_out))
+        yield DraftGain("skip", alpha, found, len(left_out))
     if draft is not None and not plan.shape.draft_bytes:
-        yield Guessing(wish.who, why_not=f"left out, as {why_no_draft}")
+        yield DraftGain(wish.who, why_not=f"left out, as {why_no_draft}")
     elif draft is not None:
         draft_s = plan.costs.fast_s(draft.shape.num_bytes)
         for alpha in USUAL_ALPHAS:
             found = gain(plan.costs, depth, alpha, draft_s, staging_s=staging, most=most)
-            yield Guessing(wish.who, alpha, found)
+            yield DraftGain(wish.who, alpha, found)
 
 
 def _shape(planner: ModelPlanner, model: Shape) -> ModelShape:
     """Return the model's sizes in the planner's format."""
-    config, packing = as_stored(planner.files, model.name, model.config, planner.recipe)
-    return model_shape(config, planner.recipe, planner.dtype, model.name, planner.device, planner.wanted.kv, packing)
+    config, packing = as_stored(planner.files, model.name, model.config, planner.sizes)
+    return model_shape(config, planner.sizes, planner.dtype, model.name, planner.device, planner.wanted.kv, packing)
 
 
 def _guesses(profile: Profile) -> list[str]:
@@ -246,6 +249,6 @@ def _banded(amount: float, band: float) -> Prediction:
 
 def _others(planner: ModelPlanner) -> Iterator[ModelShape]:
     """Yield every model of the registry in INT4, as if none were packed."""
-    planner = replace(planner, files=None, recipe=RECIPES[DEFAULT])
+    planner = replace(planner, files=None, weights=DEFAULT)
     for name, raw in shipped_shapes().items():
         yield _shape(planner, Shape(name, parse_config(raw, f"the shape of {name}"), raw))

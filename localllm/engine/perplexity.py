@@ -48,23 +48,17 @@ def perplexity(
             "there is nothing to predict",
             why=f"the text has {len(token_ids)} tokens, the window {ctx}; both must be 2 or more",
         )
-    with closing(new_kv(min(ctx, len(token_ids)))) as kv:
-        return _read(runner, token_ids, ctx, kv, progress)
-
-
-def _read(
-    runner: ModelRunner, token_ids: Sequence[int], ctx: int, kv: PagedKV, progress: Callable[[int, int], None]
-) -> Perplexity:
     surprise, predicted = 0.0, 0
-    for begin in range(0, len(token_ids) - 1, ctx):
-        window = list(token_ids[begin : begin + ctx])
-        kv.trim(0)
-        while kv.length < len(window):
-            first = kv.length
-            chunk = Chunk(window, kv, min(CHUNK_TOKENS, len(window) - first))
-            surprise += _surprise(runner, chunk, window[first + 1 : first + chunk.num_tokens + 1])
-            progress(begin + kv.length, len(token_ids))
-        predicted += len(window) - 1
+    with closing(new_kv(min(ctx, len(token_ids)))) as kv:
+        for begin in range(0, len(token_ids) - 1, ctx):
+            window = list(token_ids[begin : begin + ctx])
+            kv.trim(0)
+            while kv.length < len(window):
+                first = kv.length
+                chunk = Chunk(window, kv, min(CHUNK_TOKENS, len(window) - first))
+                surprise += _surprise(runner, chunk, window[first + 1 : first + chunk.num_tokens + 1])
+                progress(begin + kv.length, len(token_ids))
+            predicted += len(window) - 1
     nll = surprise / predicted
     return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, predicted, ctx)
 

@@ -5,29 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import psutil
-import torch
 
-from localllm.cache.kv_format import choose_format, kv_bytes_per_sequence, kv_bytes_per_token
+from localllm.cache.kv_format import choose_format
 from localllm.config import format_bytes
-from localllm.engine.memory import DEFAULT_CTX, HEADROOM, available_bytes
-from localllm.engine.runner import BATCH_ROWS, DEVICE_BATCH_ROWS
 from localllm.errors import Fix, UsageError
-from localllm.kernels.cpu_gemv import MAX_ROWS
-from localllm.kernels.cpu_linear import is_available
-from localllm.kernels.kv_page import PAGE_TOKENS
+from localllm.kernels.cpu_matmul import is_available
+from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS
+from localllm.models.capabilities import can_be_split, native_row_bytes, runs_natively
 from localllm.models.config import ModelConfig
-from localllm.models.cpu_program import native_row_bytes, supports_shape
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
-from localllm.models.split_mlp import can_be_split
 from localllm.offload.planner.machine import Memory
+from localllm.offload.planner.machine_memory import HEADROOM, free_bytes
 from localllm.offload.planner.model_shape import BlockShape, ModelShape, Packing
 from localllm.offload.planner.plan import GIB
 from localllm.offload.streaming.host_buffer import give_back_freed
-from localllm.quant.bf12 import BF12
-from localllm.quant.dense import Dense
-from localllm.quant.nf4 import NF4
-from localllm.quant.recipe import Recipe
+from localllm.quant.layouts import DTYPE_NAMES, ITEM_BYTES, BF12Layout, NF4Layout, Sizes
 
 # What a process comes to hold beside its model once it computes: compiled kernels, pages of libraries, stacks.
 _GROWTH_BYTES = 12 << 20
@@ -46,74 +39,82 @@ _BITSANDBYTES_BYTES = 280 << 20
 _UNPACKING_BYTES = 8 << 20  # slabs of bf12, and what the C library keeps of them
 _STEP_BYTES = 16 << 20  # one that holds more than usual, started again, holds some MB more or less
 
-HOST = torch.device("cpu")
+DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
+# Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
+# matrices still fits into the caches.
+BATCH_ROWS = 512
+# On a GPU all weights are unpacked for each of them: for 512 tokens of an INT4 model that is a third of the time.
+DEVICE_BATCH_ROWS = 2048
 
 
 def model_shape(
     config: ModelConfig,
-    recipe: Recipe,
-    dtype: torch.dtype,
+    recipe: Sizes,
+    dtype: str,
     name: str,
-    device: torch.device = HOST,
+    device: str = "cpu",
     kv: str = "auto",
     packing: Packing | None = None,
 ) -> ModelShape:
-    """What the plan needs to know of a model whose activations and KV cache are of `dtype`, computed on `device`."""
+    """What the plan needs to know of a model whose activations and KV cache are of `dtype`, computed on `device`.
+
+    dtype: "bf16" or "fp32".
+    """
+    item_bytes, has_gpu = ITEM_BYTES[DTYPE_NAMES[dtype]], device.startswith("cuda")
     blocks = [_block_shape(layout, recipe) for layout in block_layouts(config)]
-    kv_format = choose_format(kv, config.head_dim, dtype)
-    layouts = kv_format.layouts(config.num_kv_heads, config.head_dim, dtype)
-    row_kv_bytes = layouts[0].layer_bytes // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them
-    is_native = device.type == "cpu" and supports_shape(config, recipe, dtype)
-    most_rows = DEVICE_BATCH_ROWS if device.type == "cuda" else BATCH_ROWS
+    kv_format = choose_format(kv, config.head_dim, item_bytes)
+    kv_sizes = kv_format.sizes(config.num_kv_heads, config.head_dim, item_bytes)
+    is_native = device == "cpu" and runs_natively(config, recipe, dtype)
+    most_rows = DEVICE_BATCH_ROWS if has_gpu else BATCH_ROWS
     return ModelShape(
         name=name,
         weights=recipe.name,
-        kv=kv_format.name if layouts[1] is not None else Dense(dtype).name,
+        kv=dtype if kv_format.keys == "dense" else kv_format.name,
         embed=blocks[0],
         blocks=tuple(blocks[1:-1]),
         head=blocks[-1],
-        kv_bytes_per_token=kv_bytes_per_token(layouts, config.num_layers),
-        kv_bytes_per_sequence=kv_bytes_per_sequence(layouts, config.num_layers),
+        kv_bytes_per_token=kv_sizes.per_token(config.num_layers),
+        kv_bytes_per_sequence=kv_sizes.per_sequence(config.num_layers),
         default_ctx=min(config.max_position_embeddings, DEFAULT_CTX),
-        row_bytes=row_kv_bytes
-        + (native_row_bytes(config, recipe) if is_native else _operator_row_bytes(config, dtype)),
-        state_bytes=config.hidden_size * (4 if is_native else dtype.itemsize),
+        row_bytes=kv_sizes.dense // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them
+        + (native_row_bytes(config, recipe) if is_native else _operator_row_bytes(config, item_bytes)),
+        state_bytes=config.hidden_size * (4 if is_native else item_bytes),
         logits_bytes=config.vocab_size * 4,
         # The operators' sums change with the number of rows: another one is taken only where this one does not fit.
         batch_rows=tuple(dict.fromkeys(max(most_rows >> halvings, MAX_ROWS) for halvings in range(9))),
         is_tied=config.tie_word_embeddings,
         can_split=can_be_split(config, recipe),
         packing=packing,
-        section_bytes=4 * config.num_heads * (config.head_dim + 2) if device.type == "cuda" else 0,
+        section_bytes=4 * config.num_heads * (config.head_dim + 2) if has_gpu else 0,
     )
 
 
-def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: torch.dtype) -> dict[str, ModelShape]:
+def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, ModelShape]:
     """The same model with each format of keys and values that takes less, by its name, the largest first."""
-    found = {}
+    found, item_bytes = {}, ITEM_BYTES[DTYPE_NAMES[dtype]]
     for name in ("int8", "k8v4", "int4"):
-        layouts = choose_format(name, config.head_dim, dtype).layouts(config.num_kv_heads, config.head_dim, dtype)
-        per_token = kv_bytes_per_token(layouts, config.num_layers)
-        if layouts[1] is not None and per_token < shape.kv_bytes_per_token:
-            per_sequence = kv_bytes_per_sequence(layouts, config.num_layers)
+        sizes = choose_format(name, config.head_dim, item_bytes).sizes(config.num_kv_heads, config.head_dim, item_bytes)
+        per_token = sizes.per_token(config.num_layers)
+        if sizes.coded is not None and per_token < shape.kv_bytes_per_token:
+            per_sequence = sizes.per_sequence(config.num_layers)
             found[name] = replace(shape, kv=name, kv_bytes_per_token=per_token, kv_bytes_per_sequence=per_sequence)
     return found
 
 
-def _block_shape(layout: BlockLayout, recipe: Recipe) -> BlockShape:
+def _block_shape(layout: BlockLayout, recipe: Sizes) -> BlockShape:
     weights = sum(matrix.out_features * matrix.in_features for matrix in layout.matrices)
     return BlockShape(layout.name, PackedFile.of(layout, recipe, source="").file_bytes, 2 * weights)
 
 
-def _operator_row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:
     """Of a row at its widest: gate and up, one of them activated, and what came before, some of it in fp32."""
     wide = 4 * config.intermediate_size + 6 * config.hidden_size
     attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim  # what its kernels take and give
-    return wide * dtype.itemsize + (3 * config.hidden_size + attention) * 4
+    return wide * item_bytes + (3 * config.hidden_size + attention) * 4
 
 
 def process_memory(
-    ram_bytes: int | None, weights: Recipe, vocab_size: int, placed_bytes: int = 0, *, packs: bool = False
+    ram_bytes: int | None, weights: Sizes, vocab_size: int, placed_bytes: int = 0, *, packs: bool = False
 ) -> Memory:
     """What this process may hold, `ram_bytes` or most of what is free, and what the program takes of it: a figure that
     every process finds alike before it has a model, or what this one holds already, where that is much more.
@@ -125,10 +126,10 @@ def process_memory(
     is_available()  # loads the compiler of the kernels, which takes 48 MB, before what is held is counted
     give_back_freed()  # a tokenizer of 128,000 entries leaves 177 MB behind when it is read
     held = int(psutil.Process().memory_info().rss)
-    free = held + int(HEADROOM * available_bytes(torch.device("cpu")))
+    free = held + int(HEADROOM * free_bytes())
     usual = _PROGRAM_BYTES + _TOKENIZER_BYTES * vocab_size + (_PACKING_BYTES if packs else 0)
-    usual += _BITSANDBYTES_BYTES if isinstance(weights.blocks, NF4) else 0
-    usual += _UNPACKING_BYTES if isinstance(weights.blocks, BF12) else 0
+    usual += _BITSANDBYTES_BYTES if isinstance(weights.blocks, NF4Layout) else 0
+    usual += _UNPACKING_BYTES if isinstance(weights.blocks, BF12Layout) else 0
     now = held - placed_bytes + _GROWTH_BYTES
     program = usual if now <= usual + _FIRST_BYTES else -(-now // _STEP_BYTES) * _STEP_BYTES
     most = free if ram_bytes is None else min(ram_bytes, free)
@@ -143,4 +144,15 @@ def require_cap(ram_bytes: int | None) -> None:
             f"--ram {ram_bytes / GIB:.2f}GiB is more than this machine has",
             why=f"it has {format_bytes(total, 2)} of memory",
             fix=Fix.flag("--ram", f"{total / GIB - 0.01:.2f}GiB"),
+        )
+
+
+def require_context(config: ModelConfig, asked: int | None) -> None:
+    """Raises UsageError for a context that the model was not made for."""
+    longest = config.longest_context
+    if asked is not None and not 1 <= asked <= longest:
+        raise UsageError(
+            f"a context of {asked} tokens is not possible with this model",
+            why=f"it was trained for at most {longest}",
+            fix=Fix.flag("--ctx", longest),
         )

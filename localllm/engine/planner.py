@@ -5,28 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-
-from localllm.engine.card import card_machine
-from localllm.engine.memory import DTYPES, choose_device, choose_dtype, require_context, use_threads
-from localllm.engine.placement import model_shape, process_memory, require_cap
-from localllm.engine.runner import BATCH_ROWS
+from localllm.engine.device import DTYPES, device_name, dtype_name, has_cuda
+from localllm.engine.device import has_card as has_card
+from localllm.engine.placement import BATCH_ROWS, model_shape, process_memory, require_cap, require_context
 from localllm.engine.weights import as_stored, choose_recipe, compact_form, is_unpacked
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.models.config import ModelConfig
-from localllm.models.packed import PackedModel
 from localllm.offload.planner.fit_errors import idle_vram
 from localllm.offload.planner.host_placements import LOGIT_ROWS
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.plan import JobShape
-from localllm.offload.planner.profile import kept_profile, measured
+from localllm.offload.planner.profile import kept_profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import why_left_out
-from localllm.quant.recipe import RECIPES, Recipe
+from localllm.quant.layouts import DTYPE_NAMES, SIZES, Sizes, torch_dtype
 from localllm.settings import EngineConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from localllm.models.packed import PackedModel
+    from localllm.quant.recipe import Recipe
 
 # Rates for a plan that needs none measured: everything fits, whatever they are.
 _TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=False)
@@ -51,6 +54,7 @@ class ModelPlanner:
     """One model in one format, and what the user asked for.
 
     files: where the model is on this disk, if it is.
+    weights, dtype, device: names, the last as torch has it.
     wanted, job: as `Engine.load` has them.
     say: is told of each measurement before it begins, and may raise.
     draft: a second model that drafts.
@@ -59,9 +63,9 @@ class ModelPlanner:
 
     name: str
     files: ModelFiles | None
-    recipe: Recipe
-    dtype: torch.dtype
-    device: torch.device
+    weights: str
+    dtype: str
+    device: str
     wanted: EngineConfig
     job: JobShape | None
     say: Callable[[str], None]
@@ -80,15 +84,37 @@ class ModelPlanner:
     ) -> ModelPlanner:
         """Return the planner, without a second model. Raises UsageError for what cannot be honoured."""
         if wanted.threads is not None:
+            from localllm.engine.memory import use_threads
+
             use_threads(wanted.threads)
-        device = choose_device(wanted.device)
+        device = device_name(wanted.device)
         require_card(device, wanted.vram)
         require_context(config, wanted.ctx)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
-        dtype = choose_dtype(wanted.weights if is_by_weights else wanted.dtype)
+        dtype = dtype_name(wanted.weights if is_by_weights else wanted.dtype)
         packed = () if files is None else tuple(packed_recipes(files))
-        recipe = RECIPES[choose_recipe(wanted.weights, config, packed, dtype)]
-        return cls(name, files, recipe, dtype, device, wanted, job, say)
+        weights = choose_recipe(wanted.weights, config, packed, dtype)
+        return cls(name, files, weights, dtype, device, wanted, job, say)
+
+    @property
+    def sizes(self) -> Sizes:
+        return SIZES[self.weights]
+
+    @property
+    def recipe(self) -> Recipe:
+        from localllm.quant.recipe import RECIPES
+
+        return RECIPES[self.weights]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch_dtype(DTYPE_NAMES[self.dtype])
+
+    @property
+    def torch_device(self) -> torch.device:
+        import torch
+
+        return torch.device(self.device)
 
     @property
     def sequences(self) -> int:
@@ -105,18 +131,20 @@ class ModelPlanner:
         """
         packing, cached_share = None, 0.0
         if packed is None:
-            config, packing = as_stored(self.files, self.name, config, self.recipe)
+            config, packing = as_stored(self.files, self.name, config, self.sizes)
         else:
             cached_share = packed.cached_share()
-        shape = model_shape(config, self.recipe, self.dtype, self.name, self.device, self.wanted.kv, packing)
+        shape = model_shape(config, self.sizes, self.dtype, self.name, self.device, self.wanted.kv, packing)
         if self.draft is not None:
             draft_bytes = self.draft.num_bytes(self.wanted.ctx or shape.default_ctx, self.sequences)
             shape = replace(shape, draft_bytes=draft_bytes)
         memory = partial(
-            process_memory, self.wanted.ram, self.recipe, config.vocab_size, placed_bytes, packs=packing is not None
+            process_memory, self.wanted.ram, self.sizes, config.vocab_size, placed_bytes, packs=packing is not None
         )
         if has_card(self.device):
-            machine = card_machine(self.device, self.recipe, self.dtype, self.wanted.vram, memory, self.say)
+            from localllm.engine.card import card_machine
+
+            machine = card_machine(self.torch_device, self.recipe, self.torch_dtype, self.wanted.vram, memory, self.say)
         else:
             machine = self._host(shape, memory)
         machine = replace(machine, rates=replace(machine.rates, cached_share=cached_share))
@@ -124,15 +152,15 @@ class ModelPlanner:
 
     def in_best_form(self, config: ModelConfig, placed_bytes: int = 0) -> ModelPlanner:
         """Return the planner for a form of the same weights in fewer bytes, where they have one that is better."""
-        if has_card(self.device) or not is_unpacked(self.recipe):
+        if has_card(self.device) or not is_unpacked(self.sizes):
             return self
         own = self.search(config, placed_bytes=placed_bytes)
         if own.fitting is not None and own.fitting.is_whole:
             return self
-        recipe = compact_form(self.recipe, config, () if self.files is None else packed_recipes(self.files))
-        if recipe is None:
+        compact = compact_form(self.sizes, config, () if self.files is None else packed_recipes(self.files))
+        if compact is None:
             return self
-        other = replace(self, recipe=recipe)
+        other = replace(self, weights=compact.name)
         return other if other.search(config, placed_bytes=placed_bytes).is_better_than(own) else self
 
     def with_room_for_draft(self, config: ModelConfig, placed_bytes: int = 0) -> tuple[ModelPlanner, str]:
@@ -154,26 +182,25 @@ class ModelPlanner:
         memory: asked again after a measurement, which leaves something behind.
         """
         require_cap(self.wanted.ram)  # before seconds of measuring
-        profile, weights = kept_profile(), self.recipe.name
-        has_idle_card = torch.cuda.is_available()
+        profile, weights = kept_profile(), self.weights
+        has_idle_card = has_cuda()
         if not self.measures and profile.rates(weights) is None:
             typical = Machine(memory(), _TYPICAL, has_idle_card=has_idle_card)
             plan = Search(shape, typical, self.wanted.ctx, self.job).fitting
             is_whole = plan is not None and not plan.streamed and plan.ctx >= (self.wanted.ctx or shape.default_ctx)
             if plan is None or (is_whole and not shape.draft_bytes):
                 return typical
-        profile = measured(profile, weights, self.recipe.blocks, self.dtype, self.say)
+        if profile.lacks(weights):
+            from localllm.offload.measuring.measurement import measured
+
+            # Torch is loaded now, and says for certain which machine this is.
+            profile = measured(kept_profile(), weights, self.recipe.blocks, self.torch_dtype, self.say)
         rates = profile.rates(weights)
         assert rates is not None
         return Machine(memory(), rates, corrections=profile.corrections(weights), has_idle_card=has_idle_card)
 
 
-def has_card(device: torch.device) -> bool:
-    """Return whether the device has memory of its own, beside the host's."""
-    return device.type != "cpu"
-
-
-def require_card(device: torch.device, vram: int | None) -> None:
+def require_card(device: str, vram: int | None) -> None:
     """Raise UsageError for a cap on a GPU's memory where none is used."""
     if vram is not None and not has_card(device):
         raise idle_vram()

@@ -12,13 +12,11 @@ from pathlib import Path
 import torch
 
 from localllm.cache.disk import QUEUE_BYTES, DiskTier
-from localllm.cache.kv_format import KVFormat
 from localllm.cache.page_file import LAYOUT_VERSION
 from localllm.cache.page_folder import ROOT
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.events import ignore
 from localllm.engine.residency import Residency
-from localllm.models.config import ModelConfig
 from localllm.offload.planner.plan import KEPT_PAGES, Plan
 
 _LEAST_QUEUE_BYTES = 16 << 20  # a few pages, under the tightest cap too: without them nothing reaches the disk
@@ -66,7 +64,8 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
         return PrefixCache(secrets.token_bytes(32), residency.kv_pages, ram_bytes)
     disk = None
     if reuse.directory is not None and reuse.disk_bytes != 0:
-        shown = _shown(computed, about) | {ROOT: root.hex()}
+        shown = {"model": computed.name or computed.source, ROOT: root.hex()}  # of a folder of pages, to a person
+        shown |= {name: str(about[name]) for name in ("weights", "kv", "dtype")}
         disk = DiskTier(reuse.directory, root, shown, reuse.disk_bytes, reuse.warn, queue_bytes=queue_bytes)
     return PrefixCache(root, residency.kv_pages, ram_bytes, disk)
 
@@ -87,32 +86,15 @@ def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:
     """Return all that decides what pages mean. Who computes is part of it: other kernels' sums differ in their last
     bits."""
     config, kv_format = residency.config, residency.kv_pages.format
+    dtype = "fp32" if residency.model.dtype is torch.float32 else "bf16"
     return {
         "layout": [_PAGES_VERSION, LAYOUT_VERSION],
         "source": computed.source,
         "weights": computed.weights,
-        "kv": _named(kv_format, residency),
-        "dtype": _dtype(residency),
+        "kv": dtype if kv_format.keys == "dense" else kv_format.name,
+        "dtype": dtype,
         "device": residency.device.type,
         "is_native": residency.runner.cpu_program is not None or residency.runner.gpu_program is not None,
         "ropes": [asdict(rope) for rope in config.ropes],
-        "shape": _shape(config),
+        "shape": [config.num_layers, config.num_kv_heads, config.head_dim, list(config.windows)],
     }
-
-
-def _named(kv_format: KVFormat, residency: Residency) -> str:
-    return _dtype(residency) if kv_format.keys == "dense" else kv_format.name
-
-
-def _dtype(residency: Residency) -> str:
-    return "fp32" if residency.model.dtype is torch.float32 else "bf16"
-
-
-def _shape(config: ModelConfig) -> list[object]:
-    return [config.num_layers, config.num_kv_heads, config.head_dim, list(config.windows)]
-
-
-def _shown(computed: Computed, about: Mapping[str, object]) -> dict[str, str]:
-    """Return what a person is shown of a folder of pages."""
-    name = computed.name or computed.source
-    return {"model": name, "weights": computed.weights, "kv": str(about["kv"]), "dtype": str(about["dtype"])}

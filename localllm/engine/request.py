@@ -145,10 +145,10 @@ class Request:
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_ALTERNATIVES:
             why = f"it must lie between 0 and {MAX_ALTERNATIVES}"
             raise UsageError(f"prompt_logprobs is {self.prompt_logprobs}", why=why)
-        if self.prompt_logprobs is not None and self.pooling is not None:
+        if self.pooling is not None and self.prompt_logprobs is not None:
             why = "an embedding is nothing but its vector"
             raise UsageError("prompt_logprobs and pooling cannot go together", why=why)
-        if self.beams > 1 and self.pooling is not None:
+        if self.pooling is not None and self.beams > 1:
             raise UsageError("beams and pooling cannot go together", why="an embedding has no answer to search")
 
 

@@ -18,8 +18,7 @@ from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
 from localllm.models.offloaded_model import HOST, OffloadedModel
-from localllm.offload.placement import NEVER, BlockPlacement
-from localllm.offload.planner.demotion import demoted
+from localllm.offload.placement import NEVER, BlockPlacement, demoted
 from localllm.offload.planner.plan import Plan
 
 _MUCH_BYTES = 256 << 20  # another program that came or went; less is what a desktop's windows take and give back
@@ -157,7 +156,10 @@ class Residency:
         """Between two answers: plan anew where much more of a GPU's memory is free than before, or much less. A CPU's
         is in motion always: there only where something was given up. Returns what was planned, if anything was; raises
         as `move` does."""
-        if self.placed is None or self._replan is None or not self._is_unsettled(self.placed):
+        if self.placed is None or self._replan is None:
+            return None
+        has_changed = abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
+        if not (has_changed if self.placed.has_device else self._has_given_up):
             return None
         plan = None
         with suppress(DoesNotFitError, MemoryError):  # it goes on as it is
@@ -216,11 +218,6 @@ class Residency:
             _give_back(error)
             self._has_kv_on_host = self._has_given_up = True
             self.kv_pages.move(self.kv_devices)
-
-    def _is_unsettled(self, placed: OffloadedModel) -> bool:
-        if not placed.has_device:
-            return self._has_given_up
-        return abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
 
     def _demoted(self, blocks: Sequence[BlockPlacement], on_device: bool) -> list[BlockPlacement] | None:
         return demoted(blocks, "vram" if on_device else "ram", self.config.tie_word_embeddings)

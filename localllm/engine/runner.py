@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.async_decode import Ahead
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_out_of_memory
+from localllm.engine.placement import BATCH_ROWS as BATCH_ROWS
 from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk, StepCancelledError
 from localllm.errors import FETCH_ANEW, Fix, LocalLLMError, NonFiniteError
@@ -22,6 +22,7 @@ from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.kernels.gpu.ready import give_up, why_not
 from localllm.kernels.spare import require_spare_memory
 from localllm.layers.batch import Batch
+from localllm.layers.rotary import Rotary
 from localllm.layers.segment import Segment
 from localllm.models.cpu_program import CpuProgram
 from localllm.models.decoder import Block, Decoder
@@ -32,15 +33,10 @@ from localllm.offload.placement import NEVER
 # Of a native step that is not stopped between blocks: it takes hardly longer than one of one row, and stopping 44 times
 # costs 0.4 ms of 13.
 SINGLE_CALL_ROWS = 16
-# Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
-# matrices still fits into the caches.
-BATCH_ROWS = 512
-# On a GPU all weights are unpacked for each of them: for 512 tokens of an INT4 model that is a third of the time.
-DEVICE_BATCH_ROWS = 2048
 
 
 if TYPE_CHECKING:
-    from localllm.models.gpu_program import GpuProgram
+    from localllm.models.gpu_program import Drawn, GpuProgram
 
 
 def operators_compute(reason: str) -> str:
@@ -59,10 +55,52 @@ class _Part:
         return self.end - self.begin
 
 
-def _parts(chunk: Chunk, num_tokens: int) -> Iterator[_Part]:
-    """Yield the tokens of a chunk in order, so many at a time."""
-    for begin in range(chunk.begin, chunk.end, num_tokens):
-        yield _Part(chunk, begin, min(begin + num_tokens, chunk.end))
+@dataclass
+class Ahead:
+    """A step of one token for each of these sequences, which a GPU begins before the host has seen the tokens before
+    them. Whoever does not want it forgets it: no sequence has advanced."""
+
+    kvs: Sequence[PagedKV]
+    lengths: Sequence[int]  # tokens that the sequences hold before it
+    draws: Sequence[PlainDraw]
+    drawn: Drawn
+    last_ids: Sequence[int] | None  # each sequence's last token, once the host knows it
+
+    @classmethod
+    def begun(
+        cls,
+        step: GpuProgram,
+        rotaries: tuple[Rotary, ...],
+        kvs: Sequence[PagedKV],
+        draws: Sequence[PlainDraw],
+        last: Sequence[int] | Drawn,
+    ) -> Ahead:
+        """Begin the step. last: each sequence's last token, or where it is sampled. Raises as `PagedKV.prepare`."""
+        lengths = [kv.length for kv in kvs]
+        for kv in kvs:
+            kv.prepare(kv.length + 1)
+        last_ids = last if isinstance(last, Sequence) else None
+        batch = Batch(
+            token_ids=torch.tensor(last_ids or [0] * len(kvs)),
+            positions=torch.tensor(lengths),
+            segments=tuple(Segment(i, i + 1, kv, kv.length, kv.length + 1) for i, kv in enumerate(kvs)),
+            logit_rows=torch.arange(len(kvs)),
+            rotaries=rotaries,
+        )
+        previous = None if isinstance(last, Sequence) else last.on_device
+        at_next = [draw.at(length + 1) for draw, length in zip(draws, lengths, strict=True)]
+        return cls(kvs, lengths, draws, step.draw(batch, at_next, previous), last_ids)
+
+    def is_of(self, kvs: Sequence[PagedKV], last_ids: Sequence[int], draws: Sequence[PlainDraw]) -> bool:
+        """Return whether it is the step that follows these tokens."""
+        return (
+            len(kvs) == len(self.kvs)
+            and all(
+                own is kv and length == kv.length for own, length, kv in zip(self.kvs, self.lengths, kvs, strict=True)
+            )
+            and list(draws) == list(self.draws)
+            and list(last_ids) == list(self.last_ids or ())
+        )
 
 
 class ModelRunner:
@@ -223,12 +261,14 @@ class ModelRunner:
         few = SINGLE_CALL_ROWS if self._is_ours(chunks) else MAX_ROWS
         together = few if self.cpu_program is None else self.batch_rows
         groups: list[list[_Part]] = []
-        pieces = (_parts(chunk, together if chunk.num_drafted else self.batch_rows) for chunk in chunks)
-        for part in chain.from_iterable(pieces):
-            if groups and sum(map(len, groups[-1])) + len(part) <= together:
-                groups[-1].append(part)
-            else:
-                groups.append([part])
+        for chunk in chunks:
+            num_tokens = together if chunk.num_drafted else self.batch_rows
+            for begin in range(chunk.begin, chunk.end, num_tokens):
+                part = _Part(chunk, begin, min(begin + num_tokens, chunk.end))
+                if groups and sum(map(len, groups[-1])) + len(part) <= together:
+                    groups[-1].append(part)
+                else:
+                    groups.append([part])
         return [self._batch(group, all_logits) for group in groups]
 
     def _batch(self, parts: Sequence[_Part], all_logits: bool) -> Batch:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict, Unpack
 
 import numpy
 import torch
@@ -61,6 +61,17 @@ class PlainDraw:
         return Draw(noise_key(self.seed, position), self.temperature, threshold)
 
 
+class _Context(TypedDict):
+    num_prompt_tokens: int
+    seed: int
+    breaker_ids: NotRequired[frozenset[int]]  # tokens that no DRY repetition may span
+
+
+def _context(sequence: Running) -> _Context:
+    num_prompt_tokens, breaker_ids = sequence.num_prompt_tokens, sequence.breaker_ids
+    return {"num_prompt_tokens": num_prompt_tokens, "seed": sequence.seed, "breaker_ids": breaker_ids}
+
+
 def next_token(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> int:
     """Sample what follows these tokens, the sequence's own and perhaps drafted ones behind them, from fp32 logits
     [V]."""
@@ -78,9 +89,14 @@ def next_token(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> i
 
 
 def next_token_with_margin(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[int, float]:
-    """Sample as `next_token` does; return the margin of `sample_with_margin` too."""
+    """Sample as `next_token` does; return by how much the token won, too: what other logits must differ by, in units of
+    the temperature, for another one to win with the same noise. Infinite where there is no other."""
     allowed = _allowed(logits, sequence, token_ids)
-    return sample_with_margin(allowed, sequence.request.sampling, token_ids, **_context(sequence))
+    candidates, scores = _scored(allowed, sequence.request.sampling, token_ids, **_context(sequence))
+    best = scores.topk(min(2, len(scores)))
+    margin = float(best.values[0] - best.values[-1]) if len(scores) > 1 else math.inf
+    first = best.indices[0]
+    return int(first if candidates is None else candidates[first]), margin
 
 
 def log_probabilities(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
@@ -94,20 +110,6 @@ def log_probabilities(logits: Tensor, sequence: Running, token_ids: Sequence[int
         breaker_ids=sequence.breaker_ids,
     )
     return _allowed(logprobs, sequence, token_ids)
-
-
-class _Context(TypedDict):
-    num_prompt_tokens: int
-    seed: int
-    breaker_ids: frozenset[int]
-
-
-def _context(sequence: Running) -> _Context:
-    return {
-        "num_prompt_tokens": sequence.num_prompt_tokens,
-        "seed": sequence.seed,
-        "breaker_ids": sequence.breaker_ids,
-    }
 
 
 def _allowed(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
@@ -124,7 +126,14 @@ def _allowed(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Ten
     return logits.masked_fill(~allowed, -torch.inf)
 
 
-def sample(
+def sample(logits: Tensor, params: SamplingParams, token_ids: Sequence[int], **context: Unpack[_Context]) -> int:
+    """Sample the token that follows `token_ids` (prompt and answer so far) from fp32 logits [V]."""
+    candidates, scores = _scored(logits, params, token_ids, **context)
+    best = scores.argmax()
+    return int(best if candidates is None else candidates[best])
+
+
+def _scored(
     logits: Tensor,
     params: SamplingParams,
     token_ids: Sequence[int],
@@ -132,45 +141,16 @@ def sample(
     num_prompt_tokens: int,
     seed: int,
     breaker_ids: frozenset[int] = frozenset(),
-) -> int:
-    """Sample the token that follows `token_ids` (prompt and answer so far) from fp32 logits [V].
-
-    `breaker_ids`: tokens that no DRY repetition may span.
-    """
+) -> tuple[Tensor | None, Tensor]:
+    """Return the tokens that may be sampled, None for all, and their scores, with noise in fp64: the best one wins."""
     logits = penalised(logits, params, token_ids, num_prompt_tokens=num_prompt_tokens, breaker_ids=breaker_ids)
     if params.temperature == 0:
-        return int(logits.argmax())
-    candidates, scores = _noisy(logits, params, seed, len(token_ids))
-    return int(candidates[scores.argmax()])
-
-
-def sample_with_margin(
-    logits: Tensor,
-    params: SamplingParams,
-    token_ids: Sequence[int],
-    *,
-    num_prompt_tokens: int,
-    seed: int,
-    breaker_ids: frozenset[int] = frozenset(),
-) -> tuple[int, float]:
-    """Sample as `sample` does; return by how much the token won, too: what other logits must differ by, in units of the
-    temperature, for another one to win with the same noise. Infinite where there is no other."""
-    logits = penalised(logits, params, token_ids, num_prompt_tokens=num_prompt_tokens, breaker_ids=breaker_ids)
-    candidates, scores = None, logits
-    if params.temperature != 0:
-        candidates, scores = _noisy(logits, params, seed, len(token_ids))
-    best = scores.topk(min(2, len(scores)))
-    margin = float(best.values[0] - best.values[-1]) if len(scores) > 1 else math.inf
-    first = best.indices[0]
-    return int(first if candidates is None else candidates[first]), margin
-
-
-def _noisy(logits: Tensor, params: SamplingParams, seed: int, position: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens that may be sampled, and their scores with noise, fp64: the best one wins."""
+        return None, logits
     # Measured from the best, so that a temperature near zero makes the others -inf and never the best one +inf.
     scores = truncated((logits - logits.max()) / max(params.temperature, COLDEST), params)
     candidates = _finite(scores)
-    return candidates, scores[candidates].double() + gumbel_noise(noise_key(seed, position), candidates)
+    noise = gumbel_noise(noise_key(seed, len(token_ids)), candidates)
+    return candidates, scores[candidates].double() + noise
 
 
 def _finite(scores: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import bisect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as SetOf
 
@@ -105,7 +105,7 @@ class Scheduler:
 
     def _queue_arrived(self) -> None:
         while self._arrived:
-            bisect.insort(self.waiting, self._arrived.popleft(), key=_due)
+            bisect.insort(self.waiting, self._arrived.popleft(), key=lambda sequence: sequence.due)
 
     def schedule(self) -> Scheduled:
         """Return what the next step computes; [] where nothing is left to do."""
@@ -116,16 +116,21 @@ class Scheduler:
         for sequence in self.running:
             (decoding if _pending(sequence) <= 1 else prefilling).append(sequence)
         prefilling.sort(key=lambda sequence: min(sequence.due, awaited.get(sequence.request_id, sequence.due)))
-        decodes = [(sequence, _next_token(sequence)) for sequence in decoding]
+        decodes = [(sequence, _chunk(sequence, 1)) for sequence in decoding]
         if self.limits.shares_steps:
             self.num_chunks += bool(prefilling)
-            return [*decodes, *self._chunks(prefilling, self.limits.chunk_tokens)]
+            num_tokens = self.limits.chunk_tokens  # of all of them together
+            for sequence in prefilling:
+                if num_tokens > 0:
+                    decodes.append((sequence, _chunk(sequence, num_tokens)))
+                    num_tokens -= decodes[-1][1].num_tokens
+            return decodes
         if decodes and (self._decodes_next or not prefilling):
             self._decodes_next = False
             return decodes
         self._decodes_next = True
         self.num_chunks += 1
-        return [(sequence, _prompt_chunk(sequence, self.limits.chunk_tokens)) for sequence in prefilling[:1]]
+        return [(sequence, _chunk(sequence, self.limits.chunk_tokens)) for sequence in prefilling[:1]]
 
     def follow(self, leader: Sequence) -> list[Sequence]:
         """Admit those who wait for this prompt, which has just been computed to its end, as many as there is room for:
@@ -150,15 +155,6 @@ class Scheduler:
             self.running.append(sequence)
             followers.append(sequence)
         return followers
-
-    def _chunks(self, sequences: Iterable[Sequence], num_tokens: int) -> Iterator[tuple[Sequence, Chunk]]:
-        """Yield the next tokens of these sequences in turn, so many in all."""
-        for sequence in sequences:
-            if num_tokens <= 0:
-                return
-            chunk = _prompt_chunk(sequence, num_tokens)
-            num_tokens -= chunk.num_tokens
-            yield sequence, chunk
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         gone = {id(sequence): sequence for sequence in sequences}
@@ -235,20 +231,11 @@ def _has_same_prompt(one: Sequence, other: Sequence) -> bool:
     return len(ids) == len(others) and ids == others and one.pool is other.pool is None and not one.reads_logits
 
 
-def _prompt_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
+def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     assert sequence.kv is not None
     num_tokens = min(_pending(sequence), num_tokens, LOGIT_ROWS if sequence.reads_logits else num_tokens)
     return Chunk(sequence.token_ids, sequence.kv, num_tokens, all_logits=sequence.reads_logits)
 
 
-def _next_token(sequence: Sequence) -> Chunk:
-    assert sequence.kv is not None
-    return Chunk(sequence.token_ids, sequence.kv, 1)
-
-
 def _pending(sequence: Sequence) -> int:
     return len(sequence.token_ids) - (sequence.kv.length if sequence.kv else 0)
-
-
-def _due(sequence: Sequence) -> int:
-    return sequence.due

@@ -28,9 +28,12 @@ class Scores:
     def take(self, answer: FinishedEvent, plan: Plan | None, plain_s: float | None = None) -> None:
         """An answer that came to its end. One under no plan, one whose plan knew too little, and one that was
         written beside other programs' work is not counted.
-        plain_s: of a step without guesses, where the answer had some."""
+        plain_s: of a step without drafts, where the answer had some."""
         before, self._seen = self._seen, other_work.counted()
-        if plan is None or not _is_telling(plan) or other_work.is_much(other_work.others(before, self._seen)):
+        if plan is None or other_work.is_much(other_work.others(before, self._seen)):
+            return
+        rates = plan.costs.rates
+        if not rates.is_measured or (plan.streamed_bytes and rates.cached_share >= _MOST_CACHED):
             return
         usage, timings, costs = answer.usage, answer.timings, plan.costs
         is_plain = answer.speculation is None or not answer.speculation.drafted
@@ -53,8 +56,3 @@ class Scores:
     def _add(self, plan: Plan, term: Term, measured_s: float, predicted_s: float) -> None:
         ratio = measured_s / predicted_s * plan.costs.corrections.of(term)
         self._ratios[plan.shape.weights, term].append(ratio)
-
-
-def _is_telling(plan: Plan) -> bool:
-    rates = plan.costs.rates
-    return rates.is_measured and (not plan.streamed_bytes or rates.cached_share < _MOST_CACHED)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.embedding_request import Pooler
 from localllm.engine.events import (
     FinishedEvent,
     FinishReason,
@@ -18,8 +21,10 @@ from localllm.engine.events import (
     TokenLogprob,
     Usage,
 )
-from localllm.engine.request import Request
+from localllm.engine.request import Pooling, Request
+from localllm.errors import NonFiniteError
 from localllm.text.detokenizer import Detokenizer
+from localllm.text.eviction import wanted_room
 from localllm.text.grammar.constraint import Constraint
 from localllm.text.stop_strings import StopMatcher
 
@@ -69,6 +74,10 @@ class DraftCount:
         self.accepted += num_accepted
         self.rounds += num_drafted > 0
 
+    def stats(self, drafter: str) -> SpeculationStats:
+        tokens_per_pass = self.tokens / self.passes if self.passes else None
+        return SpeculationStats(drafter, self.drafted, self.accepted, self.rounds, tokens_per_pass)
+
 
 @dataclass
 class Likelihood:
@@ -84,6 +93,33 @@ class Likelihood:
     @property
     def mean(self) -> float | None:
         return self.total / self.tokens if self.tokens else None
+
+
+class Pooler:
+    """The embedding of a prompt: takes the hidden states of its tokens in order, chunk by chunk."""
+
+    def __init__(self, pooling: Pooling) -> None:
+        self.pooling = pooling
+        self._state: Tensor | None = None  # the sum so far, or the last one
+
+    def take(self, states: Tensor, position: int) -> None:
+        """Take states [T, hidden] behind the final norm, of the tokens from `position` on; a recomputation begins at
+        0."""
+        if self.pooling == "last":
+            self._state = states[-1].double()
+            return
+        total = states.double().sum(0)  # a mean of 8,192 tokens by fp32 sums would depend on how they are chunked
+        self._state = total if self._state is None or position == 0 else self._state + total
+
+    def vector(self) -> array[float]:
+        """Return the vector, of length 1: whether a mean is divided by the number of tokens makes no difference then.
+
+        Raises NonFiniteError for what is no number.
+        """
+        assert self._state is not None
+        if not bool(self._state.isfinite().all()):
+            raise NonFiniteError("the embedding has a NaN or an infinity", why="a block gave one of these")
+        return array("f", torch.nn.functional.normalize(self._state, dim=0).tolist())
 
 
 class Sequence:
@@ -105,7 +141,6 @@ class Sequence:
         self.seed = seed
         self.breaker_ids = breaker_ids  # tokens that no DRY repetition spans
         self.constraint = constraint
-        self.wants_growth = False  # of the context, before it runs
         self.fit(ctx)
         self.token_ids = list(request.prompt_ids)
         self.kv: PagedKV | None = None  # reserved at admission
@@ -125,10 +160,11 @@ class Sequence:
         self._stopped = False
 
     def fit(self, ctx: int) -> None:
-        """Let it be as long as a context of so many tokens allows."""
-        self.ctx = ctx
-        most = 0 if self.request.reads_only else self.request.sampling.max_tokens or ctx
-        self.max_length = min(ctx, self.num_prompt_tokens + most)
+        """Let it be as long as a context of so many tokens allows; it wants a longer one where its prompt leaves too
+        little for its answer, and it may."""
+        self.ctx, most = ctx, self.request.sampling.max_tokens
+        self.max_length = min(ctx, self.num_prompt_tokens + (0 if self.request.reads_only else most or ctx))
+        self.wants_growth = self.request.grows and self.num_prompt_tokens + wanted_room(ctx, most) > ctx
 
     @property
     def kv_capacity(self) -> int:
@@ -163,7 +199,11 @@ class Sequence:
         self.token_ids.append(token_id)
         text = self._release(self._detokenizer.push(token_id))
         if self.finish_reason is None and self.constraint is not None:
-            self._end_with(self.constraint)
+            answer = self.answer_ids
+            if self.constraint.has_ended(answer):
+                self.finish_reason = "stop"
+            elif len(self.token_ids) < self.max_length:
+                self.constraint.look_ahead(answer)  # what may follow is found out meanwhile
         if self.finish_reason is None and len(self.token_ids) >= self.max_length:
             self.finish_reason = "length"
         return TokenEvent(self.request_id, token_id, text, logprob)
@@ -173,20 +213,15 @@ class Sequence:
         self.clock.first_token = self.clock.last_token = time.perf_counter()
         self.finish_reason = "length"
 
-    def _end_with(self, constraint: Constraint) -> None:
-        """End where the grammar does; else have it find out meanwhile what may follow."""
-        answer = self.answer_ids
-        if constraint.has_ended(answer):
-            self.finish_reason = "stop"
-        elif len(self.token_ids) < self.max_length:
-            constraint.look_ahead(answer)
-
     def finished(self, load_s: float, error: Exception | None = None) -> FinishedEvent:
         """Return the last event, with text that was held back in case a stop string or a character would complete."""
         text = "" if self._stopped else self._release(self._detokenizer.finish())
         if not self._stopped:
             text += self._stop.finish()
         assert self.finish_reason is not None
+        meets_grammar = None
+        if self.constraint is not None:
+            meets_grammar = self._stop.found is None and self.constraint.is_met(self.answer_ids)
         return FinishedEvent(
             self.request_id,
             self.finish_reason,
@@ -196,27 +231,13 @@ class Sequence:
             error=error,
             miss=self.miss,
             ctx=self.ctx,
-            speculation=self._speculation,
+            speculation=None if self.drafter is None else self.draft_count.stats(self.drafter),
             embedding=self.pool.vector() if self.pool is not None and self.finish_reason == "stop" else None,
             stop_text=self._stop.found,
             mean_logprob=None if self.likelihood is None else self.likelihood.mean,
             end_logprob=self.end_logprob,
-            meets_grammar=self._meets_grammar,
+            meets_grammar=meets_grammar,
         )
-
-    @property
-    def _meets_grammar(self) -> bool | None:
-        if self.constraint is None:
-            return None
-        return self._stop.found is None and self.constraint.is_met(self.answer_ids)
-
-    @property
-    def _speculation(self) -> SpeculationStats | None:
-        if self.drafter is None:
-            return None
-        count = self.draft_count
-        tokens_per_pass = count.tokens / count.passes if count.passes else None
-        return SpeculationStats(self.drafter, count.drafted, count.accepted, count.rounds, tokens_per_pass)
 
     def _release(self, text: str) -> str:
         """Return the part of the text that cannot belong to a stop string any more."""

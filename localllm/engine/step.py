@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,19 +27,10 @@ from localllm.engine.step_types import Chunk, StepCancelledError, StepOutput
 from localllm.errors import LocalLLMError
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.load import Progress
-from localllm.offload.planner.plan import Plan
 
 _REPORT_S = 0.2  # between two reports of one forward
 
 Computed = tuple[Sequence, Chunk, StepOutput]
-
-
-@dataclass
-class _Attempt:
-    """What a failure of the part of a step that is under way would mean."""
-
-    ends: Callable[[], Iterable[Sequence]]  # the requests that it would end
-    gives_way: Callable[[Exception], bool] = lambda _error: False  # whether the next step is to try again instead
 
 
 class StepLoop:
@@ -67,52 +58,37 @@ class StepLoop:
 
         `report` is called while it runs, a few times a second, with how far the prompts are.
         """
-        events, computed = self._drop_aborted(), list[Computed]()
-        with self._failures(events) as attempt:
-            if prepared := self._prepare():
-                return events + prepared  # before anything is reported of the forward that follows
-            attempt.ends = lambda: [self.scheduler.waiting[0]]
-            attempt.gives_way = lambda error: self.kv_allocator.gives_way(error, 0)
-            scheduled = self.scheduler.schedule()
-            if scheduled:
-                scheduled = with_beams(scheduled, self._searches) if self._searches else scheduled
-                attempt.ends = lambda: [sequence for sequence, _ in scheduled]
-                attempt.gives_way = lambda error: self._gives_way(error, scheduled)
-                computed = self._forward(scheduled, report)
-        return events + self._postprocess(computed) if computed else events
-
-    @contextmanager
-    def _failures(self, events: list[Event]) -> Iterator[_Attempt]:
-        """Add to `events` what a failure ends: what was aborted, else the attempt's requests, if nothing gives way."""
-        attempt = _Attempt(lambda: self.scheduler.sequences)
+        events, has_prepared = self._drop_aborted(), False
+        scheduled: Scheduled = ()
         try:
-            yield attempt
+            is_between = self.scheduler.waiting and not self.scheduler.running
+            if (is_between or self.residency.is_lost) and (prepared := self._prepare()):
+                return events + prepared  # before anything is reported of the forward that follows
+            has_prepared = True
+            scheduled = self.scheduler.schedule()
+            if not scheduled:
+                return events
+            if self._searches:
+                scheduled = with_beams(scheduled, self._searches)
+            computed = self._forward(scheduled, report)
         except StepCancelledError:
-            events += self._drop_aborted()
+            return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
-            if not attempt.gives_way(error):
-                events += [self._fail(sequence, error) for sequence in dict.fromkeys(attempt.ends())]
+            if has_prepared and self._gives_way(error, scheduled):  # the next step tries again
+                return events
+            ended = [sequence for sequence, _ in scheduled]
+            if not ended:
+                ended = [self.scheduler.waiting[0]] if has_prepared else self.scheduler.sequences
+            return events + [self._fail(sequence, error) for sequence in dict.fromkeys(ended)]
+        return events + self._postprocess(computed)
 
     def _gives_way(self, error: Exception, scheduled: Scheduled) -> bool:
         num_rows = sum(chunk.num_tokens for _, chunk in scheduled)
-        return self.speculation.gives_way(error) or self.kv_allocator.gives_way(error, num_rows)
+        return (num_rows > 0 and self.speculation.gives_way(error)) or self.kv_allocator.gives_way(error, num_rows)
 
     def _prepare(self) -> list[Event]:
-        """Do what is due between answers: blocks move, the context grows. Raises as `Residency.move`."""
-        if self.residency.is_lost:
-            self.residency.restore()
-        if not self.scheduler.waiting or self.scheduler.running:
-            return []
-        if (plan := self.residency.settle()) is not None:
-            self._settled(plan)
-        return self._grow(self.scheduler.waiting[0])
-
-    def _settled(self, plan: Plan) -> None:
-        """Go on within another plan."""
-
-    def _grow(self, _sequence: Sequence) -> list[Event]:
-        """Make the context longer for a sequence that wants that, as nothing runs."""
-        return []
+        """Do what is due between answers. Raises as `Residency.move`."""
+        raise NotImplementedError
 
     # Forward
 

@@ -5,28 +5,27 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-
-import torch
+from typing import TYPE_CHECKING
 
 from localllm.engine.placement import process_memory, require_cap
 from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, source_id
-from localllm.kernels import cpu_bf12
-from localllm.models.block_source import CheckpointBlocks, foreseen_bytes
+from localllm.models.block_source import CheckpointBlocks, held_bytes, stored_config
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig
-from localllm.models.convert import convert
 from localllm.models.families import load_config
 from localllm.models.layout import block_layouts, model_bytes
-from localllm.models.load import Progress
-from localllm.models.packed import PackedModel, needs_conversion
+from localllm.models.packed_file import needs_conversion
 from localllm.offload.planner.fit_errors import cannot_be_packed, more_of
 from localllm.offload.planner.model_shape import Packing
 from localllm.offload.streaming.host_buffer import give_back_freed
-from localllm.quant.bf12 import BF12
-from localllm.quant.dense import Dense
-from localllm.quant.recipe import DEFAULT, RECIPES, Recipe, recipe
+from localllm.quant.layouts import DEFAULT, SIZES, BF12Layout, DenseLayout, Sizes, recipe_name
+
+if TYPE_CHECKING:
+    from localllm.models.load import Progress
+    from localllm.models.packed import PackedModel
+    from localllm.quant.recipe import Recipe
 
 # Below it a packed model saves less time than it takes to explain: such weights are read in a second, and a step of
 # them is fast.
@@ -36,7 +35,7 @@ _BESIDE_BYTES = 24 << 20
 _NO_ROOM = "close other programs, or choose a smaller model: localllm list"
 
 
-def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtype: torch.dtype = torch.bfloat16) -> str:
+def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtype: str = "bf16") -> str:
     """The name of the recipe that `weights` asks for. packed: those in which the model is packed already.
 
     "auto": what is packed, int4-g64 before the others; else `dtype`, that of the activations, for a small model, int4
@@ -44,44 +43,46 @@ def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtyp
     weights of another type than the activations.
     """
     if weights != "auto":
-        name = recipe(weights).name
-        own = _own_dtype(RECIPES[name])
+        name = recipe_name(weights)
+        own = _own_dtype(SIZES[name])
         if own not in (None, dtype):
             raise UsageError(
-                f"{name} weights cannot be used with {Dense(dtype).name} activations",
+                f"{name} weights cannot be used with {dtype} activations",
                 why="weights that are not quantized have the type of the activations",
-                fix=Fix.flag("--weights", name, "--dtype", Dense(own).name),
+                fix=Fix.flag("--weights", name, "--dtype", own),
             )
         return name
     # A copy of unquantized weights, in the order in which they are streamed, is no choice of a format.
-    usable = [name for name in (DEFAULT, *RECIPES) if name in packed and _own_dtype(RECIPES[name]) is None]
+    usable = [name for name in (DEFAULT, *SIZES) if name in packed and _own_dtype(SIZES[name]) is None]
     if usable:
         return usable[0]
     matrices = (matrix for layout in block_layouts(config) for matrix in layout.matrices)
     bf16_bytes = sum(matrix.out_features * matrix.in_features * 2 for matrix in matrices)
-    return Dense(dtype).name if bf16_bytes < UNPACKED_BYTES else DEFAULT
+    return dtype if bf16_bytes < UNPACKED_BYTES else DEFAULT
 
 
-def is_unpacked(weights: Recipe) -> bool:
+def is_unpacked(weights: Sizes) -> bool:
     """Whether these weights are read straight from the checkpoint, which holds them as they are."""
-    return isinstance(weights.blocks, Dense)
+    return isinstance(weights.blocks, DenseLayout)
 
 
-def compact_form(weights: Recipe, config: ModelConfig, packed: Sequence[str]) -> Recipe | None:
+def compact_form(weights: Sizes, config: ModelConfig, packed: Sequence[str]) -> Sizes | None:
     """In which bf16 weights are streamed to a CPU: the same numbers in fewer bytes. None where they are streamed as
     they are: those that do not fit into it have a copy of their own, as those have that were packed before."""
-    compact = RECIPES["bf12"]
+    compact = SIZES["bf12"]
     if weights.name != "bf16" or (weights.name in packed and compact.name not in packed):
         return None
     is_smaller = model_bytes(config, compact) < model_bytes(config, weights)  # units of 128 columns, where there are 64
+    from localllm.kernels import cpu_bf12
+
     return compact if is_smaller and cpu_bf12.is_available() else None
 
 
-def _own_dtype(weights: Recipe) -> torch.dtype | None:
+def _own_dtype(weights: Sizes) -> str | None:
     """Of weights that are not quantized."""
-    if isinstance(weights.blocks, BF12):
-        return torch.bfloat16
-    return weights.blocks.dtype if isinstance(weights.blocks, Dense) else None
+    if isinstance(weights.blocks, BF12Layout):
+        return "bf16"
+    return weights.blocks.name if isinstance(weights.blocks, DenseLayout) else None
 
 
 @contextmanager
@@ -103,6 +104,8 @@ def open_packed(
 
     Raises what `pack_model` and `PackedModel.open` raise.
     """
+    from localllm.models.packed import PackedModel
+
     directory = packed_directory(files, weights.name)
     if needs_conversion(directory):
         pack_model(files, weights, converting, waiting, ram_bytes)
@@ -110,20 +113,22 @@ def open_packed(
 
 
 def as_stored(
-    files: ModelFiles | None, name: str, config: ModelConfig, weights: Recipe
+    files: ModelFiles | None, name: str, config: ModelConfig, weights: Sizes
 ) -> tuple[ModelConfig, Packing | None]:
     """The config with a head of its own where the checkpoint has one; what must be packed before the model runs, None
     where it is packed. files: None where the model is not on this disk. What cannot be read is foreseen."""
-    held = foreseen_bytes(config, weights)
+    held = max(held_bytes(layout, weights, None) for layout in block_layouts(config))
     if files is not None:
-        with suppress(LocalLLMError), open_checkpoint(files, config, weights) as blocks:
-            held, config = max(map(blocks.held_bytes, block_layouts(blocks.config))), blocks.config
+        with suppress(LocalLLMError), Checkpoint.open(files.directory) as checkpoint:
+            stored = stored_config(checkpoint, config)
+            held = max(held_bytes(layout, weights, checkpoint) for layout in block_layouts(stored))
+            config = stored
         if not needs_conversion(packed_directory(files, weights.name)):
             return config, None
     return config, _packing(name, weights, held, is_here=files is not None)
 
 
-def _packing(model: str, weights: Recipe, held_bytes: int, *, is_here: bool = True) -> Packing:
+def _packing(model: str, weights: Sizes, held_bytes: int, *, is_here: bool = True) -> Packing:
     num_bytes = held_bytes + _BESIDE_BYTES
     if is_unpacked(weights):  # no wish of `quantize`: it is written where not all of it has room in memory
         return Packing(num_bytes, is_for_streaming=True)
@@ -143,6 +148,10 @@ def pack_model(
     ram_bytes: the most that this process may hold; None: most of what is free. Raises UsageError for more than the
     machine has, DoesNotFitError where that is too little, before anything is written, and what `convert` raises.
     """
+    import torch
+
+    from localllm.models.convert import convert
+
     require_cap(ram_bytes)
     vocab_size = load_config(files.directory).vocab_size
 

@@ -10,7 +10,6 @@ import lzma
 import math
 import re
 import shlex
-import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from localllm.config import format_bytes
+from localllm.config import format_bytes, format_time
 from localllm.errors import Fix, UsageError
 from localllm.history import chatgpt
 from localllm.history.records import IN_THOUGHT, Conversation, Message, Said, Session, is_time
@@ -157,14 +156,6 @@ def _closed(text: str) -> str:
         elif fence[1].startswith(opened) and not fence[2].strip():
             opened = ""
     return f"{text}\n{opened}" if opened else text
-
-
-def format_time(seconds: float) -> str:
-    """ "2026-11-21 22:09" here; "" for 0, which is not known, and for what no clock shows."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
-    except (OverflowError, ValueError, OSError):
-        return ""
 
 
 def read_conversations(path: Path) -> list[Conversation]:

@@ -11,22 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import CheckpointError, DownloadError, Fix, UnsupportedModelError
+from localllm.hub import repo_cache
 from localllm.hub.http import HubClient, TransferInterruptedError
 from localllm.hub.locks import exclusive
-from localllm.hub.repo_cache import (
-    COMMIT,
-    DIGEST,
-    EXTRA_TEMPLATE,
-    INCOMPLETE,
-    INDEX,
-    SINGLE,
-    RepoCache,
-    disk_error,
-    free_bytes,
-    no_space,
-    read_json,
-    sync_directory,
-)
 from localllm.hub.settings import Progress, PullProgress
 from localllm.hub.transfer import FileTransfer, RemoteFile
 from localllm.registry import RUNNABLE_MODEL_TYPES
@@ -35,7 +22,7 @@ from localllm.registry import RUNNABLE_MODEL_TYPES
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", INDEX,
+    "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", repo_cache.INDEX,
 )  # fmt: skip
 _MOST_TEMPLATES = 16  # beside the usual one
 _WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".gguf", ".ckpt", ".safetensors"}
@@ -45,7 +32,7 @@ REHASHED_BYTES = 64 << 20
 TEMPORARY_LIFETIME_S = 60.0
 
 
-def fetch_repository(client: HubClient, cache: RepoCache, revision: str, progress: Progress) -> str:
+def fetch_repository(client: HubClient, cache: repo_cache.RepoCache, revision: str, progress: Progress) -> str:
     """Bring the model's files into the cache and return the commit. Files that are there already are not fetched again.
 
     Raises DownloadError, AccessError, ModelNotFoundError, UnsupportedModelError or DoesNotFitError.
@@ -56,14 +43,14 @@ def fetch_repository(client: HubClient, cache: RepoCache, revision: str, progres
         with exclusive(cache.lock, lambda pid: progress(PullProgress("waiting", note=f"process {pid} is fetching it"))):
             return _Pull(client, cache, described, progress).run(revision)
     except OSError as error:
-        raise disk_error(error, cache.folder, 0) from None
+        raise repo_cache.disk_error(error, cache.folder, 0) from None
 
 
 class _Pull:
     """One repository's files, one after the other."""
 
     def __init__(
-        self, client: HubClient, cache: RepoCache, described: Mapping[str, object], progress: Progress
+        self, client: HubClient, cache: repo_cache.RepoCache, described: Mapping[str, object], progress: Progress
     ) -> None:
         """described: the repository, as the hub does."""
         self._client = client
@@ -80,8 +67,8 @@ class _Pull:
         absent = [file for file in files if not self._is_held(file)]
         partial_bytes = sum(min(file.size_bytes, _size(self._partial(file))) for file in absent)
         needed_bytes = sum(file.size_bytes for file in absent) - partial_bytes
-        if needed_bytes > free_bytes(cache.blobs):
-            raise no_space(cache.blobs, needed_bytes)
+        if needed_bytes > repo_cache.free_bytes(cache.blobs):
+            raise repo_cache.no_space(cache.blobs, needed_bytes)
         # Config and tokenizer first: a snapshot that has its weights has everything, and an unknown architecture is
         # found out before gigabytes are spent on it.
         for file in files:
@@ -93,8 +80,8 @@ class _Pull:
             self._done_bytes += file.size_bytes
             cache.link(file.digest, self._snapshot / file.name)
         self._check_shards()
-        sync_directory(cache.blobs)
-        sync_directory(self._snapshot)
+        repo_cache.sync_directory(cache.blobs)
+        repo_cache.sync_directory(self._snapshot)
         cache.write_manifest(commit, {file.name: file.size_bytes for file in files})
         cache.write_ref(revision, commit)
         self._collect()
@@ -105,14 +92,14 @@ class _Pull:
         return file.is_at(blob) if file.size_bytes <= REHASHED_BYTES else _size(blob) == file.size_bytes
 
     def _partial(self, file: RemoteFile) -> Path:
-        return self._cache.blobs / (file.digest + INCOMPLETE)
+        return self._cache.blobs / (file.digest + repo_cache.INCOMPLETE)
 
     def _report(self, file: RemoteFile, phase: Any, count: int, note: str) -> None:
         done_bytes = self._done_bytes + count
         self._progress(PullProgress(phase, file.name, count, file.size_bytes, done_bytes, self._total_bytes, note))
 
     def _check_architecture(self) -> None:
-        config = read_json(self._snapshot / "config.json")
+        config = repo_cache.read_json(self._snapshot / "config.json")
         model_type = config.get("model_type")
         if isinstance(model_type, str) and model_type not in RUNNABLE_MODEL_TYPES:
             raise UnsupportedModelError(
@@ -140,7 +127,7 @@ class _Pull:
     def _collect(self) -> None:
         """Remove what earlier pulls left: nobody else is at work while we hold the lock."""
         with suppress(OSError):
-            for path in self._cache.blobs.glob("*" + INCOMPLETE):
+            for path in self._cache.blobs.glob("*" + repo_cache.INCOMPLETE):
                 path.unlink(missing_ok=True)
             for path in self._cache.manifest("").parent.glob("*.tmp"):
                 # Young ones may belong to a process that a lock did not hold back.
@@ -153,7 +140,7 @@ def _read_listing(
 ) -> tuple[str, list[RemoteFile], list[RemoteFile]]:
     """Return (commit, small files, files of weights)."""
     commit, siblings = described.get("sha"), described.get("siblings")
-    if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or not isinstance(siblings, list):
+    if not isinstance(commit, str) or not repo_cache.COMMIT.fullmatch(commit) or not isinstance(siblings, list):
         raise DownloadError(
             f"the hub's description of {repo} is not understood",
             why="it has no commit, or no list of files",
@@ -167,8 +154,8 @@ def _read_listing(
 
 def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
     """Return the names of the small files that are wanted, and of those that hold the weights."""
-    sharded = sorted(name for name in names if _SHARD.fullmatch(name)) if INDEX in names else []
-    weights = sharded or [name for name in names if name == SINGLE]
+    sharded = sorted(name for name in names if _SHARD.fullmatch(name)) if repo_cache.INDEX in names else []
+    weights = sharded or [name for name in names if name == repo_cache.SINGLE]
     if not weights or "config.json" not in names:
         kinds = sorted({Path(name).suffix for name in names} & _WEIGHT_SUFFIXES)
         lacks = "config.json" if weights else "model.safetensors"
@@ -183,8 +170,8 @@ def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
             why="neither tokenizer.json nor vocab.json with merges.txt is there; tokenizer.model alone is not read",
             fix="choose a repository that has tokenizer.json: localllm list --all",
         )
-    small = [name for name in SMALL_FILES if name in names and (name != INDEX or sharded)]
-    return small + sorted(filter(EXTRA_TEMPLATE.fullmatch, names))[:_MOST_TEMPLATES], weights
+    small = [name for name in SMALL_FILES if name in names and (name != repo_cache.INDEX or sharded)]
+    return small + sorted(filter(repo_cache.EXTRA_TEMPLATE.fullmatch, names))[:_MOST_TEMPLATES], weights
 
 
 def _remote_file(client: HubClient, commit: str, name: str, item: Mapping[str, object]) -> RemoteFile:
@@ -201,7 +188,7 @@ def _remote_file(client: HubClient, commit: str, name: str, item: Mapping[str, o
         length = headers.get("x-linked-size") or headers.get("content-length") or ""
         size = int(length) if length.isdigit() else None
         digest = (headers.get("x-linked-etag") or headers.get("etag") or "").removeprefix("W/").strip('"')
-    is_digest = isinstance(digest, str) and DIGEST.fullmatch(digest)
+    is_digest = isinstance(digest, str) and repo_cache.DIGEST.fullmatch(digest)
     if not is_digest or not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise DownloadError(
             f"the hub gives no checksum for {name}",

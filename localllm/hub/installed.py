@@ -309,8 +309,8 @@ def _type(directory: Path) -> str | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files that a folder leads to."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    """Bytes of the files that a folder leads to; none where it is not there."""
+    return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 
 def remove(
@@ -353,11 +353,7 @@ def remove(
     if not is_here and not is_link(cache.folder):
         why = f"{cache.folder} does not hold it"
         raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=Fix.command("list"))
-    snapshot = cache.snapshot(commit) if commit else None
-    checkpoint_bytes = own_bytes(cache.folder) if snapshot is None else 0
-    if snapshot is not None and snapshot.is_dir():
-        checkpoint_bytes = folder_bytes(snapshot)
-    confirm(checkpoint_bytes, packed_bytes)
+    confirm(folder_bytes(cache.snapshot(commit)) if commit else own_bytes(cache.folder), packed_bytes)
 
     def refuse(process: str) -> None:
         raise LocalLLMError(

@@ -60,14 +60,23 @@ def understand(name: str, registry: Registry) -> ModelReference:
 
     Raises ModelNotFoundError for anything else; nothing is opened for it.
     """
-    _refuse_hostile(name)
+    is_path = name in (".", "..", "~") or name.startswith(("/", "./", "../", "~"))
+    reason = ""
+    if not name or len(name) > NAME_LIMIT:
+        reason = f"it has {len(name)} characters; a name has 1 to {NAME_LIMIT}"
+    elif _CONTROL.search(name) or any("\ud800" <= character <= "\udfff" for character in name):
+        reason = "it holds a control character"
+    elif not is_path and ("\\" in name or "%" in name or ".." in re.split(r"[/@]", name)):
+        reason = "a name holds no backslash, no percent sign and no '..' between slashes"
+    if reason:
+        raise ModelNotFoundError(f"{name[:80]!r} is no model name", why=reason, fix=Fix.command("list"))
     if name.casefold().endswith(".gguf") and present.is_file(Path(name)):
         raise ModelNotFoundError(
             f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix=Fix.command("list", "--all")
         )
     if name.casefold() == BUILT_IN:
         return ModelReference(BUILT_IN, directory=TINY_DIRECTORY, entry=registry.find(BUILT_IN))
-    if _spelled_as_path(name):
+    if is_path:
         return _directory(name)
     folder = Path(name)
     if any(present.is_file(folder / mark) for mark in MODEL_FILES):
@@ -91,22 +100,6 @@ def understand(name: str, registry: Registry) -> ModelReference:
 
 def pull_command(name: str) -> Fix:
     return Fix.command("pull", name)
-
-
-def _refuse_hostile(name: str) -> None:
-    reason = ""
-    if not name or len(name) > NAME_LIMIT:
-        reason = f"it has {len(name)} characters; a name has 1 to {NAME_LIMIT}"
-    elif _CONTROL.search(name) or any("\ud800" <= character <= "\udfff" for character in name):
-        reason = "it holds a control character"
-    elif not _spelled_as_path(name) and ("\\" in name or "%" in name or ".." in re.split(r"[/@]", name)):
-        reason = "a name holds no backslash, no percent sign and no '..' between slashes"
-    if reason:
-        raise ModelNotFoundError(f"{name[:80]!r} is no model name", why=reason, fix=Fix.command("list"))
-
-
-def _spelled_as_path(name: str) -> bool:
-    return name in (".", "..", "~") or name.startswith(("/", "./", "../", "~"))
 
 
 def _directory(name: str) -> ModelReference:

@@ -72,9 +72,13 @@ class RepoCache:
     def missing(self, commit: str) -> list[str]:
         """Names of the files that the snapshot still lacks; empty when it is whole."""
         snapshot = self.snapshot(commit)
-        sizes = self._listed_sizes(commit)
-        if sizes is not None:
-            return [name for name, size in sizes.items() if self._size(snapshot / name) != size]
+        with suppress(CheckpointError):
+            sizes = read_json(self.manifest(commit)).get("files") if is_file(self.manifest(commit)) else None
+            if isinstance(sizes, dict) and all(
+                (FILE_NAME.fullmatch(name) or EXTRA_TEMPLATE.fullmatch(name)) and isinstance(size, int)
+                for name, size in sizes.items()
+            ):
+                return [name for name, size in sizes.items() if self._size(snapshot / name) != size]
         absent = [] if self.holds(snapshot / "config.json") else ["config.json"]
         has_pair = self.holds(snapshot / "vocab.json") and self.holds(snapshot / "merges.txt")
         if not has_pair and not self.holds(snapshot / "tokenizer.json"):
@@ -100,19 +104,6 @@ class RepoCache:
     def shards(self, snapshot: Path) -> list[str]:
         """Names of the files that hold the weights, by its own index. Raises CheckpointError for a broken one."""
         return shard_names(snapshot / INDEX) if self.holds(snapshot / INDEX) else [SINGLE]
-
-    def _listed_sizes(self, commit: str) -> Mapping[str, int] | None:
-        path = self.manifest(commit)
-        if not is_file(path):
-            return None
-        with suppress(CheckpointError):
-            files = read_json(path).get("files")
-            if isinstance(files, dict) and all(
-                (FILE_NAME.fullmatch(name) or EXTRA_TEMPLATE.fullmatch(name)) and isinstance(size, int)
-                for name, size in files.items()
-            ):
-                return files
-        return None
 
     def partial_bytes(self) -> int:
         """Bytes of files that were not finished, ours and other tools'."""
@@ -181,11 +172,9 @@ def shard_names(index: Path) -> list[str]:
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in a small file of the cache. Raises CheckpointError."""
     try:
-        with path.open("rb") as file:
-            data = file.read(JSON_LIMIT_BYTES + 1)
-        if len(data) > JSON_LIMIT_BYTES:
+        if path.stat().st_size > JSON_LIMIT_BYTES:
             raise CheckpointError(f"{path} is too large", why=f"more than {JSON_LIMIT_BYTES} bytes")
-        value = json.loads(data)
+        value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read", why=str(error)) from None
     except (ValueError, RecursionError) as error:
@@ -204,12 +193,10 @@ def sync_directory(path: Path) -> None:
 
 
 def _read_ref(path: Path) -> str | None:
-    try:
-        with path.open("rb") as file:
-            commit = file.read(100).decode("ascii", "replace").strip()
-    except OSError:
-        return None
-    return commit if COMMIT.fullmatch(commit) else None
+    with suppress(OSError), path.open("rb") as file:
+        commit = file.read(100).decode("ascii", "replace").strip()
+        return commit if COMMIT.fullmatch(commit) else None
+    return None
 
 
 def _names(folder: Path) -> list[str]:

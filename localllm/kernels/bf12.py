@@ -18,26 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.sizes import TILE, capacity, units
+from localllm.kernels.sizes import UNIT as UNIT
+from localllm.kernels.sizes import UNIT_BYTES as UNIT_BYTES
 
-UNIT, UNIT_BYTES = 128, 192  # columns
 _LANES = 32
 CODES = 15
 MOST_COLUMNS = 1 << 16
-_EXCEPTIONS = 256  # of so many weights one may be one; of normal ones, one in 6000 is
 
 
 class ManyExceptionsError(ValueError):
     """More weights of some tile are exceptions than there is room for, or there are more columns than have a number."""
-
-
-def units(in_features: int) -> int:
-    return -(-in_features // UNIT)
-
-
-def capacity(in_features: int) -> int:
-    """Exceptions of a tile."""
-    return max(TILE, TILE * units(in_features) * UNIT // _EXCEPTIONS)
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

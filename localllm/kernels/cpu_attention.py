@@ -24,15 +24,12 @@ from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_kv import HeadPlan
 from localllm.kernels.cpu_rope import TOKEN_BYTES
 from localllm.kernels.kv_page import INT4_ZERO, PAGE_TOKENS, PageLayout
+from localllm.kernels.sizes import TASK_WORDS as TASK_WORDS
 
 RUN_PAGES = 4  # 8 KB of scores for 8 rows, in the first-level cache beside the pages
 SECTION_PAGES = 16
 MAX_ROWS = 8  # of a task; 16 sums in registers are 8 rows x 2 vectors
 NOTHING = -1e30  # a maximum over no key: finite, so that differences of it are
-# Rows of a segment count from its first token, heads of a group first. part: the first of the task's rows in `parts`,
-# where other tasks have the other sections; -1 where it has them all.
-TASK_WORDS = ("first_token", "first_row", "rows", "first_section", "end_section", "part")
-
 # Of a query row: its token, its head within the group, its first part, from one section's part to the next's, sections.
 MERGE_WORDS = ("token", "head", "first_part", "step", "count")
 

@@ -18,8 +18,8 @@ from localllm.kernels.cpu_ir import I32V, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa, compile_kernel
 from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.sizes import MAX_ROWS as MAX_ROWS
 
-MAX_ROWS = 8  # of x; above, the library's GEMM has more to reuse
 VECTOR = 32  # bf16 values in one 64-byte load: the even ones and the odd ones make two fp32 vectors
 PREFETCH_BYTES = 4096  # 2 KB ahead reads 12 % less, 32 KB is no better
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -12,14 +13,15 @@ import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from localllm.config import user_directories
 from localllm.kernels.cpu_ir import Kernel
 from localllm.kernels.cpu_isa import LLVM_TARGETS, Isa, host_isas
 from localllm.kernels.spare import require_spare_memory
+
+if TYPE_CHECKING:
+    import torch
 
 DIGEST_BYTES = 32
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -45,9 +47,9 @@ class Native:
         )
         values = [words[name] for name in (*self.pointers, *self.integers)]
         array = (ctypes.c_int64 * len(values))(
-            *(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values)
+            *(value if isinstance(value, int) else value.data_ptr() for value in values)
         )
-        array.tensors = [value for value in values if isinstance(value, torch.Tensor)]  # type: ignore[attr-defined]
+        array.tensors = [value for value in values if not isinstance(value, int)]  # type: ignore[attr-defined]
         return array
 
     def point(self, words: ctypes.Array[ctypes.c_int64], name: str, tensor: torch.Tensor) -> None:
@@ -178,11 +180,14 @@ def undefined_symbols(code: bytes, source: str) -> set[str]:
 
 @cache
 def openmp() -> ctypes.CDLL:
-    """The OpenMP runtime that torch has already loaded. Raises KernelUnavailableError."""
+    """The OpenMP runtime that is torch's. Raises KernelUnavailableError."""
     if platform.system() != "Linux":
         raise KernelUnavailableError("torch's OpenMP runtime has a GOMP interface on Linux only")
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        return ctypes.CDLL(str(path))
+    found = importlib.util.find_spec("torch")  # which is not imported for it
+    for folder in () if found is None else found.submodule_search_locations or ():
+        for path in sorted((Path(folder) / "lib").glob("libgomp*")):
+            return ctypes.CDLL(str(path))
+    importlib.import_module("torch")  # it has loaded another one than its own
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         if "libgomp" in line:
             return ctypes.CDLL(line.split(maxsplit=5)[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,7 +10,8 @@ from torch.nn import functional
 
 from localllm.kernels import cpu_matmul, cpu_quantize
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
-from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa
+from localllm.kernels.cpu_jit import Native, best_isa
+from localllm.kernels.cpu_matmul import is_available as is_available
 from localllm.kernels.cpu_tape import Arguments, Tape
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
@@ -74,16 +74,6 @@ class Activations:
             groups=matrix.in_features // matrix.group,
             features=features,
         )
-
-
-@cache
-def is_available() -> bool:
-    """Return whether this machine compiles and runs the kernels; asking compiles one of them (15-150 ms, once)."""
-    try:
-        cpu_matmul.matmul(best_isa(), "int4", 64, 1)
-    except KernelUnavailableError:
-        return False
-    return True
 
 
 def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int, isa: Isa | None = None) -> Tensor:

@@ -14,8 +14,8 @@ from functools import cache
 
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, Kernel, Value, Variable, vector_of
 from localllm.kernels.cpu_isa import Isa
-from localllm.kernels.cpu_jit import Native, compile_kernel
-from localllm.kernels.packed_matrix import Weights
+from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa, compile_kernel
+from localllm.kernels.sizes import Weights
 
 PREFETCH_BYTES = 16384  # a tile of 2048 columns; 4 KB ahead reads 3 to 5 % less
 NIBBLES = 0x0F0F0F0F
@@ -131,3 +131,13 @@ def rows_a_block(isa: Isa, rows: int) -> int:
     """Return how many rows of x the kernel takes at a time: as even as can be, so that few of them are empty."""
     blocks = -(-rows // isa.max_rows)
     return -(-rows // blocks)
+
+
+@cache
+def is_available() -> bool:
+    """Return whether this machine compiles and runs the kernels; asking compiles one of them (15-150 ms, once)."""
+    try:
+        matmul(best_isa(), "int4", 64, 1)
+    except KernelUnavailableError:
+        return False
+    return True

@@ -13,10 +13,8 @@ from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_kv import HeadPlan
 from localllm.kernels.cpu_quantize import inverse_rms
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.sizes import TOKEN_WORDS as TOKEN_WORDS
 
-# Of each token, as the kernels read it: the addresses of its sequence's pages, that of the page with its own position
-# as it is read by that page's queries (dense), the bytes from one layer's part of that to the next's, and its position.
-TOKEN_WORDS = ("pages", "own_page", "own_stride", "position")
 TOKEN_BYTES = 8 * len(TOKEN_WORDS)
 Store = Callable[[Kernel, HeadPlan, Value, Value, list[Value]], None]
 

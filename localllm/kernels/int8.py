@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localllm.kernels.sizes import INT8_WORD as WORD
 from localllm.kernels.tile16 import TILE, slab_tiles
-
-WORD = 4  # codes of one row in a 32-bit lane
 
 
 def pack(q: Tensor) -> Tensor:

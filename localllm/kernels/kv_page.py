@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-PAGE_TOKENS = 64
-GROUP = 32  # features that share a scale, and that a rotation mixes
-Coding = Literal["dense", "int8", "int4"]
-CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}
+from localllm.kernels.sizes import GROUP as GROUP
+from localllm.kernels.sizes import PAGE_TOKENS as PAGE_TOKENS
+from localllm.kernels.sizes import Coding as Coding
+from localllm.kernels.sizes import coding_bytes
+
 INT4_ZERO = 7.5  # 16 levels lie symmetrically around zero, none on it: 12 % less error than 15 with one
 # A scale is a byte: five bits of exponent, three of mantissa, rounded up. 16 bits would be 6 % of an INT4 page, and
 # the steps, 6 % finer on average, lose more at the groups' largest values than they win elsewhere.
@@ -55,13 +55,8 @@ class PageLayout:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Bytes of a head's keys, their scales, its values and theirs."""
-        return *self._sizes(self.keys), *self._sizes(self.values)
-
-    def _sizes(self, coding: Coding) -> tuple[int, int]:
-        elements = PAGE_TOKENS * self.head_dim
-        if coding == "dense":
-            return elements * self.dtype.itemsize, 0
-        return elements * CODE_BITS[coding] // 8, PAGE_TOKENS * self.groups
+        keys, values = (coding_bytes(coding, self.head_dim, self.dtype.itemsize) for coding in (self.keys, self.values))
+        return *keys, *values
 
     @property
     def head_bytes(self) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-Weights = Literal["int4", "int8"]
-INT8_GROUP = 64  # columns that share a scale of the activations where the weights have one a row
+from localllm.kernels.sizes import INT8_GROUP as INT8_GROUP
+from localllm.kernels.sizes import Weights as Weights
+
 MOST_SLICES = 32
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TILE = 16  # rows
-WORD = 8  # codes
+from localllm.kernels.sizes import TILE as TILE
+from localllm.kernels.sizes import WORD as WORD
+
 SLAB_WEIGHTS = 1 << 18  # dequantized at once: 1 MiB of fp32, what a core's L2 holds
 # On a GPU, where each slab takes ten launches of 5 us: 4000 of them for a token's 4-bit MLP of an 8B model, one after
 # the other, would be 20 ms.

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig
 from localllm.models.layout import BlockLayout, Matrix, block_layouts
-from localllm.quant.finite import require_finite
-from localllm.quant.recipe import Recipe
+from localllm.quant.layouts import ITEM_BYTES, Sizes, torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from localllm.quant.recipe import Recipe
 
 
 class BlockSource(Protocol):
@@ -37,9 +37,8 @@ class CheckpointBlocks:
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe) -> None:
         """The head is read where the checkpoint has one of its own, whatever `config` says; see `self.config`."""
-        own_head = config.tie_word_embeddings and checkpoint.stores_own_head()
         self.checkpoint = checkpoint
-        self.config = dataclasses.replace(config, tie_word_embeddings=False) if own_head else config
+        self.config = stored_config(checkpoint, config)
         self.recipe = recipe
 
     def check(self) -> None:
@@ -63,19 +62,19 @@ class CheckpointBlocks:
             tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self._quantized(matrix).items()}
             if matrix.has_bias:
                 stored = f"{matrix.stored}.bias"
-                bias = self.checkpoint.read_fused(stored, _named(matrix.parts, "bias"), (), torch.float32)
+                bias = self.checkpoint.read_fused(stored, _named(matrix.parts, "bias"), (), torch_dtype("float32"))
                 for name, part in self._as_stored(matrix, "bias", bias):
                     self._finite(name, part)
                 tensors[f"{matrix.name}.linear_bias"] = bias
             yield tensors
         for norm in layout.norms:
             stored = f"{norm.stored}.weight"
-            weight = self._finite(stored, self.checkpoint.read(stored, (norm.features,), torch.float32))
+            weight = self._finite(stored, self.checkpoint.read(stored, (norm.features,), torch_dtype("float32")))
             yield {norm.name: weight + self.config.norm_weight_offset}
 
     def held_bytes(self, layout: BlockLayout) -> int:
         """The most that is there at once while `parts` is gone through."""
-        return held_bytes(layout, self.recipe, self._weight_dtype)
+        return held_bytes(layout, self.recipe, self.checkpoint)
 
     def finish(self) -> None:
         unused = self.checkpoint.unused()
@@ -99,26 +98,22 @@ class CheckpointBlocks:
 
     def _as_stored(self, matrix: Matrix, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The rows of a matrix's weight or bias by the names that the checkpoint has for them."""
+        import torch
+
         fused = f"{matrix.stored}.{kind}"
         rows = {fused: len(tensor)} if self.checkpoint.has(fused) else _named(matrix.parts, kind)
         return zip(rows, torch.split(tensor, [*rows.values()]), strict=True)
 
     def _weight(self, matrix: Matrix) -> Tensor:
-        """[N, K], see `_weight_dtype`."""
+        """[N, K], see `_read_dtype`."""
         fused, parts = f"{matrix.stored}.weight", _named(matrix.parts, "weight")
-        return self.checkpoint.read_fused(fused, parts, (matrix.in_features,), self._weight_dtype(matrix))
-
-    def _weight_dtype(self, matrix: Matrix) -> torch.dtype:
-        """The format's own where it has one `weight`, else as stored, fp32 at most, for the format to quantize."""
-        own = _own_dtype(matrix, self.recipe)
-        if own is not None:
-            return own
-        fused = f"{matrix.stored}.weight"
-        stored = [fused] if self.checkpoint.has(fused) else _named(matrix.parts, "weight")
-        found = reduce(torch.promote_types, map(self.checkpoint.dtype, stored))
-        return torch.float32 if found == torch.float64 else found
+        return self.checkpoint.read_fused(
+            fused, parts, (matrix.in_features,), torch_dtype(_read_dtype(matrix, self.recipe, self.checkpoint))
+        )
 
     def _finite(self, stored: str, tensor: Tensor) -> Tensor:
+        from localllm.quant.finite import require_finite
+
         with self._blaming(stored):
             require_finite(tensor.unsqueeze(0))
         return tensor
@@ -133,9 +128,18 @@ class CheckpointBlocks:
             raise type(error)(what, why=error.why, fix=error.fixes) from None
 
 
-def held_bytes(layout: BlockLayout, recipe: Recipe, read_as: Callable[[Matrix], torch.dtype]) -> int:
+def stored_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """Return the config, with a head of its own where the checkpoint has one, whatever it says."""
+    own_head = config.tie_word_embeddings and checkpoint.stores_own_head()
+    return dataclasses.replace(config, tie_word_embeddings=False) if own_head else config
+
+
+def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None) -> int:
     """The most that is there at once while a block is packed: a matrix as it is read, what is made of it, and what was
-    made of the one before. Norms and biases are not worth counting."""
+    made of the one before. Norms and biases are not worth counting.
+
+    checkpoint: None where nobody has read it: it is taken to be in 16 bits, as almost all are.
+    """
     most = before = 0
     for matrix in layout.matrices:
         weight_format = matrix.format(recipe)
@@ -143,23 +147,20 @@ def held_bytes(layout: BlockLayout, recipe: Recipe, read_as: Callable[[Matrix], 
         specs = weight_format.specs(N, K)
         made = sum(spec.nbytes for spec in specs.values())
         beside = 0 if "weight" in specs else made + weight_format.working_bytes(K)  # "weight" is read into place
-        most = max(most, before + N * K * read_as(matrix).itemsize + beside)
+        most = max(most, before + N * K * ITEM_BYTES[_read_dtype(matrix, recipe, checkpoint)] + beside)
         before = made
     return most
 
 
-def foreseen_bytes(config: ModelConfig, recipe: Recipe) -> int:
-    """The same of a whole model that nobody has read: its checkpoint is taken to be in 16 bits, as almost all are."""
-    return max(
-        held_bytes(layout, recipe, lambda matrix: _own_dtype(matrix, recipe) or torch.bfloat16)
-        for layout in block_layouts(config)
-    )
-
-
-def _own_dtype(matrix: Matrix, recipe: Recipe) -> torch.dtype | None:
-    """Return the dtype of the format's one `weight`, into which the checkpoint is read; None where it has none."""
-    weight = matrix.format(recipe).specs(matrix.out_features, matrix.in_features).get("weight")
-    return None if weight is None else weight.dtype
+def _read_dtype(matrix: Matrix, recipe: Sizes, checkpoint: Checkpoint | None) -> str:
+    """The format's own where it has one `weight`, else as stored, fp32 at most, for the format to quantize."""
+    own = matrix.format(recipe).specs(matrix.out_features, matrix.in_features).get("weight")
+    if own is not None or checkpoint is None:
+        return own.dtype if own is not None else "bfloat16"
+    fused = f"{matrix.stored}.weight"
+    stored = [fused] if checkpoint.has(fused) else _named(matrix.parts, "weight")
+    found = set(map(checkpoint.dtype, stored))  # two of 16 bits have only fp32 in common
+    return found.pop() if len(found) == 1 and found != {"float64"} else "float32"
 
 
 def _named(parts: Mapping[str, int], kind: str) -> dict[str, int]:

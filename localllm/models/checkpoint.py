@@ -11,15 +11,17 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.fields import show
 from localllm.models.safetensors_file import SafetensorsFile, allocate
 from localllm.models.safetensors_header import StoredTensor
 from localllm.models.strict_json import JsonLimits, read_json_object
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -77,8 +79,8 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._spec(name).shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype as it is stored. Raises CheckpointError if it is missing, or of a dtype that is not read."""
+    def dtype(self, name: str) -> str:
+        """Return torch's name of the dtype as it is stored. Raises CheckpointError if it is missing, or not read."""
         self._spec(name)
         return self._file(name).dtype(self._stored[name])
 

@@ -24,8 +24,8 @@ from localllm.models.checkpoint import Checkpoint
 from localllm.models.families import load_config
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.load import Progress
-from localllm.models.packed import PackedModel, PackedPlan, read_index
-from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, write_block
+from localllm.models.packed import PackedModel, PackedPlan
+from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, read_index, write_block
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.recipe import Recipe
 

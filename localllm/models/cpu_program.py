@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels import cpu_attention, cpu_embed, cpu_matmul, cpu_norm, cpu_quantize, cpu_rope
+from localllm.kernels import cpu_embed, cpu_matmul, cpu_norm, cpu_quantize, cpu_rope
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import best_isa
-from localllm.kernels.cpu_linear import Activations, Step, float_bits, is_available
+from localllm.kernels.cpu_linear import Activations, Step, float_bits
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import window_groups
-from localllm.kernels.packed_matrix import INT8_GROUP, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
@@ -29,38 +29,10 @@ from localllm.layers.linear import Linear
 from localllm.layers.mlp import SplitMLP
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.norm import RMSNorm
-from localllm.models.config import ModelConfig
+from localllm.models.capabilities import fills_vectors
 from localllm.models.decoder import Block, Decoder
 from localllm.models.layout import EMBED, HEAD
-from localllm.quant.int4 import Int4
-from localllm.quant.int8 import Int8
-from localllm.quant.recipe import Recipe
-
-HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole registers
-
-
-def supports_shape(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Return whether a decoder of this shape on a CPU is computed by native steps, as far as is known before it is
-    loaded."""
-    return isinstance(recipe.blocks, Int4 | Int8) and _fills_vectors(config, dtype)
-
-
-def _fills_vectors(config: ModelConfig, dtype: torch.dtype) -> bool:
-    is_whole = config.head_dim % HALF_VECTOR == 0 == config.rotary_dim % HALF_VECTOR
-    return dtype is torch.bfloat16 and is_whole and is_available()
-
-
-def native_row_bytes(config: ModelConfig, recipe: Recipe) -> int:
-    """Bytes of the buffers for one more row."""
-    H, D, KH = config.num_heads, config.head_dim, config.num_kv_heads
-    widest_in = max(config.hidden_size, config.intermediate_size, H * D)
-    widest_out = max(2 * config.intermediate_size, (H + 2 * KH) * D, config.hidden_size)
-    group = recipe.blocks.group if isinstance(recipe.blocks, Int4) else INT8_GROUP
-    floats = 2 * config.hidden_size + widest_out + H * D + 3 * (widest_in // group)
-    floats += 2 * config.rotary_dim * len(set(config.ropes))
-    words = len(cpu_rope.TOKEN_WORDS) + H * len(cpu_attention.TASK_WORDS) + 1
-    return 4 * floats + 8 * words + widest_in
-
+from localllm.quant.dense import dense_name
 
 _TapeKey = tuple[int, int, bool, Layouts, AttentionRoom]
 
@@ -80,7 +52,7 @@ class CpuProgram:
         """Return whether every block is of INT4 or INT8 matrices whose sizes fill whole tiles and groups, on a CPU."""
         return (
             decoder.device.type == "cpu"
-            and _fills_vectors(decoder.config, decoder.dtype)
+            and fills_vectors(decoder.config, dense_name(decoder.dtype))
             and not any(isinstance(block.body, SplitMLP) for block in decoder.blocks)
             and all(_fills_tiles(linear) for block in decoder.blocks for linear in block.body.linears)
         )

@@ -11,7 +11,8 @@ from torch import Tensor
 from localllm.errors import CheckpointError
 from localllm.kernels.tile16 import TILE
 from localllm.models.packed_file import PackedFile
-from localllm.quant.weight_format import TensorSpec, WeightFormat
+from localllm.quant.layouts import TensorSpec
+from localllm.quant.weight_format import WeightFormat
 
 _AT_ONCE = 64  # tokens: their tiles, of 64 kB each in INT8 at a width of 4096, are no burden then
 
@@ -71,7 +72,7 @@ class DiskEmbedding:
         content = bytearray(os.pread(self._descriptor, spec.nbytes, begin))
         if len(content) < spec.nbytes:
             raise EOFError(f"it ends before byte {begin + spec.nbytes}")
-        return torch.frombuffer(content, dtype=spec.dtype).view(spec.shape)
+        return torch.frombuffer(content, dtype=spec.torch_dtype).view(spec.shape)
 
     def _stamped(self) -> tuple[int, int]:
         status = os.fstat(self._descriptor)

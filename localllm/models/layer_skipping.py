@@ -1,4 +1,4 @@
-"""A decoder without some of its blocks, on the same bytes: what it says is a guess of what the whole one would."""
+"""A decoder without some of its blocks, on the same bytes: it drafts what the whole one would say."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import torch
+from typing import TypeVar
 
 from localllm.models.config import ModelConfig
-from localllm.quant.recipe import Recipe
-from localllm.quant.weight_format import TensorSpec, WeightFormat
+from localllm.quant.layouts import RecipeOf, Sizes, TensorSpec, WeightLayout
+
+F = TypeVar("F", bound=WeightLayout)
 
 # The norms around a block's body, by the family's placement: (before, after), in Hugging Face's names.
 ATTENTION_NORMS = {
@@ -43,7 +43,7 @@ class Matrix:
     def out_features(self) -> int:
         return sum(self.parts.values())
 
-    def format(self, recipe: Recipe) -> WeightFormat:
+    def format(self, recipe: RecipeOf[F]) -> F:
         return recipe.embedding if self.is_embedding else recipe.blocks
 
 
@@ -62,22 +62,22 @@ class BlockLayout:
     matrices: tuple[Matrix, ...]
     norms: tuple[Norm, ...] = field(default=())
 
-    def specs(self, recipe: Recipe) -> dict[str, TensorSpec]:
+    def specs(self, recipe: Sizes) -> dict[str, TensorSpec]:
         """Every tensor of the block in the order in which it is packed; norms and biases are fp32."""
         specs: dict[str, TensorSpec] = {}
         for matrix in self.matrices:
             tensors = matrix.format(recipe).specs(matrix.out_features, matrix.in_features)
             specs |= {f"{matrix.name}.{name}": spec for name, spec in tensors.items()}
             if matrix.has_bias:
-                specs[f"{matrix.name}.linear_bias"] = TensorSpec((matrix.out_features,), torch.float32)
-        return specs | {norm.name: TensorSpec((norm.features,), torch.float32) for norm in self.norms}
+                specs[f"{matrix.name}.linear_bias"] = TensorSpec((matrix.out_features,), "float32")
+        return specs | {norm.name: TensorSpec((norm.features,), "float32") for norm in self.norms}
 
     def small_tensors(self) -> list[str]:
         """Norms and biases: a few kilobytes beside the megabytes of the matrices."""
         biases = [f"{matrix.name}.linear_bias" for matrix in self.matrices if matrix.has_bias]
         return [*biases, *(norm.name for norm in self.norms)]
 
-    def nbytes(self, recipe: Recipe) -> int:
+    def nbytes(self, recipe: Sizes) -> int:
         return sum(spec.nbytes for spec in self.specs(recipe).values())
 
 
@@ -90,7 +90,7 @@ def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
     return (*blocks, BlockLayout(HEAD, head, (Norm("final_norm", "model.norm", config.hidden_size),)))
 
 
-def model_bytes(config: ModelConfig, recipe: Recipe) -> int:
+def model_bytes(config: ModelConfig, recipe: Sizes) -> int:
     """Bytes of all tensors of the model."""
     return sum(block.nbytes(recipe) for block in block_layouts(config))
 

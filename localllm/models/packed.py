@@ -22,20 +22,18 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError
 from localllm.hub.locks import reading
-from localllm.hub.packed import PACKED_INDEX, is_whole
+from localllm.hub.packed import PACKED_INDEX
 from localllm.models.config import ModelConfig
 from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.fields import show
 from localllm.models.layout import BlockLayout, block_layouts
-from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile
-from localllm.models.strict_json import JsonLimits, read_json_object
+from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile, read_index
 from localllm.offload.streaming.disk_read import READERS, FileRead, cached_share
 from localllm.offload.streaming.disk_stream import StreamedFile
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.offload.streaming.page_map import can_map
 from localllm.quant.recipe import Recipe
 
-_LIMITS = JsonLimits(size_bytes=16 << 20)
 # Of the config, what the packed bytes depend on.
 _MODEL_FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
@@ -92,22 +90,6 @@ def _block_entry(file: PackedFile, checksum: str) -> dict[str, object]:
         "checksum": checksum,
         "tensors": tensors,
     }
-
-
-def needs_conversion(directory: Path) -> bool:
-    """Return whether there is no finished packed model, or one whose layout is older than what is read here."""
-    if not is_whole(directory):
-        return True
-    try:
-        version = read_index(directory).get("layout_version")
-    except CheckpointError:
-        return False  # damage is for `PackedModel.open` to tell
-    return type(version) is int and version < LAYOUT_VERSION
-
-
-def read_index(directory: Path) -> dict[str, object]:
-    """Whatever index.json holds. Raises CheckpointError where that is no JSON object, or nothing."""
-    return read_json_object(directory / PACKED_INDEX, _LIMITS)
 
 
 class PackedModel:

@@ -17,30 +17,28 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-import torch
 import xxhash
-from torch import Tensor
 
+from localllm.errors import CheckpointError
+from localllm.hub.packed import PACKED_INDEX, is_whole
 from localllm.hub.repo_cache import sync_directory
 from localllm.models.layout import BlockLayout
-from localllm.offload.streaming.disk_read import PAGE_BYTES
-from localllm.quant.recipe import Recipe
-from localllm.quant.weight_format import TensorSpec
+from localllm.models.strict_json import JsonLimits, read_json_object
+from localllm.offload.streaming.ring import PAGE_BYTES
+from localllm.quant.layouts import Sizes, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LAYOUT_VERSION = 1  # of these files and of the index: grows when older bytes can no longer be read
 CHECKSUM = re.compile(r"[0-9a-f]{32}")  # XXH3-128 of all data: 20 GB/s, where blake2b has 0.9 and would slow a load
 TEMPORARY = re.compile(r"\..+\.tmp")
-DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
-    {
-        torch.bfloat16: "BF16",
-        torch.float16: "F16",
-        torch.float32: "F32",
-        torch.int32: "I32",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-    }
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int32": "I32", "int8": "I8", "uint8": "U8"}
 )
+_LIMITS = JsonLimits(size_bytes=16 << 20)
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 64  # a cache line, and an AVX-512 vector
 _NO_CHECKSUM = "0" * 32
@@ -61,10 +59,12 @@ class PackedTensor:
 
     def read(self, descriptor: int, data_begin: int) -> Tensor:
         """The tensor, from an open file. Raises OSError, and EOFError where the file ends before."""
+        import torch
+
         content = bytearray(os.pread(descriptor, self.spec.nbytes, data_begin + self.begin))
         if len(content) < self.spec.nbytes:
             raise EOFError(f"it ends before byte {data_begin + self.end}")
-        return torch.frombuffer(content, dtype=self.spec.dtype).view(self.spec.shape)
+        return torch.frombuffer(content, dtype=self.spec.torch_dtype).view(self.spec.shape)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PackedFile:
     file_bytes: int
 
     @classmethod
-    def of(cls, layout: BlockLayout, recipe: Recipe, source: str) -> PackedFile:
+    def of(cls, layout: BlockLayout, recipe: Sizes, source: str) -> PackedFile:
         """source: what identifies the checkpoint."""
         metadata = {
             "format": "localllm-packed",
@@ -108,7 +108,7 @@ class PackedFile:
         """The tensors in the bytes of a whole file, uint8 [file_bytes]: nothing is copied."""
         data = buffer[self.data_begin :]
         return {
-            name: data[placed.begin : placed.end].view(placed.spec.dtype).view(placed.spec.shape)
+            name: data[placed.begin : placed.end].view(placed.spec.torch_dtype).view(placed.spec.shape)
             for name, placed in self.tensors.items()
         }
 
@@ -127,6 +127,22 @@ class PackedFile:
             return None
         checksum = digest.hexdigest()
         return checksum if header == self.header(checksum) else None
+
+
+def needs_conversion(directory: Path) -> bool:
+    """Return whether there is no finished packed model, or one whose layout is older than what is read here."""
+    if not is_whole(directory):
+        return True
+    try:
+        version = read_index(directory).get("layout_version")
+    except CheckpointError:
+        return False  # damage is for `PackedModel.open` to tell
+    return type(version) is int and version < LAYOUT_VERSION
+
+
+def read_index(directory: Path) -> dict[str, object]:
+    """Whatever index.json holds. Raises CheckpointError where that is no JSON object, or nothing."""
+    return read_json_object(directory / PACKED_INDEX, _LIMITS)
 
 
 def write_block(
@@ -151,7 +167,7 @@ def write_block(
         for part in parts:
             for name, tensor in part.items():
                 expected, place = next(placed)
-                assert (name, TensorSpec(tuple(tensor.shape), tensor.dtype)) == (expected, place.spec)
+                assert (name, tensor.shape, tensor.dtype) == (expected, place.spec.shape, place.spec.torch_dtype)
                 append(memoryview(bytes(place.begin - position)))
                 append(_bytes_of(tensor))
             written(sum(tensor.nbytes for tensor in part.values()))
@@ -205,7 +221,7 @@ def _placed(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, PackedTensor], d
     def pad_to(multiple: int) -> int:
         end = _rounded_up(position, multiple)
         if end > position:
-            padding[f"padding.{len(padding)}"] = PackedTensor(TensorSpec((end - position,), torch.uint8), position)
+            padding[f"padding.{len(padding)}"] = PackedTensor(TensorSpec((end - position,), "uint8"), position)
         return end
 
     for name, spec in specs.items():
@@ -228,6 +244,8 @@ def _json(
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
+    import torch
+
     flat: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
     return flat
 

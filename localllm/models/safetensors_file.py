@@ -11,21 +11,24 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from localllm.errors import CheckpointError, DoesNotFitError
 from localllm.models.fields import show
 from localllm.models.safetensors_header import StoredTensor, read_specs, refused
 from localllm.models.strict_json import open_plain_file
 from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.quant.layouts import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # Between two reads Ctrl-C is seen; larger reads are no faster.
 _READ_BYTES = 32 << 20
 _HUGE_PAGE_BYTES = 2 << 20  # what is smaller gains nothing from a mapping of its own
 
-_READABLE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_READABLE = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}  # to torch's names
 
 
 class SafetensorsFile:
@@ -68,8 +71,8 @@ class SafetensorsFile:
             raise refused(self.path, f"it has no tensor {show(name)}")
         return self.specs[name]
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Raises CheckpointError where it is one that is not read here."""
+    def dtype(self, name: str) -> str:
+        """As torch names it. Raises CheckpointError where it is one that is not read here."""
         dtype = self.spec(name).dtype
         if dtype not in _READABLE:
             raise refused(self.path, f"{show(name)} is stored as {dtype}; {', '.join(_READABLE)} are read")
@@ -78,7 +81,7 @@ class SafetensorsFile:
     def read(self, name: str) -> Tensor:
         """A new CPU tensor of the stored shape and dtype."""
         spec = self.spec(name)
-        return self.read_into(name, allocate(spec.shape, self.dtype(name), name))
+        return self.read_into(name, allocate(spec.shape, torch_dtype(self.dtype(name)), name))
 
     def read_into(self, name: str, out: Tensor) -> Tensor:
         """Fill `out`, contiguous and of as many elements, converting to its dtype and device; returns it.
@@ -86,7 +89,7 @@ class SafetensorsFile:
         Raises CheckpointError where the dtype is not read here, or the file has changed since it was opened.
         """
         spec = self.spec(name)
-        stored = self.dtype(name)
+        stored = torch_dtype(self.dtype(name))
         if not out.is_contiguous() or out.numel() != math.prod(spec.shape):
             raise ValueError(f"{name} has shape {spec.shape}; a contiguous tensor of as many elements is needed")
         flat = out.view(-1)
@@ -94,7 +97,7 @@ class SafetensorsFile:
             self._fill(flat, spec.begin)
         else:
             step = _READ_BYTES // stored.itemsize
-            staging = torch.empty(min(step, flat.numel()), dtype=stored)
+            staging = allocate((min(step, flat.numel()),), stored, name)
             for start in range(0, flat.numel(), step):
                 part = flat[start : start + step]
                 self._fill(staging[: part.numel()], spec.begin + start * stored.itemsize)
@@ -113,7 +116,7 @@ class SafetensorsFile:
 
     def _fill(self, flat: Tensor, offset: int) -> None:
         if flat.numel():
-            self._fill_bytes(flat.view(torch.uint8).numpy().data, offset)
+            self._fill_bytes(flat.view(torch_dtype("uint8")).numpy().data, offset)
 
     def _fill_bytes(self, buffer: memoryview, offset: int) -> None:
         """Python lets go of its lock in `preadv`, so that other threads compute while this one reads."""
@@ -145,6 +148,8 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
     """Room for a tensor on the CPU, zero or not. Raises DoesNotFitError."""
+    import torch
+
     needed = math.prod(shape) * dtype.itemsize
     try:
         if needed >= _HUGE_PAGE_BYTES:

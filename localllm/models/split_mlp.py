@@ -12,17 +12,13 @@ from localllm.models.config import ModelConfig
 from localllm.models.layout import BlockLayout, Matrix, block_layouts
 from localllm.models.load import BlockTensors
 from localllm.quant import part
+from localllm.quant.layouts import cut_step
 from localllm.quant.recipe import Recipe
-
-
-def can_be_split(config: ModelConfig, recipe: Recipe) -> bool:
-    steps = config.intermediate_size / part.step(recipe.blocks)
-    return part.can_be_cut(recipe.blocks) and steps.is_integer() and steps > 1
 
 
 def split_features(config: ModelConfig, recipe: Recipe, share: float) -> int:
     """Return how many features come nearest to this share of a block without being more; at least some of them."""
-    step = part.step(recipe.blocks)
+    step = cut_step(recipe.blocks)
     steps = int(share * config.intermediate_size / step)
     return min(max(steps, 1) * step, config.intermediate_size - step)
 

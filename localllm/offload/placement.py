@@ -1,13 +1,20 @@
-"""Where one block of a model rests and who computes it. Planner, models and engine share these values."""
+"""Where one block of a model rests and who computes it: values that planner, models and engine share.
+
+When memory that was there at the start is gone, the cheapest thing is given up first, and only what helps.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Tier = Literal["vram", "ram", "disk"]
 
 NEVER = 1 << 62  # rows that no forward has
+# Of the blocks that rest on a device, so many move at once; fewer would be asked for again at the next step.
+_SHARE = 8
+_LEAST = 3  # two of them have room in the ring that they pass through from then on
 
 
 @dataclass(frozen=True)
@@ -22,3 +29,36 @@ class BlockPlacement:
     tier: Tier
     exec: Literal["cpu", "gpu", "split"]
     device_bytes: int = 0
+
+
+def demoted(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> list[BlockPlacement] | None:
+    """Some of the blocks that have bytes in `tier` one tier further down; None where none has.
+
+    From a device's memory blocks go to the host's and are copied at every step, while what was split, and the head, is
+    computed there; from the host's to the disk. is_tied: the embedding is the head's matrix, and goes where that goes.
+    """
+    leaving = next((names for names in _in_turn(blocks, tier, is_tied) if names), None)
+    if leaving is None:
+        return None
+    return [_down(block, tier) if block.name in leaving else block for block in blocks]
+
+
+def _in_turn(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> Iterator[set[str]]:
+    """The names of those that go together, the cheapest first, and of MLPs the last ones."""
+    embed, *layers, head = blocks
+    if tier == "vram":
+        yield {block.name for block in layers if block.exec == "split"}
+    elif not is_tied:  # a token needs a row of it
+        yield {embed.name} if embed.tier == tier else set()
+    there = [block for block in layers if block.tier == tier]
+    for some in ([block for block in there if block.name.endswith("mlp")], there):
+        yield {block.name for block in some[-max(_LEAST, len(some) // _SHARE) :]}
+    if tier == "vram" or not is_tied:
+        yield {block.name for block in ((embed, head) if is_tied else (head,)) if block.tier == tier}
+
+
+def _down(block: BlockPlacement, tier: Tier) -> BlockPlacement:
+    if tier == "ram":
+        return replace(block, tier="disk", exec="cpu" if block.exec == "cpu" else "gpu", device_bytes=0)
+    stays = block.exec == "split" or block.name in ("embed", "head")
+    return replace(block, tier="ram", exec="cpu" if stays else "gpu", device_bytes=0)

@@ -10,13 +10,11 @@ from torch import Tensor
 from localllm.errors import CheckpointError, Fix
 from localllm.kernels import bf12, cpu_bf12
 from localllm.kernels.dense import dense_linear
-from localllm.kernels.tile16 import TILE
-from localllm.quant.weight_format import TensorSpec
+from localllm.kernels.sizes import TILE, UNIT, units
+from localllm.quant.layouts import BF12_SLAB, BF12Layout
 
 SLAB_WEIGHTS = 1 << 19  # unpacked for one matrix product: 1 MiB, which the second cache keeps
-_PACKED_WEIGHTS = 1 << 18  # packed at once
 _LOOKED_UP = 16  # rows at once: by plain operators they take 40 bytes a column
-_COPIES = 12  # of them in 32 bits that are there at once
 
 
 class NotCompactError(CheckpointError):
@@ -24,25 +22,15 @@ class NotCompactError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class BF12:
-    """`packed`, `row` and `exceptions` of kernels/bf12.py. Every product has the bits that bf16 has."""
-
-    name: str = "bf12"
-
-    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        tiles, units = -(-out_features // TILE), bf12.units(in_features)
-        return {
-            "packed": TensorSpec((tiles, TILE, units, bf12.UNIT_BYTES), torch.uint8),
-            "row": TensorSpec((tiles, TILE, 3), torch.int32),
-            "exceptions": TensorSpec((tiles, bf12.capacity(in_features)), torch.int32),
-        }
+class BF12(BF12Layout):
+    """Every product has the bits that bf16 has."""
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Pack the weight in bf16. Raises NotCompactError."""
         N, K = weight.shape
         specs = self.specs(N, K)
-        tensors = {name: torch.empty(s.shape, dtype=s.dtype, device=weight.device) for name, s in specs.items()}
-        step = max(1, _PACKED_WEIGHTS // (TILE * max(1, _columns(K))))
+        tensors = {name: torch.empty(s.shape, dtype=s.torch_dtype, device=weight.device) for name, s in specs.items()}
+        step = max(1, BF12_SLAB // (TILE * max(1, units(K) * UNIT)))
         for first in range(0, specs["row"].shape[0], step):
             slab = weight[first * TILE : (first + step) * TILE].to(torch.bfloat16)
             try:
@@ -56,9 +44,6 @@ class BF12:
             for tensor, part in zip(tensors.values(), parts, strict=True):
                 tensor[first : first + step] = part
         return tensors
-
-    def working_bytes(self, in_features: int, /) -> int:
-        return _COPIES * 4 * max(_PACKED_WEIGHTS, TILE * _columns(in_features))
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         return _unpacked(tensors, slice(None), in_features)[:out_features]
@@ -83,10 +68,6 @@ class BF12:
             slab = _unpacked(tensors, slice(first, first + step), K)[: rows.stop - rows.start].to(x.dtype)
             y[:, rows] = dense_linear(x, slab, None if bias is None else bias[rows])
         return y
-
-
-def _columns(in_features: int) -> int:
-    return bf12.units(in_features) * bf12.UNIT
 
 
 def _unpacked(tensors: dict[str, Tensor], tiles: slice, in_features: int) -> Tensor:

@@ -9,27 +9,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.dense import dense_linear
-from localllm.quant.weight_format import TensorSpec
+from localllm.quant.layouts import DTYPE_NAMES, DenseLayout, torch_dtype
+
+
+def dense_name(dtype: torch.dtype) -> str:
+    """Return "bf16" or "fp32"."""
+    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
 
 @dataclass(frozen=True)
-class Dense:
-    """One tensor, `weight` [N, K] of `dtype`."""
-
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def name(self) -> str:
-        return {torch.bfloat16: "bf16", torch.float32: "fp32"}[self.dtype]
-
-    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        return {"weight": TensorSpec((out_features, in_features), self.dtype)}
-
+class Dense(DenseLayout):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        return {"weight": weight.to(self.dtype)}
-
-    def working_bytes(self, _in_features: int, /) -> int:
-        return 0
+        return {"weight": weight.to(torch_dtype(DTYPE_NAMES[self.name]))}
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         assert tensors["weight"].shape == (out_features, in_features)

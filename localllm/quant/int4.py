@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,41 +15,18 @@ from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE, WORD
 from localllm.quant import hqq
 from localllm.quant.finite import require_finite
-from localllm.quant.weight_format import TensorSpec
+from localllm.quant.layouts import INT4_SLAB, Calibration, Int4Layout
 
-Calibration = Literal["hqq", "rtn"]
 _FITS: dict[Calibration, Callable[[Tensor], hqq.Affine]] = {"hqq": hqq.half_quadratic, "rtn": hqq.round_to_nearest}
 _STARTS: dict[Calibration, tuple[tuple[float, float], ...]] = {"hqq": hqq.STARTS, "rtn": ()}
 # Calibrated at once: a few fp32 copies in the cores' L2 for torch's operations, enough for each to be worth its launch
 # on a GPU; the native kernel copies nothing.
-_SLAB_WEIGHTS = {"torch": 1 << 17, "cuda": 1 << 22, "native": 1 << 22}
-_SLABS = 2  # fp32 copies of the native ones that are there at once: the slab before and this one
+_SLAB_WEIGHTS = {"torch": 1 << 17, "cuda": 1 << 22, "native": INT4_SLAB}
 
 
 @dataclass(frozen=True)
-class Int4:
-    """tile16 tensors: N padded to 16 with rows of zeros, K to `group` with columns that weigh nothing.
-
-    A weight is met within s/2 + |b|/2048, s and b being its group's scale and bias, unless the calibration clips it.
-    """
-
-    group: int = 64
-    calibration: Calibration = "hqq"
-
-    def __post_init__(self) -> None:
-        assert self.group % WORD == 0 and self.calibration in _FITS
-
-    @property
-    def name(self) -> str:
-        return f"int4-g{self.group}" + ("" if self.calibration == "hqq" else f"-{self.calibration}")
-
-    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        tiles, groups = -(-out_features // TILE), -(-in_features // self.group)
-        return {
-            "qweight": TensorSpec((tiles, groups * self.group // WORD, TILE), torch.int32),
-            "scale": TensorSpec((tiles, groups, TILE), torch.float16),
-            "bias": TensorSpec((tiles, groups, TILE), torch.float16),
-        }
+class Int4(Int4Layout):
+    """A weight is met within s/2 + |b|/2048, s and b being its group's, unless the calibration clips it."""
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Raises CheckpointError where a weight is not finite, or larger than the fp16 of a bias: 65504."""
@@ -58,7 +34,7 @@ class Int4:
         K = weight.shape[1]
         whole = K - K % self.group
         specs = self.specs(*weight.shape)
-        tensors = {name: torch.empty(s.shape, dtype=s.dtype, device=weight.device) for name, s in specs.items()}
+        tensors = {name: torch.empty(s.shape, dtype=s.torch_dtype, device=weight.device) for name, s in specs.items()}
         native = weight.device.type == "cpu" and cpu_calibrate.supports(self.group)
         slab_weights = _SLAB_WEIGHTS["native" if native else "cuda" if weight.is_cuda else "torch"]
         step = max(1, slab_weights // (TILE * K))
@@ -73,9 +49,6 @@ class Int4:
             if whole < K:  # a group that K ends within is calibrated as the smaller group that it is
                 self._fill(rows[:, whole:], slab, whole // self.group)
         return tensors
-
-    def working_bytes(self, in_features: int, /) -> int:
-        return _SLABS * 4 * max(_SLAB_WEIGHTS["native"], TILE * in_features)
 
     def _fill(self, rows: Tensor, tensors: dict[str, Tensor], first_group: int) -> None:
         """rows fp32 [R, C], C a multiple of the group or less than one: their part of the tensors."""

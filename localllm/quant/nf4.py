@@ -19,11 +19,10 @@ from torch import Tensor
 from localllm.errors import UsageError
 from localllm.kernels.dense import dense_linear
 from localllm.quant.finite import require_finite
-from localllm.quant.weight_format import TensorSpec
+from localllm.quant.layouts import NF4_BLOCK, NF4_SLAB, NF4Layout, whole_blocks
 
-BLOCK = 64  # weights that share one absmax
-SLAB_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16
-_SLABS = 7  # fp32 copies of them that are there at once when they are quantized, most of them bitsandbytes' own
+BLOCK = NF4_BLOCK
+SLAB_WEIGHTS = NF4_SLAB  # dequantized for one matrix product, too: 8 MiB of bf16
 
 
 class MissingBitsandbytesError(UsageError):
@@ -31,27 +30,16 @@ class MissingBitsandbytesError(UsageError):
 
 
 @dataclass(frozen=True)
-class NF4:
-    """`qweight`: two codes a byte, the first in the high nibble; `absmax` of each block."""
-
-    name: str = "nf4"
-
-    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        count = out_features * in_features
-        return {
-            "qweight": TensorSpec((-(-count // 2),), torch.uint8),
-            "absmax": TensorSpec((-(-count // BLOCK),), torch.float32),
-        }
-
+class NF4(NF4Layout):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Raises CheckpointError where the weight is not finite, MissingBitsandbytesError."""
         require_finite(weight)
         N, K = weight.shape
         tensors = {
-            name: torch.empty(spec.shape, dtype=spec.dtype, device=weight.device)
+            name: torch.empty(spec.shape, dtype=spec.torch_dtype, device=weight.device)
             for name, spec in self.specs(N, K).items()
         }
-        step = _whole_blocks(K, SLAB_WEIGHTS)
+        step = whole_blocks(K, SLAB_WEIGHTS)
         for first in range(0, N, step):
             slab = weight[first : first + step].float().contiguous()
             packed, state = _bitsandbytes().quantize_4bit(slab, blocksize=BLOCK, quant_type="nf4")
@@ -59,9 +47,6 @@ class NF4:
             tensors["qweight"][begin // 2 :][: packed.numel()] = packed.view(-1)
             tensors["absmax"][begin // BLOCK :][: state.absmax.numel()] = state.absmax
         return tensors
-
-    def working_bytes(self, in_features: int, /) -> int:
-        return _SLABS * 4 * _whole_blocks(in_features, SLAB_WEIGHTS) * in_features
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         return _dequantize(tensors, 0, out_features * in_features, torch.float32).view(out_features, in_features)
@@ -78,17 +63,12 @@ class NF4:
         T, K = x.shape
         y = torch.empty((T, out_features), dtype=x.dtype, device=x.device)
         # In fp32 a quarter is four times as fast for one row, and leaves 60 MiB in the heap where a whole one left 114.
-        step = _whole_blocks(K, SLAB_WEIGHTS // 4 if x.dtype is torch.float32 else SLAB_WEIGHTS)
+        step = whole_blocks(K, SLAB_WEIGHTS // 4 if x.dtype is torch.float32 else SLAB_WEIGHTS)
         for first in range(0, out_features, step):
             N = min(step, out_features - first)
             weight = _dequantize(tensors, first * K, N * K, x.dtype).view(N, K)
             y[:, first : first + N] = dense_linear(x, weight)
         return y if bias is None else y + bias
-
-
-def _whole_blocks(in_features: int, slab_weights: int) -> int:
-    """Rows of a slab: so many BLOCKs of them, as they begin where a block does whatever their width."""
-    return max(1, slab_weights // (BLOCK * max(1, in_features))) * BLOCK
 
 
 def _dequantize(tensors: dict[str, Tensor], begin: int, count: int, dtype: torch.dtype) -> Tensor:

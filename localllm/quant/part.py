@@ -7,26 +7,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from localllm.kernels.tile16 import TILE
 from localllm.quant.weight_format import WeightFormat
-
-
-def can_be_cut(weight_format: WeightFormat) -> bool:
-    """Return whether its tensors have a dimension for rows and one for columns: nf4's run over the ends of rows."""
-    return any(len(spec.shape) > 1 for spec in weight_format.specs(256, 256).values())
-
-
-def step(weight_format: WeightFormat) -> int:
-    """Rows and columns that a cut may fall between: where the tiles and groups of the format end."""
-    sizes = (TILE << power for power in range(8))
-    return next(
-        size for size in sizes if 4 * _weight_bytes(weight_format, size) == _weight_bytes(weight_format, 2 * size)
-    )
-
-
-def _weight_bytes(weight_format: WeightFormat, size: int) -> int:
-    """Bytes of the largest tensor of a square matrix, padding included."""
-    return max(spec.nbytes for spec in weight_format.specs(size, size).values())
 
 
 def rows(

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class TensorSpec:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+from localllm.quant.layouts import WeightLayout
 
 
-class WeightFormat(Protocol):
+class WeightFormat(WeightLayout, Protocol):
     """A stateless meaning for the tensors of one matrix [out_features, in_features], rows in dimension 0.
 
     The tensors may be padded beyond the matrix; whoever holds them knows its true size and says it.
     """
 
-    @property
-    def name(self) -> str:
-        """The name in a packed model's index: two formats whose bytes differ have different names."""
-        ...
-
-    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        """The tensors that `quantize` makes, in the order in which they lie on the disk."""
-        ...
-
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """weight [N, K], any float dtype, finite. Returns tensors as `specs` says, on the weight's device."""
-        ...
-
-    def working_bytes(self, in_features: int, /) -> int:
-        """The most that `quantize` holds at once on a CPU, beside the weight and the tensors that it returns."""
         ...
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:

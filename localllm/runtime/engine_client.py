@@ -10,10 +10,8 @@ from localllm.engine.request import Request
 from localllm.engine.validation import require_same
 from localllm.errors import EngineGoneError, ModelChangedError
 from localllm.runtime import protocol
-from localllm.runtime.engine_connection import EngineConnection
-from localllm.runtime.engine_handle import Recipient, RequestStream
-from localllm.runtime.engine_peer import EnginePeer
-from localllm.runtime.remote_engine import RemoteEngine
+from localllm.runtime.engine_connection import EngineConnection, RemoteEngine
+from localllm.runtime.engine_handle import EnginePeer, Recipient, RequestStream
 from localllm.runtime.watchdog import Patience, Watchdog
 
 _CLOSE_S = 5.0  # a process that is told to end leaves within four

@@ -1,4 +1,5 @@
-"""One connection to an engine in another process, for as long as that lasts. No torch."""
+"""One connection to an engine in another process, for as long as that lasts, and the engine as it is used here. No
+torch."""
 
 from __future__ import annotations
 
@@ -8,67 +9,131 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from localllm.engine.engine_info import EngineFacts
+from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.engine.events import Event, FinishedEvent, GrownEvent
 from localllm.engine.request import Request
-from localllm.engine.validation import require_fit
-from localllm.errors import EngineClosedError, EngineGoneError, EngineStuckError, LocalLLMError
+from localllm.engine.validation import encode_prompt, require_fit, require_unchanged
+from localllm.errors import EngineClosedError, EngineGoneError, EngineStuckError, Fix, LocalLLMError, TemplateError
+from localllm.models.config import ModelConfig
+from localllm.models.families import load_config
 from localllm.runtime import protocol
-from localllm.runtime.engine_handle import Recipient, RequestStream
-from localllm.runtime.engine_peer import EnginePeer
-from localllm.runtime.remote_engine import RemoteEngine
+from localllm.runtime.engine_handle import EnginePeer, Recipient, RequestStream
+from localllm.runtime.sockets import Outbox
 from localllm.runtime.watchdog import Patience, Watchdog
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.tokenizer import Tokenizer
+
+Call = Callable[[str, Any], Any]
+T = TypeVar("T")
 
 _CALL_S = 120.0  # for an answer, which takes a second at most: a machine may be busy, a process may be stopped
 _LOOK_S = 5.0  # for one that nothing has to be computed for
-_AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)
+_SEND_S = 1.0  # for what is still to be sent when a connection is closed
 _LOOKS = frozenset({"facts", "status"})
 _ASK_AGAIN = "ask again: it is started anew"
 
 
-class _Outbox:
-    """Messages to a socket from any thread: none of them waits for a peer that does not read."""
+class RemoteEngine:
+    """`LoadedEngine`: what the model's files say is read here, all else is asked of the other process."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._lock = threading.Lock()
-        self._unsent: deque[bytes] = deque()
-        self._is_draining = False
+    def __init__(self, directory: Path, facts: EngineFacts, call: Call) -> None:
+        """directory: the model's files. call: asks the other process, by a name of `engine_server.CALLS`."""
+        self._directory = directory
+        self._facts = facts
+        self._call = call
 
-    def send(self, data: bytes) -> None:
-        """Ignore a connection that has ended: the thread that reads it finds out."""
-        with self._lock:
-            if not self._is_draining:
-                data = self._unsent_of(data)
-                if not data:
-                    return
-                self._is_draining = True
-                threading.Thread(target=self._drain, name="localllm-send", daemon=True).start()
-            self._unsent.append(data)
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return self._read(Tokenizer.load)
 
-    def _unsent_of(self, data: bytes) -> bytes:
-        """Return what is left of a message where the system takes no more at once."""
+    @cached_property
+    def config(self) -> ModelConfig:
+        return self._read(load_config)
+
+    @cached_property
+    def _template(self) -> ChatTemplate | TemplateError:
+        tokenizer = self.tokenizer
+        return self._read(lambda directory: ChatTemplate.load_or_why_not(directory, tokenizer))
+
+    def _read(self, read: Callable[[Path], T]) -> T:
+        """Read the files that the other process has loaded from. Raises ModelChangedError where they are others
+        now."""
         try:
-            return data[self._sock.send(data, _AT_ONCE) :]
-        except BlockingIOError:
-            return data
-        except OSError:
-            return b""
+            return read(self._directory)
+        finally:
+            self.require_unchanged()
 
-    def _drain(self) -> None:
-        while True:
-            with self._lock:
-                if not self._unsent:
-                    self._is_draining = False
-                    return
-                data = self._unsent.popleft()
-            with contextlib.suppress(OSError):
-                self._sock.sendall(data)
+    def require_unchanged(self) -> None:
+        """Raises ModelChangedError, and ModelNotFoundError where the files are gone."""
+        require_unchanged(self._directory, self.contents)
+
+    @property
+    def contents(self) -> str:
+        return self._facts.contents
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises TemplateError where the model has none, or a broken one."""
+        if isinstance(self._template, TemplateError):
+            raise self._template.with_traceback(None)
+        return self._template
+
+    @property
+    def ctx(self) -> int:
+        return self._facts.ctx
+
+    @property
+    def weights(self) -> str:
+        return self._facts.weights
+
+    @property
+    def load_s(self) -> float:
+        return self._facts.load_s
+
+    def fixes_for(self, ctx: int) -> list[Fix]:
+        """Return the flags with which a context of so many tokens fits; none where nobody can be asked."""
+        with contextlib.suppress(EngineGoneError):
+            return protocol.read_fixes(self._call("fixes_for", ctx))
+        return []
+
+    def check(self, request: Request) -> None:
+        """Raises ContextOverflowError or UsageError for a request that cannot run."""
+        require_fit(request, self.ctx, self.config, self.fixes_for)
+        if request.grammar is not None or request.beams > 1:  # compiled, and searched, where they are used
+            self._call("check", protocol.plain(request))
+
+    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
+        """Return the ids of a prompt, as `encode_prompt` does."""
+        return encode_prompt(prompt, self.tokenizer, lambda: self.template)
+
+    @property
+    def current_plan(self) -> None:
+        return None
+
+    def facts(self) -> EngineFacts:
+        """Return the engine's facts as they are now, or as they were where it does not answer."""
+        with contextlib.suppress(EngineStuckError):
+            self._facts = protocol.read(EngineFacts, self._call("facts", None))
+        return self._facts
+
+    def status(self) -> EngineStatus:
+        """Raises EngineStuckError where it does not answer."""
+        status: EngineStatus = protocol.read(EngineStatus, self._call("status", None))
+        return status
+
+    def go_on_as(self, other: RemoteEngine) -> None:
+        """Become `other`, the same model loaded anew, which may have changed meanwhile."""
+        self.__dict__ = dict(vars(other))  # at once: other threads read it, and what they still read is the old one's
+
+    def set_ctx(self, ctx: int) -> None:
+        """Take over the context's new length."""
+        self._facts = replace(self._facts, ctx=ctx)
 
 
 class EngineConnection:
@@ -79,7 +144,7 @@ class EngineConnection:
         self.peer = peer
         self._directory = directory
         self._sock: socket.socket | None = None
-        self._outbox: _Outbox | None = None
+        self._outbox: Outbox | None = None
         self._engine: RemoteEngine | None = None
         self._failure: BaseException | None = None
         self._settled = threading.Event()
@@ -148,10 +213,10 @@ class EngineConnection:
 
     def close(self, timeout_s: float) -> None:
         self.stop()
-        sock = self._sock
-        if sock is not None:
+        if self._outbox is not None and self._sock is not None:
+            self._outbox.end(min(timeout_s, _SEND_S))
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_WR)
+                self._sock.shutdown(socket.SHUT_WR)
         self._thread.join(timeout_s)
 
     def _abort(self, number: int) -> None:
@@ -214,7 +279,7 @@ class EngineConnection:
         self._began = time.perf_counter()
         try:
             self._sock = self.peer.connect()
-            self._outbox = _Outbox(self._sock)
+            self._outbox = Outbox(self._sock)
             self.watchdog.begin()
         except Exception as error:
             gone = EngineGoneError("the engine's process cannot be reached", why=str(error), fix="ask again")
@@ -286,5 +351,7 @@ class EngineConnection:
             recipient.put(error)
         for call in calls:
             call.put(error)
+        if self._outbox is not None:
+            self._outbox.end()
         self.watchdog.end()
         self._settled.set()

@@ -1,9 +1,11 @@
-"""The interface to an engine that front ends hold, wherever it runs. Imports no torch."""
+"""The interface to an engine that front ends hold, wherever it runs, and to the process that has it. No torch."""
 
 from __future__ import annotations
 
 import queue
+import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from localllm.engine.events import Event, FinishedEvent
@@ -11,6 +13,7 @@ from localllm.engine.request import Request
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
+    from localllm.runtime.protocol import Message
 
 Inbox = queue.SimpleQueue[Event | BaseException]
 
@@ -77,3 +80,33 @@ class EngineHandle(Protocol):
     def close(self, timeout_s: float = 4.0) -> None:
         """`stop`, and end; returns after `timeout_s` even where a forward is still at work."""
         ...
+
+
+class EnginePeer:
+    """A process that has an engine, or will have one. Others than the plain one know more of it."""
+
+    pid: int | None = None  # once it is known
+    socket_path: Path | None = None  # at which other programs reach the engine, where they can
+
+    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+        self._connect = connect
+
+    def connect(self) -> socket.socket:
+        """Wait until the engine can be reached. Called once, on a thread of the connection."""
+        return self._connect()
+
+    def receive(self, message: Message) -> None:
+        """Receive a message about the load."""
+
+    def why_gone(self) -> str:
+        """Explain a connection that has ended and that nobody has closed."""
+        return "its process has ended"
+
+    def kill(self) -> None:
+        """End a process that does not move on."""
+
+    def stop_load(self) -> None:
+        """Give up an engine that is still being loaded."""
+
+    def close(self, timeout_s: float) -> None:
+        """Release the process, after the connection."""

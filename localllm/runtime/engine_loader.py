@@ -48,11 +48,10 @@ def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> En
     A cap of a file or a variable is left aside where no GPU is used, which `tell` hears of: machines with a GPU and
     without share such files. Raises UsageError for one that was typed.
     """
-    from localllm.engine.memory import choose_device
-    from localllm.engine.planner import has_card
+    from localllm.engine.device import device_name, has_card
 
     config = resolved.settings.engine
-    if config.vram is None or has_card(choose_device(config.device)):
+    if config.vram is None or has_card(device_name(config.device)):
         return config
     refuse_idle_vram(resolved)
     tell(f"the setting vram from {resolved.origins['vram'].where} is left aside: no GPU is used")

@@ -15,7 +15,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,16 +25,14 @@ from localllm.config import Origin
 from localllm.errors import LocalLLMError
 from localllm.runtime import protocol
 from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.engine_handle import EnginePeer
 from localllm.runtime.engine_loader import Opening, engine_config, open_engine
-from localllm.runtime.engine_peer import EnginePeer
 from localllm.runtime.selection import Selection
 from localllm.runtime.sockets import listening, runtime_folder
 from localllm.runtime.watchdog import Patience
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.engine.loader import Watcher
-    from localllm.offload.planner.plan import Plan
     from localllm.runtime.engine_server import ClientConnection
 
 _LEAVE_S = 5.0  # for which a process that is told to end may go on, before it is killed
@@ -219,7 +218,11 @@ def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps
 def _agree_on_room(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> Caps | None:
     """Return the memory that is granted; None where the owner has gone. Raises what keeps the model from being read."""
     while True:
-        foreseen = _foreseen(_with_caps(selection, caps), opening, _telling(sock))
+        foreseen = _foreseen(
+            _with_caps(selection, caps),
+            opening,
+            lambda text: sock.sendall(protocol.line(_progress("measuring", text))),
+        )
         sock.sendall(protocol.line({"op": "foreseen", "foreseen": protocol.plain(foreseen)}))
         data = b""
         while not data.endswith(b"\n"):  # the owner sends one message, and waits then
@@ -228,14 +231,12 @@ def _agree_on_room(sock: socket.socket, selection: Selection, opening: Opening, 
                 return None
             data += more
         message = protocol.message(data)
+        caps = protocol.read(Caps, message["caps"])
         if message["op"] == "load":
-            granted: Caps = protocol.read(Caps, message["caps"])
-            return granted
-        if message["op"] == "foresee":
-            caps = protocol.read(Caps, message["caps"])
+            return caps
 
 
-def _foreseen(selection: Selection, opening: Opening, tell: Callable[[str, tuple[Any, ...]], None]) -> Foreseen:
+def _foreseen(selection: Selection, opening: Opening, say: Callable[[str], None]) -> Foreseen:
     from localllm.engine.model_plan import foresee
     from localllm.errors import DoesNotFitError
     from localllm.models.shapes import find_shape
@@ -243,15 +244,13 @@ def _foreseen(selection: Selection, opening: Opening, tell: Callable[[str, tuple
     wanted = engine_config(selection.resolved, lambda _text: None)
     shape = find_shape(selection.model_name)
     try:
-        plan = foresee(shape, selection.files, wanted, lambda text: tell("measuring", (text,)), opening.job)
+        plan = foresee(shape, selection.files, wanted, say, opening.job)
     except DoesNotFitError as error:
         return Foreseen(error=error)
     needs = {str(tier): sum(owners.values()) for tier, owners in plan.ledger.items()}
-    return Foreseen(_is_easy(plan, selection.settings.ctx), needs, {str(t): n for t, n in plan.limits.items()})
-
-
-def _is_easy(plan: Plan, ctx: int | None) -> bool:
-    return plan.is_whole and plan.ctx >= min(ctx or plan.shape.default_ctx, plan.shape.default_ctx)
+    usual_ctx = plan.shape.default_ctx
+    is_easy = plan.is_whole and plan.ctx >= min(selection.settings.ctx or usual_ctx, usual_ctx)
+    return Foreseen(is_easy, needs, {str(tier): count for tier, count in plan.limits.items()})
 
 
 def _with_caps(selection: Selection, caps: Caps) -> Selection:
@@ -266,15 +265,15 @@ def _serve(sock: socket.socket, selection: Selection, opening: Opening) -> None:
 
     owner: Future[ClientConnection] = Future()
 
-    def tell(kind: str, arguments: tuple[Any, ...]) -> None:
-        owner.result().send(_progress(kind, arguments))
+    def tell(kind: str, *arguments: object) -> None:
+        owner.result().send(_progress(kind, *arguments))
 
     with contextlib.ExitStack() as stack:
         listener = None
         with contextlib.suppress(LocalLLMError):  # its owner can use it all the same
             path = runtime_folder() / f"engine-{os.getpid()}.sock"
             listener = stack.enter_context(listening(path))  # before other threads make files: it sets the umask
-            stack.callback(_unlink, path)
+            stack.callback(path.unlink, missing_ok=True)
             sock.sendall(protocol.line({"op": "listening", "path": str(path)}))
         engine = EngineThread(lambda: _load(selection, opening, tell))
         server = EngineServer(engine)
@@ -287,30 +286,13 @@ def _serve(sock: socket.socket, selection: Selection, opening: Opening) -> None:
         engine.close(_LEAVE_S)
 
 
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
-def _load(selection: Selection, opening: Opening, tell: Callable[[str, tuple[Any, ...]], None]) -> Engine:
-    return open_engine(selection, opening, _watcher(tell), lambda text: tell("warning", (text,)))
-
-
-def _telling(sock: socket.socket) -> Callable[[str, tuple[Any, ...]], None]:
-    def tell(kind: str, arguments: tuple[Any, ...]) -> None:
-        sock.sendall(protocol.line(_progress(kind, arguments)))
-
-    return tell
-
-
-def _progress(kind: str, arguments: tuple[Any, ...]) -> protocol.Message:
-    return {"op": "progress", "kind": kind, "arguments": list(arguments)}
-
-
-def _watcher(tell: Callable[[str, tuple[Any, ...]], None]) -> Watcher:
+def _load(selection: Selection, opening: Opening, tell: Callable[..., None]) -> Engine:
+    """tell: receives the name of one of `Watcher`'s fields or "warning", and its arguments."""
     from localllm.engine.loader import Watcher
 
-    def telling(kind: str) -> Callable[..., None]:
-        return lambda *arguments: tell(kind, arguments)
+    watcher = Watcher(*(partial(tell, each.name) for each in fields(Watcher)))
+    return open_engine(selection, opening, watcher, partial(tell, "warning"))
 
-    return Watcher(*(telling(kind) for kind in ("reading", "packing", "waiting", "measuring", "noting")))
+
+def _progress(kind: str, *arguments: object) -> protocol.Message:
+    return {"op": "progress", "kind": kind, "arguments": list(arguments)}

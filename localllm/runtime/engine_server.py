@@ -4,7 +4,6 @@ receives the events of its own."""
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from localllm.engine.request import Request
 from localllm.errors import EngineClosedError, UsageError
 from localllm.runtime import protocol
 from localllm.runtime.engine_handle import EngineHandle, RequestStream
+from localllm.runtime.sockets import Outbox
 
 _LEAVE_S = 4.0  # in which what is being computed for one that leaves comes to its end, between two blocks
 _MOVE_S = 5.0  # between two signs of life
@@ -34,16 +34,14 @@ class ClientConnection:
         self._gone = gone
         self._streams: dict[int, RequestStream] = {}  # by the client's number
         self._lock = threading.Condition()
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="localllm-client-write", daemon=True)
+        self._outbox = Outbox(sock)
 
     def begin(self) -> None:
-        self._writer.start()
         threading.Thread(target=self._read, name="localllm-client-read", daemon=True).start()
 
     def send(self, message: protocol.Message) -> None:
         """Send a message from any thread, without waiting."""
-        self._outbox.put(protocol.line(message))
+        self._outbox.send(protocol.line(message))
 
     def report_move(self) -> None:
         if self._streams:
@@ -53,20 +51,12 @@ class ClientConnection:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):
-            is_open = True
-            while is_open:
-                parts = [self._outbox.get()]
-                while not self._outbox.empty():  # nobody else takes anything out
-                    parts.append(self._outbox.get())
-                self._sock.sendall(b"".join(part for part in parts if part is not None))
-                is_open = None not in parts
-        self.close()
-
     def _read(self) -> None:
         try:
-            self._tell_of_load()
+            try:
+                self.send({"op": "loaded", "facts": protocol.plain(self._loaded().facts())})
+            except BaseException as error:
+                self.send({"op": "failed", "error": protocol.plain(error)})
             with self._sock.makefile("rb") as lines:
                 while data := lines.readline(protocol.MOST_BYTES):
                     self._take(protocol.message(data))
@@ -81,19 +71,15 @@ class ClientConnection:
             for stream in self._streams.values():
                 stream.abort()
             self._lock.wait_for(lambda: not self._streams, _LEAVE_S)
-        self._outbox.put(None)
-        self._writer.join(_LEAVE_S)  # the process may end upon `gone`, before the last events are on their way
+        self._outbox.end(_LEAVE_S)  # the process may end upon `gone`, before the last events are on their way
+        self.close()
         self._gone(self)
 
-    def _tell_of_load(self) -> None:
-        """Wait for the engine, and report it."""
-        try:
-            engine = self._engine.wait_loaded()
-            if engine is None:
-                raise EngineClosedError("the engine has been closed")
-            self.send({"op": "loaded", "facts": protocol.plain(engine.facts())})
-        except BaseException as error:
-            self.send({"op": "failed", "error": protocol.plain(error)})
+    def _loaded(self, timeout_s: float | None = None) -> LoadedEngine:
+        engine = self._engine.wait_loaded(timeout_s)
+        if engine is None:
+            raise EngineClosedError("the engine has been closed")
+        return engine
 
     def _take(self, message: protocol.Message) -> None:
         number = int(message["id"])
@@ -127,10 +113,7 @@ class ClientConnection:
 
     def _answer(self, number: int, name: str, argument: Any) -> None:
         try:
-            engine = self._engine.wait_loaded(0)
-            if engine is None:
-                raise EngineClosedError("the engine has been closed")
-            value = CALLS[name](engine, argument)
+            value = CALLS[name](self._loaded(0), argument)
         except Exception as error:
             self.send({"op": "refused", "id": number, "error": protocol.plain(error)})
             return
@@ -155,18 +138,10 @@ class _Outbound:
             self._client.ended(self._number)
 
 
-def _check(engine: LoadedEngine, argument: Any) -> None:
-    engine.check(protocol.read(Request, argument))
-
-
-def _fixes_for(engine: LoadedEngine, argument: Any) -> list[Any]:
-    return protocol.plain_fixes(engine.fixes_for(int(argument)))
-
-
 # The calls beside requests, by name.
 CALLS: dict[str, Callable[[LoadedEngine, Any], Any]] = {
-    "check": _check,
-    "fixes_for": _fixes_for,
+    "check": lambda engine, argument: engine.check(protocol.read(Request, argument)),
+    "fixes_for": lambda engine, argument: protocol.plain_fixes(engine.fixes_for(int(argument))),
     "facts": lambda engine, _: engine.facts(),
     "status": lambda engine, _: engine.status(),
 }
@@ -187,7 +162,7 @@ class EngineServer:
 
     def take_owner(self, sock: socket.socket) -> ClientConnection:
         """Take the connection of the process that has started the engine, and follows the load."""
-        return self._take(sock, lambda: self.owner_gone.set())
+        return self._take(sock, self.owner_gone.set)
 
     def listen(self, listener: socket.socket) -> None:
         """Accept other clients, until the socket is closed."""

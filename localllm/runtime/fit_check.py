@@ -1,14 +1,16 @@
-"""A check whether a model would run on this machine, and how fast: from its shape, before a byte of it is fetched."""
+"""This machine, and whether a model would run on it, and how fast: from its shape, before a byte of it is fetched."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.config import ResolvedSettings, format_figure
+from localllm.config import ResolvedSettings, format_bytes, format_figure
 from localllm.errors import DoesNotFitError, LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_loader import engine_config
+from localllm.runtime.plan_request import shape_and_files
 
 
 @dataclass(frozen=True)
@@ -51,29 +53,35 @@ class Verdict:
 
 def judge(name: str, resolved: ResolvedSettings, say: Callable[[str], None]) -> Verdict:
     """Milliseconds; seconds where this machine has not been measured yet, of which `say` hears beforehand. It may
-    raise. Uses no network; imports torch."""
+    raise. Uses no network."""
+    from localllm.offload.planner.machine_memory import require_address_space
+
     try:
-        return _foreseen(name, resolved, say)
+        require_address_space()  # before torch is imported
+        from localllm.engine.model_plan import foresee
+
+        shape, files = shape_and_files(name)
+        plan = foresee(shape, files, engine_config(resolved, lambda _: None), say)
     except ModelNotFoundError:
         return Verdict("unknown", why="its shape is known once it is here")
     except DoesNotFitError as error:
         return Verdict("too large", why=error.why)
     except LocalLLMError as error:
         return Verdict("unknown", why=f"{error.what}: {error.why}" if error.why else error.what)
-
-
-def _foreseen(name: str, resolved: ResolvedSettings, say: Callable[[str], None]) -> Verdict:
-    from localllm.offload.planner.machine_memory import require_address_space
-
-    require_address_space()  # before torch is imported
-    from localllm import hub
-    from localllm.engine.model_plan import foresee
-    from localllm.models.shapes import find_shape
-
-    shape = find_shape(name)
-    try:
-        files = hub.locate(name, offline=True)
-    except ModelNotFoundError:
-        files = None
-    plan = foresee(shape, files, engine_config(resolved, lambda _: None), say)
     return Verdict("fits" if plan.is_whole else "offloads", plan.decode_tok_s, plan.ctx, plan.shape.weights)
+
+
+def machine_line() -> str:
+    """Return what a model can use here. Asking the system and the driver takes tens of milliseconds."""
+    import psutil
+
+    from localllm.offload.planner.nvml import gpus
+
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parts = [f"{cores} core{'' if cores == 1 else 's'}"]
+    parts.append(f"{format_bytes(memory.available)} of {format_bytes(memory.total)} memory free")
+    for gpu in gpus():
+        free = "" if gpu.free_bytes is None else f", {format_bytes(gpu.free_bytes)} free"
+        parts.append(f"{gpu.name or 'a GPU'}{free}")
+    return "; ".join(parts) if len(parts) > 2 else "; ".join([*parts, "no NVIDIA GPU"])

@@ -1,16 +1,21 @@
-"""The models on this disk and those that can be had, as rows that every front end shows alike."""
+"""The models on this disk and those that can be had: rows and facts that every front end shows alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config import format_bytes
+from localllm.errors import LocalLLMError
+from localllm.runtime.selection import sampling_defaults
 
 if TYPE_CHECKING:
-    from localllm.hub import InstalledModel, PackedWeights
+    from localllm.hub import InstalledModel, ModelDescription, PackedWeights
     from localllm.registry import ModelEntry
+
+_NUMBERS = ("layers", "hidden_size", "attention_heads", "kv_heads", "vocabulary", "context")
 
 State = Literal["installed", "partial", "available", "folder", "orphan"]
 
@@ -52,7 +57,11 @@ def model_rows(*, has_available: bool) -> list[ModelRow]:
     rows = [_of_installed(model) for model in hub.list_models()]
     if has_available:
         here = {row.name for row in rows}
-        rows += [_of_entry(entry) for entry in load_registry().entries if entry.name not in here]
+        rows += [
+            ModelRow(entry.name, "available", entry.repo, entry.revision, **_registered(entry))
+            for entry in load_registry().entries
+            if entry.name not in here
+        ]
     return rows
 
 
@@ -87,7 +96,6 @@ def licence_text(row: ModelRow) -> str:
 
 
 def _of_installed(model: InstalledModel) -> ModelRow:
-    entry = model.entry
     return ModelRow(
         name=model.name,
         state=model.state,
@@ -98,23 +106,98 @@ def _of_installed(model: InstalledModel) -> ModelRow:
         partial_bytes=model.partial_bytes,
         packed=model.packed,
         model_type=model.model_type,
-        aliases=entry.aliases if entry else (),
-        licence=entry.licence if entry else None,
-        gated=entry.gated if entry else None,
-        context=entry.context if entry else None,
-        parameters=entry.parameters if entry else None,
+        **(_registered(model.entry) if model.entry else {}),
     )
 
 
-def _of_entry(entry: ModelEntry) -> ModelRow:
-    return ModelRow(
-        name=entry.name,
-        state="available",
-        repo=entry.repo,
-        revision=entry.revision,
-        aliases=entry.aliases,
-        licence=entry.licence,
-        gated=entry.gated,
-        context=entry.context,
-        parameters=entry.parameters,
-    )
+def _registered(entry: ModelEntry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in ("aliases", "licence", "gated", "context", "parameters")}
+
+
+# One model
+
+
+def model_facts(model: ModelDescription) -> dict[str, Any]:
+    """Return the facts of `localllm show --json`. Raises CheckpointError for a checkpoint's defaults out of range."""
+    entry, state = model.entry, "orphan" if model.packed and model.entry is None else "available"
+    if model.files or model.partial_bytes:
+        state = "installed" if model.files else "partial"
+    return {
+        "name": model.name,
+        "state": state,
+        "repo": model.repo,
+        "revision": model.revision if model.repo else None,
+        "directory": str(model.files.directory) if model.files else None,
+        "size_bytes": model.size_bytes if model.files else None,
+        "partial_bytes": model.partial_bytes,
+        "packed": packed_fields(model.packed),
+        "model_type": model.model_type,
+        "dtype": model.dtype,
+        "parameters": entry.parameters if entry else None,
+        **{name: value for name, value in asdict(model).items() if name in _NUMBERS},
+        "licence": entry.licence if entry else None,
+        "gated": entry.gated if entry else None,
+        "aliases": list(entry.aliases) if entry else [],
+        "sampling": sampling_defaults(entry, model.files),
+        "stop": list(entry.stop) if entry else [],
+    }
+
+
+def fact_lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
+    """(label, text) of each fact that is known. Raises as `model_facts`."""
+    for name, value in model_facts(model).items():
+        if value in (None, [], {}) or (name, value) == ("partial_bytes", 0):
+            continue
+        label = name.removesuffix("_bytes").replace("_", " ")
+        if name == "packed":
+            yield from ((label, f"{packed_text(packed)} in {packed.directory}") for packed in model.packed)
+        else:
+            yield label, _shown(name, value)
+
+
+def _shown(name: str, value: bool | float | str | list[str] | Mapping[str, float]) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name == "parameters":
+        return f"{value:g} billion"
+    if name.endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    if isinstance(value, list):
+        return ", ".join(repr(item) if name == "stop" else str(item) for item in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item:g}" for key, item in value.items())
+    return str(value)
+
+
+# What a deletion would free
+
+
+class _OnlyAskedError(Exception):
+    """Nothing is to be deleted yet."""
+
+
+def freed_by(row: ModelRow) -> tuple[int, int]:
+    """Bytes of the model's files, 0 where they are not to be deleted, and of what is packed of it. Reads the disk.
+
+    Raises what `hub.remove` does where nothing of it can be deleted.
+    """
+    try:
+        return _asked(row.name, packed_only=False)
+    except LocalLLMError:
+        if not row.packed:
+            raise
+        return _asked(row.name, packed_only=True)
+
+
+def _asked(name: str, *, packed_only: bool) -> tuple[int, int]:
+    from localllm import hub
+
+    sizes: list[tuple[int, int]] = []
+
+    def hear(checkpoint_bytes: int, packed_bytes: int) -> None:
+        sizes.append((checkpoint_bytes, packed_bytes))
+        raise _OnlyAskedError
+
+    with suppress(_OnlyAskedError):
+        hub.remove(name, packed_only=packed_only, confirm=hear)
+    return sizes[0]

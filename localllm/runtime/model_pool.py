@@ -31,14 +31,13 @@ from localllm.errors import (
 )
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_process import Caps, Foreseen
-from localllm.runtime.resident_models import ResidentModels, consume_error
+from localllm.runtime.resident_models import ResidentModels, consume_error, keep_warm
 from localllm.runtime.selection import Selection, locate, told_of, with_defaults
 from localllm.runtime.served_model import ServedModel, own_name
-from localllm.runtime.warm_files import keep_warm
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
-    from localllm.hub import InstalledModel, ModelFiles
+    from localllm.hub import InstalledModel
 
 T = TypeVar("T")
 
@@ -212,7 +211,10 @@ class ModelPool:
         except (BusyError, EngineClosedError, EngineGoneError, ModelChangedError, ModelNotFoundError):
             raise
         except Exception as error:
-            raise _unusable(model, told_of(error, model.selection.files, model.selection.resolved)) from error
+            told = told_of(error, model.selection.files, model.selection.resolved)
+            is_bug = isinstance(told, BugError)  # of which nothing more is said
+            why, fix = ("a bug in localllm", "") if is_bug else (f"{told.what}; {told.why}", told.fixes)
+            raise ModelUnusableError(f"{model.name} cannot be used", why=why, fix=fix, code=told.code) from error
         if keep_s is not None:
             model.keep_s = keep_s if 0 <= keep_s <= _MOST_KEPT_S else None
             if not model.num_open:
@@ -295,7 +297,8 @@ class ModelPool:
             await asyncio.to_thread(model.handle.close)
             model.handle = None
         if self.on_demand:
-            model.selection = await self.on_disk(lambda: self._selected(hub.current(model.selection.files)))
+            files = model.selection.files  # with what they recommend now
+            model.selection = await self.on_disk(lambda: with_defaults(self._resolved, hub.current(files)))
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Foreseen]()
 
         def foreseen(what: Foreseen) -> None:
@@ -306,8 +309,10 @@ class ModelPool:
         settled = asyncio.create_task(asyncio.to_thread(handle.wait_loaded))
         try:
             await self.residents.agree(model, handle, arrived, settled)
-            if await settled is None:
-                raise self._stopped(model)
+            if await settled is None:  # it came to nothing and did not fail
+                why = "somebody stopped it while it was being loaded"
+                stopped = BusyError(f"{model.name} was unloaded", why=why, reason="unloaded")
+                raise EngineClosedError("the server is shutting down") if self.residents.is_closed else stopped
         except BaseException:
             model.handle = None
             settled.add_done_callback(consume_error)
@@ -316,23 +321,9 @@ class ModelPool:
         self._has_begun |= model is self.first
         model.last_facts = await self.residents.facts(model)
         for evicted, weights in self.residents.take_evicted():  # not before: the disk was this model's
-            self.residents.begin(self._keep_warm(evicted, weights))
+            if weights:  # else it had gone before they were known
+                self.residents.begin(self.on_disk(partial(keep_warm, evicted.selection.files, weights)))
         self.residents.touch(model)
-
-    def _selected(self, files: ModelFiles) -> Selection:
-        """Select the model with what its files recommend now. Raises CheckpointError."""
-        return with_defaults(self._resolved, files)
-
-    def _stopped(self, model: ServedModel) -> LocalLLMError:
-        """Return the error of a load that came to nothing and did not fail."""
-        if self.residents.is_closed:
-            return EngineClosedError("the server is shutting down")
-        why = "somebody stopped it while it was being loaded"
-        return BusyError(f"{model.name} was unloaded", why=why, reason="unloaded")
-
-    async def _keep_warm(self, model: ServedModel, weights: str) -> None:
-        if weights:  # else it had gone before they were known
-            await self.on_disk(partial(keep_warm, model.selection.files, weights))
 
     # Work beside the loop, and the end
 
@@ -364,9 +355,3 @@ class ModelPool:
         for each in self.models:
             if each.handle is not None:
                 each.handle.close(timeout_s=1.0)
-
-
-def _unusable(model: ServedModel, error: LocalLLMError) -> ModelUnusableError:
-    """Return the error of a load that failed; about a bug it says no more than that."""
-    why, fix = ("a bug in localllm", "") if isinstance(error, BugError) else (f"{error.what}; {error.why}", error.fixes)
-    return ModelUnusableError(f"{model.name} cannot be used", why=why, fix=fix, code=error.code)

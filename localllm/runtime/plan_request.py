@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config import Origin, ResolvedSettings, accepted
@@ -10,6 +11,8 @@ from localllm.runtime.engine_loader import engine_config
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Considered
+    from localllm.hub import ModelFiles
+    from localllm.models.shapes import Shape
 
 Goal = Literal["latency", "throughput"]
 
@@ -33,21 +36,25 @@ def considered(
     from localllm.offload.planner.machine_memory import require_address_space
 
     require_address_space()  # before torch is imported
-    from localllm import hub
     from localllm.engine.model_plan import consider
-    from localllm.errors import ModelNotFoundError
-    from localllm.models.shapes import find_shape
     from localllm.offload.planner.plan import JobShape
 
-    settings = resolved.settings
-    shape = find_shape(name)
-    try:
-        files = hub.locate(name, offline=True)
-    except ModelNotFoundError:
-        files = None
-    tokens = min(_JOB_TOKENS, settings.ctx or _JOB_TOKENS)
+    shape, files = shape_and_files(name)
+    tokens = min(_JOB_TOKENS, resolved.settings.ctx or _JOB_TOKENS)
     job = JobShape(DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
     return consider(shape, files, engine_config(resolved, tell), say, job=job, placed_bytes=placed_bytes)
+
+
+def shape_and_files(name: str) -> tuple[Shape, ModelFiles | None]:
+    """Return a model's shape, and its files where it is on this disk. Raises ModelNotFoundError."""
+    from localllm import hub
+    from localllm.errors import ModelNotFoundError
+    from localllm.models.shapes import find_shape
+
+    shape, files = find_shape(name), None
+    with suppress(ModelNotFoundError):
+        files = hub.locate(name, offline=True)
+    return shape, files
 
 
 def with_changes(resolved: ResolvedSettings, changes: Mapping[str, Any]) -> ResolvedSettings:

@@ -63,7 +63,7 @@ def plain(value: Any) -> Any:
         return _plain_error(value)
     if dataclasses.is_dataclass(value):
         given = ((each, getattr(value, each.name)) for each in dataclasses.fields(value))
-        return {each.name: plain(own) for each, own in given if not _is_usual(each, own)}
+        return {each.name: plain(own) for each, own in given if own != _usual(each)}
     raise TypeError(f"{type(value).__name__} cannot cross to another process")
 
 
@@ -75,10 +75,9 @@ def read(kind: Any, value: Any) -> Any:
         raise WireError(f"{kind}: {error}") from None
 
 
-def _is_usual(field: dataclasses.Field[Any], value: Any) -> bool:
-    if field.default is not dataclasses.MISSING:
-        return bool(value == field.default)
-    return field.default_factory is not dataclasses.MISSING and bool(value == field.default_factory())
+def _usual(field: dataclasses.Field[Any]) -> Any:
+    """Return the default; MISSING where there is none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 @cache
@@ -119,17 +118,15 @@ def _optional(parts: tuple[Any, ...]) -> Callable[[Any], Any]:
 def _either(kinds: list[Any]) -> Callable[[Any], Any]:
     """Return an instance of the one class, of several, whose fields these are."""
     known = {kind: {each.name for each in dataclasses.fields(kind)} for kind in kinds}
-    needed = {kind: {each.name for each in dataclasses.fields(kind) if _is_needed(each)} for kind in kinds}
+    needed = {
+        kind: {each.name for each in dataclasses.fields(kind) if _usual(each) is dataclasses.MISSING} for kind in kinds
+    }
 
     def read_either(value: Any) -> Any:
         names = set(value)
         return _reader(next(kind for kind in kinds if needed[kind] <= names <= known[kind]))(value)
 
     return read_either
-
-
-def _is_needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _tuple(parts: tuple[Any, ...]) -> Callable[[Any], Any]:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from localllm.config import format_bytes
 from localllm.engine.engine_info import EngineFacts
 from localllm.errors import BusyError, EngineStuckError, LocalLLMError
+from localllm.hub.packed import is_whole, packed_directory
 from localllm.offload.planner.machine_memory import free_bytes
 from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_handle import EngineHandle
@@ -21,6 +25,10 @@ from localllm.runtime.engine_process import Caps, Foreseen, foresee, grant
 from localllm.runtime.served_model import ServedModel
 from localllm.settings import Settings
 
+if TYPE_CHECKING:
+    from localllm.hub import ModelFiles
+
+_SPARE_BYTES = 1 << 30  # that stay free beside files that are kept in memory
 _SHARE = 0.9  # of the memory that is free at the start, as a model by itself would take
 _LOOK_S = 0.2  # between two looks at a model that is to leave: programs that use it by its own socket may
 _ROOM_S = 600.0  # for which a model waits for those before it to be done
@@ -45,7 +53,7 @@ class ResidentModels:
         self._timers: dict[ServedModel, asyncio.TimerHandle] = {}
         self._ending: set[asyncio.Task[None]] = set()  # handles of models that were unloaded
         self._evicted: list[tuple[ServedModel, str]] = []  # with their weights' formats
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     # Leaving
 
@@ -57,14 +65,11 @@ class ResidentModels:
             model.keep_s = self.idle_s
             if not handle.is_settled:
                 handle.stop()  # nothing of a load is waited for
-            await asyncio.shield(self._end(handle))
+            task = asyncio.create_task(asyncio.to_thread(handle.close))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            await asyncio.shield(task)
             self._note(f"{model.name} is unloaded")
-
-    def _end(self, handle: EngineHandle) -> asyncio.Task[None]:
-        task = asyncio.create_task(asyncio.to_thread(handle.close))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        return task
 
     async def wait_unloaded(self) -> None:
         """Wait until no process is ending: until then its memory counts as used."""
@@ -90,7 +95,7 @@ class ResidentModels:
             return None
         return time.time() + max(0.0, model.last_used + model.keep_s - time.monotonic())
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Do it in the background."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)  # else nobody keeps it
@@ -233,3 +238,28 @@ def consume_error(task: asyncio.Task[Any]) -> None:
     """Take a task's exception: who waited for the task was told, or has gone."""
     if not task.cancelled():
         task.exception()
+
+
+def keep_warm(files: ModelFiles, weights: str) -> int:
+    """Have the system read the files of a model in that format, where all have room in free memory: when it comes back,
+    its disk is not waited for. Nobody's memory is taken for it: pages of the system's cache are given back at once.
+
+    Return their bytes; 0 where they have no room, or nothing can be asked of this system.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return 0
+    packed = packed_directory(files, weights)
+    folder = packed if is_whole(packed) else files.directory
+    paths = [path for path in folder.glob("*.safetensors") if path.is_file()]
+    with contextlib.suppress(OSError):
+        num_bytes = sum(path.stat().st_size for path in paths)
+        if num_bytes + _SPARE_BYTES > psutil.virtual_memory().available:
+            return 0
+        for path in paths:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+        return num_bytes
+    return 0

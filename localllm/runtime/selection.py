@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -121,12 +120,8 @@ def sampling_defaults(entry: ModelEntry | None, files: ModelFiles | None) -> dic
 def _with_model_defaults(
     resolved: ResolvedSettings, entry: ModelEntry | None, files: ModelFiles | None
 ) -> ResolvedSettings:
-    path = files.directory / "generation_config.json" if files else None
-    return with_model_defaults(resolved, entry, _generation_config(path) if path else {}, str(path))
-
-
-def _generation_config(path: Path) -> Mapping[str, Any]:
-    """Return the checkpoint's sampling defaults, empty where it has none. Raises CheckpointError."""
     from localllm.models.strict_json import JsonLimits, read_json_object
 
-    return read_json_object(path, JsonLimits()) if path.exists() else {}
+    path = files.directory / "generation_config.json" if files else None
+    recommended = read_json_object(path, JsonLimits()) if path is not None and path.exists() else {}
+    return with_model_defaults(resolved, entry, recommended, str(path))

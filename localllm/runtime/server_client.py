@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.engine.events import ignore
 from localllm.errors import EngineGoneError, LocalLLMError
+from localllm.runtime.engine_handle import EnginePeer
 from localllm.runtime.engine_loader import Opening, check
-from localllm.runtime.engine_peer import EnginePeer
 from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, listener_pid
 from localllm.version import __version__
 
@@ -131,7 +131,18 @@ def _at_server(selection: Selection, note: Callable[[str], None]) -> ServerEngin
     server = Server.find()
     if server is None:
         return None
-    wanted = _wanted(selection)
+    resolved = selection.resolved
+    wanted = {
+        "version": __version__,
+        "model": selection.model_name,
+        "directory": str(selection.files.directory.resolve()),
+        "settings": {  # what of an engine somebody has chosen: one that is attached to has to be so
+            name: value
+            for name, value in asdict(resolved.settings.engine).items()
+            if resolved.origins[name].kind in _CHOSEN
+        },
+        "private": selection.private,
+    }
     try:
         server.ask("POST", "/attach", {**wanted, "waits": False}, timeout_s=_REPLY_S)
     except TimeoutError:
@@ -178,20 +189,3 @@ class ServerEngine(EnginePeer):
         if self.pid is not None:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
-
-
-def _wanted(selection: Selection) -> dict[str, Any]:
-    resolved = selection.resolved
-    # What of an engine somebody has chosen: one that is attached to has to be so.
-    chosen = {
-        name: value
-        for name, value in asdict(resolved.settings.engine).items()
-        if resolved.origins[name].kind in _CHOSEN
-    }
-    return {
-        "version": __version__,
-        "model": selection.model_name,
-        "directory": str(selection.files.directory.resolve()),
-        "settings": chosen,
-        "private": selection.private,
-    }

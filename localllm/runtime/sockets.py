@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import queue
 import socket
 import stat
 import struct
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from localllm.config import user_directories
@@ -122,6 +124,38 @@ def connected(path: Path) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+class Outbox:
+    """Messages to a socket from any thread: none of them waits for a peer that does not read."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="localllm-send", daemon=True)
+        self._writer.start()
+
+    def send(self, data: bytes) -> None:
+        """Ignore a connection that has ended: the thread that reads it finds out."""
+        self._unsent.put(data)
+
+    def end(self, timeout_s: float = 0.0) -> None:
+        """Take nothing more; wait so long for what is on its way."""
+        self._unsent.put(None)
+        self._writer.join(timeout_s)
+
+    def _write(self) -> None:
+        is_open = True
+        try:
+            while is_open:
+                parts = [self._unsent.get()]
+                while not self._unsent.empty():  # nobody else takes anything out
+                    parts.append(self._unsent.get())
+                self._sock.sendall(b"".join(part for part in parts if part is not None))
+                is_open = None not in parts
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
 
 
 def listener_pid(sock: socket.socket) -> int | None:

@@ -34,6 +34,7 @@ _LEAST_BYTES_S = 16 << 10
 _PAUSE_S = 0.25
 # A body of four MiB can have two million. To describe each takes 7 s and a GiB, while the loop waits.
 _MOST_MISTAKES = 1000
+_INVALID = "invalid_value"  # as OpenAI names the error
 _MOST_NAMED = 200  # characters of a field's name
 _JSON = "application/json"
 # One of these comes with whatever a page sends. A program without them means JSON where it says nothing of its type, as
@@ -286,36 +287,32 @@ def validated(of: type[B], data: bytes) -> B:
 
 def _refusal(of: type[Body], error: ValidationError) -> RequestError:
     if error.error_count() > _MOST_MISTAKES:
-        why = f"{error.error_count()} fields are wrong"
-        return RequestError(400, "the body is invalid", why=why, name="invalid_value")
+        return RequestError(400, "the body is invalid", why=f"{error.error_count()} fields are wrong", name=_INVALID)
     # Each choice of a union reports what it misses; the one that came furthest is the one meant.
     found: ErrorDetails = max(error.errors(include_url=False, include_input=False), key=lambda each: len(_path(each)))
     if found["type"] == "json_invalid":
         return RequestError(400, "the body is no JSON", why=found["msg"].removeprefix("Invalid JSON: "))
     path = _path(found)
-    param = ".".join(str(part) for part in path)[:_MOST_NAMED]
-    known = next((".".join(map(str, path[:end])) for end in (2, 1) if ".".join(map(str, path[:end])) in of.why), None)
-    if known is not None:
-        return RequestError(
-            400, f"{param!r} cannot be honoured", why=of.why[known], param=param, name="unsupported_value"
-        )
-    if found["type"] == "extra_forbidden":
+    places = [".".join(map(str, path[:end])) for end in (None, 2, 1)]
+    param = places[0][:_MOST_NAMED]
+    if (known := next((place for place in places[1:] if place in of.why), None)) is not None:
+        what, why, fix, name = f"{param!r} cannot be honoured", of.why[known], "", "unsupported_value"
+    elif found["type"] == "extra_forbidden":
         near = difflib.get_close_matches(param, of.model_fields.keys() - of.why.keys(), n=1) if len(path) == 1 else []
         fix = of.elsewhere.get(param) or (f"{near[0]!r} is known here" if near else "leave it out")
-        what = f"unknown parameter {param!r}"
-        return RequestError(400, what, fix=fix, param=param, name="unknown_parameter")
-    if found["type"] == "missing":
-        return RequestError(400, f"{param}: Field required", param=param, name="missing_required_parameter")
-    message = found["msg"].removeprefix("Value error, ").replace(" after validation", "")
-    return RequestError(
-        400, f"{param or 'the body'} is invalid", why=message, param=param or None, name="invalid_value"
-    )
+        what, why, name = f"unknown parameter {param!r}", "", "unknown_parameter"
+    elif found["type"] == "missing":
+        what, why, fix, name = f"{param}: Field required", "", "", "missing_required_parameter"
+    else:
+        why = found["msg"].removeprefix("Value error, ").replace(" after validation", "")
+        what, fix, name = f"{param or 'the body'} is invalid", "", _INVALID
+    return RequestError(400, what, why=why, fix=fix, param=param or None, name=name)
 
 
 def _path(error: ErrorDetails) -> tuple[Any, ...]:
     """Return the place of an error, without pydantic's names of a union's choices."""
-    return tuple(part for part in error["loc"] if isinstance(part, int) or not _is_choice(part))
 
+    def is_choice(part: str) -> bool:
+        return part in _CHOICES or part.startswith("constrained-") or "[" in part or part[:1].isupper()
 
-def _is_choice(part: str) -> bool:
-    return part in _CHOICES or part.startswith("constrained-") or "[" in part or part[:1].isupper()
+    return tuple(part for part in error["loc"] if isinstance(part, int) or not is_choice(part))

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
 from localllm.engine.request import SamplingParams
 from localllm.runtime.served_model import ServedModel
@@ -15,9 +15,6 @@ from localllm.server.errors import RequestError
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.model_server import ModelServer
 from localllm.server.replies import collected
-
-if TYPE_CHECKING:
-    from localllm.engine.engine_info import LoadedEngine
 
 Prompt = str | tuple[int, ...]
 
@@ -61,12 +58,19 @@ async def embedded(
             sampling, pooling = SamplingParams(max_tokens=1), server.pooling
             ask = GenerationRequest(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
             (piece,) = await collected(await server.answer(served, [ask], lambda: None))
-        assert piece.finished is not None and piece.finished.embedding is not None
-        return TextEmbedding(_cut(piece.finished.embedding, dimensions), piece.finished.usage.prompt_tokens)
+        vector = piece.end.embedding
+        assert vector is not None
+        if dimensions is not None and dimensions < size:
+            length = math.hypot(*vector[:dimensions]) or 1.0
+            vector = array("f", (value / length for value in vector[:dimensions]))
+        return TextEmbedding(vector, piece.end.usage.prompt_tokens)
 
     try:
         if most_tokens is not None:
-            prompts = await server.pool.off_loop(lambda: [_ids(each, engine)[:most_tokens] for each in prompts])
+            encode = partial(engine.tokenizer.encode, special=True, bos=True)
+            prompts = await server.pool.off_loop(
+                lambda: [tuple(encode(each) if isinstance(each, str) else each)[:most_tokens] for each in prompts]
+            )
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(prompt)) for prompt in prompts]
     except BaseExceptionGroup as failures:
@@ -74,15 +78,3 @@ async def embedded(
     finally:
         give_back()
     return [task.result() for task in tasks]
-
-
-def _ids(prompt: Prompt, engine: LoadedEngine) -> tuple[int, ...]:
-    return tuple(engine.tokenizer.encode(prompt, special=True, bos=True)) if isinstance(prompt, str) else prompt
-
-
-def _cut(vector: array[float], dimensions: int | None) -> array[float]:
-    if dimensions is None or dimensions == len(vector):
-        return vector
-    kept = vector[:dimensions]
-    length = math.sqrt(math.fsum(value * value for value in kept)) or 1.0
-    return array("f", (value / length for value in kept))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
-from localllm.engine.request import SamplingParams
+from localllm.chat.answer import MAX_ANSWERS, best
+from localllm.engine.request import MAX_BEAMS, MAX_LENGTH_PENALTY, EarlyStopping, SamplingParams
 from localllm.errors import UsageError
 from localllm.server.bodies import Body, Ignored
 from localllm.server.errors import RequestError
+from localllm.server.tools.deltas import Delta
 from localllm.text.grammar.gbnf import is_gbnf
 from localllm.text.grammar.grammar import Grammar
 
@@ -138,15 +141,12 @@ ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 class StructuredOutputs(Body):
     """The form of an answer, as vLLM has it, in every dialect."""
 
-    json_schema: Annotated[
-        dict[str, Any] | None, Field(alias="json", description="A JSON Schema that the answer has to fit.")
-    ] = None
-    regex: Annotated[Pattern | None, Field(description="A regular expression, of the whole answer.")] = None
-    choice: Annotated[
-        list[Annotated[str, StringConstraints(min_length=1)]] | None,
-        Field(min_length=1, max_length=MAX_CHOICES, description="Texts, one of which is the answer."),
-    ] = None
-    grammar: Annotated[Pattern | None, Field(description="A grammar in Lark, or in GBNF where it has `::=`.")] = None
+    json_schema: dict[str, Any] | None = optional("A JSON Schema that the answer has to fit.", alias="json")
+    regex: Pattern | None = optional("A regular expression, of the whole answer.")
+    choice: list[NonEmptyText] | None = optional(
+        "Texts, one of which is the answer.", min_length=1, max_length=MAX_CHOICES
+    )
+    grammar: Pattern | None = optional("A grammar in Lark, or in GBNF where it has `::=`.")
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> StructuredOutputs:
@@ -166,7 +166,9 @@ def grammar_of(given: StructuredOutputs | None) -> Grammar | None:
         return json_grammar(given.json_schema)
     if given.regex is not None:
         return Grammar("regex", given.regex)
-    return _choice_grammar(given.choice) if given.choice is not None else text_grammar(given.grammar or "")
+    if given.choice is not None:  # escaped, as Lark takes no control characters as they are
+        return Grammar("lark", "start: " + " | ".join(map(json.dumps, given.choice)) + "\n")
+    return text_grammar(given.grammar or "")
 
 
 def json_grammar(schema: Mapping[str, Any]) -> Grammar:
@@ -177,11 +179,6 @@ def text_grammar(source: str) -> Grammar:
     return Grammar("gbnf" if is_gbnf(source) else "lark", source)
 
 
-def _choice_grammar(choices: Sequence[str]) -> Grammar:
-    """Escape control characters, which Lark does not take as they are."""
-    return Grammar("lark", "start: " + " | ".join(map(json.dumps, choices)) + "\n")
-
-
 def one_grammar(**given: Grammar | None) -> tuple[Grammar | None, str]:
     """Return (the grammar, the field that asks for it). Raises RequestError where two fields ask for one."""
     found = {name: grammar for name, grammar in given.items() if grammar is not None}
@@ -190,3 +187,93 @@ def one_grammar(**given: Grammar | None) -> tuple[Grammar | None, str]:
         why = "an answer can have one form"
         raise RequestError(400, f"{first!r} and {second!r} cannot go together", why=why, param=second)
     return next(((grammar, name) for name, grammar in found.items()), (None, ""))
+
+
+# How many answers there are, and which are given
+
+# Settings of greedy decoding.
+_NEUTRAL: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+
+
+class BestOfBody(Body):
+    """Fields of requests for several answers, or the best of several."""
+
+    n: int | None = Field(default=None, ge=1, le=MAX_ANSWERS)
+    best_of: int | None = optional(
+        "So many are computed, the `n` likeliest per token are given; 0: `n`.", ge=0, le=MAX_ANSWERS
+    )
+    beam_width: int | None = optional(
+        "The answer is searched by so many beams, not drawn; `n`: the n best.", ge=1, le=MAX_BEAMS
+    )
+    length_penalty: float | None = optional(
+        "Of a search: score = sum / tokens ** this.", ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY
+    )
+    early_stopping: EarlyStopping | None = optional(
+        'Of a search: whether the first whole answers end it. "never": only where none can win.'
+    )
+    stream: bool | None = None
+
+
+@dataclass(frozen=True)
+class BestOf:
+    """The choice of n answers to each prompt.
+
+    best_of: so many are computed; 0: no more than n
+    beams: more than 1 has the n best found by a beam search
+    """
+
+    best_of: int = 0
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+    def num_requests(self, n: int) -> int:
+        """Return the number of the engine's requests for each prompt."""
+        return 1 if self.beams > 1 else self.best_of or n
+
+    def rows(self, n: int) -> int:
+        """Return the rows of a step for each prompt."""
+        return max(self.num_requests(n), self.beams)
+
+    def chosen(self, answers: Sequence[Delta], n: int) -> list[list[Delta]]:
+        """Return the answers that are given, by prompt; a beam search may have found fewer than n."""
+        if self.beams > 1:
+            return [[answer, *answer.others] for answer in answers]
+        count = self.num_requests(n)
+        groups = [answers[first : first + count] for first in range(0, len(answers), count)]
+        return [best(group, n, operator.attrgetter("end")) if count > n else list(group) for group in groups]
+
+
+NO_BEST_OF = BestOf()
+
+
+def requested_best_of(body: BestOfBody, sampling: SamplingParams) -> tuple[BestOf, SamplingParams]:
+    """Return how answers are chosen, and the sampling that goes with it. Raises RequestError for contradictions."""
+    n, beams = body.n or 1, body.beam_width or 1
+    if beams == 1:
+        for field in ("length_penalty", "early_stopping"):
+            if getattr(body, field) is not None:
+                raise _refused(field, "it says how beams are searched, and there is no 'beam_width' of 2 or more")
+        count = body.best_of or n
+        if count < n:
+            raise _refused("best_of", f"it is {count}, and 'n' {n}: no more can be given than there are")
+        if body.stream and count > n:
+            why = "which answers are the best is known when all are whole: there is nothing to stream"
+            raise _refused("best_of", why)
+        return BestOf(count), sampling
+    if body.best_of:
+        raise _refused("best_of", "'beam_width' has the best of many more answers found")
+    if n > beams:
+        raise _refused("n", f"it is {n}, and 'beam_width' {beams}: no more answers are found than there are beams")
+    if body.stream and n > 1:
+        raise _refused("stream", "the answers of a search are known when it ends, and 'n' of 1 alone can be streamed")
+    for field, neutral in _NEUTRAL.items():
+        if getattr(body, field) not in (None, neutral):
+            raise _refused(field, f"a search by 'beam_width' draws nothing: leave it out, or send {neutral:g}")
+    searched = {field: getattr(body, field) for field in ("length_penalty", "early_stopping")}
+    searched = {field: value for field, value in searched.items() if value is not None}
+    return BestOf(beams=beams, **searched), replace(sampling, **_NEUTRAL)
+
+
+def _refused(param: str, why: str) -> RequestError:
+    return RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="invalid_value")

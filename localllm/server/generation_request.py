@@ -22,8 +22,8 @@ from localllm.chat.thoughts import (
 )
 from localllm.engine.request import Pooling, Request, SamplingParams, require_ids
 from localllm.errors import ContextOverflowError, GrammarError, UsageError
-from localllm.server.best_of import NO_BEST_OF, BestOf
 from localllm.server.errors import RequestError, too_long
+from localllm.server.fields import NO_BEST_OF, BestOf
 from localllm.server.tools.deltas import AnswerParser
 from localllm.server.tools.output_format import OutputFormat, output_format_of
 from localllm.server.tools.toolset import Toolset
@@ -102,34 +102,15 @@ def prepare(request: GenerationRequest, engine: LoadedEngine) -> PreparedRequest
         fitted = _fitted(request, engine, ctx, output)
         ids = fitted.prompt_ids
         if len(ids) >= ctx + (request.pooling is not None):
-            raise _too_long(len(ids), ctx, engine)
+            longest = engine.config.longest_context
+            helps = ctx == engine.ctx and len(ids) < longest
+            fixes = engine.fixes_for(min(longest, len(ids) + 512)) if helps else []
+            raise overflow_error(len(ids), ctx, longest, fixes)
     except ContextOverflowError as error:
         raise too_long(error, request.prompt_field) from None
     _require_room(request, len(ids), engine)
-    for given, param in ((ids, request.prompt_field), (request.sampling.logit_bias, "logit_bias")):
-        try:
-            require_ids(given, engine.config.vocab_size)
-        except UsageError as error:
-            raise RequestError(400, error.what, why=error.why, param=param, name="invalid_value") from None
-    sampling = request.sampling
-    if request.pooling is None:
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens or ctx, ctx - len(ids)))
+    first = _engine_request(request, ids, ctx, engine)
     is_thinking = output is not None and _begins_in_thought(request, engine, ids)
-    first = Request(
-        ids,
-        sampling,
-        opens_turn=isinstance(request.prompt, ChatInput) and request.prompt.opens_turn and not request.said,
-        grammar=request.grammar,
-        priority=request.priority,
-        pooling=request.pooling,
-        is_scored=request.best_of.best_of > request.n,
-        prompt_logprobs=request.prompt_logprobs,
-        reads_only=request.reads_only,
-        beams=request.best_of.beams,
-        num_answers=request.n if request.best_of.beams > 1 else 1,
-        length_penalty=request.best_of.length_penalty,
-        early_stopping=request.best_of.early_stopping,
-    )
     try:
         if output is not None:
             if request.said and not is_thinking:
@@ -144,12 +125,38 @@ def prepare(request: GenerationRequest, engine: LoadedEngine) -> PreparedRequest
     except GrammarError as error:
         raise no_form(request, error) from None
     count = request.best_of.num_requests(request.n)
-    requests = tuple(replace(first, sampling=seeded(sampling, index)) for index in range(count))
+    requests = tuple(replace(first, sampling=seeded(first.sampling, index)) for index in range(count))
     if output is None:
         return PreparedRequest(requests)
     has_form = request.grammar is not None
     return PreparedRequest(
         requests, lambda: output.parser(is_thinking=is_thinking, has_form=has_form), fitted.evicted.turns
+    )
+
+
+def _engine_request(request: GenerationRequest, ids: tuple[int, ...], ctx: int, engine: LoadedEngine) -> Request:
+    for given, param in ((ids, request.prompt_field), (request.sampling.logit_bias, "logit_bias")):
+        try:
+            require_ids(given, engine.config.vocab_size)
+        except UsageError as error:
+            raise RequestError(400, error.what, why=error.why, param=param, name="invalid_value") from None
+    sampling, best_of = request.sampling, request.best_of
+    if request.pooling is None:
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens or ctx, ctx - len(ids)))
+    return Request(
+        ids,
+        sampling,
+        opens_turn=isinstance(request.prompt, ChatInput) and request.prompt.opens_turn and not request.said,
+        grammar=request.grammar,
+        priority=request.priority,
+        pooling=request.pooling,
+        is_scored=best_of.best_of > request.n,
+        prompt_logprobs=request.prompt_logprobs,
+        reads_only=request.reads_only,
+        beams=best_of.beams,
+        num_answers=request.n if best_of.beams > 1 else 1,
+        length_penalty=best_of.length_penalty,
+        early_stopping=best_of.early_stopping,
     )
 
 
@@ -186,22 +193,21 @@ def _output_format(request: GenerationRequest, engine: LoadedEngine) -> OutputFo
 
 def joined(asked: Sequence[PreparedRequest]) -> PreparedRequest:
     """Return several as one, whose answers come in order. Raises RequestError for too many log-probabilities."""
+
+    def num_logprobs(request: Request) -> int:
+        of_prompt = 0 if request.prompt_logprobs is None else len(request.prompt_ids) * (1 + request.prompt_logprobs)
+        sampling = request.sampling
+        if sampling.logprobs is None or request.reads_only:
+            return of_prompt
+        return of_prompt + request.num_answers * (sampling.max_tokens or 0) * (1 + sampling.logprobs)
+
     requests = tuple(request for each in asked for request in each.requests)
-    count = sum(map(_num_logprobs, requests))
+    count = sum(map(num_logprobs, requests))
     if count > _MOST_LOGPROBS:
         why = f"{count} of them may come, and at most {_MOST_LOGPROBS} are told in one reply"
         what, fix = "these are too many log-probabilities", "request for fewer answers, tokens or alternatives"
         raise RequestError(400, what, why=why, fix=fix, param="logprobs", name="invalid_value")
     return replace(asked[0], requests=requests)
-
-
-def _num_logprobs(request: Request) -> int:
-    """Return the most log-probabilities that a request may have."""
-    of_prompt = 0 if request.prompt_logprobs is None else len(request.prompt_ids) * (1 + request.prompt_logprobs)
-    sampling = request.sampling
-    if sampling.logprobs is None or request.reads_only:
-        return of_prompt
-    return of_prompt + request.num_answers * (sampling.max_tokens or 0) * (1 + sampling.logprobs)
 
 
 def _refuse_begun_form(request: GenerationRequest) -> None:
@@ -229,12 +235,6 @@ def _require_room(request: GenerationRequest, num_tokens: int, engine: LoadedEng
     raise RequestError(400, f"num_ctx is {request.num_ctx}", why=why, fix=fix, param="num_ctx", name="invalid_value")
 
 
-def _too_long(num_tokens: int, ctx: int, engine: LoadedEngine) -> ContextOverflowError:
-    longest = engine.config.longest_context
-    helps = ctx == engine.ctx and num_tokens < longest
-    return overflow_error(num_tokens, ctx, longest, engine.fixes_for(min(longest, num_tokens + 512)) if helps else [])
-
-
 def _fitted(request: GenerationRequest, engine: LoadedEngine, ctx: int, output: OutputFormat | None) -> Fitted:
     prompt = request.prompt
     if isinstance(prompt, tuple):
@@ -247,34 +247,23 @@ def _fitted(request: GenerationRequest, engine: LoadedEngine, ctx: int, output: 
     def encode(messages: Sequence[Message]) -> list[int]:
         shown = output.template_input(replace(chat, messages=messages))
         ids = [*encode_chat(engine.template, engine.tokenizer, shown), *output.tail_ids]
-        return [
-            *ids,
-            *engine.tokenizer.encode(_closing(request, engine, ids), special=True),
-            *_said_ids(request, engine),
-        ]
+        if not request.said:
+            return ids
+        if not any(mark in request.said for pair in THOUGHT_MARKS.items() for mark in pair):
+            # The begun answer goes on outside of a thought that the template has opened.
+            close = closing_mark(engine.tokenizer, ids)
+            ids += engine.tokenizer.encode(close and f"{close}\n\n", special=True)
+        return ids + engine.tokenizer.encode(request.said)
 
     if request.evicts:
         return fit_turns(chat.messages, encode, ctx, request.sampling.max_tokens)
     return Fitted(tuple(encode(chat.messages)))
 
 
-def _closing(request: GenerationRequest, engine: LoadedEngine, ids: Sequence[int]) -> str:
-    """Return what closes the thought that the template has opened, where the begun answer goes on outside of it."""
-    marks = (*THOUGHT_MARKS, *THOUGHT_MARKS.values())
-    if not request.said or any(mark in request.said for mark in marks):
-        return ""
-    close = closing_mark(engine.tokenizer, ids)
-    return close and f"{close}\n\n"
-
-
-def _said_ids(request: GenerationRequest, engine: LoadedEngine) -> list[int]:
-    return engine.tokenizer.encode(request.said) if request.said else []
-
-
 def _begins_in_thought(request: GenerationRequest, engine: LoadedEngine, ids: Sequence[int]) -> bool:
     """Return whether the template has opened a thought that the begun answer has not closed."""
-    in_front = ids[: len(ids) - len(_said_ids(request, engine))]
-    splitter = Splitter(is_thinking=begins_in_thought(engine.tokenizer, in_front))
+    num_said = len(engine.tokenizer.encode(request.said)) if request.said else 0
+    splitter = Splitter(is_thinking=begins_in_thought(engine.tokenizer, ids[: len(ids) - num_said]))
     splitter.feed(request.said)
     return splitter.is_thinking
 
@@ -329,11 +318,7 @@ def _no_variable(name: str, why: str) -> RequestError:
     return RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="unsupported_value")
 
 
-def _mentions(engine: LoadedEngine, *words: str) -> bool:
-    """Return whether the model's template has one of the words."""
-    sources = engine.template.sources.values()
-    return any(
-        word in source and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", source) is not None  # a word may be megabytes
-        for word in words
-        for source in sources
-    )
+def _mentions(engine: LoadedEngine, word: str) -> bool:
+    """Return whether the model's template has the word, which may be megabytes."""
+    pattern = rf"(?<!\w){re.escape(word)}(?!\w)"
+    return any(word in source and re.search(pattern, source) for source in engine.template.sources.values())

@@ -74,18 +74,17 @@ class HttpConnection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._forget_stall()
+        self._forget(stall=True)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if not self._is_answered:
-            self._forget_deadline()
+            self._forget(deadline=True)
         elif self._deadline is None:
             self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_deadline()
-        self._forget_stall()
+        self._forget(deadline=True, stall=True)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -104,13 +103,11 @@ class HttpConnection(H11Protocol):
     def _wait_for_headers(self) -> None:
         self._deadline = self.loop.call_later(_HEADERS_S, self.transport.close)
 
-    def _forget_deadline(self) -> None:
-        if self._deadline is not None:
+    def _forget(self, *, deadline: bool = False, stall: bool = False) -> None:
+        if deadline and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _forget_stall(self) -> None:
-        if self._stall is not None:
+        if stall and self._stall is not None:
             self._stall.cancel()
             self._stall = None
 
@@ -154,32 +151,26 @@ def bound(host: str, port: int) -> socket.socket:
         sock.listen(128)
     except OSError as error:
         sock.close()
-        raise _taken(host, port, error) from None
+        if error.errno == errno.EADDRINUSE:
+            fix = Fix.flag("--port", port + 1 if port < 65535 else 8420)
+            raise LocalLLMError(f"port {port} is taken", why=f"by {_owner(port)}", fix=fix) from None
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise LocalLLMError(
+                f"port {port} is not for this user", why=str(error), fix=Fix.flag("--port", 8420)
+            ) from None
+        what = f"{host}:{port} cannot be listened on"
+        raise LocalLLMError(what, why=str(error), fix=Fix.flag("--host", "127.0.0.1")) from None
     sock.setblocking(False)
     return sock
-
-
-def _taken(host: str, port: int, error: OSError) -> LocalLLMError:
-    if error.errno == errno.EADDRINUSE:
-        owner = _owner(port)
-        why = f"by {owner}" if owner else "by another program"
-        return LocalLLMError(
-            f"port {port} is taken", why=why, fix=Fix.flag("--port", port + 1 if port < 65535 else 8420)
-        )
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return LocalLLMError(f"port {port} is not for this user", why=str(error), fix=Fix.flag("--port", "8420"))
-    return LocalLLMError(f"{host}:{port} cannot be listened on", why=str(error), fix=Fix.flag("--host", "127.0.0.1"))
 
 
 def _owner(port: int) -> str:
     """Return the process that listens on it, if it can be known."""
     with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-                if connection.pid is None:
-                    return ""
-                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    return ""
+        for each in psutil.net_connections("tcp"):
+            if each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN and each.pid is not None:
+                return f"process {each.pid} ({psutil.Process(each.pid).name()})"
+    return "another program"
 
 
 def is_loopback(sock: socket.socket) -> bool:

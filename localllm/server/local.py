@@ -7,13 +7,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from typing_extensions import TypedDict
 
-from localllm.engine.engine_info import EngineStatus, LoadedEngine
+from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.served_model import ServedModel
@@ -23,8 +22,6 @@ from localllm.server.errors import RequestError
 from localllm.server.fields import KeepAlive, keep_seconds
 from localllm.server.replies import JsonReply
 from localllm.version import __version__
-
-State = Literal["loading", "loaded", "silent", "ended"]
 
 _WHAT_IS_LOADED = "localllm ps"
 
@@ -38,46 +35,9 @@ class AttachBody(Body):
     waits: bool  # until the model is loaded; else the reply is only whether its engine may be attached to
 
 
-class Attached(TypedDict):
-    name: str
-    socket: str  # of the engine; "" where nobody waited for it
-    pid: int | None  # of its process
-
-
 class ModelBody(Body):
     model: str | None = None
     keep_alive: KeepAlive = None
-
-
-class Row(TypedDict):
-    """A model that has been loaded, or is being loaded. One that has ended is loaded again by the next request.
-
-    memory: bytes by tier, of the plan
-    expires_at: in seconds since 1970
-    """
-
-    name: str
-    state: State
-    pid: int | None
-    weights: NotRequired[str]
-    kv: NotRequired[str]
-    ctx: NotRequired[int]
-    weight_bytes: NotRequired[int]
-    memory: NotRequired[dict[str, int]]
-    limits: NotRequired[dict[str, int]]
-    running: NotRequired[int]
-    waiting: NotRequired[int]
-    expires_at: float | None
-
-
-class Rows(TypedDict):
-    version: str
-    urls: list[str]
-    models: list[Row]
-
-
-class Done(TypedDict):
-    name: str
 
 
 class Doors:
@@ -98,19 +58,19 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
 
     async def rows(call: ApiCall, _body: None) -> JsonReply:
         models = await asyncio.gather(*(_row(call, each) for each in call.pool.models if each.handle is not None))
-        return JsonReply(Rows(version=__version__, urls=urls, models=list(models)))
+        return JsonReply({"version": __version__, "urls": urls, "models": models})
 
     async def end(_call: ApiCall, _body: ModelBody) -> JsonReply:
         asyncio.get_running_loop().call_later(0.05, stop)  # when the reply is on its way
-        return JsonReply(Done(name=""))
+        return JsonReply({"name": ""})
 
     return (
-        Endpoint("GET", "/models", rows, "What is loaded", reply=Rows),
-        Endpoint("POST", "/find", find, "By which name others find a model", ModelBody, Done),
-        Endpoint("POST", "/attach", attach, "Where an engine is", AttachBody, Attached),
-        Endpoint("POST", "/load", load, "Load a model", ModelBody, Done),
-        Endpoint("POST", "/unload", unload, "Unload a model", ModelBody, Done),
-        Endpoint("POST", "/stop", end, "End the server", ModelBody, Done),
+        Endpoint("GET", "/models", rows, "What is loaded"),
+        Endpoint("POST", "/find", find, "By which name others find a model", ModelBody),
+        Endpoint("POST", "/attach", attach, "Where an engine is", AttachBody),
+        Endpoint("POST", "/load", load, "Load a model", ModelBody),
+        Endpoint("POST", "/unload", unload, "Unload a model", ModelBody),
+        Endpoint("POST", "/stop", end, "End the server", ModelBody),
     )
 
 
@@ -119,11 +79,12 @@ async def find(call: ApiCall, body: ModelBody) -> JsonReply:
     served = call.pool.known(body.model or "")
     if served is None:
         raise RequestError(404, "the server has no model of that name", name="model_not_found", param="model")
-    return JsonReply(Done(name=served.selection.model_name))
+    return JsonReply({"name": served.selection.model_name})
 
 
 async def attach(call: ApiCall, body: AttachBody) -> Response:
-    """Load the model where it is not. Raises RequestError where the engine is not as it is wanted."""
+    """Load the model where it is not, and return its name, its engine's socket, "" where nobody waits for it, and the
+    process. Raises RequestError where the engine is not as it is wanted."""
     if body.version != __version__:
         raise _refused(f"the server is version {__version__}, this program {body.version}")
     served = await call.pool.find_files(body.model, Path(body.directory))
@@ -134,12 +95,12 @@ async def attach(call: ApiCall, body: AttachBody) -> Response:
     if (other := await _other_settings(served, body.settings)) is not None:
         raise _refused(other)
     if not body.waits:
-        return JsonReply(Attached(name=served.name, socket="", pid=None))
+        return JsonReply({"name": served.name, "socket": "", "pid": None})
     await call.pool.ready(served)
     handle = served.handle
     if not isinstance(handle, EngineClient) or handle.peer.socket_path is None:
         raise _refused("the engine of the server cannot be reached from outside")
-    return JsonReply(Attached(name=served.name, socket=str(handle.peer.socket_path), pid=handle.peer.pid))
+    return JsonReply({"name": served.name, "socket": str(handle.peer.socket_path), "pid": handle.peer.pid})
 
 
 async def _other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str | None:
@@ -167,7 +128,7 @@ async def load(call: ApiCall, body: ModelBody) -> JsonReply:
     """Load a model, and wait for it."""
     served = await call.pool.find_own(body.model)
     await call.server.make_ready(served, keep_seconds(body.keep_alive))
-    return JsonReply(Done(name=served.name))
+    return JsonReply({"name": served.name})
 
 
 async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
@@ -181,35 +142,33 @@ async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
         why = "there is nothing to unload"
         raise RequestError(409, f"{served.name} is not loaded", why=why, fix=_WHAT_IS_LOADED, name="not_loaded")
     await call.pool.residents.unload(served)
-    return JsonReply(Done(name=served.name))
+    return JsonReply({"name": served.name})
 
 
-async def _row(call: ApiCall, served: ServedModel) -> Row:
-    engine = served.engine_if_loaded
-    state: State = "loaded" if engine is not None else "loading" if served.is_loading else "ended"
-    handle = served.handle
+async def _row(call: ApiCall, served: ServedModel) -> dict[str, Any]:
+    """Describe a model that is "loaded", or "loading", or "silent": its engine does not answer, or that has "ended",
+    and is loaded again by the next request. expires_at: in seconds since 1970. memory: bytes by tier, of the plan."""
+    engine, handle = served.engine_if_loaded, served.handle
+    state = "loaded" if engine is not None else "loading" if served.is_loading else "ended"
     pid = handle.peer.pid if isinstance(handle, EngineClient) and state != "ended" else None
-    row: Row = {"name": served.name, "state": state, "pid": pid, "expires_at": call.pool.residents.expires_at(served)}
+    row: dict[str, Any] = {"name": served.name, "state": state, "pid": pid}
+    row["expires_at"] = call.pool.residents.expires_at(served)
     if engine is None:
         return row
+
+    def ask_engine() -> tuple[EngineStatus | None, EngineFacts]:
+        try:
+            return engine.status(), engine.facts()
+        except EngineStuckError:
+            return None, engine.facts()
+
     try:
-        status, facts = await asyncio.to_thread(lambda: (_status(engine), engine.facts()))
+        status, facts = await asyncio.to_thread(ask_engine)
     except LocalLLMError:
         return row if served.engine_if_loaded is engine else {**row, "state": "ended", "pid": None, "expires_at": None}
-    row["weights"], row["kv"], row["ctx"] = facts.weights, facts.kv, facts.ctx
-    row["weight_bytes"] = facts.weight_bytes
-    row["memory"] = {tier: facts.held_bytes(tier) for tier in facts.ledger}
-    row["limits"] = dict(facts.limits)
+    memory = {tier: facts.held_bytes(tier) for tier in facts.ledger}
+    row |= {"weights": facts.weights, "kv": facts.kv, "ctx": facts.ctx, "weight_bytes": facts.weight_bytes}
+    row |= {"memory": memory, "limits": dict(facts.limits)}
     if status is None:
-        row["state"] = "silent"
-    else:
-        row["running"], row["waiting"] = len(status.running), status.num_waiting
-    return row
-
-
-def _status(engine: LoadedEngine) -> EngineStatus | None:
-    """Return the status; None where the engine does not answer. Raises EngineGoneError."""
-    try:
-        return engine.status()
-    except EngineStuckError:
-        return None
+        return {**row, "state": "silent"}
+    return {**row, "running": len(status.running), "waiting": status.num_waiting}

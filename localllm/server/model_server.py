@@ -8,17 +8,20 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.chat.thoughts import may_think
 from localllm.engine.validation import require_same
-from localllm.errors import EngineGoneError, GrammarError
+from localllm.errors import EngineGoneError, GrammarError, TemplateError
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.served_model import ServedModel
 from localllm.server.access_log import Metrics
 from localllm.server.errors import RequestError, busy
 from localllm.server.generation_request import GenerationRequest, PreparedRequest, joined, no_form, prepare
 from localllm.server.stream import GenerationStream
-from localllm.server.tools.grammars import schema_source
+from localllm.server.tools.tool_formats import schema_source
+from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar.definition import defined
 from localllm.text.grammar.grammar import Grammar
 
@@ -215,3 +218,17 @@ class ModelServer:
         """End what runs, and wait a moment for it, when the loop has ended."""
         self.pool.close()
         self.grammar_checks.close()
+
+
+def capabilities(directory: Path) -> list[str]:
+    """Return those of the model in that folder, in Ollama's words; its files are read.
+
+    Any model that chats takes tools: they are described in words where its template has none. "embedding" is left out,
+    although every model embeds: to Ollama's own program it means that a model does nothing else.
+    """
+    try:
+        template = ChatTemplate.load(directory)
+    except TemplateError:  # it has none, or a broken one, and goes on with texts
+        return ["completion"]
+    thinks = any(map(may_think, template.sources.values()))
+    return ["completion", "tools", *(["thinking"] if thinks else [])]

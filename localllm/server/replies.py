@@ -9,12 +9,13 @@ import operator
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from localllm.server.bodies import ReplyBody
+from localllm.engine.events import FinishedEvent
+from localllm.server.bodies import Absent, ReplyBody
 from localllm.server.errors import ClientGoneError, Failure, body_of, dialect_of, failure_of
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta
@@ -22,6 +23,8 @@ from localllm.server.tools.deltas import Delta
 T = TypeVar("T")
 
 SILENCE_S = 15.0  # after which a stream gives a sign of life: proxies and clients give up after 30 to 60 s
+
+FinishReason = Literal["stop", "length"]
 
 EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"
 
@@ -104,10 +107,11 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 class StreamWriter(Protocol):
     """Writes answers in one dialect, piece by piece."""
 
-    media_type: str
-    ping: bytes  # a sign of life; b"" where the dialect has none
+    media_type: str = EVENT_STREAM
+    ping: bytes = b": ping\n\n"  # a sign of life; b"" where the dialect has none
 
-    def begin(self) -> Iterable[bytes]: ...
+    def begin(self) -> Iterable[bytes]:
+        return ()
 
     def write(self, index: int, delta: Delta) -> Iterable[bytes]:
         """Write what is new of the answer `index`."""
@@ -115,7 +119,7 @@ class StreamWriter(Protocol):
 
     def end(self) -> Iterable[bytes]:
         """Write what follows the ends of all answers."""
-        ...
+        return ()
 
     def fail(self, failure: Failure) -> bytes:
         """Write the error that ends them."""
@@ -214,4 +218,49 @@ def event(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + encoded(data) + b"\n\n"
 
 
-PING = b": ping\n\n"
+class TimingsReply(ReplyBody):
+    """Timings as llama.cpp has them: milliseconds, and rates, which are null where nothing was measured.
+
+    draft_n: draft tokens, where there were any; draft_n_accepted: those that were accepted
+    """
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float | None
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float | None
+    predicted_per_second: float | None
+    draft_n: Absent[int] = None
+    draft_n_accepted: Absent[int] = None
+
+
+def finish_reason(finished: FinishedEvent) -> FinishReason:
+    return "length" if finished.finish_reason == "length" else "stop"
+
+
+def timings_of(finished: FinishedEvent) -> TimingsReply:
+    usage, timings, drafts = finished.usage, finished.timings, finished.speculation
+    num_prefilled = usage.prompt_tokens - usage.cached_tokens
+    prefill_ms, step_ms = _ms(timings.prefill_tok_s), _ms(timings.decode_tok_s)
+    has_drafts = drafts is not None and drafts.drafted > 0
+    return TimingsReply(
+        cache_n=usage.cached_tokens,
+        prompt_n=num_prefilled,
+        prompt_ms=num_prefilled * (prefill_ms or 0.0),
+        prompt_per_token_ms=prefill_ms,
+        prompt_per_second=timings.prefill_tok_s or None,
+        predicted_n=usage.completion_tokens,
+        predicted_ms=max(0, usage.completion_tokens - 1) * (step_ms or 0.0),
+        predicted_per_token_ms=step_ms,
+        predicted_per_second=timings.decode_tok_s or None,
+        draft_n=drafts.drafted if drafts is not None and has_drafts else None,
+        draft_n_accepted=drafts.accepted if drafts is not None and has_drafts else None,
+    )
+
+
+def _ms(rate: float | None) -> float | None:
+    """Return milliseconds of one token; None where nothing was measured."""
+    return 1000 / rate if rate else None

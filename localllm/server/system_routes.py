@@ -14,14 +14,13 @@ from typing_extensions import TypedDict
 
 from localllm.engine.engine_info import EngineStatus
 from localllm.engine.request import require_ids
-from localllm.errors import LocalLLMError, TemplateError
+from localllm.errors import LocalLLMError
 from localllm.server.bodies import Body, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import busy
 from localllm.server.fields import MAX_MESSAGES
 from localllm.server.generation_request import template_input
-from localllm.server.openai.messages import OpenAIMessage, chat_messages
-from localllm.server.openai.tools import Tools, chosen
+from localllm.server.openai.prompt import OpenAIMessage, Tools, chat_messages, chosen
 from localllm.server.replies import JsonReply
 from localllm.text.chat_template import ChatInput, ChatTemplate
 from localllm.text.tokenizer_files import TokenizerFiles, special_roles
@@ -29,7 +28,6 @@ from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
-    from localllm.text.tokenizer import Tokenizer
 
 METRICS_PATH = "/metrics"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -113,9 +111,8 @@ async def health(call: ApiCall, _body: None) -> JsonReply:
         call.pool.first.engine()
     stuck = next((each for each in call.pool.models if each.is_doubtful), None)
     if stuck is not None:
-        raise busy(
-            f"the engine of {stuck.name} does not move on", "somebody waits for it, and it says nothing", "stuck"
-        )
+        what, why = f"the engine of {stuck.name} does not move on", "somebody waits for it, and it says nothing"
+        raise busy(what, why, "stuck")
     return JsonReply(Health())
 
 
@@ -137,9 +134,7 @@ async def props(call: ApiCall, _body: None) -> JsonReply:
     ctx, weights = (
         (served.last_facts.ctx, served.last_facts.weights) if engine is None else (engine.ctx, engine.weights)
     )
-    template, tokens = await call.pool.off_loop(
-        lambda: _file_words(directory) if engine is None else _engine_words(engine)
-    )
+    template, tokens = await call.pool.off_loop(lambda: _words(engine, directory))
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty")
     params = {name: getattr(sampling, name) for name in (*names, "presence_penalty", "max_tokens")}
     return JsonReply(
@@ -156,21 +151,16 @@ async def props(call: ApiCall, _body: None) -> JsonReply:
     )
 
 
-def _engine_words(engine: LoadedEngine) -> tuple[str, Mapping[str, str]]:
-    """Return its chat template, "" where it has none, and its special tokens by their roles."""
-    tokens = engine.tokenizer.special_tokens
-    try:
-        return next(iter(engine.template.sources.values())), tokens
-    except TemplateError:
-        return "", tokens
-
-
-def _file_words(directory: Path) -> tuple[str, Mapping[str, str]]:
-    """Return the same of a model that is not loaded; nothing where its files are gone or broken."""
+def _words(engine: LoadedEngine | None, directory: Path) -> tuple[str, Mapping[str, str]]:
+    """Return the chat template, "" where there is none, and the special tokens by their roles; of a model that is not
+    loaded, as far as its files are there and whole."""
     tokens: Mapping[str, str] = {}
     with suppress(LocalLLMError):
-        tokens = special_roles(TokenizerFiles(directory).config())
-        return next(iter(ChatTemplate.load(directory).sources.values())), tokens
+        if engine is None:
+            tokens = special_roles(TokenizerFiles(directory).config())
+            return next(iter(ChatTemplate.load(directory).sources.values())), tokens
+        tokens = engine.tokenizer.special_tokens
+        return next(iter(engine.template.sources.values())), tokens
     return "", tokens
 
 
@@ -209,15 +199,15 @@ async def status_of(engine: LoadedEngine) -> EngineStatus:
 async def tokenize(call: ApiCall, body: TokenizeBody) -> JsonReply:
     served = await call.model(body.model)
     tokenizer = served.engine().tokenizer
-    return JsonReply(await call.pool.off_loop(lambda: _tokens(body, tokenizer)))
 
+    def tokens() -> TokensReply:
+        ids = tokenizer.encode(body.content, special=body.parse_special is not False, bos=bool(body.add_special))
+        if not body.with_pieces:
+            return TokensReply(tokens=ids)
+        pieces: list[TokenPiece] = [{"id": each, "piece": _piece(tokenizer.token_bytes(each))} for each in ids]
+        return TokensReply(tokens=pieces)
 
-def _tokens(body: TokenizeBody, tokenizer: Tokenizer) -> TokensReply:
-    ids = tokenizer.encode(body.content, special=body.parse_special is not False, bos=bool(body.add_special))
-    if not body.with_pieces:
-        return TokensReply(tokens=ids)
-    pieces: list[TokenPiece] = [{"id": token_id, "piece": _piece(tokenizer.token_bytes(token_id))} for token_id in ids]
-    return TokensReply(tokens=pieces)
+    return JsonReply(await call.pool.off_loop(tokens))
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -23,7 +23,7 @@ from localllm.config import ResolvedSettings
 from localllm.engine.engine_info import LoadedEngine
 from localllm.errors import BugError, ContextOverflowError, LocalLLMError, UsageError
 from localllm.runtime.engine_handle import EngineHandle
-from localllm.runtime.machine_line import machine_line
+from localllm.runtime.fit_check import machine_line
 from localllm.runtime.plan_request import with_changes
 from localllm.runtime.selection import Selection, locate, told_of, with_defaults
 from localllm.tui import messages

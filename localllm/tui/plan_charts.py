@@ -47,7 +47,7 @@ _OWNERS: Mapping[str, str] = {
     "embedding": "$primary-darken-2",
 }
 _OTHER = "$foreground"
-_MEANT: Mapping[str, str] = {"kv": "keys and values", "context": "CUDA", "draft": "guessing"}
+_MEANT: Mapping[str, str] = {"kv": "keys and values", "context": "CUDA", "draft": "drafting"}
 
 
 def title(planned: Planned) -> Content:
@@ -111,7 +111,7 @@ def advice(planned: Planned, columns: int, *, is_advised: bool) -> Content:
     fixes = [] if planned.refusal is None else list(map(str, planned.refusal.fixes))  # shown by the refusal
     better = [advice for advice in planned.advice if advice not in fixes] if is_advised else ["…"]
     groups = {
-        "guessing": [words.guessing(found) for found in planned.speculation],
+        "drafts": [words.drafting(found) for found in planned.speculation],
         "measured": list(filter(None, [words.measured(planned)])),
         "a guess": list(planned.guesses),
         "better": better,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from localllm.engine.engine import Engine
@@ -51,10 +51,20 @@ def searched(prompt: Sequence[int], beams: int = 4, max_tokens: int = 8, **more:
 def answered(engine: Engine, *requests: Request) -> list[Heard]:
     """All of them at once, to their ends."""
     heard = {engine.submit(request): Heard() for request in requests}
-    while engine.has_work:
-        for event in engine.step():
-            heard[event.request_id].take(event)
+    for event in steps(engine):
+        heard[event.request_id].take(event)
     return list(heard.values())
+
+
+def steps(engine: Engine) -> Iterator[Event]:
+    """Until nothing is left."""
+    while engine.has_work:
+        yield from engine.step()
+
+
+def finish_reasons(engine: Engine) -> dict[int, str]:
+    """Of all that run, by request, in the order in which they end."""
+    return {event.request_id: event.finish_reason for event in steps(engine) if isinstance(event, FinishedEvent)}
 
 
 def held_pages(engine: Engine) -> int:

@@ -22,7 +22,17 @@ from localllm.errors import LocalLLMError, UsageError
 from localllm.settings import EngineConfig
 from localllm.text.grammar.grammar import Grammar
 from tests.checkpoints import write_checkpoint
-from tests.choices.support import Heard, answered, drawn, held_pages, require_whole, searched, words
+from tests.choices.support import (
+    Heard,
+    answered,
+    drawn,
+    finish_reasons,
+    held_pages,
+    require_whole,
+    searched,
+    steps,
+    words,
+)
 
 ENDS = frozenset({257, *range(7, 14)})  # of a model that knows nothing a single end comes too seldom
 
@@ -280,9 +290,7 @@ def test_where_no_beam_may_go_on_the_request_fails(engine: Engine) -> None:
 def test_logprobs_are_told_of_the_best_answer(engine: Engine) -> None:
     request = searched(words(20), max_tokens=6)
     engine.submit(replace(request, sampling=replace(request.sampling, logprobs=2)))
-    events = []
-    while engine.has_work:
-        events += [event for event in engine.step() if isinstance(event, TokenEvent)]
+    events = [event for event in steps(engine) if isinstance(event, TokenEvent)]
     assert events and all(event.logprob is not None for event in events)
     assert [event.logprob.token_id for event in events if event.logprob] == [event.token_id for event in events]
     assert all(len(event.logprob.top) == 2 for event in events if event.logprob)
@@ -294,10 +302,8 @@ def test_a_search_that_is_stopped_gives_everything_back(engine: Engine, num_step
     for _ in range(num_steps):
         engine.step()
     engine.abort(stopped)
-    ends = {}
-    while engine.has_work:
-        ends.update({event.request_id: event for event in engine.step() if isinstance(event, FinishedEvent)})
-    assert ends[stopped].finish_reason == "cancelled" and ends[other].finish_reason in ("length", "stop")
+    reasons = finish_reasons(engine)
+    assert reasons[stopped] == "cancelled" and reasons[other] in ("length", "stop")
 
 
 @pytest.mark.parametrize("num_branches", [0, 1, 5])

@@ -13,13 +13,22 @@ from hypothesis import strategies as st
 
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
-from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE
 from localllm.engine.request import Request
 from localllm.engine.step_types import Limits
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint as write_family
-from tests.choices.support import Heard, answered, drawn, held_pages, require_whole, searched, words
+from tests.choices.support import (
+    Heard,
+    answered,
+    drawn,
+    finish_reasons,
+    held_pages,
+    require_whole,
+    searched,
+    steps,
+    words,
+)
 from tests.cli_support import write_checkpoint
 
 CHUNK = 128
@@ -103,8 +112,7 @@ def test_the_pages_of_a_long_prompt_are_there_once(opened: Opened) -> None:
     assert held_pages(engine) <= 4096 // PAGE + num_answer_pages
     pools = [pool for group in engine.residency.kv_pages.groups for pool in {group.dense, group.sealed}]
     assert sum(len(pool.pages) for pool in pools) < 1.5 * (4096 // PAGE)
-    while engine.has_work:
-        engine.step()
+    list(steps(engine))
 
 
 def test_memory_for_one_prompt_is_enough_for_several_answers_at_once(opened: Opened) -> None:
@@ -112,8 +120,7 @@ def test_memory_for_one_prompt_is_enough_for_several_answers_at_once(opened: Ope
     for seed in range(4):
         engine.submit(drawn(words(1024), seed, max_tokens=PAGE))
     until_all_answer(engine, 4)
-    while engine.has_work:
-        engine.step()
+    list(steps(engine))
 
 
 def test_what_the_answers_need_beside_the_prompt_has_to_be_there(opened: Opened) -> None:
@@ -137,7 +144,7 @@ def test_a_short_prompt_does_not_wait_for_the_rest_of_a_long_one(opened: Opened)
     long = engine.submit(drawn(system + words(2000, 1), max_tokens=1))
     engine.step()
     short = engine.submit(drawn(system + words(10, 2), max_tokens=1))
-    ended = [event.request_id for event in steps(engine) if isinstance(event, FinishedEvent)]
+    ended = list(finish_reasons(engine))
     assert ended == [short, long]
 
 
@@ -147,13 +154,8 @@ def test_who_is_waited_for_is_as_urgent_as_who_waits(opened: Opened) -> None:
     engine.step()
     others = [engine.submit(drawn(words(600, seed), max_tokens=1)) for seed in (1, 2)]
     urgent = engine.submit(drawn(prompt, 1, max_tokens=1, priority=1))
-    ended = [event.request_id for event in steps(engine) if isinstance(event, FinishedEvent)]
+    ended = list(finish_reasons(engine))
     assert ended == [slow, urgent, *others]
-
-
-def steps(engine: Engine) -> Iterator[Any]:
-    while engine.has_work:
-        yield from engine.step()
 
 
 def test_more_answers_than_run_at_once_share_it_too(opened: Opened) -> None:
@@ -168,7 +170,7 @@ def test_others_that_came_before_are_not_passed_for_want_of_a_place(opened: Open
     engine.step()
     other = engine.submit(drawn(words(300, 9), max_tokens=1))
     same = engine.submit(drawn(words(300), 1, max_tokens=1))
-    ended = [event.request_id for event in steps(engine) if isinstance(event, FinishedEvent)]
+    ended = list(finish_reasons(engine))
     assert sorted(ended) == [first, other, same] and ended.index(other) < ended.index(same)
 
 
@@ -199,8 +201,7 @@ def test_when_the_first_one_fails_the_others_are_answered(opened: Opened, monkey
         raise RuntimeError("an operator has failed")
 
     monkeypatch.setattr(engine.runner, "forward", fail_once)
-    ends = {event.request_id: event.finish_reason for event in steps(engine) if isinstance(event, FinishedEvent)}
-    assert ends == {failing: "error", others[0]: "length", others[1]: "length"}
+    assert finish_reasons(engine) == {failing: "error", others[0]: "length", others[1]: "length"}
 
 
 def test_where_memory_has_no_room_for_a_branch_the_prompt_is_found_page_by_page(

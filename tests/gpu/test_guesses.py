@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.oracle import Oracle
 from localllm import Engine, Request, SamplingParams
-from localllm.engine.speculative.drafter import Drafter
-from localllm.engine.speculative.skip import SkipDrafter
+from localllm.engine.speculative.drafter import Drafter, SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.models.gpu_program import GpuProgram
 from localllm.settings import EngineConfig

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.async_decode import Ahead
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
-from localllm.engine.runner import ModelRunner
+from localllm.engine.runner import Ahead, ModelRunner
 from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk
 from localllm.layers import gpu_block

@@ -18,40 +18,13 @@ from tests.hub.support import SHARDS, make_folder, other_tools_snapshot, single_
 # Names and places
 
 HOSTILE = [
-    "",
-    "..",
-    "../../etc/passwd",
-    "org/../../../etc",
-    "org/..",
-    "..%2f..%2fetc%2fpasswd",
-    "org%2fmodel",
-    "org\\model",
-    "..\\..\\windows",
-    "org/model\x00",
-    "org/model\nInjected: x",
-    "\x1b]52;c;x\x07/model",
-    "org/model@../../x",
-    "org/model@refs/../../../x",
-    "org/model@/etc/passwd",
-    "org//model",
-    "org/model/extra",
-    "models--org--model",
-    "-rf",
-    "org/-model",
-    "org/model.",
-    "a--b/c",
-    "/etc",
-    "/etc/passwd",
-    "~root/x",
-    "~no-such-user/x",
-    "./absent",
-    "x" * 5000,
-    "org/" + "x" * 300,
-    "\udcff/model",
-    "https://huggingface.co/org/model",
-    "org/model@",
+    "", "..", "../../etc/passwd", "org/../../../etc", "org/..", "..%2f..%2fetc%2fpasswd", "org%2fmodel", "org\\model",
+    "..\\..\\windows", "org/model\x00", "org/model\nInjected: x", "\x1b]52;c;x\x07/model", "org/model@../../x",
+    "org/model@refs/../../../x", "org/model@/etc/passwd", "org//model", "org/model/extra", "models--org--model",
+    "-rf", "org/-model", "org/model.", "a--b/c", "/etc", "/etc/passwd", "~root/x", "~no-such-user/x", "./absent",
+    "x" * 5000, "org/" + "x" * 300, "\udcff/model", "https://huggingface.co/org/model", "org/model@",
     "o\u202eg/model",
-]
+]  # fmt: skip
 
 
 # Each name by the way that uses the network, and by another one.

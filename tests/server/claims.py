@@ -1,6 +1,6 @@
 """What tests say that clients of the server can do, read from their sources: a test has the mark
-`@pytest.mark.supports(client, path, what)`, a check of a client with an environment of its own
-`@supports(client, path, what)`, in JavaScript `supports(client, path, what, check)`."""
+`@pytest.mark.supports(client, path, *what)`, a check of a client with an environment of its own
+`@supports(client, path, *what)`, in JavaScript `supports(client, path, what, check)`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def checks_of(environment: Path) -> list[str]:
 
 
 def claims_of(source: Path) -> Iterator[Claim]:
-    """Raises ValueError for a mark that says something else than three texts."""
+    """Raises ValueError for a mark that says something else than texts."""
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".mjs":
         yield from (Claim(*mark) for mark in _JAVASCRIPT.findall(text))
@@ -77,8 +77,8 @@ def claims_of(source: Path) -> Iterator[Claim]:
         if isinstance(node, ast.FunctionDef):
             for mark in node.decorator_list:
                 if isinstance(mark, ast.Call) and _name_of(mark.func) == "supports":
-                    client, path, what = (str(ast.literal_eval(argument)) for argument in mark.args)
-                    yield Claim(client, path, what, node.name)
+                    client, path, *told = (str(ast.literal_eval(argument)) for argument in mark.args)
+                    yield from (Claim(client, path, what, node.name) for what in told)
 
 
 def _name_of(function: ast.expr) -> str:

@@ -20,8 +20,7 @@ import yaml
 
 from localllm.cli.names import complete_connections
 from localllm.hub.names import TINY_DIRECTORY
-from localllm.runtime.client_configs import CONNECTIONS, YOUR_KEY, Target, names
-from localllm.runtime.server_probe import ask_models
+from localllm.runtime.client_configs import CONNECTIONS, YOUR_KEY, Target, ask_models, names
 from tests.cli_support import run_cli, write_checkpoint
 from tests.patience import PATIENCE_S
 from tests.server.claims import environments
@@ -385,8 +384,7 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.mark.supports("@openai/codex", "/v1/responses", "an answer, streamed")
 @pytest.mark.supports("@openai/codex", "/v1/responses", "tools: calls that the model chooses to make")
-@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: a call, streamed")
-@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: a result goes back")
+@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: a call, streamed", "tools: a result goes back")
 def test_codex_runs_a_command_that_the_model_calls(roomy: Running, calls: Callable[..., None], owl: Path) -> None:
     """With less to begin with than it has by itself."""
     calls({"exec_command": {"cmd": "cat owl.txt"}}, KNOWN)
@@ -407,8 +405,7 @@ OPENCODE = ["opencode", "run", "--title", "An owl"]
 
 @pytest.mark.supports("opencode-ai", "/v1/chat/completions", "an answer, streamed")
 @pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: calls that the model chooses to make")
-@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: a call, streamed")
-@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: a result goes back")
+@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: a call, streamed", "tools: a result goes back")
 def test_opencode_runs_a_tool_that_the_model_calls(roomy: Running, calls: Callable[..., None], owl: Path) -> None:
     """With less to begin with than it has by itself."""
     calls({"read": {"filePath": str(owl)}}, KNOWN)

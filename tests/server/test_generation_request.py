@@ -90,16 +90,10 @@ def test_a_longer_context_is_refused_where_it_is_needed(engine: Engine) -> None:
     assert (caught.value.param, caught.value.name) == ("num_ctx", "invalid_value")
 
 
-def test_each_answer_has_a_seed_of_its_own_up_to_the_last_that_there_is(engine: Engine) -> None:
-    asked = prepare(GenerationRequest("Once", SamplingParams(seed=2**63 - 1), n=2), engine)
+def test_each_answer_has_a_seed_of_its_own_up_to_the_last_that_there_is_and_the_urgency_of_all(engine: Engine) -> None:
+    asked = prepare(GenerationRequest("Once", SamplingParams(seed=2**63 - 1), n=2, priority=-1), engine)
     assert [request.sampling.seed for request in asked.requests] == [2**63 - 1, 0]
-
-
-def test_the_engine_hears_how_urgent_a_request_is(engine: Engine) -> None:
-    assert [request.priority for request in prepare(GenerationRequest("Once", priority=-1, n=2), engine).requests] == [
-        -1,
-        -1,
-    ]
+    assert [request.priority for request in asked.requests] == [-1, -1]
 
 
 def test_what_the_engine_would_refuse_is_refused_before_it_is_asked(engine: Engine) -> None:
@@ -182,6 +176,11 @@ def telling(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         ("<think>", "on", {}, {}),
         ("", "none", {}, {}),
         ("{{ enable_thinking }}", None, {}, {}),
+        # A level that asks for no more than none does is told where there are several.
+        ("{{ reasoning_effort }}", "usual", {}, {"reasoning_effort": "usual"}),
+        ("{{ enable_thinking }}", "usual", {}, {"enable_thinking": True}),
+        ("<think>", "usual", {}, {}),
+        ("", "usual", {}, {}),
     ],
 )
 def test_how_much_is_to_be_thought_is_told_as_the_template_has_it(
@@ -193,23 +192,8 @@ def test_how_much_is_to_be_thought_is_told_as_the_template_has_it(
     told: dict[str, Any],
 ) -> None:
     telling(template)
-    assert chat_of(replace(CHAT, variables=given), engine, effort).variables == told
-
-
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [
-        ("{{ reasoning_effort }}", {"reasoning_effort": "high"}),
-        ("{{ enable_thinking }}", {"enable_thinking": True}),
-        ("<think>", {}),
-        ("", {}),
-    ],
-)
-def test_the_effort_of_those_who_ask_for_none_is_told_where_there_are_several(
-    engine: Engine, telling: Callable[[str], None], template: str, told: dict[str, Any]
-) -> None:
-    telling(template)
-    assert chat_of(CHAT, engine, "high", usual_effort="high").variables == told
+    chat = chat_of(replace(CHAT, variables=given), engine, effort, usual_effort="usual")
+    assert chat.variables == told
 
 
 def test_harmony_begins_with_what_is_said_where_nothing_is_to_be_thought(

@@ -17,7 +17,7 @@ from localllm.errors import ContextOverflowError, GrammarError
 from localllm.runtime.engine_client import RemoteEngine
 from localllm.server.model_server import AT_ONCE, Capacity, GrammarChecks
 from tests.patience import PATIENCE_S
-from tests.server.support import OWL, Running, running
+from tests.server.support import OWL, Running, running, wait_for
 
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": OWL, "max_tokens": 2, "temperature": 0}
@@ -115,12 +115,23 @@ def test_a_grammar_that_is_refused_is_refused_to_all_who_ask_for_it() -> None:
     assert {(str(error), getattr(error, "fix", "")) for error in errors} == {(str(errors[0]), "make it simpler")}
 
 
-@pytest.mark.slow
-def test_more_new_grammars_than_may_wait_are_refused_for_now(processes: Running) -> None:
+def test_more_new_grammars_than_may_wait_are_refused_for_now(
+    processes: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = threading.Event()
+
+    def check(_engine: RemoteEngine, _request: Request) -> None:
+        refused.wait(PATIENCE_S)
+        raise GrammarError("the grammar explodes")
+
+    monkeypatch.setattr(RemoteEngine, "check", check)
     with ThreadPoolExecutor(30) as threads:
-        replies = list(threads.map(lambda number: told(processes, exploding(100 + number)), range(30)))
+        asked = [threads.submit(told, processes, exploding(100 + number)) for number in range(30)]
+        wait_for(lambda: sum(each.done() for each in asked) == 30 - AT_ONCE - 16)
+        refused.set()
+        replies = [each.result() for each in asked]
     busy = [reply for reply in replies if reply.status_code == 503]
-    assert {reply.status_code for reply in replies} == {400, 503} and busy
+    assert {reply.status_code for reply in replies} == {400, 503} and len(busy) == 30 - AT_ONCE - 16
     assert all("grammars" in reply.json()["error"]["message"] and reply.headers["retry-after"] for reply in busy)
 
 

@@ -184,33 +184,28 @@ def test_every_reply_tells_browsers_to_make_nothing_of_it(server: Running) -> No
         assert "server" not in reply.headers
 
 
-def test_a_server_that_others_reach_is_called_by_address_or_by_a_name_of_its_own() -> None:
-    admission = Admission((8420,), is_local=False, hosts=("box.local", "front:80"))
-    known = ("192.168.1.7:8420", "[fe80::1]:8420", "BOX.local:8420", "box.local", "box.local:443", "front:80")
-    for host in (*known, "localhost:8420", "host.docker.internal:8420"):
+@pytest.mark.parametrize(
+    ("admission", "known", "unknown"),
+    [
+        (
+            Admission((8420,), is_local=False, hosts=("box.local", "front:80")),
+            "192.168.1.7:8420 [fe80::1]:8420 BOX.local:8420 box.local box.local:443 front:80 localhost:8420 "
+            "host.docker.internal:8420",
+            "192.168.1.7 192.168.1.7:8421 evil.test:8420 front front:8420 1.2.3.4.evil.test:8420",
+        ),
+        (Admission((80,), is_local=False), "192.168.1.7 localhost [::1]", ""),
+        (Admission((8420,), hosts=("localhost:9000",)), "localhost:9000", "localhost:9001"),
+        (Admission((8420,)), "localhost:8420", "192.168.1.7:8420 host.docker.internal:8420"),
+    ],
+    ids=["of others, too", "by http's port, of which nobody says it", "of a tunnel", "of this machine"],
+)
+def test_a_server_is_called_by_its_own_names_and_ports(admission: Admission, known: str, unknown: str) -> None:
+    for host in known.split():
         admission.require_host(host)
-    for host in ("192.168.1.7", "192.168.1.7:8421", "evil.test:8420", "front", "front:8420", "1.2.3.4.evil.test:8420"):
-        with pytest.raises(RequestError):
+    for host in unknown.split():
+        with pytest.raises(RequestError, match="refused") as refused:
             admission.require_host(host)
-
-
-def test_who_says_no_port_means_the_one_of_http() -> None:
-    for host in ("192.168.1.7", "localhost", "[::1]"):
-        Admission((80,), is_local=False).require_host(host)
-
-
-def test_a_tunnel_is_let_in_by_its_name_and_port() -> None:
-    admission = Admission((8420,), hosts=("localhost:9000",))
-    admission.require_host("localhost:9000")
-    with pytest.raises(RequestError, match="refused") as refused:
-        admission.require_host("localhost:9001")
-    assert "--allow-host localhost:9001" in refused.value.fix
-
-
-@pytest.mark.parametrize("host", ["192.168.1.7:8420", "host.docker.internal:8420"])
-def test_a_local_server_is_not_called_by_another_address(host: str) -> None:
-    with pytest.raises(RequestError):
-        Admission((8420,)).require_host(host)
+        assert f"--allow-host {host}" in refused.value.fix
 
 
 def test_a_page_that_was_allowed_is_let_in() -> None:
@@ -302,14 +297,6 @@ def test_a_key_that_cannot_be_kept_replaces_none(tmp_path: Any, monkeypatch: pyt
     assert kept_key(file, is_new=False).digest == first.digest
 
 
-def test_a_key_in_a_file_of_no_text_is_refused(tmp_path: Any) -> None:
-    file = tmp_path / "key.bin"
-    file.write_bytes(b"\xff" * 32)
-    for path in (file, tmp_path / "absent", tmp_path):
-        with pytest.raises(UsageError, match="cannot be read"):
-            given_key(path, {})
-
-
 def test_a_key_file_may_be_in_the_home_of_its_user(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "key.txt").write_text(KEY)
@@ -322,12 +309,19 @@ def test_the_document_tells_whether_a_key_is_needed(locked: Running, server: Run
     assert [each.get("security") for each in told] == [[{"key": []}], None]
 
 
-@pytest.mark.parametrize("text", ["", "short", "with blanks in the middle", "schlüssel-mit-umlaut"])
-def test_what_is_no_key_is_refused(tmp_path: Any, text: str) -> None:
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [(b"", "no key"), (b"short", "no key"), (b"with blanks in the middle", "no key"), (b"\xff" * 32, "cannot be read"),
+     ("schl\u00fcssel-mit-umlaut".encode(), "no key"), (None, "cannot be read")],
+)  # fmt: skip
+def test_what_is_no_key_is_refused(tmp_path: Any, data: bytes | None, why: str) -> None:
+    """None: a folder in its place."""
     file = tmp_path / "key.txt"
-    file.write_text(text)
-    with pytest.raises(UsageError):
+    file.mkdir() if data is None else file.write_bytes(data)
+    with pytest.raises(UsageError, match=why):
         given_key(file, {})
+    with pytest.raises(UsageError, match="cannot be read"):
+        given_key(tmp_path / "absent", {})
 
 
 def test_a_key_comes_from_the_file_before_the_variable(tmp_path: Any) -> None:

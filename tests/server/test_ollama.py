@@ -228,28 +228,17 @@ def test_an_option_that_can_be_honoured_is(client: ollama.Client, options: dict[
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
-        ("/api/chat", "tools", [{"type": "function"}]),
-        ("/api/chat", "format", "yaml"),
-        ("/api/chat", "format", {"type": "anything"}),
-        ("/api/chat", "shift", True),
-        ("/api/chat", "shift", 0.0),
-        ("/api/chat", "options", {"penalize_newline": 1}),
-        ("/api/chat", "top_logprobs", 3),
-        ("/api/chat", "think", "deeply"),
-        ("/api/chat", "messages", [{"role": "tool", "content": "7"}]),
+        ("/api/chat", "tools", [{"type": "function"}]), ("/api/chat", "format", "yaml"),
+        ("/api/chat", "format", {"type": "anything"}), ("/api/chat", "shift", True), ("/api/chat", "shift", 0.0),
+        ("/api/chat", "options", {"penalize_newline": 1}), ("/api/chat", "top_logprobs", 3),
+        ("/api/chat", "think", "deeply"), ("/api/chat", "messages", [{"role": "tool", "content": "7"}]),
         ("/api/chat", "messages", [{"role": "user", "content": "hi", "images": ["aGk="]}]),
-        ("/api/chat", "frobnicate", 1),
-        ("/api/generate", "template", "{{ .Prompt }}"),
-        ("/api/generate", "suffix", "end"),
-        ("/api/generate", "images", ["aGk="]),
-        ("/api/generate", "context", [1, 2]),
-        ("/api/generate", "truncate", True),
-        ("/api/generate", "width", 64),
-        ("/api/embed", "dimensions", 10**6),
-        ("/api/pull", "insecure", True),
-        ("/api/show", "verbose", True),
+        ("/api/chat", "frobnicate", 1), ("/api/generate", "template", "{{ .Prompt }}"),
+        ("/api/generate", "suffix", "end"), ("/api/generate", "images", ["aGk="]), ("/api/generate", "context", [1, 2]),
+        ("/api/generate", "truncate", True), ("/api/generate", "width", 64), ("/api/embed", "dimensions", 10**6),
+        ("/api/pull", "insecure", True), ("/api/show", "verbose", True),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(raw: httpx2.Client, path: str, field: str, value: object) -> None:
     needed = {"/api/chat": CHAT, "/api/generate": PROMPT, "/api/embed": {"input": "a"}}.get(path, {"model": "tiny"})
     assert field in refused(raw, path, {**needed, field: value})

@@ -17,19 +17,15 @@ CHAT = {"model": "tiny", "messages": OWL, "max_tokens": 6}
 TEXT = {"model": "tiny", "prompt": "Once", "max_tokens": 6}
 ASKED = {"model": "tiny", "input": "A tale, please.", "max_output_tokens": 6}
 
+COUNTED = {**CHAT, "stream_options": {"include_usage": True}, "logprobs": True}
 CALLED = {
-    **CHAT,
-    "max_tokens": ROOM,
-    "tools": OPENAI_TOOLS,
+    **CHAT, "max_tokens": ROOM, "tools": OPENAI_TOOLS,
     "tool_choice": {"type": "function", "function": {"name": "clock"}},
-}
+}  # fmt: skip
 CALLED_ITEM = {
-    **ASKED,
-    "max_output_tokens": ROOM,
-    "tools": FUNCTIONS,
-    "tool_choice": {"type": "function", "name": "clock"},
+    **ASKED, "max_output_tokens": ROOM, "tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "clock"},
     "text": {"format": {"type": "json_object"}},
-}
+}  # fmt: skip
 
 Spec = Callable[[str], Draft202012Validator]
 
@@ -77,11 +73,7 @@ def test_a_reply_is_as_described(server: Running, spec: Spec, schema: str, path:
     ("schema", "path", "body"),
     [
         ("CreateChatCompletionStreamResponse", "/v1/chat/completions", CHAT),
-        (
-            "CreateChatCompletionStreamResponse",
-            "/v1/chat/completions",
-            {**CHAT, "stream_options": {"include_usage": True}, "logprobs": True},
-        ),
+        ("CreateChatCompletionStreamResponse", "/v1/chat/completions", COUNTED),
         ("CreateCompletionResponse", "/v1/completions", {**TEXT, "logprobs": 1}),
         ("CreateChatCompletionStreamResponse", "/v1/chat/completions", {**CALLED, "logprobs": True}),
         ("ResponseStreamEvent", "/v1/responses", ASKED),

@@ -24,7 +24,7 @@ from localllm.errors import DoesNotFitError, EngineGoneError, EngineStuckError
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.runtime import protocol, resident_models
 from localllm.runtime.engine_client import EngineClient
-from localllm.runtime.engine_peer import EnginePeer
+from localllm.runtime.engine_handle import EnginePeer
 from localllm.runtime.engine_process import Caps, Foreseen, foresee
 from localllm.runtime.served_model import ServedModel
 from localllm.runtime.watchdog import Patience, Watchdog
@@ -63,6 +63,13 @@ def _text_of(model: str) -> str:
 def processes(other: Path) -> Iterator[Running]:
     """A server under whose cap one of its two models has room."""
     with running(in_processes=True, also=[other], ram="600MiB") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def both(other: Path) -> Iterator[Running]:
+    """A server that has room for both of its models."""
+    with running(in_processes=True, also=[other]) as server:
         yield server
 
 
@@ -128,10 +135,9 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_other_makes_room(
         assert [each["id"] for each in processes.get("/v1/models").json()["data"]] == ["tiny", "other"]
 
 
-def test_a_model_that_has_room_beside_the_others_leaves_them_alone(other: Path, texts: dict[str, str]) -> None:
-    with running(in_processes=True, also=[other]) as server:
-        assert [said(server, name) for name in ("other", "tiny")] == [texts["other"], texts["tiny"]]
-        assert loaded(server) == ["tiny", "other"]
+def test_a_model_that_has_room_beside_the_others_leaves_them_alone(both: Running, texts: dict[str, str]) -> None:
+    assert [said(both, name) for name in ("other", "tiny")] == [texts["other"], texts["tiny"]]
+    assert loaded(both) == ["tiny", "other"]
 
 
 def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Running, texts: dict[str, str]) -> None:
@@ -340,15 +346,15 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
     assert pid_of(processes, "tiny") != pid and not psutil.pid_exists(pid)
 
 
-def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(other: Path, texts: dict[str, str]) -> None:
-    with running(in_processes=True, also=[other]) as server, ThreadPoolExecutor() as threads:
-        said(server, "other")
-        hold(server, "tiny", still_s=PATIENCE_S)
+def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(both: Running, texts: dict[str, str]) -> None:
+    with ThreadPoolExecutor() as threads:
+        assert said(both, "other") == texts["other"] and said(both, "tiny") == texts["tiny"]
+        hold(both, "tiny", still_s=PATIENCE_S)
         # More than its socket takes: whoever says it must not wait for the engine.
-        many = [threads.submit(server.post, "/v1/completions", {"prompt": [4000] * 900, "n": 8}) for _ in range(6)]
-        wait_for(lambda: server.served.num_open == 48)
-        assert said(server, "other") == texts["other"]
-        process_of(server, "tiny").watchdog.patience = Patience(still_s=1.0)
+        many = [threads.submit(both.post, "/v1/completions", {"prompt": [4000] * 900, "n": 8}) for _ in range(6)]
+        wait_for(lambda: both.served.num_open == 48)
+        assert said(both, "other") == texts["other"]
+        process_of(both, "tiny").watchdog.patience = Patience(still_s=1.0)
         assert {each.result(PATIENCE_S).status_code for each in many} == {503}
 
 
@@ -435,38 +441,37 @@ def test_a_model_whose_files_are_being_written_keeps_no_other_from_being_loaded(
 
 
 def test_a_model_that_leaves_while_its_files_are_looked_at_is_loaded_again(
-    texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    both: Running, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(in_processes=True) as server:
-        said(server, "tiny")
-        has_changed, looks = server.pool.has_changed, list[ServedModel]()
+    said(both, "tiny")
+    has_changed, looks = both.pool.has_changed, list[ServedModel]()
 
-        async def leaving(served: ServedModel) -> bool:
-            looks.append(served)
-            if len(looks) == 1:
-                await server.pool.residents.unload(served)
-            return await has_changed(served)
+    async def leaving(served: ServedModel) -> bool:
+        looks.append(served)
+        if len(looks) == 1:
+            await both.pool.residents.unload(served)
+        return await has_changed(served)
 
-        monkeypatch.setattr(server.pool, "has_changed", leaving)
-        assert said(server, "tiny") == texts["tiny"] and len(looks) > 1
+    monkeypatch.setattr(both.pool, "has_changed", leaving)
+    assert said(both, "tiny") == texts["tiny"] and len(looks) > 1
 
 
-def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(other: Path) -> None:
+def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(both: Running) -> None:
     """Programs that have attached may wait for its answers, of which the server knows nothing."""
-    with running(in_processes=True, also=[other]) as server:
-        engine, asked = server.served.engine_if_loaded, threading.Event()
+    said(both, "tiny")
+    engine, asked = both.served.engine_if_loaded, threading.Event()
 
-        def status() -> EngineStatus:
-            asked.set()
-            raise EngineStuckError("the engine does not answer", why="it was asked 5 s ago")
+    def status() -> EngineStatus:
+        asked.set()
+        raise EngineStuckError("the engine does not answer", why="it was asked 5 s ago")
 
-        assert engine is not None
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine, "status", status)
-            server.post("/api/generate", {"model": "tiny", "keep_alive": 0})
-            assert asked.wait(PATIENCE_S)
-            assert server.served.handle is not None
-        wait_for(lambda: server.served.handle is None)
+    assert engine is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "status", status)
+        both.post("/api/generate", {"model": "tiny", "keep_alive": 0})
+        assert asked.wait(PATIENCE_S)
+        assert both.served.handle is not None
+    wait_for(lambda: both.served.handle is None)
 
 
 def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tuple[Running, Path]) -> None:
@@ -564,23 +569,23 @@ def test_a_revision_that_is_served_by_its_name_is_not_what_the_plain_name_means(
             assert said(server, name) == _text_of(str(snapshot))
 
 
-def test_a_model_is_unloaded_behind_the_request_that_says_so(other: Path) -> None:
-    with running(in_processes=True, also=[other]) as server:
-        for path, body in (
-            ("/v1/completions", TEXT),
-            (CHAT, {"messages": OWL, "max_tokens": 2}),
-            ("/v1/messages", {"messages": OWL, "max_tokens": 2}),
-            ("/v1/responses", {"input": "A tale.", "max_output_tokens": 16}),
-            ("/v1/embeddings", {"input": "An owl."}),
-            ("/api/embed", {"input": "An owl.", "truncate": True}),
-            ("/api/generate", {"prompt": "Once", "options": {"num_predict": 2}, "stream": False}),
-        ):
-            reply = server.post(path, {"model": "tiny", **body, "keep_alive": 0})
-            assert reply.status_code == 200, reply.text
-            wait_for(lambda: server.served.handle is None)
-        assert loaded(server) == []
-        assert server.get("/health").status_code == 200
-        assert server.post("/api/generate", {"model": "tiny", "keep_alive": 0}).json()["done_reason"] == "unload"
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", TEXT),
+        (CHAT, {"messages": OWL, "max_tokens": 2}),
+        ("/v1/messages", {"messages": OWL, "max_tokens": 2}),
+        ("/v1/responses", {"input": "A tale.", "max_output_tokens": 16}),
+        ("/v1/embeddings", {"input": "An owl."}),
+        ("/api/embed", {"input": "An owl.", "truncate": True}),
+        ("/api/generate", {"prompt": "Once", "options": {"num_predict": 2}, "stream": False}),
+    ],
+)
+def test_a_model_is_unloaded_behind_the_request_that_says_so(both: Running, path: str, body: dict[str, Any]) -> None:
+    assert both.post(path, {"model": "tiny", **body, "keep_alive": 0}).status_code == 200
+    wait_for(lambda: both.served.handle is None)
+    assert "tiny" not in loaded(both) and both.get("/health").status_code == 200
+    assert both.post("/api/generate", {"model": "tiny", "keep_alive": 0}).json()["done_reason"] == "unload"
 
 
 def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time() -> None:
@@ -622,12 +627,13 @@ def test_a_model_that_there_is_not_is_refused_by_name_and_nothing_is_unloaded(pr
     assert loaded(processes) == ["tiny"]
 
 
-@pytest.mark.parametrize("name", ["gpt-4o", "claude-sonnet-5", "tinyllama", ""])
-def test_no_name_is_suggested_for_one_that_is_like_none(name: str) -> None:
+def test_no_name_is_suggested_for_one_that_is_like_none() -> None:
     with running(aliases=[f"teller-{number}" for number in range(9)]) as server:
-        message = server.post("/v1/completions", {**TEXT, "model": name or "x" * 9000}).json()["error"]["message"]
-    assert "this server has tiny, teller-0," in message and "teller-6 and 2 more" in message
-    assert "ask for one of these" in message and "--alias NAME" in message and len(message) < 500
+        names = ["gpt-4o", "claude-sonnet-5", "tinyllama", "x" * 9000]
+        errors = [server.post("/v1/completions", {**TEXT, "model": name}).json()["error"] for name in names]
+    for message in (error["message"] for error in errors):
+        assert "this server has tiny, teller-0," in message and "teller-6 and 2 more" in message
+        assert "ask for one of these" in message and "--alias NAME" in message and len(message) < 500
 
 
 def resources() -> tuple[int, int, int]:

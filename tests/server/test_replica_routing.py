@@ -19,8 +19,7 @@ from localllm.config import load_settings
 from localllm.errors import DoesNotFitError, LocalLLMError, ModelChangedError, UsageError
 from localllm.server.guard import Admission
 from localllm.server.model_server import Capacity
-from localllm.server.replicas.affinity import Affinity
-from localllm.server.replicas.call import CHUNK_BYTES, ReplicaCall, beginning_of
+from localllm.server.replicas.affinity import CHUNK_BYTES, Affinity, ReplicaCall, beginning_of
 from localllm.server.replicas.fleet import _require_listener, _told_by_replica, require_ray, share_of
 from localllm.server.replicas.front import ReplicaFront, ReplicaGoneError, create_front
 from localllm.server.replicas.replica import Replica, ReplicaError, Role
@@ -267,28 +266,30 @@ def test_each_header_comes_once() -> None:
     assert len(names) == len(set(names)) and "x-request-id" in names and "content-security-policy" in names
 
 
-def test_cores_and_memory_of_a_machine_are_shared_out() -> None:
-    nodes = [{"CPU": 8.0, "memory": 40.0 * GIB}]
-    share = share_of(nodes, 2, Settings())
-    assert (share.per_node, share.num_cpus, share.threads, share.num_gpus) == (2, 4, 4, 0)
-    assert share.ram_bytes == int(0.9 * 40 * GIB) // 2
-    assert share_of(nodes, 2, Settings(ram=8 * GIB, threads=3)).ram_bytes == 4 * GIB
-    assert share_of(nodes, 2, Settings(threads=3)).threads == 3
-    assert share_of(nodes, 16, Settings()).num_cpus == 0.5
+NODE = {"CPU": 8.0, "memory": 40.0 * GIB}
 
 
-def test_a_replica_by_itself_has_its_machine() -> None:
-    nodes = [{"CPU": 8.0, "memory": 40.0 * GIB}] * 3
-    share = share_of(nodes, 3, Settings())
-    assert (share.per_node, share.threads, share.ram_bytes) == (1, None, None)
+@pytest.mark.parametrize(
+    ("nodes", "count", "settings", "told"),
+    [
+        ([NODE], 2, {}, {"per_node": 2, "num_cpus": 4, "threads": 4, "num_gpus": 0, "ram_bytes": int(18 * GIB)}),
+        ([NODE], 2, {"ram": 8 * GIB, "threads": 3}, {"ram_bytes": 4 * GIB, "threads": 3}),
+        ([NODE], 16, {}, {"num_cpus": 0.5}),
+        ([NODE] * 3, 3, {}, {"per_node": 1, "threads": None, "ram_bytes": None}),
+        ([{**NODE, "GPU": 2.0}], 2, {}, {"num_gpus": 1}),
+        ([{**NODE, "GPU": 2.0}], 3, {"device": "cpu"}, {"num_gpus": 0}),
+    ],
+)
+def test_a_machine_is_shared_out_and_a_replica_by_itself_has_all_of_it(
+    nodes: list[dict[str, float]], count: int, settings: dict[str, Any], told: dict[str, Any]
+) -> None:
+    share = vars(share_of(nodes, count, Settings(**settings)))
+    assert {name: share[name] for name in told} == told
 
 
-def test_each_replica_has_a_gpu_where_there_are_any() -> None:
-    nodes = [{"CPU": 8.0, "GPU": 2.0, "memory": 40.0 * GIB}]
-    assert share_of(nodes, 2, Settings()).num_gpus == 1
-    assert share_of(nodes, 3, Settings(device="cpu")).num_gpus == 0
+def test_more_replicas_than_gpus_are_refused() -> None:
     with pytest.raises(DoesNotFitError, match="3 replicas need 3 GPUs"):
-        share_of(nodes, 3, Settings())
+        share_of([{**NODE, "GPU": 2.0}], 3, Settings())
 
 
 def test_why_a_replica_cannot_start_survives_a_trace_of_rays() -> None:

@@ -4,7 +4,6 @@ forged roles, numbers at the edge, signs that a terminal would obey. docs/securi
 from __future__ import annotations
 
 import ast
-import asyncio
 import importlib.metadata
 import json
 import os
@@ -31,8 +30,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.request import Request
 from localllm.hub import HubSettings, ModelFiles
 from localllm.runtime.engine_thread import EngineThread
-from localllm.server.app import ENDPOINTS, create_app
-from localllm.server.guard import Admission
+from localllm.server.app import ENDPOINTS
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.tokenizer_files import SPECIAL_ROLES
 from tests.cli_support import REPOSITORY, write_checkpoint
@@ -353,15 +351,15 @@ def curious(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     return server
 
 
-@pytest.mark.parametrize(("name", "path"), each_once([*TAKEN, *FUNCTIONS], RENDERING))
-def test_a_variable_replaces_nothing_that_a_template_has(curious: Running, name: str, path: str) -> None:
+UNKNOWN = ("frobnicate", "Documents", "", "doc", "documents ")
+
+
+@pytest.mark.parametrize(("name", "path"), each_once([*TAKEN, *FUNCTIONS], RENDERING) + each_once(UNKNOWN, RENDERING))
+def test_a_variable_replaces_nothing_that_a_template_has_and_is_one_that_it_knows(
+    curious: Running, name: str, path: str
+) -> None:
     reply = ask(curious, path, {"chat_template_kwargs": {name: "evil"}})
     assert reply.status_code == 400 and name in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(("name", "path"), each_once(["frobnicate", "Documents", "", "doc", "documents "], RENDERING))
-def test_a_variable_that_the_template_does_not_know_is_refused(curious: Running, name: str, path: str) -> None:
-    assert ask(curious, path, {"chat_template_kwargs": {name: 1}}).status_code == 400
 
 
 @pytest.mark.parametrize(("path", "field"), each_once(sorted(TAKING), ["chat_template", "template", "jinja"]))
@@ -600,20 +598,6 @@ def test_metrics_have_nothing_that_was_said_or_where_anything_is(tmp_path: Path)
         text = server.get("/metrics").text.casefold()
     assert 'localllm_requests_total{path="/v1/chat/completions",status="200"}' in text
     assert not [secret for secret in (MARK, "secret-shelf", "hermit", str(tmp_path)) if secret in text]
-
-
-def test_metrics_are_served_where_they_are_asked_for(hermit: Running) -> None:
-    statuses: list[int] = []
-
-    async def receive() -> None:
-        await asyncio.Event().wait()  # the client stays
-
-    async def send(message: Any) -> None:
-        statuses.extend([message["status"]] if "status" in message else [])
-
-    scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": [(b"host", b"127.0.0.1:1")]}
-    asyncio.run(create_app(hermit.server, Admission((1,)))(scope, receive, send))  # type: ignore[arg-type]
-    assert statuses == [404] and hermit.get("/metrics").status_code == 200
 
 
 @pytest.mark.parametrize(

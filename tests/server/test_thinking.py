@@ -11,7 +11,7 @@ import pytest
 
 from localllm import hub
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, TokenLogprob, Usage
-from localllm.server.openai.response_object import ResponseBuilder, ResponseWriter
+from localllm.server.openai.response_object import ResponseWriter
 from localllm.server.openai.responses import ResponsesBody, head_of
 from localllm.server.stream import Delta, EventMailbox
 from localllm.server.tools.deltas import ThoughtParser
@@ -48,19 +48,14 @@ def whole_of(pieces: Iterable[Delta]) -> Delta:
     return whole
 
 
+@pytest.mark.parametrize("opens", [True, False], ids=["by the model", "by its template"])
 @pytest.mark.parametrize("every", [1, 3, 5, 100])
-def test_each_token_is_of_the_thought_or_of_the_answer(every: int) -> None:
-    whole = whole_of(asyncio.run(pieces_of(every)))
+def test_each_token_is_of_the_thought_or_of_the_answer(every: int, opens: bool) -> None:
+    """opens: the token that opens the thought is of it."""
+    said = ("<think>", *SAID) if opens else SAID
+    whole = whole_of(asyncio.run(pieces_of(every, said, is_thinking=not opens)))
     assert (whole.thought, whole.text) == ("Hm, an owl.", "Once upon a time.")
-    assert whole.num_thought_tokens == NUM_THOUGHT
-    assert [each.token for each in whole.logprobs] == list(SAID[NUM_THOUGHT:])
-
-
-@pytest.mark.parametrize("every", [1, 3, 5, 100])
-def test_the_token_that_opens_a_thought_is_of_it(every: int) -> None:
-    whole = whole_of(asyncio.run(pieces_of(every, ("<think>", *SAID), is_thinking=False)))
-    assert (whole.thought, whole.text) == ("Hm, an owl.", "Once upon a time.")
-    assert whole.num_thought_tokens == NUM_THOUGHT + 1
+    assert whole.num_thought_tokens == NUM_THOUGHT + opens
     assert [each.token for each in whole.logprobs] == list(SAID[NUM_THOUGHT:])
 
 
@@ -93,7 +88,7 @@ def test_a_streamed_response_has_one_thought_and_one_message(every: int) -> None
         pieces = await pieces_of(every)
 
         head = head_of(ResponsesBody(input="A tale."), "tiny", "auto", 1.0, 1.0)
-        writer = ResponseWriter(ResponseBuilder(head, tokenizer, 0))
+        writer = ResponseWriter(head, tokenizer, 0)
         told = [*writer.begin(), *(each for piece in pieces for each in writer.write(0, piece)), *writer.end()]
         return [json.loads(each.partition(b"data: ")[2]) for each in told]
 

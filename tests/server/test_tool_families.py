@@ -12,7 +12,9 @@ import pytest
 
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request
-from localllm.server.tools.output_format import OutputFormat, output_format_of
+from localllm.server.tools.output_format import output_format_of
+from localllm.server.tools.toolset import Tool, toolset
+from localllm.text.chat_template import ChatTemplate
 from localllm.text.tokenizer import Tokenizer
 from tests.server.support import OWL, Running
 from tests.server.tools_support import CALLED, OPENAI_TOOLS
@@ -151,19 +153,6 @@ def test_the_special_tokens_that_tell_an_answer_apart_are_shown(
 ) -> None:
     phi._backend.add_special_tokens(list(marks))
     tokenizer = Tokenizer(phi._backend)
-    manner: OutputFormat = output_format_of(
-        template(source), tokenizer, OWL, tools() if "TOOL" in source else None, is_begun=False
-    )
+    tools = toolset([Tool("weather")]) if "TOOL" in source else None
+    manner = output_format_of(ChatTemplate(source), tokenizer, OWL, tools, is_begun=False)
     assert {tokenizer.token_text(index) for index in manner.shown_ids} == set(shown)
-
-
-def template(source: str) -> Any:
-    from localllm.text.chat_template import ChatTemplate
-
-    return ChatTemplate(source)
-
-
-def tools() -> Any:
-    from localllm.server.tools.toolset import Tool, toolset
-
-    return toolset([Tool("weather")])

@@ -12,8 +12,7 @@ from tokenizers import AddedToken
 from localllm import hub
 from localllm.chat import harmony
 from localllm.server.errors import RequestError
-from localllm.server.tools.grammars import tools_lark
-from localllm.server.tools.tool_formats import GENERIC, TOOL_FORMATS
+from localllm.server.tools.tool_formats import GENERIC, TOOL_FORMATS, tools_lark
 from localllm.server.tools.toolset import Tool, Toolset, toolset
 from localllm.text.grammar.compiled import Grammars
 from localllm.text.grammar.grammar import Grammar

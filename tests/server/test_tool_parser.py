@@ -100,6 +100,7 @@ TEXTS: list[tuple[str, str]] = [
     ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
     ("hermes", "<tool_call> weather(unit=C) </tool_call>"),
     ("hermes", "<tool_call>"),
+    ("hermes", hermes({"unit": "C"})[:-20]),
     ("mistral", '[TOOL_CALLS]nobody[ARGS]{"unit": "C"}'),
     ("mistral", "[TOOL_CALLS] and what they are"),
     ("mistral", "[TOOL_CALLS]nobody"),
@@ -242,14 +243,18 @@ def test_the_arguments_of_a_certain_call_are_given_out_as_they_come(family: str)
     assert parts == told[: 2 if BY_NAME[family].one_call else 4]
 
 
-def test_text_may_stand_in_front_of_a_certain_call() -> None:
-    said = [f"Let me look.\n{hermes({'unit': 'C'})}", "Just text."]
-    assert read(reader_of("hermes", streams=True), said[0]) == [("text", "Let me look."), *UNIT]
-    assert read(reader_of("hermes", streams=True), said[1]) == [("text", "Just text.")]
-
-
-def test_an_answer_in_json_that_is_no_call_is_text() -> None:
-    assert read(reader_of("llama", streams=True), '{"unit": "C"}') == [("text", '{"unit": "C"}')]
+@pytest.mark.parametrize(
+    ("family", "text", "parts"),
+    [
+        ("hermes", f"Let me look.\n{hermes({'unit': 'C'})}", [("text", "Let me look."), *UNIT]),
+        ("hermes", "Just text.", [("text", "Just text.")]),
+        ("llama", '{"unit": "C"}', [("text", '{"unit": "C"}')]),
+    ],
+)
+def test_text_may_stand_in_front_of_a_certain_call_or_in_its_place(
+    family: str, text: str, parts: Sequence[Part]
+) -> None:
+    assert read(reader_of(family, streams=True), text) == parts
 
 
 # Answers that are cut
@@ -297,11 +302,6 @@ def test_json_begins_with_its_first_character_and_has_no_call_in_it(family: str,
         for pieces in (["\n\n" + answer[:end]], "\n\n" + answer[:end]):
             parts = read(reader_of(family, streams=True, splits=splits, says="json"), pieces, is_cut=end < len(answer))
             assert parts == [("text", answer[:end])] or (parts == [] and answer[:end] in ("", "["))
-
-
-def test_a_call_that_its_model_has_not_finished_is_text() -> None:
-    text = hermes({"unit": "C"})[:-20]
-    assert read(reader_of("hermes"), [text]) == [("text", text)]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
-from localllm.engine.events import Event
+from localllm.engine.events import Event, SpeculationStats
 from localllm.engine.placement import model_shape
 from localllm.engine.prefix_config import IN_POOLS, KVReuse
-from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.drafter import Drafter, Lookup
+from localllm.engine.speculative.drafter import Drafter, ModelDrafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
-from localllm.engine.speculative.skip import SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.engine.weights import open_packed
 from localllm.models.families import load_config
@@ -27,6 +25,7 @@ from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
+from tests.choices.support import steps
 
 TALE = (
     "Once upon a time there was a fox who found a lantern. The fox was proud of the lantern, and the fox said: "
@@ -71,7 +70,7 @@ def loaded_in_fp32() -> Engine:
     packed = held.enter_context(open_packed(files, config, recipe, lambda _done, _total: None, lambda _text: None))
     parts = DecoderParts(packed.config, recipe, torch.float32, torch.device("cpu"))
     placed = held.enter_context(OffloadedModel(packed, parts, None))
-    shape = model_shape(packed.config, recipe, torch.float32, "tiny")
+    shape = model_shape(packed.config, recipe, "fp32", "tiny")
     blocks = (shape.embed, *shape.blocks, shape.head)
     placed.place([BlockPlacement(block.name, block.num_bytes, "ram", "cpu") for block in blocks], NEVER)
     return Engine(placed.decode_model, Tokenizer.load(files.directory), ctx=512, placed=placed, held=held)
@@ -87,7 +86,7 @@ def place(engine: Engine, placement: str) -> None:
 
 def guess_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool = False) -> None:
     """From now on. `skip` leaves out what is streamed, a few blocks where nothing is."""
-    lookup: Lookup | None = NgramLookup() if "ngram" in drafter else None
+    lookup = NgramLookup() if "ngram" in drafter else None
     drafters: list[Drafter] = []
     if "skip" in drafter:
         skipped = engine.residency.model.stream.names or SKIPPED
@@ -119,15 +118,27 @@ class Said:
 def answers(engine: Engine, requests: Sequence[Request]) -> list[list[Event]]:
     """All at once."""
     events: dict[int, list[Event]] = {engine.submit(request): [] for request in requests}
-    while engine.has_work:
-        for event in engine.step():
-            events[event.request_id].append(event)
+    for event in steps(engine):
+        events[event.request_id].append(event)
     engine.residency.kv_pages.check_integrity()
     return list(events.values())
 
 
 def said(engine: Engine, *requests: Request) -> list[Said]:
     return [Said.of(events) for events in answers(engine, requests)]
+
+
+def plainly(engine: Engine, *requests: Request, placement: str = "whole") -> list[Said]:
+    """What each says alone, without guesses."""
+    place(engine, placement)
+    guess_with(engine, "", 0)
+    return [said(engine, request)[0] for request in requests]
+
+
+def stats(events: Sequence[Event]) -> SpeculationStats:
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent) and finished.speculation is not None
+    return finished.speculation
 
 
 def request(engine: Engine, prompt: str = TALE, mask: object = None, **sampling: object) -> Request:

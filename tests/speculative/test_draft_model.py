@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from localllm import Engine, SamplingParams, TokenEvent, hub
-from localllm.engine import draft_loader as draft_loading
-from localllm.engine import planner
+from localllm.engine import loader, planner
 from localllm.engine.loader import Watcher
 from localllm.engine.speculative.speculator import Speculation
 from localllm.errors import ModelNotFoundError, UsageError
@@ -101,7 +100,7 @@ def test_a_model_that_is_not_here_is_named() -> None:
 def test_one_that_would_not_pay_is_left_out_and_that_is_said(twin: Path) -> None:
     notes: list[str] = []
     guessing = engine(f"model:{twin}", notes)  # as large as the model that it would guess for
-    assert len(notes) == 1 and "does not guess" in notes[0] and "tok/s" in notes[0]
+    assert len(notes) == 1 and "does not draft" in notes[0] and "tok/s" in notes[0]
     assert not guessing.speculation.is_on
     guessing.close()
 
@@ -125,7 +124,7 @@ def test_memory_that_ends_while_it_is_loaded_leaves_it_out(
     def without_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(draft_loading, "load_decoder", without_memory)
+    monkeypatch.setattr(loader, "Residency", without_memory)
     notes: list[str] = []
     guessing = engine(f"model:{twin}", notes)
     assert len(notes) == 1 and "too little memory" in notes[0]

@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from localllm.engine.speculative.drafter import SkipDrafter, slow_blocks
 from localllm.engine.speculative.ngram import NgramLookup, _Index
-from localllm.engine.speculative.skip import SkipDrafter, slow_blocks
 from tests.speculative.support import loaded, place, request
 
 

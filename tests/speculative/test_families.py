@@ -10,8 +10,8 @@ import pytest
 from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
 from localllm.engine.prefix_config import NO_REUSE
-from localllm.engine.speculative.config import Speculate, speculation
-from localllm.engine.speculative.speculator import Speculation
+from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.packed_support import small_checkpoint

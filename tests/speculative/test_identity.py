@@ -17,9 +17,9 @@ from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.runner import ModelRunner
-from localllm.engine.speculative.config import Speculate, speculation
-from localllm.engine.speculative.draft_model import ModelDrafter
-from localllm.engine.speculative.speculator import Speculation
+from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.drafter import ModelDrafter
+from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.speculative.support import (
     DRAFTERS,
@@ -34,8 +34,10 @@ from tests.speculative.support import (
     loaded,
     loaded_in_fp32,
     place,
+    plainly,
     request,
     said,
+    stats,
 )
 from tests.thinning import every_other
 
@@ -88,9 +90,7 @@ def check(
     guess_with(engine, drafter, draft_tokens)
     (events,) = answers(engine, [wish])
     assert tuple(event.token_id for event in events if isinstance(event, TokenEvent)) == expected.token_ids
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent) and finished.speculation is not None
-    return finished.speculation.accepted
+    return stats(events).accepted
 
 
 @pytest.mark.parametrize(("sampler", "drafter", "placement", "seed"), every_other(PAIRWISE))
@@ -137,9 +137,7 @@ def test_a_batch_is_that_of_each_request_alone(int4: Engine) -> None:
         request(int4, TALE[: 40 + 9 * i], seed=i, **SAMPLERS[name])
         for i, name in enumerate([*SAMPLERS, "greedy", "plain"])
     ]
-    place(int4, "whole")
-    guess_with(int4, "", 0)
-    alone = [said(int4, wish)[0] for wish in wishes]
+    alone = plainly(int4, *wishes)
     for drafter, placement in itertools.product(DRAFTERS, ("whole", "some")):
         place(int4, placement)
         guess_with(int4, drafter, 4)
@@ -149,9 +147,7 @@ def test_a_batch_is_that_of_each_request_alone(int4: Engine) -> None:
 def test_as_many_requests_as_a_job_has_at_once(int4: Engine) -> None:
     """Where each has one guess, a step has 64 rows."""
     wishes = [request(int4, TALE[: 30 + 3 * i], seed=i, temperature=0.8, max_tokens=8) for i in range(32)]
-    place(int4, "whole")
-    guess_with(int4, "", 0)
-    alone = [said(int4, wish)[0] for wish in wishes]
+    alone = plainly(int4, *wishes)
     for drafter, draft_tokens in (("ngram", 15), ("skip", 1)):
         guess_with(int4, drafter, draft_tokens)
         assert said(int4, *wishes) == alone, drafter
@@ -160,9 +156,7 @@ def test_as_many_requests_as_a_job_has_at_once(int4: Engine) -> None:
 def test_a_grammar_like_mask_holds(int4: Engine) -> None:
     mask = grammar_like(int4.config.vocab_size)
     wishes = [request(int4, mask=mask, seed=3, **SAMPLERS[name]) for name in ("greedy", "plain", "penalties")]
-    place(int4, "some")
-    guess_with(int4, "", 0)
-    expected = [said(int4, wish)[0] for wish in wishes]
+    expected = plainly(int4, *wishes, placement="some")
     for text in expected:
         for end, token in enumerate(text.token_ids):
             assert bool(mask(text.token_ids[:end])[token])
@@ -194,9 +188,7 @@ def test_a_prompt_in_chunks_and_one_that_is_known_already(int4: Engine) -> None:
 
 def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
     wish = request(int4, temperature=0)
-    place(int4, "some")
-    guess_with(int4, "", 0)
-    (expected,) = said(int4, wish)
+    (expected,) = plainly(int4, wish, placement="some")
     for drafter in DRAFTERS:
         guess_with(int4, drafter, 6)
         for steps in (1, 2, 4):
@@ -218,9 +210,7 @@ def _of_drafters(engine: Engine) -> set[object]:
 
 def test_a_cancel_between_draft_and_verification_leaves_nothing(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     wish = request(int4, temperature=0)
-    place(int4, "whole")
-    guess_with(int4, "", 0)
-    (expected,) = said(int4, wish)
+    (expected,) = plainly(int4, wish)
     for drafter in DRAFTERS:
         guess_with(int4, drafter, 6)
         request_id, drafted = int4.submit(wish), int4.speculation.drafted
@@ -241,10 +231,8 @@ def test_a_cancel_between_draft_and_verification_leaves_nothing(int4: Engine, mo
 
 
 def test_a_cancel_while_a_second_model_reads_the_prompt(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    place(int4, "whole")
     wish = request(int4, TALE * 8, temperature=0)
-    guess_with(int4, "", 0)
-    (expected,) = said(int4, wish)
+    (expected,) = plainly(int4, wish)
     guess_with(int4, "model", 5)
     forward, read = ModelRunner.forward, list[int]()
     request_id = int4.submit(wish)
@@ -268,9 +256,7 @@ def test_a_cancel_while_a_second_model_reads_the_prompt(int4: Engine, monkeypatc
 @pytest.mark.parametrize("draft_tokens", [1, 4, 15])
 def test_what_ends_an_answer_ends_it_inside_a_draft(int4: Engine, draft_tokens: int) -> None:
     """The oracle is always right: a stop string, the limit, the end of text and the context all come inside drafts."""
-    place(int4, "whole")
-    guess_with(int4, "", 0)
-    (long,) = said(int4, request(int4, temperature=0, max_tokens=60))
+    (long,) = plainly(int4, request(int4, temperature=0, max_tokens=60))
     prompt = tuple(int4.encode(TALE))
     stream = {prompt: (*prompt, *long.token_ids)}
     middle = int4.tokenizer.decode(long.token_ids[17:20])
@@ -324,20 +310,16 @@ def test_logprobs_are_those_of_plain_decoding(int4: Engine) -> None:
 
 def test_no_guesses_at_all(int4: Engine) -> None:
     """--draft-tokens 0."""
-    place(int4, "whole")
     wish = request(int4, temperature=0)
-    guess_with(int4, "", 0)
-    (expected,) = said(int4, wish)
+    (expected,) = plainly(int4, wish)
     int4.speculation = speculation(Speculate("auto", 0), int4.residency, int4.plan)
     assert said(int4, wish) == [expected]
     assert not int4.speculation.is_on
 
 
 def test_a_model_that_is_moved_meanwhile(int4: Engine) -> None:
-    place(int4, "whole")
-    guess_with(int4, "", 0)
     wish = request(int4, temperature=0, max_tokens=40)
-    (expected,) = said(int4, wish)
+    (expected,) = plainly(int4, wish)
     int4.speculation = speculation(Speculate("auto", 5, adapts=False), int4.residency, int4.plan)
     request_id, found = int4.submit(wish), []
     for step in itertools.count():
@@ -351,10 +333,8 @@ def test_a_model_that_is_moved_meanwhile(int4: Engine) -> None:
 
 @pytest.mark.parametrize("drafter", ["skip", "model"])
 def test_a_drafter_without_memory_is_let_go_of(int4: Engine, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place(int4, "whole")
-    guess_with(int4, "", 0)
     wish = request(int4, temperature=0)
-    (expected,) = said(int4, wish)
+    (expected,) = plainly(int4, wish)
     guess_with(int4, drafter, 5)
     forward, calls = ModelRunner.forward, []
 
@@ -413,9 +393,7 @@ def ending(length: int, vocab_size: int) -> Callable[[Sequence[int]], Tensor]:
 def test_a_mask_that_fails_behind_wrong_guesses_fails_no_answer(int4: Engine, drafter: str) -> None:
     mask = ending(24, int4.config.vocab_size)
     wish = request(int4, QUOTING, mask=mask, temperature=0.8, max_tokens=24)
-    place(int4, "whole")
-    guess_with(int4, "", 0)
-    (expected,) = said(int4, wish)
+    (expected,) = plainly(int4, wish)
     guess_with(int4, drafter, 9)
     assert said(int4, wish) == [expected]
 
@@ -425,10 +403,8 @@ def test_a_mask_that_fails_behind_wrong_guesses_fails_no_answer(int4: Engine, dr
 def test_a_draft_that_is_no_number_ends_the_draft_alone(
     int4: Engine, drafter: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place(int4, "whole")
-    guess_with(int4, "", 0)
     wish = request(int4, temperature=temperature)
-    (expected,) = said(int4, wish)
+    (expected,) = plainly(int4, wish)
     guess_with(int4, drafter, 5)
     forward, count = ModelRunner.forward, itertools.count()
 
@@ -442,10 +418,8 @@ def test_a_draft_that_is_no_number_ends_the_draft_alone(
 
 
 def test_memory_that_ends_in_a_verification_ends_the_guesses(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    place(int4, "whole")
-    guess_with(int4, "", 0)
     wish = request(int4, QUOTING, temperature=0, max_tokens=60)
-    (expected,) = said(int4, wish)
+    (expected,) = plainly(int4, wish)
     guess_with(int4, "ngram+skip", 5)
     forward, rows = ModelRunner.forward, int4.runner.batch_rows
 
@@ -469,6 +443,4 @@ def test_a_draft_has_the_noise_and_the_mask_of_its_places(int4: Engine, sampler:
     int4.speculation.close()
     int4.speculation = Speculation(int4.residency, None, [drafter], 5, adapts=False)
     (events,) = answers(int4, [request(int4, mask=mask, **SAMPLERS[sampler])])
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent) and finished.speculation is not None
-    assert finished.speculation.drafted == finished.speculation.accepted > 15
+    assert stats(events).drafted == stats(events).accepted > 15

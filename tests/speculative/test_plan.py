@@ -11,21 +11,19 @@ from typing import Any, cast
 
 import psutil
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm import hub
 from localllm.engine import model_plan, planner
 from localllm.engine.placement import model_shape
-from localllm.engine.speculative.config import Speculate
+from localllm.engine.speculative.choice import Speculate
 from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.planner.costs import Costs
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import Card, CardMemory, CardRates, Machine, Memory, Rates
 from localllm.offload.planner.plan import GIB, Plan
-from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import gain, skipped, skipping, slow, staging_s, usual_harm
 from localllm.quant.recipe import RECIPES
@@ -34,7 +32,7 @@ from tests.cli_support import run_cli
 RATES = Rates(matrix_gbs=40.0, compute_gops=1200.0, disk_gbs=1.5)
 CARD = CardRates(matrix_gbs=400.0, compute_gops=40_000.0, link_gbs=24.0, launch_s=5e-6, hop_s=60e-6)
 MISTRAL = model_shape(
-    parse_config(shipped_shapes()["mistral-7b"], "mistral-7b"), RECIPES["int4-g64"], torch.bfloat16, "mistral-7b"
+    parse_config(shipped_shapes()["mistral-7b"], "mistral-7b"), RECIPES["int4-g64"], "bf16", "mistral-7b"
 )
 
 
@@ -131,7 +129,7 @@ def test_a_plan_leaves_out_a_second_model_as_a_run_would(tmp_path: Path, own_fol
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     for command in (("plan", "tiny"), ("run", "tiny", "-p", "x")):
         refused = run_cli(*command, "--speculate", f"model:{other}")
-        assert refused.code == 2 and "it cannot guess for tiny" in refused.err
+        assert refused.code == 2 and "it cannot draft for tiny" in refused.err
         assert refused.error_lines[2].endswith("--speculate auto")
     (other / "tokenizer.json").unlink()
     found = run_cli("plan", "tiny", "--speculate", f"model:{other}", "--json").json

@@ -9,20 +9,19 @@ import pytest
 from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.controller import cooldown_steps
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft
+from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.speculator import Speculation
 from tests.speculative.support import TALE, Said, loaded, request, said
 
 
-class Nothing:
+class Nothing(NgramLookup):
     """Finds nothing, and tells how often it was asked."""
 
     name = "nothing"
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_looks, self.seen = 0, list[int]()
-
-    def read(self, _sequences: Sequence[Running]) -> None:
-        """It needs no text."""
 
     def offers(self, sequences: Sequence[Running], _limits: Sequence[int]) -> list[Draft]:
         self.num_looks += 1
@@ -31,9 +30,6 @@ class Nothing:
     def hindsight(self, sequence: Running, since: int, _limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
         self.seen.append(len(sequence.token_ids) - since)
         return iter(())
-
-    def forget(self, _sequence: Running) -> None:
-        """It keeps nothing."""
 
 
 @pytest.mark.parametrize(

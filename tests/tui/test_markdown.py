@@ -12,7 +12,7 @@ from textual.content import Content
 from textual.strip import Strip
 from textual.visual import RenderOptions
 
-from localllm.chat.thoughts import Splitter, opens_thought, split
+from localllm.chat.thoughts import Splitter, split
 from localllm.tui import markdown_render
 from localllm.tui.markdown_blocks import MarkdownLayout
 from localllm.tui.markdown_render import Highlighter, code_blocks, groups, parser, pieces
@@ -273,4 +273,3 @@ def test_a_thought_stands_before_the_answer(text: str, thought: str, answer: str
 
 def test_a_template_may_open_the_thought() -> None:
     assert split("still thinking", is_thinking=True) == ("still thinking", "")
-    assert opens_thought("<|assistant|><think>\n") and not opens_thought("<|assistant|>")

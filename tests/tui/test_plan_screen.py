@@ -15,13 +15,12 @@ from textual.pilot import Pilot
 
 from localllm.engine import model_plan as engine_planning
 from localllm.engine import planner
-from localllm.engine.model_plan import Considered, Guessing, Planned, Prediction
+from localllm.engine.model_plan import Considered, DraftGain, Planned, Prediction
 from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
-from localllm.offload.planner.format_rates import FormatRates
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
 from localllm.offload.planner.plan import GIB, JobShape, Plan
-from localllm.offload.planner.profile import Profile
+from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import Gain
 from localllm.quant.recipe import RECIPES
@@ -118,7 +117,7 @@ class FakePlanner(PlanWorker):
             _band(plan.decode_tok_s),
             _band(plan.ttft_s),
             ["measured on a busy machine: disk"],
-            [Guessing("ngram", 0.8, gain)],
+            [DraftGain("ngram", 0.8, gain)],
         )
 
 
@@ -183,7 +182,7 @@ async def test_the_plan_of_the_running_model_is_a_picture_with_its_figures() -> 
             "nothing is read from it at a step",
             "tok/s, bound by reading the weights from memory",
             "s, after a prompt of 512 tokens",
-            "ngram: about 99 tok/s, 2.5 times as fast, where 80% of the guesses are right",
+            "ngram: about 99 tok/s, 2.5 times as fast, where 80% of the draft tokens are accepted",
             "measured on a busy machine: disk",
             "as it runs now",
         ):

@@ -225,7 +225,8 @@ class Controller:
         sequences = len(situation.limits)
         plain_s = self.times.plain_s(sequences)
         self.is_settled = False
-        if plain_s is None or situation.most < 1 or self._measures_plain():
+        measures_plain = self._num_since_plain >= self._plain_every or self._num_plain > 0
+        if plain_s is None or situation.most < 1 or measures_plain:
             return None
         self.is_settled = True
         plain_rate = sequences / plain_s
@@ -273,7 +274,10 @@ class Controller:
         if plain_s is None:
             return
         if option.drafter is not None:
-            self._learn_probe(option.drafter, paid=tokens * plain_s > sequences * seconds)
+            every = self._probe_every.get(option.drafter, _FIRST_PROBE)
+            has_paid = tokens * plain_s > sequences * seconds
+            self._probe_every[option.drafter] = _FIRST_PROBE if has_paid else min(2 * every, _LAST_PROBE)
+            self._probed_at[option.drafter] = self._num_steps
         if is_known:
             self._elapsed_s += seconds
             self._lost_s = max(self._lost_s + seconds - tokens / sequences * plain_s, -_GAIN_STEPS * plain_s)
@@ -297,11 +301,6 @@ class Controller:
             return
         self._draft_s.setdefault((drafter, sequences), deque(maxlen=9)).append(seconds / count)
 
-    def _learn_probe(self, drafter: str, *, paid: bool) -> None:
-        every = self._probe_every.get(drafter, _FIRST_PROBE)
-        self._probe_every[drafter] = _FIRST_PROBE if paid else min(2 * every, _LAST_PROBE)
-        self._probed_at[drafter] = self._num_steps
-
     def _probe(self, situation: Situation, drafter: str) -> Option | None:
         """Return a few tokens, now and then, of a drafter that has not been worth it."""
         if drafter in situation.unread or self.is_hopeless(drafter, len(situation.limits), situation.most):
@@ -323,9 +322,6 @@ class Controller:
 
     def _can_be_lost(self, seconds: float, plain_s: float) -> bool:
         return self._lost_s + seconds <= _LOSS_STEPS * plain_s + _LOSS_SHARE * self._elapsed_s
-
-    def _measures_plain(self) -> bool:
-        return self._num_since_plain >= self._plain_every or self._num_plain > 0
 
     def _best_of(self, situation: Situation, drafter: str | None, plain_s: float) -> Option | None:
         """Return the best of the options that would not cost too much if all drafts were rejected."""

@@ -17,29 +17,32 @@ _GRADES = (2, 3, 4, 6, 10, _MOST_COMPARED)
 
 
 class NgramLookup:
+    """Drafts that take next to no time: made in every step, and compared with the text verified or not."""
+
     name = "ngram"
 
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
 
     def read(self, sequences: Sequence[Running]) -> None:
+        """Index the text so far: for a long prompt that takes longer than to look."""
         for sequence in sequences:
             index = self._indexes.setdefault(sequence.request_id, _Index())
             index.read(sequence.token_ids, len(sequence.token_ids))
 
     def offers(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[Draft]:
-        return [self._draft(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+        """Return for each sequence at most so many tokens."""
+        drafts = []
+        for sequence, limit in zip(sequences, limits, strict=True):
+            index, token_ids = self._indexes.setdefault(sequence.request_id, _Index()), sequence.token_ids
+            drafts.append(index.draft(token_ids, len(token_ids), limit) if limit > 0 else NO_DRAFT)
+        return drafts
 
     def hindsight(self, sequence: Running, since: int, limit: int) -> Iterator[tuple[Draft, Sequence[int]]]:
+        """Yield what it would have offered behind some of the tokens from `since` on, with what was sampled there."""
         index, token_ids = self._indexes.setdefault(sequence.request_id, _Index()), sequence.token_ids
         for end in range(max(since, len(token_ids) - _LOOKED_BACK), len(token_ids)):
             yield index.draft(token_ids, end, limit), token_ids[end : end + limit]
-
-    def _draft(self, sequence: Running, limit: int) -> Draft:
-        if limit <= 0:
-            return NO_DRAFT
-        index = self._indexes.setdefault(sequence.request_id, _Index())
-        return index.draft(sequence.token_ids, len(sequence.token_ids), limit)
 
     def forget(self, sequence: Running) -> None:
         self._indexes.pop(sequence.request_id, None)
@@ -65,7 +68,8 @@ class _Index:
             return NO_DRAFT
         longest, best = max(found.values())
         grade = max(grade for grade in _GRADES if grade <= longest)
-        return Draft(_continued(token_ids, best, end, limit), f"ngram-{grade}")
+        run = token_ids[best : min(best + limit, end)]  # one that reaches the end of the text repeats itself
+        return Draft(tuple(run[i % len(run)] for i in range(limit)), f"ngram-{grade}")
 
     def read(self, token_ids: Sequence[int], end: int) -> None:
         """Index the runs that are followed by one of these tokens."""
@@ -84,9 +88,3 @@ def _common_suffix(token_ids: Sequence[int], place: int, end: int) -> int:
     while count < min(place, _MOST_COMPARED) and token_ids[place - 1 - count] == token_ids[end - 1 - count]:
         count += 1
     return count
-
-
-def _continued(token_ids: Sequence[int], place: int, end: int, limit: int) -> tuple[int, ...]:
-    """Return so many tokens from a place on: a run that reaches the end of the text repeats itself."""
-    run = token_ids[place : min(place + limit, end)]
-    return tuple(run[i % len(run)] for i in range(limit))

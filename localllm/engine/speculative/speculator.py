@@ -10,11 +10,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.residency import Residency
 from localllm.engine.scheduler import Scheduled
 from localllm.engine.sequence import Sequence as Running
+from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.controller import (
     Acceptance,
     Controller,
@@ -25,9 +27,11 @@ from localllm.engine.speculative.controller import (
     StepTimes,
     cooldown_steps,
 )
-from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, Lookup
+from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter, SkipDrafter
+from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.step_types import Chunk
 from localllm.models.config import ModelConfig
+from localllm.offload.planner.plan import Plan
 from localllm.settings import DRAFT_TOKENS, MOST_DRAFT_TOKENS
 
 _MANY_UNREAD = 64  # tokens that a drafter has not prefilled: it is not tried out for the price of that
@@ -53,7 +57,7 @@ class Speculation:
     def __init__(
         self,
         residency: Residency,
-        lookup: Lookup | None,
+        lookup: NgramLookup | None,
         drafters: Sequence[Drafter],
         draft_tokens: int = DRAFT_TOKENS,
         *,
@@ -88,7 +92,11 @@ class Speculation:
         cooled_until = time.perf_counter()
         self._end_cooldown()
         hindsight_s = time.perf_counter() - cooled_until
-        if not self.is_on or not all(_is_decoding(sequence, chunk) for sequence, chunk in scheduled):
+        # Each sequence has one token more after the step, behind one of its answer.
+        if not self.is_on or not all(
+            chunk.num_tokens == 1 and chunk.end == len(chunk.token_ids) and sequence.num_completion_tokens > 0
+            for sequence, chunk in scheduled
+        ):
             return scheduled
         if self._model() is not self._residency.model:  # moved: it takes another time now
             self._model = weakref.ref(self._residency.model)
@@ -106,7 +114,7 @@ class Speculation:
                     raise
                 self._give_up_drafters()
         return [
-            (sequence, _with_draft(chunk, draft.token_ids))
+            (sequence, _with_draft(chunk, draft.token_ids) if draft.token_ids else chunk)
             for (sequence, chunk), draft in zip(scheduled, this.drafts, strict=True)
         ]
 
@@ -256,13 +264,30 @@ def draft_limit(sequence: Running, config: ModelConfig) -> int:
     return max(0, most)
 
 
-def _is_decoding(sequence: Running, chunk: Chunk) -> bool:
-    """Return whether the step gives the sequence one token more, behind one of its answer."""
-    return chunk.num_tokens == 1 and chunk.end == len(chunk.token_ids) and sequence.num_completion_tokens > 0
-
-
 def _with_draft(chunk: Chunk, draft: Sequence[int]) -> Chunk:
-    if not draft:
-        return chunk
     token_ids = [*chunk.token_ids, *draft]
     return replace(chunk, token_ids=token_ids, num_tokens=1 + len(draft), num_drafted=len(draft))
+
+
+def speculation(
+    speculate: Speculate, residency: Residency, plan: Plan | None, drafter: ModelDrafter | None = None
+) -> Speculation:
+    """plan: the plan that the model was loaded by. drafter: the second model, if there is one."""
+    lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
+    drafters: list[Drafter] = [SkipDrafter(lambda: residency.runner)] if speculate.who in ("auto", "skip") else []
+    drafters += [] if drafter is None else [drafter]
+    growing = None if plan is None else growth(plan)
+    return Speculation(residency, lookup, drafters, speculate.most_tokens, adapts=speculate.adapts, growth=growing)
+
+
+def growth(plan: Plan) -> Callable[[int, int], float]:
+    """Return by how much rows make a step longer, as the plan expects, halved: what looks good is tried and
+    measured."""
+
+    @cache
+    def of(sequences: int, rows: int) -> float:
+        depth = plan.prompt_tokens
+        longer = plan.costs.decode_s(depth, rows) / plan.costs.decode_s(depth, sequences)
+        return 1 + (longer - 1) / 2
+
+    return of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
 
@@ -16,38 +16,36 @@ from localllm.offload.planner.search import Search
 _WORTH = 1.05  # what gains less is not said
 
 
-@dataclass(frozen=True)
-class Advice:
-    """change: what to do, with the flag or the name. gain: what comes of it."""
-
-    change: str
-    gain: str
-
-    def __str__(self) -> str:
-        return f"{self.change}: {self.gain}"
-
-
-def advise(search: Search, plan: Plan, int4: ModelShape | None, others: Iterable[ModelShape]) -> list[Advice]:
-    """Return what helps most first.
+def advise(search: Search, plan: Plan, int4: ModelShape | None, others: Iterable[ModelShape]) -> list[str]:
+    """Return changes, each with the flag or the name and what comes of it, what helps most first.
 
     int4: the same model in INT4, where that is not what was planned.
     others: other models.
     """
     if plan.is_whole:
         return []
+    ctx = max(256, 1 << ((plan.ctx - 1).bit_length() - 2))
+    shorter = replace(search, ctx=ctx).fitting if ctx < plan.ctx else None
+    in_int4 = None if int4 is None else replace(search, shape=int4, ctx=plan.ctx).fitting
+    other = _largest_that_fits(search, (each for each in others if each.num_bytes < plan.shape.num_bytes))
     found = [
         *_more_memory(search, plan),
-        *_shorter_context(search, plan),
-        *_int4(search, plan, int4),
-        *_other_model(search, plan, others),
+        (shorter, f"--ctx {ctx}: a shorter context leaves room for weights"),
+        (in_int4, f"--weights int4: {format_bytes(int4.num_bytes if int4 else 0)} of weights"),
+        (other, f"{_command_of(search, other) if other else ''}: fits into this memory as a whole"),
     ]
-    return [advice for advice, _ in sorted(found, key=lambda pair: pair[1])]
+    helping = [
+        (better.decode_tok_s, f"{change}, about {format_figure(better.decode_tok_s)} tok/s")
+        for better, change in found
+        if better is not None and better.decode_tok_s > _WORTH * plan.decode_tok_s
+    ]
+    return [change for _, change in sorted(helping, key=lambda pair: -pair[0])]
 
 
-def other_model(search: Search, others: Iterable[ModelShape]) -> list[Advice]:
+def other_model(search: Search, others: Iterable[ModelShape]) -> list[str]:
     """Return the largest model that fits where this one does not at all."""
     fitting = _largest_that_fits(search, others)
-    return [] if fitting is None else [Advice(_command_of(search, fitting), "fits into this memory")]
+    return [] if fitting is None else [f"{_command_of(search, fitting)}: fits into this memory"]
 
 
 def fixes_for_context(search: Search, ctx: int, smaller: Mapping[str, ModelShape] = MappingProxyType({})) -> list[Fix]:
@@ -73,48 +71,22 @@ def _largest_that_fits(search: Search, others: Iterable[ModelShape]) -> Plan | N
     return None
 
 
-def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
+def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
     """Yield the cap that keeps everything in the fast memory, where the machine has so much."""
     better = replace(search.without_limit(), ctx=plan.ctx).fitting
-    if better is None or not _helps(better, plan):
+    if better is None:
         return
     needed, room = better.total_bytes(better.fast), search.machine.fast_memory
-    gain = f"every block stays {'on the GPU' if better.fast == 'vram' else 'in memory'}, {_rate(better)}"
+    on_card = better.fast == "vram"
+    gain = f"every block stays {'on the GPU' if on_card else 'in memory'}"
     if needed <= room.most_bytes:
         # Of itself it would take a longer context where that costs little of the speed.
         ctx = f" --ctx {plan.ctx}" if search.job is None and plan.ctx < better.shape.default_ctx else ""
-        yield Advice(f"--{better.fast} {cap(needed)}{ctx}", gain), 1 / better.decode_tok_s
+        yield better, f"--{better.fast} {cap(needed)}{ctx}: {gain}"
     elif needed <= room.total_bytes:
-        missing = needed - plan.limits[plan.fast]
-        kind = "the GPU's memory" if better.fast == "vram" else "memory"
-        yield Advice(f"free {format_bytes(missing)} of {kind} (close other programs)", gain), 1 / better.decode_tok_s
-
-
-def _shorter_context(search: Search, plan: Plan) -> Iterator[tuple[Advice, float]]:
-    ctx = max(256, 1 << ((plan.ctx - 1).bit_length() - 2))
-    better = replace(search, ctx=ctx).fitting if ctx < plan.ctx else None
-    if better is not None and _helps(better, plan):
-        yield (
-            Advice(f"--ctx {ctx}", f"a shorter context leaves room for weights, {_rate(better)}"),
-            1 / better.decode_tok_s,
-        )
-
-
-def _int4(search: Search, plan: Plan, int4: ModelShape | None) -> Iterator[tuple[Advice, float]]:
-    better = None if int4 is None else replace(search, shape=int4, ctx=plan.ctx).fitting
-    if better is not None and _helps(better, plan):
-        yield (
-            Advice("--weights int4", f"{format_bytes(better.shape.num_bytes)} of weights, {_rate(better)}"),
-            1 / better.decode_tok_s,
-        )
-
-
-def _other_model(search: Search, plan: Plan, others: Iterable[ModelShape]) -> Iterator[tuple[Advice, float]]:
-    smaller = (other for other in others if other.num_bytes < plan.shape.num_bytes)
-    better = _largest_that_fits(search, smaller)
-    if better is not None and _helps(better, plan):
-        gain = f"fits into this memory as a whole, {_rate(better)}"
-        yield Advice(_command_of(search, better), gain), 1 / better.decode_tok_s
+        missing = format_bytes(needed - plan.limits[plan.fast])
+        kind = "the GPU's memory" if on_card else "memory"
+        yield better, f"free {missing} of {kind} (close other programs): {gain}"
 
 
 def _command_of(search: Search, plan: Plan) -> str:
@@ -130,11 +102,3 @@ def _command_of(search: Search, plan: Plan) -> str:
     ctx = f" --ctx {plan.ctx}" if plan.ctx < plan.shape.default_ctx else ""
     device = " --device cpu" if machine.has_idle_card else ""
     return f"localllm plan {plan.shape.name}{caps}{ctx}{device}"
-
-
-def _helps(better: Plan, plan: Plan) -> bool:
-    return better.decode_tok_s > _WORTH * plan.decode_tok_s
-
-
-def _rate(plan: Plan) -> str:
-    return f"about {format_figure(plan.decode_tok_s)} tok/s"

@@ -15,6 +15,7 @@ from localllm.errors import DoesNotFitError
 # torch and its libraries map 700 MiB; a thread reserves 8 MiB of stack and up to 64 of heap, used or not.
 LEAST_ADDRESS_SPACE_BYTES = 1536 << 20
 _THREADS_BYTES = 512 << 20
+HEADROOM = 0.9  # of what is free; the rest is activations, the allocator's slack and the other programs
 ROOT = Path("/sys/fs/cgroup")
 SELF_CGROUP = Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 62  # version 1 writes the largest number of whole pages for none

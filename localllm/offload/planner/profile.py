@@ -9,54 +9,78 @@ when the machine is quiet.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
 import platform
-import statistics
+import runpy
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
-import torch
 
 from localllm.config import user_directories
-from localllm.kernels.cpu_linear import is_available
 from localllm.offload.planner import other_work
 from localllm.offload.planner.calibration import Corrections, Score, Term
-from localllm.offload.planner.device_rates import DeviceRates, device_rates, give_back_cached, gpu
-from localllm.offload.planner.disk_speed import disk_file
-from localllm.offload.planner.format_rates import FormatRates, format_rates
 from localllm.offload.planner.machine import Rates
-from localllm.offload.planner.roofline import MemoryFloor
-from localllm.offload.streaming.host_buffer import give_back_freed
+from localllm.offload.planner.nvml import gpu_of, gpus
 from localllm.present import nearest
-from localllm.quant.weight_format import WeightFormat
 
 _VERSION = 4  # of the kept file: one of another version is measured anew
-_MEMORY_BYTES = 256 << 20
-_DISK_BYTES = 512 << 20
-_DISK_READS = 3
-_REPEATS = 5
 _LEAST_DRAM_GBS = 1.0  # of anything that torch runs on
 # Of what memory is read at. Compiled kernels reach a third and more, and beside other programs on all cores, for which
 # each waits at every matrix, a twentieth. By plain operators, as NF4 is decoded on a CPU, it is a hundredth.
 _LEAST_SHARE = 1 / 8
 _LEAST_PLAIN_SHARE = 1 / 1000
+# Where nobody tells. A context and the library's kernels usually take 250 to 500 MiB; too much is only not used, while
+# with too little an answer would end for want of memory.
+UNKNOWN_CONTEXT_BYTES = 500 << 20
 UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
-_MAY_BE_0 = ("_bytes", "_s", "others", "spread")
+_MAY_BE_0 = ("_bytes", "_s", "others", "spread", "has_kernels")
 _MAY_BE_UNKNOWN = ("dram_read_gbs", "disk_read_gbs", "device")
 _MOST_SPREAD = 0.3  # a machine of its own stays below a tenth
-_CARD = "graphics card"
+CARD = "graphics card"
 _LAST_S = 253_402_300_799  # in the year 9999
 _MOST_TIMES = 4  # then a figure stays doubtful: some machines are never still, and measuring takes seconds
 
-_Measured = TypeVar("_Measured")
+
+@dataclass(frozen=True)
+class FormatRates:
+    """Bytes of one row's matrices, operations of many rows', in 1e9 a second.
+
+    workspace_bytes: of a device, beside the inputs and the output of such a product, at its peak. spread: of the
+    samples, from the lower quartile to the upper one, as a share of the median.
+    """
+
+    matrix_gbs: float
+    compute_gops: float
+    workspace_bytes: int = 0
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """device_copy_gbs: bytes read and bytes written, in 1e9 a second. h2d_gbs, d2h_gbs: from and to pinned memory.
+
+    launch_s: from one small operator to the next; graph_launch_s: so in a graph that is replayed. hop_s: a token's
+    hidden state to the CPU and back. context_bytes: what a process holds on the card without any tensor, the library's
+    kernels included.
+    """
+
+    device_copy_gbs: float
+    h2d_gbs: float
+    d2h_gbs: float
+    launch_s: float
+    graph_launch_s: float
+    hop_s: float
+    context_bytes: int
+    formats: Mapping[str, FormatRates] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +105,7 @@ class Profile:
     device: DeviceRates | None = None
     scores: Mapping[str, Score] = field(default_factory=dict)
     taken: Mapping[str, Taken] = field(default_factory=dict)
+    has_kernels: int = 1  # the CPU computes by compiled kernels
 
     def rates(self, weights: str) -> Rates | None:
         """None where something is not measured yet."""
@@ -90,14 +115,14 @@ class Profile:
         return Rates(found.matrix_gbs, found.compute_gops, self.disk_read_gbs)
 
     @property
-    def _sure_dram_gbs(self) -> float | None:
+    def sure_dram_gbs(self) -> float | None:
         """None also where it is doubtful: nothing is to be compared with it then."""
-        return self.dram_read_gbs if _can_be_dram(self.dram_read_gbs) else None
+        return self.dram_read_gbs if can_be_dram(self.dram_read_gbs) else None
 
     def of(self, weights: str) -> Profile:
         """With the figures that plans for such weights are predicted from, alone."""
         device, others = self.device, {*self.formats, *(self.device.formats if self.device else ())} - {weights}
-        unused = {_of_format(name, on_card=on_card) for name in others for on_card in (False, True)}
+        unused = {of_format(name, on_card=on_card) for name in others for on_card in (False, True)}
         return replace(
             self,
             formats={name: rates for name, rates in self.formats.items() if name == weights},
@@ -109,23 +134,26 @@ class Profile:
     @property
     def busy(self) -> tuple[str, ...]:
         """Which of the figures were measured beside other work, or came out differently each time."""
-        spreads = {_of_format(name): rates.spread for name, rates in self.formats.items()}
+        spreads = {of_format(name): rates.spread for name, rates in self.formats.items()}
         if self.device is not None:
-            spreads |= {_of_format(name, on_card=True): rates.spread for name, rates in self.device.formats.items()}
+            spreads |= {of_format(name, on_card=True): rates.spread for name, rates in self.device.formats.items()}
         beside = {name for name, taken in self.taken.items() if other_work.is_much(taken.others)}
         return tuple(sorted(beside | {name for name, spread in spreads.items() if spread > _MOST_SPREAD}))
 
     @property
     def impossible(self) -> tuple[str, ...]:
         """Which of the figures cannot be, though they were measured again."""
-        dram, device = self._sure_dram_gbs, self.device
-        doubts = {"memory": dram != self.dram_read_gbs, "disk": not _can_be_disk(self.disk_read_gbs, dram)}
-        doubts |= {_of_format(name): not _can_be_format(name, rates, dram) for name, rates in self.formats.items()}
+        dram, device = self.sure_dram_gbs, self.device
+        doubts = {"memory": dram != self.dram_read_gbs, "disk": not can_be_disk(self.disk_read_gbs, dram)}
+        doubts |= {
+            of_format(name): not can_be_format(name, rates, dram, has_kernels=bool(self.has_kernels))
+            for name, rates in self.formats.items()
+        }
         if device is not None:
-            doubts[_CARD] = not _can_be_device(device)
+            doubts[CARD] = not can_be_device(device)
             for name, rates in device.formats.items():
-                can_be = _can_be_format(name, rates, device.device_copy_gbs, is_compiled=False)
-                doubts[_of_format(name, on_card=True)] = not can_be
+                can_be = can_be_format(name, rates, device.device_copy_gbs, has_kernels=False)
+                doubts[of_format(name, on_card=True)] = not can_be
         return tuple(name for name, doubted in doubts.items() if doubted)
 
     @property
@@ -138,22 +166,15 @@ class Profile:
         """When the oldest of the figures was measured; None where there are none."""
         return min((taken.at_s for taken in self.taken.values()), default=None)
 
-    def sampled(
-        self, name: str, sample: Callable[[], _Measured], can_be: Callable[[_Measured], bool]
-    ) -> tuple[Profile, _Measured]:
-        """With a figure that is measured now, once more where what comes out cannot be."""
-        before = other_work.counted()
-        found = sample()
-        found = found if can_be(found) else sample()
-        others = other_work.others(before, other_work.counted())
-        known = self.taken.get(name)
-        taken = Taken(time.time(), others, 1 if known is None else known.times + 1)
-        # What runs have taught was of the figure before.
-        return replace(self, taken={**self.taken, name: taken}, scores=self.scores if known is None else {}), found
+    def lacks(self, weights: str) -> bool:
+        """Return whether something is to be measured before a plan for such weights."""
+        return self.dram_read_gbs is None or self.rates(weights) is None or bool(self.again())
 
-    def may_come_out_better(self, name: str) -> bool:
-        """Whether a doubtful figure is to be measured again now."""
-        return name in self.doubtful and name in self.taken and self.taken[name].times < _MOST_TIMES
+    def again(self) -> tuple[str, ...]:
+        """Which figures are measured once more, as they are doubtful and the machine is quiet now."""
+        doubtful = self.doubtful
+        names = tuple(name for name, taken in self.taken.items() if name in doubtful and taken.times < _MOST_TIMES)
+        return names if names and other_work.is_quiet() else ()
 
     def corrections(self, weights: str) -> Corrections:
         named = ((name.split(), score) for name, score in self.scores.items())
@@ -173,12 +194,36 @@ class Profile:
 
 def machine_key() -> str:
     """Everything whose change makes the figures those of another machine."""
-    parts = [str(_VERSION), _cpu_name(), str(torch.get_num_threads()), str(psutil.virtual_memory().total >> 28)]
-    if torch.cuda.is_available():
-        parts += [torch.cuda.get_device_name(), str(torch.version.cuda)]
-        if (card := gpu(torch.device("cuda"))) is not None:
-            parts += [f"driver {card.driver_version}", f"PCIe {card.pcie_generation_max} x{card.pcie_width_max}"]
-    return ", ".join((*parts, f"torch {torch.__version__}", f"disk {_disk_number()}"))
+    torch = sys.modules.get("torch")  # which says it all where it is loaded; without it a key may be another's
+    version, cuda = torch_build()
+    threads = _usual_threads() if torch is None else torch.get_num_threads()
+    parts = [str(_VERSION), _cpu_name(), str(threads), str(psutil.virtual_memory().total >> 28)]
+    if torch is None:
+        card = next(iter(gpus()), None) if cuda else None
+        parts += [str(card.name), str(cuda)] if card is not None else []
+    elif torch.cuda.is_available():
+        card = gpu_of(str(torch.cuda.get_device_properties("cuda").uuid))
+        parts += [torch.cuda.get_device_name(), str(cuda)]
+    else:
+        card = None
+    if card is not None:
+        parts += [f"driver {card.driver_version}", f"PCIe {card.pcie_generation_max} x{card.pcie_width_max}"]
+    return ", ".join((*parts, f"torch {version}", f"disk {_disk_number()}"))
+
+
+def torch_build() -> tuple[str, str | None]:
+    """Return torch's version, and that of its CUDA, None where it has none. Does not import torch."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    named = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+    return named["__version__"], named["cuda"]
+
+
+def _usual_threads() -> int:
+    """As many as torch takes if nobody says how many."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(wanted) if wanted.isdigit() else min(psutil.cpu_count(logical=False) or usable, usable)
 
 
 def kept_profile() -> Profile:
@@ -210,112 +255,29 @@ def write_whole(path: Path, content: str) -> None:
         raise
 
 
-def measured(
-    profile: Profile, weights: str, weight_format: WeightFormat, dtype: torch.dtype, say: Callable[[str], None]
-) -> Profile:
-    """The profile with all that a plan for such weights needs; what was missing is measured now, and kept; and what is
-    doubtful, where the machine is quiet now."""
-    before, again = profile, _again(profile)
-    if profile.dram_read_gbs is None or "memory" in again:
-        say("measuring the memory")
-        profile, dram_gbs = profile.sampled("memory", _dram_gbs, _can_be_dram)
-        profile = replace(profile, dram_read_gbs=dram_gbs)
-    sure_gbs = profile._sure_dram_gbs
-    if profile.disk_read_gbs is None or "disk" in again:
-        say("measuring the disk")
-        profile, disk_gbs = profile.sampled(
-            "disk", lambda: _disk_gbs(user_directories().cache), lambda gbs: _can_be_disk(gbs, sure_gbs)
-        )
-        profile = replace(profile, disk_read_gbs=disk_gbs)
-    if weights not in profile.formats or _of_format(weights) in again:
-        say(f"measuring {weights} matrices")
-        profile, rates = profile.sampled(
-            _of_format(weights),
-            lambda: format_rates(weight_format, dtype, torch.device("cpu")),
-            lambda rates: _can_be_format(weights, rates, sure_gbs),
-        )
-        profile = replace(profile, formats={**profile.formats, weights: rates})
-    if profile != before:
-        keep(profile)
-        give_back_freed()
-    return profile
+def of_format(weights: str, *, on_card: bool = False) -> str:
+    return f"{weights} matrices on the {CARD}" if on_card else f"{weights} matrices"
 
 
-def device_measured(
-    profile: Profile,
-    device: torch.device,
-    weights: str,
-    weight_format: WeightFormat,
-    dtype: torch.dtype,
-    say: Callable[[str], None],
-) -> Profile:
-    """The profile with all that a plan for such weights needs to know of the device; what was missing is kept."""
-    before, again, on_card = profile, _again(profile), _of_format(weights, on_card=True)
-    rates = profile.device
-    if rates is None or _CARD in again:
-        say("measuring the graphics card")
-        profile, found = profile.sampled(_CARD, lambda: device_rates(device), _can_be_device)
-        rates = found if rates is None else replace(found, formats=rates.formats)
-    copy_gbs = rates.device_copy_gbs
-    if weights not in rates.formats or on_card in again:
-        say(f"measuring {weights} matrices on the graphics card")
-        profile, of_format = profile.sampled(
-            on_card,
-            lambda: format_rates(weight_format, dtype, device),
-            lambda rates: _can_be_format(weights, rates, copy_gbs, is_compiled=False),
-        )
-        rates = replace(rates, formats={**rates.formats, weights: of_format})
-    profile = replace(profile, device=rates)
-    if profile != before:
-        keep(profile)
-        give_back_cached(device)
-        give_back_freed()
-    return profile
-
-
-def _again(profile: Profile) -> tuple[str, ...]:
-    """What is measured once more, as it is doubtful and the machine is quiet now."""
-    names = tuple(name for name in profile.taken if profile.may_come_out_better(name))
-    return names if names and other_work.is_quiet() else ()
-
-
-def _of_format(weights: str, *, on_card: bool = False) -> str:
-    return f"{weights} matrices on the {_CARD}" if on_card else f"{weights} matrices"
-
-
-def _can_be_dram(dram_gbs: float | None) -> bool:
+def can_be_dram(dram_gbs: float | None) -> bool:
     return dram_gbs is None or dram_gbs >= _LEAST_DRAM_GBS
 
 
-def _can_be_disk(disk_gbs: float | None, dram_gbs: float | None) -> bool:
+def can_be_disk(disk_gbs: float | None, dram_gbs: float | None) -> bool:
     return disk_gbs is None or dram_gbs is None or disk_gbs <= dram_gbs
 
 
-def _can_be_format(
-    weights: str, rates: FormatRates, memory_gbs: float | None, *, is_compiled: bool | None = None
-) -> bool:
+def can_be_format(weights: str, rates: FormatRates, memory_gbs: float | None, *, has_kernels: bool) -> bool:
     """Beside the memory that the matrices are read from. A matrix of 4 bytes a weight costs half an operation a byte,
-    and many rows are not computed slower than one after the other. is_compiled: its kernels are; None: as a CPU's."""
-    is_compiled = is_available() if is_compiled is None else is_compiled
-    is_plain = weights == "nf4" or not is_compiled
+    and many rows are not computed slower than one after the other. has_kernels: they are compiled."""
+    is_plain = weights == "nf4" or not has_kernels
     least_share = _LEAST_PLAIN_SHARE if is_plain else _LEAST_SHARE
     enough = memory_gbs is None or rates.matrix_gbs >= least_share * memory_gbs
     return enough and rates.compute_gops >= rates.matrix_gbs / 2
 
 
-def _can_be_device(rates: DeviceRates) -> bool:
+def can_be_device(rates: DeviceRates) -> bool:
     return max(rates.h2d_gbs, rates.d2h_gbs) <= rates.device_copy_gbs
-
-
-def _dram_gbs() -> float:
-    floor = MemoryFloor(_MEMORY_BYTES)
-    return statistics.median(floor.dram_read_gbs() for _ in range(_REPEATS))
-
-
-def _disk_gbs(directory: Path) -> float:
-    with disk_file(directory, _DISK_BYTES) as file:
-        # The best of a few is what a disk gives in a burst: predictions from it came out a third too high.
-        return UNKNOWN_DISK_GBS if file is None else statistics.median(file.read_gbs() for _ in range(_DISK_READS))
 
 
 def _parsed(found: Mapping[str, Any]) -> Profile:

@@ -28,21 +28,21 @@ class Gain:
 
 
 def gain(
-    costs: Costs, depth: int, alpha: float, guess_s: float, *, staging_s: float = 0.0, most: int = DRAFT_TOKENS
+    costs: Costs, depth: int, alpha: float, draft_s: float, *, staging_s: float = 0.0, most: int = DRAFT_TOKENS
 ) -> Gain:
     """Return the best gain (Leviathan et al., arXiv:2211.17192, theorem 3.8, with what is fetched meanwhile).
 
     alpha: the share of drafts that are accepted.
-    guess_s: seconds of one draft.
+    draft_s: seconds of one draft.
     staging_s: of what is fetched in that time, as much as there is a place for.
     """
     plain_s = costs.decode_s(depth)
     options = []
     for count in range(1, most + 1):
-        guessing_s = count * guess_s
-        verifying_s = costs.decode_s(depth, 1 + count) - min(guessing_s, staging_s)
+        drafting_s = count * draft_s
+        verifying_s = costs.decode_s(depth, 1 + count) - min(drafting_s, staging_s)
         tokens = sum(alpha**place for place in range(count + 1))
-        options.append(Gain(count, tokens / (guessing_s + verifying_s), plain_s * tokens / (guessing_s + verifying_s)))
+        options.append(Gain(count, tokens / (drafting_s + verifying_s), plain_s * tokens / (drafting_s + verifying_s)))
     return max(options, key=lambda option: option.tok_s)
 
 
@@ -64,8 +64,8 @@ def skipping(plan: Plan, harm: Mapping[str, float], most: int) -> tuple[float, G
     alpha = expected_alpha(left_out, harm)
     kept = sum(block.num_bytes for block in plan.blocks[1:] if block.name not in left_out)
     head = plan.shape.embed.num_bytes if plan.shape.is_tied else 0
-    guess_s = plan.costs.fast_s(kept + head)
-    return alpha, gain(plan.costs, plan.prompt_tokens, alpha, guess_s, staging_s=staging_s(plan), most=most)
+    draft_s = plan.costs.fast_s(kept + head)
+    return alpha, gain(plan.costs, plan.prompt_tokens, alpha, draft_s, staging_s=staging_s(plan), most=most)
 
 
 def usual_harm(names: Sequence[str]) -> dict[str, float]:

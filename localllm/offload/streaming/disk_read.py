@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy
 
-PAGE_BYTES = 4096  # what O_DIRECT asks of addresses, offsets and sizes
+from localllm.offload.streaming.ring import PAGE_BYTES as PAGE_BYTES
+
 # O_DIRECT reads by four threads reach what the disk has (2.3 GB/s where `dd iflag=direct` has 2.2) and leave the cores
 # alone; through the page cache it was 0.4 to 1.6 GB/s, and a core was busy copying.
 READERS = 4

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -25,6 +26,8 @@ def host_buffer(num_bytes: int) -> Tensor:
     Linux hands out pages of 2 MiB only to who asks. With them 2 cores read weights at 29 instead of 26 GB/s, and fill
     fresh memory from the page cache at 4.0 instead of 1.4 GB/s. Raises MemoryError.
     """
+    import torch
+
     # Of addresses, which are no memory. Behind a buffer that ends inside a huge page it would be: that page as a whole.
     spare = HUGE_PAGE_BYTES if num_bytes and num_bytes % HUGE_PAGE_BYTES == 0 else 0
     try:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PAGE_BYTES = 4096  # what O_DIRECT asks of addresses, offsets and sizes
 ALIGN_BYTES = 2 << 20  # a huge page: 70 MB of a file are mapped in 1 ms where their place is so aligned, in 4 elsewhere
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
@@ -37,7 +37,7 @@ _OTHER_BLOCKS = (
 )
 
 # Claude Code has another one in each request, behind which the prefix cache would find nothing.
-_BILLING = re.compile(r"(?:x-anthropic-billing-header[^\n]*\n?)+")
+_BILLING = re.compile(r"\A(?:x-anthropic-billing-header[^\n]*\n?)+")
 
 _USUAL_EFFORT = "high"  # the same as none, as Anthropic has it; Claude Code sends it to every model
 
@@ -96,8 +96,8 @@ class ToolResultBlock(Body):
     @property
     def text(self) -> str:
         """The text that the model is given."""
-        parts = self.content if isinstance(self.content, list) else []
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
+        parts = self.content or []
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         return f"Error: {text}" if self.is_error else text
 
 
@@ -126,25 +126,7 @@ class AnthropicMessage(Body):
 
     @property
     def blocks(self) -> list[Any]:
-        return self.content if isinstance(self.content, list) else []
-
-    @property
-    def texts(self) -> list[str]:
-        if isinstance(self.content, str):
-            return [self.content]
-        return [block.text for block in self.content if isinstance(block, TextBlock)]
-
-    @property
-    def thoughts(self) -> list[str]:
-        return [block.thinking for block in self.blocks if isinstance(block, ThinkingBlock)]
-
-    @property
-    def calls(self) -> list[ToolUseBlock]:
-        return [block for block in self.blocks if isinstance(block, ToolUseBlock)]
-
-    @property
-    def results(self) -> list[ToolResultBlock]:
-        return [block for block in self.blocks if isinstance(block, ToolResultBlock)]
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
 class AnthropicThinking(Body):
@@ -274,7 +256,8 @@ def request_of(body: AnthropicPromptBody) -> GenerationRequest:
         said = _prefill(turns.pop()[1])
     if not turns:
         raise RequestError(400, "messages: there is nothing to answer", why="all of them are the assistant's")
-    system = [text for text in map(_without_billing, _system_texts(body.system)) if text]
+    parts = [block.text for block in body.system] if isinstance(body.system, list) else [body.system or ""]
+    system = [text for part in parts if (text := _BILLING.sub("", part))]
     if turns[0][0] == "system":
         system += _texts(turns.pop(0)[1])
     before = [{"role": "system", "content": "\n".join(system)}] if system else []
@@ -327,7 +310,7 @@ def _check_calls(messages: Sequence[AnthropicMessage]) -> None:
         for number, block in enumerate(message.blocks):
             if isinstance(block, ToolResultBlock):
                 calls.answered(f"{where}.content.{number}", block.tool_use_id)
-        if message.role != "assistant" or not message.calls:
+        if message.role != "assistant" or not _of([message], ToolUseBlock):
             calls.settled(where)
         for number, block in enumerate(message.blocks):
             if isinstance(block, ToolUseBlock):
@@ -335,39 +318,36 @@ def _check_calls(messages: Sequence[AnthropicMessage]) -> None:
     calls.settled(f"messages.{len(messages) - 1}")
 
 
-def _system_texts(system: str | list[TextBlock] | None) -> list[str]:
-    if isinstance(system, list):
-        return [block.text for block in system]
-    return [system or ""]
+B = TypeVar("B", bound=Body)
 
 
-def _without_billing(text: str) -> str:
-    found = _BILLING.match(text)
-    return text[found.end() :] if found else text
+def _of(group: Sequence[AnthropicMessage], kind: type[B]) -> list[B]:
+    """Return the blocks of that kind."""
+    return [block for message in group for block in message.blocks if isinstance(block, kind)]
 
 
-def _texts(group: Iterable[AnthropicMessage]) -> list[str]:
-    return [text for message in group for text in message.texts]
+def _texts(group: Sequence[AnthropicMessage]) -> list[str]:
+    return [block.text for block in _of(group, TextBlock)]
 
 
 def _turns(role: str, group: Sequence[AnthropicMessage]) -> Iterator[dict[str, Any]]:
     """Yield the turns of consecutive messages of one role: one turn, as templates want roles to alternate. Results are
     turns of their own, in front of the user's text."""
-    for result in (result for message in group for result in message.results):
+    texts, results = _texts(group), _of(group, ToolResultBlock)
+    for result in results:
         yield {"role": "tool", "content": result.text, "tool_call_id": result.tool_use_id}
-    texts = _texts(group)
-    if not texts and any(message.results for message in group):
+    if results and not texts:
         return
     turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
-    if thoughts := [thought for message in group for thought in message.thoughts]:
+    if thoughts := [block.thinking for block in _of(group, ThinkingBlock)]:
         turn["reasoning_content"] = "\n".join(thoughts)
-    if calls := [call for message in group for call in message.calls]:
+    if calls := _of(group, ToolUseBlock):
         turn["tool_calls"] = [call_of(call.id, call.name, call.input) for call in calls]
     yield turn
 
 
 def _prefill(group: Sequence[AnthropicMessage]) -> str:
-    if any(message.thoughts for message in group):
+    if _of(group, ThinkingBlock):
         why = "of an answer that has begun, what was thought cannot be taken up"
         raise RequestError(400, "messages: final assistant content cannot have thinking", why=why, param="messages")
     said = "\n".join(_texts(group))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent, Usage
 from localllm.server.anthropic.body import AnthropicPromptBody, MessagesBody, request_of
-from localllm.server.bodies import ReplyBody
+from localllm.server.bodies import Absent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, body_of
 from localllm.server.fields import overlaid
 from localllm.server.generation_request import prompt_ids
-from localllm.server.replies import EVENT_STREAM, JsonReply, collected, event, evicted_header, new_id, streamed, whole
+from localllm.server.replies import JsonReply, StreamWriter, collected, event, evicted_header, new_id, streamed, whole
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.server.tools.tool_parser import partial_object
 
@@ -69,68 +69,28 @@ class MessageReply(ReplyBody):
     stop_sequence: str | None = None
 
 
-class MessageStart(ReplyBody):
-    type: Literal["message_start"] = "message_start"
-    message: MessageReply
-
-
-class BlockStart(ReplyBody):
-    type: Literal["content_block_start"] = "content_block_start"
-    index: int
-    content_block: ReplyBlock
-
-
-class TextDelta(ReplyBody):
-    type: Literal["text_delta"] = "text_delta"
-    text: str
-
-
-class ThinkingDelta(ReplyBody):
-    type: Literal["thinking_delta"] = "thinking_delta"
-    thinking: str
-
-
-class SignatureDelta(ReplyBody):
-    type: Literal["signature_delta"] = "signature_delta"
-    signature: str = ""
-
-
-class InputDelta(ReplyBody):
-    """More of a call's input, as JSON."""
-
-    type: Literal["input_json_delta"] = "input_json_delta"
-    partial_json: str
-
-
-BlockDeltaPart = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
-
-
 class BlockDelta(ReplyBody):
-    type: Literal["content_block_delta"] = "content_block_delta"
-    index: int
-    delta: BlockDeltaPart
+    """More of a block. partial_json: of a call's input."""
+
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
+    text: Absent[str] = None
+    thinking: Absent[str] = None
+    signature: Absent[str] = None
+    partial_json: Absent[str] = None
 
 
-class BlockStop(ReplyBody):
-    type: Literal["content_block_stop"] = "content_block_stop"
-    index: int
+class StreamEvent(ReplyBody):
+    """index: of the block, where it is of one. delta, usage: last those of the message."""
 
-
-class MessageDelta(ReplyBody):
-    type: Literal["message_delta"] = "message_delta"
-    delta: StopDelta
-    usage: AnthropicUsage
-
-
-class MessageStop(ReplyBody):
-    type: Literal["message_stop"] = "message_stop"
-
-
-class Ping(ReplyBody):
-    type: Literal["ping"] = "ping"
-
-
-StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
+    type: Literal[
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_stop", "ping",
+    ]  # fmt: skip
+    index: Absent[int] = None
+    message: Absent[MessageReply] = None
+    content_block: Absent[ReplyBlock] = None
+    delta: Absent[BlockDelta | StopDelta] = None
+    usage: Absent[AnthropicUsage] = None
 
 
 class TokenCount(ReplyBody):
@@ -144,11 +104,12 @@ async def messages(call: ApiCall, body: MessagesBody) -> Response:
     sampling = overlaid(served.sampling(), {**given, "stop": body.stop_sequences or None})
     answers = await call.server.ask(served, replace(request_of(body), sampling=sampling, evicts=served.evicts))
     hides = body.thinking is not None and body.thinking.display == "omitted"
-    head = _Head(new_id("msg_"), body.model or served.name, body.stop_sequences or (), hides)
+    name, num_prompt_tokens = body.model or served.name, answers.num_prompt_tokens
+    writer = MessageWriter(name, body.stop_sequences or (), num_prompt_tokens, hides_thoughts=hides)
     if body.stream:
-        return await streamed(answers, MessageWriter(head, answers.num_prompt_tokens))
+        return await streamed(answers, writer)
     [answer] = await collected(answers)
-    return await whole(lambda: _message(head, answer), evicted_header(answers))
+    return await whole(lambda: writer.whole(answer), evicted_header(answers))
 
 
 async def count_tokens(call: ApiCall, body: AnthropicPromptBody) -> JsonReply:
@@ -157,31 +118,6 @@ async def count_tokens(call: ApiCall, body: AnthropicPromptBody) -> JsonReply:
     engine, request = served.engine(), request_of(body)
     ids = await call.pool.off_loop(lambda: prompt_ids(request, engine))
     return JsonReply(TokenCount(input_tokens=len(ids)))
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The fields of a reply that are known before its answer.
-
-    stops: texts that the client wants it to end at
-    hides: thoughts are not shown
-    """
-
-    id: str
-    model: str
-    stops: Sequence[str]
-    hides: bool
-
-    def shown(self, thought: str) -> str:
-        return "" if self.hides else thought
-
-    def stop(self, finished: FinishedEvent, *, called: bool) -> StopDelta:
-        """Return why it ended. At a stop text of the model's own it has ended its turn."""
-        if finished.stop_text in self.stops:
-            return StopDelta(stop_reason="stop_sequence", stop_sequence=finished.stop_text)
-        if finished.finish_reason == "length":
-            return StopDelta(stop_reason="max_tokens")
-        return StopDelta(stop_reason="tool_use" if called else "end_turn")
 
 
 def _usage(usage: Usage) -> AnthropicUsage:
@@ -197,88 +133,91 @@ def _tool_use(call: ToolCallDelta) -> ReplyToolUse:
     return ReplyToolUse(id=new_id("toolu_"), name=call.name or "", input=partial_object(call.arguments))
 
 
-def _message(head: _Head, answer: Delta) -> MessageReply:
-    """Return a message of at least one block, be it an empty text."""
-    blocks: list[ReplyBlock] = [ReplyThinking(thinking=head.shown(answer.thought))] if answer.thought else []
-    if answer.text or not answer.calls:
-        blocks.append(ReplyText(text=answer.text))
-    blocks += map(_tool_use, answer.calls)
-    stop, usage = head.stop(answer.end, called=bool(answer.calls)), _usage(answer.end.usage)
-    return MessageReply(id=head.id, model=head.model, content=blocks, usage=usage, **stop.written)
-
-
-def _event(data: StreamEvent) -> bytes:
-    return event(data, data.type)
-
-
-class MessageWriter:
+class MessageWriter(StreamWriter):
     """Writes an answer in blocks, one behind the other; the last is a text or a call, be it an empty text."""
 
-    media_type = EVENT_STREAM
-    ping = _event(Ping())
+    ping = event({"type": "ping"}, "ping")
 
-    def __init__(self, head: _Head, num_prompt_tokens: int) -> None:
-        self._head = head
+    def __init__(self, model: str, stops: Sequence[str], num_prompt_tokens: int, *, hides_thoughts: bool) -> None:
+        """stops: texts that the client wants the answer to end at."""
+        self._head: dict[str, Any] = {"id": new_id("msg_"), "model": model}
+        self._stops = stops
         self._num_prompt_tokens = num_prompt_tokens
+        self._hides_thoughts = hides_thoughts
         self._open: str | None = None  # the type of the block that is open
         self._index = -1
         self._has_called = False
 
+    def whole(self, answer: Delta) -> MessageReply:
+        blocks: list[ReplyBlock] = []
+        if answer.thought:
+            blocks.append(ReplyThinking(thinking="" if self._hides_thoughts else answer.thought))
+        if answer.text or not answer.calls:
+            blocks.append(ReplyText(text=answer.text))
+        blocks += map(_tool_use, answer.calls)
+        stop, usage = self._stop(answer.end, called=bool(answer.calls)), _usage(answer.end.usage)
+        return MessageReply(**self._head, content=blocks, usage=usage, **stop.written)
+
+    def _stop(self, finished: FinishedEvent, *, called: bool) -> StopDelta:
+        """Return why it ended. At a stop text of the model's own it has ended its turn."""
+        if finished.stop_text in self._stops:
+            return StopDelta(stop_reason="stop_sequence", stop_sequence=finished.stop_text)
+        if finished.finish_reason == "length":
+            return StopDelta(stop_reason="max_tokens")
+        return StopDelta(stop_reason="tool_use" if called else "end_turn")
+
     def begin(self) -> Iterator[bytes]:
         # How much of the prompt was cached is known at the end only.
         usage = _usage(Usage(self._num_prompt_tokens))
-        message = MessageReply(id=self._head.id, model=self._head.model, content=[], usage=usage)
-        yield _event(MessageStart(message=message))
-
-    def write(self, _index: int, delta: Delta) -> Iterator[bytes]:
-        return map(_event, self._events(delta))
-
-    def end(self) -> tuple[bytes, ...]:
-        return ()
+        yield _event("message_start", message=MessageReply(**self._head, content=[], usage=usage))
 
     def fail(self, failure: Failure) -> bytes:
         return event(body_of(failure, "anthropic"), "error")
 
-    def _events(self, delta: Delta) -> Iterator[StreamEvent]:
+    def write(self, _index: int, delta: Delta) -> Iterator[bytes]:
         if delta.thought:
             yield from self._begin_block(ReplyThinking())
-            if shown := self._head.shown(delta.thought):
-                yield self._block_delta(ThinkingDelta(thinking=shown))
+            if not self._hides_thoughts:
+                yield self._block_delta("thinking_delta", thinking=delta.thought)
         if delta.text:
             yield from self._begin_block(ReplyText())
-            yield self._block_delta(TextDelta(text=delta.text))
+            yield self._block_delta("text_delta", text=delta.text)
         for call in delta.calls:
             self._has_called = True
             if call.name is not None:
                 yield from self._end_block()
                 yield from self._begin_block(_tool_use(ToolCallDelta(call.index, call.name)))
-            yield self._block_delta(InputDelta(partial_json=call.arguments))
+            yield self._block_delta("input_json_delta", partial_json=call.arguments)
         if delta.finished is not None:
             if self._open != "tool_use":
                 yield from self._begin_block(ReplyText())
             yield from self._end_block()
-            stop = self._head.stop(delta.finished, called=self._has_called)
-            yield MessageDelta(delta=stop, usage=_usage(delta.finished.usage))
-            yield MessageStop()
+            stop = self._stop(delta.finished, called=self._has_called)
+            yield _event("message_delta", delta=stop, usage=_usage(delta.finished.usage))
+            yield _event("message_stop")
 
-    def _begin_block(self, block: ReplyBlock) -> Iterator[StreamEvent]:
+    def _begin_block(self, block: ReplyBlock) -> Iterator[bytes]:
         """Have a block of that type open."""
         if self._open == block.type:
             return
         yield from self._end_block()
         self._open = block.type
         self._index += 1
-        yield BlockStart(index=self._index, content_block=block)
+        yield _event("content_block_start", index=self._index, content_block=block)
 
-    def _block_delta(self, delta: BlockDeltaPart) -> BlockDelta:
-        return BlockDelta(index=self._index, delta=delta)
+    def _block_delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
 
-    def _end_block(self) -> Iterator[StreamEvent]:
+    def _end_block(self) -> Iterator[bytes]:
         if self._open == "thinking":
-            yield self._block_delta(SignatureDelta())
+            yield self._block_delta("signature_delta", signature="")
         if self._open is not None:
-            yield BlockStop(index=self._index)
+            yield _event("content_block_stop", index=self._index)
         self._open = None
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (

@@ -1,5 +1,5 @@
 """Ollama's dialect, as its own library and programs that look for it speak it."""
 
-from localllm.server.ollama import embeddings, generation, models, pull
+from localllm.server.ollama import embeddings, generation, models
 
-ENDPOINTS = (*generation.ENDPOINTS, *embeddings.ENDPOINTS, *models.ENDPOINTS, *pull.ENDPOINTS)
+ENDPOINTS = (*generation.ENDPOINTS, *embeddings.ENDPOINTS, *models.ENDPOINTS)

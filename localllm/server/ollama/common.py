@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, SkipValidation
 
-from localllm.engine.events import FinishedEvent
 from localllm.server.bodies import Absent, Body, ReplyBody
 from localllm.server.errors import RequestError
-from localllm.server.finish_reason import FinishReason, finish_reason, timings_of
 from localllm.server.logprobs import ContentLogprob
-from localllm.server.replies import encoded
+from localllm.server.replies import FinishReason, encoded
 
 _TAG = ":latest"
 
@@ -53,24 +50,6 @@ class OllamaEnd(ReplyBody):
     prompt_eval_duration: Absent[int] = None
     eval_count: Absent[int] = None
     eval_duration: Absent[int] = None
-
-
-def timings_until(finished: FinishedEvent, started_ns: int, load_ns: int) -> dict[str, Any]:
-    """Return the last fields of `OllamaEnd`.
-
-    started_ns: `time.perf_counter_ns` when the request came
-    load_ns: how long it waited for its model
-    """
-    timings = timings_of(finished)
-    return {
-        "done_reason": finish_reason(finished),
-        "total_duration": time.perf_counter_ns() - started_ns,
-        "load_duration": load_ns,
-        "prompt_eval_count": finished.usage.prompt_tokens,
-        "prompt_eval_duration": round(timings.prompt_ms * 1e6),
-        "eval_count": finished.usage.completion_tokens,
-        "eval_duration": round(timings.predicted_ms * 1e6),
-    }
 
 
 def tagged(name: str) -> str:

@@ -13,7 +13,7 @@ from localllm.server.embeddings import MAX_INPUTS, embedded
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.fields import Count, KeepAlive, optional
 from localllm.server.ollama.common import OllamaModelName
-from localllm.server.ollama.options import Options
+from localllm.server.ollama.prompt import Options
 from localllm.server.replies import JsonReply, whole
 
 _OPTIONS = "Of these, num_ctx has an effect: no token is drawn."
@@ -59,7 +59,7 @@ async def embed(call: ApiCall, body: EmbedBody) -> Response:
     engine = served.engine()
     given = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if given == [""] else given
-    num_ctx = _num_ctx(body.options)
+    num_ctx = None if body.options is None else body.options.num_ctx
     most_tokens = None
     if body.truncate:
         most_tokens, num_ctx = min(num_ctx or engine.ctx, engine.ctx), None  # into which they fit
@@ -83,12 +83,10 @@ async def embeddings(call: ApiCall, body: OllamaEmbeddingsBody) -> JsonReply:
     """Raises as `embed`."""
     served = await call.model(body.model, body.keep_alive)
     prompts = [body.prompt] if body.prompt else []
-    vectors = await embedded(call.server, served, prompts, num_ctx=_num_ctx(body.options))
+    vectors = await embedded(
+        call.server, served, prompts, num_ctx=None if body.options is None else body.options.num_ctx
+    )
     return JsonReply(OllamaEmbeddingsReply(embedding=list(vectors[0].vector) if vectors else []))
-
-
-def _num_ctx(options: Options | None) -> int | None:
-    return None if options is None else options.num_ctx
 
 
 ENDPOINTS = (

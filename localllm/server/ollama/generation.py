@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,7 +11,6 @@ from pydantic import Field
 from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent
-from localllm.runtime.served_model import ServedModel
 from localllm.server import fields
 from localllm.server.bodies import Absent, Body, OnlyFalse, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
@@ -19,14 +18,23 @@ from localllm.server.errors import Failure, RequestError, body_of
 from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
-from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName, line, time_text, timings_until
-from localllm.server.ollama.messages import OllamaMessage, Tools, chat_messages, tools_of
-from localllm.server.ollama.options import Options, sampling_of
-from localllm.server.replies import NDJSON, JsonReply, collected, evicted_header, new_id, streamed, whole
+from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName, line, time_text
+from localllm.server.ollama.prompt import OllamaMessage, Options, Tools, chat_messages, sampling_of, tools_of
+from localllm.server.replies import (
+    NDJSON,
+    JsonReply,
+    StreamWriter,
+    collected,
+    evicted_header,
+    finish_reason,
+    new_id,
+    streamed,
+    timings_of,
+    whole,
+)
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.server.tools.tool_parser import partial_object
 from localllm.text.chat_template import ChatInput
-from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
 
 
@@ -118,11 +126,12 @@ class OllamaGenerateReply(OllamaEnd, _ResponseHead):
 
 
 @dataclass(frozen=True)
-class OllamaWriter:
+class OllamaWriter(StreamWriter):
     """Writes an answer in lines, or as one.
 
     is_chat: replies have a message, not a response
     most_logprobs: how many of the likeliest tokens each token has; None: no log-probabilities at all
+    started_ns: `time.perf_counter_ns` when the request came; load_ns: how long it waited for its model
     """
 
     model: str
@@ -142,16 +151,17 @@ class OllamaWriter:
         head: dict[str, Any] = {"model": self.model, "created_at": time_text(), "done": done}
         if not self.is_chat:
             return OllamaGenerateReply(**head, response=text, thinking=thought or None, **more)
-        made = [_call(call) for call in calls]
+        made = []
+        for call in calls:
+            name, arguments = call.name or "", partial_object(call.arguments)
+            function = OllamaReplyFunction(index=call.index, name=name, arguments=arguments)
+            made.append(OllamaReplyCall(id=new_id("call_"), function=function))
         message = OllamaReplyMessage(content=text, thinking=thought or None, tool_calls=made or None)
         return OllamaChatReply(**head, message=message, **more)
 
     def whole(self, answer: Delta) -> OllamaChatReply | OllamaGenerateReply:
         more = {"logprobs": self._logprobs(answer), **self._timings(answer.end)}
         return self.reply(answer.text, answer.thought, answer.calls, done=True, **more)
-
-    def begin(self) -> tuple[bytes, ...]:
-        return ()
 
     def write(self, _index: int, delta: Delta) -> Iterator[bytes]:
         """Write calls whole, each once the next one begins or the answer ends."""
@@ -167,24 +177,24 @@ class OllamaWriter:
         if delta.finished is not None:
             yield line(self.reply(done=True, **self._timings(delta.finished)))
 
-    def end(self) -> tuple[bytes, ...]:
-        return ()
-
     def fail(self, failure: Failure) -> bytes:
         return line(body_of(failure, "ollama"))
 
     def _timings(self, finished: FinishedEvent) -> dict[str, Any]:
-        return timings_until(finished, self.started_ns, self.load_ns)
+        timings = timings_of(finished)
+        return {
+            "done_reason": finish_reason(finished),
+            "total_duration": time.perf_counter_ns() - self.started_ns,
+            "load_duration": self.load_ns,
+            "prompt_eval_count": finished.usage.prompt_tokens,
+            "prompt_eval_duration": round(timings.prompt_ms * 1e6),
+            "eval_count": finished.usage.completion_tokens,
+            "eval_duration": round(timings.predicted_ms * 1e6),
+        }
 
     def _logprobs(self, delta: Delta) -> list[ContentLogprob] | None:
         most = self.most_logprobs
         return None if most is None else content_logprobs(delta.logprobs, self.tokenizer, most)
-
-
-def _call(call: ToolCallDelta) -> OllamaReplyCall:
-    arguments = partial_object(call.arguments)
-    function = OllamaReplyFunction(index=call.index, name=call.name or "", arguments=arguments)
-    return OllamaReplyCall(id=new_id("call_"), function=function)
 
 
 async def chat(call: ApiCall, body: OllamaChatBody) -> Response:
@@ -194,32 +204,22 @@ async def chat(call: ApiCall, body: OllamaChatBody) -> Response:
     *before, last = body.messages
     # An answer that was begun is gone on with.
     said = (last.content or "") if last.role == "assistant" and before and not last.tool_calls else ""
-    served, writer = await _writer(call, body)
-    return await _answer(
-        call,
-        served,
-        body,
-        writer,
-        ChatInput(chat_messages(before if said else body.messages)),
-        said=said,
-        evicts=served.evicts if body.truncate is None else body.truncate,
-        tools=tools_of(body.tools),
-    )
+    messages = chat_messages(before if said else body.messages)
+    return await _answer(call, body, ChatInput(messages), said=said, tools=tools_of(body.tools))
 
 
 async def generate(call: ApiCall, body: OllamaGenerateBody) -> Response:
     """Raises as `chat`."""
     if not body.prompt:
         return await _load_only(call, body)
-    served, writer = await _writer(call, body)
     if body.raw:
         for name, given in (("system", body.system), ("think", body.think)):
             if given:
                 why = "a raw prompt goes on as it is, without a chat template"
                 raise RequestError(400, f"{name!r} cannot be honoured", why=why, param=name, name="unsupported_value")
-        return await _answer(call, served, body, writer, body.prompt)
+        return await _answer(call, body, body.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return await _answer(call, served, body, writer, ChatInput([*system, {"role": "user", "content": body.prompt}]))
+    return await _answer(call, body, ChatInput([*system, {"role": "user", "content": body.prompt}]))
 
 
 async def _load_only(call: ApiCall, body: OllamaGenerationBody) -> JsonReply:
@@ -234,57 +234,39 @@ async def _load_only(call: ApiCall, body: OllamaGenerationBody) -> JsonReply:
     return JsonReply({"model": name, "created_at": created_at, **text, "done": True, "done_reason": reason})
 
 
-async def _writer(call: ApiCall, body: OllamaGenerationBody) -> tuple[ServedModel, OllamaWriter]:
-    """Raises RequestError for a model that there is not, or that cannot be loaded."""
+async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput | str, **more: Any) -> Response:
+    """more: fields of the request."""
     fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     started_ns = time.perf_counter_ns()
     served = await call.model(body.model, body.keep_alive)
     load_ns = time.perf_counter_ns() - started_ns
-    most = body.top_logprobs or 0 if body.logprobs else None
-    model, is_chat = body.model or served.name, isinstance(body, OllamaChatBody)
-    return served, OllamaWriter(model, is_chat, served.engine().tokenizer, most, started_ns, load_ns)
-
-
-async def _answer(
-    call: ApiCall,
-    served: ServedModel,
-    body: OllamaGenerationBody,
-    writer: OllamaWriter,
-    prompt: ChatInput | str,
-    **more: Any,
-) -> Response:
-    """more: fields of the request."""
+    most_logprobs, think, form = body.top_logprobs or 0 if body.logprobs else None, body.think, None
+    if body.format or isinstance(body.format, dict):
+        form = fields.ANY_OBJECT if isinstance(body.format, str) else fields.json_grammar(body.format)
     grammar, grammar_field = fields.one_grammar(
-        format=_form(body.format), structured_outputs=fields.grammar_of(body.structured_outputs)
+        format=form, structured_outputs=fields.grammar_of(body.structured_outputs)
     )
+    effort = ("on" if think else "none") if isinstance(think, bool) else think
+    is_chat = isinstance(body, OllamaChatBody)
     request = GenerationRequest(
         prompt,
-        sampling_of(body.options, served, logprobs=writer.most_logprobs),
+        sampling_of(body.options, served, logprobs=most_logprobs),
         num_ctx=None if body.options is None else body.options.num_ctx,
-        effort=None if isinstance(prompt, str) else _effort(body.think),
+        effort=None if isinstance(prompt, str) else effort,
+        evicts=isinstance(body, OllamaChatBody) and (served.evicts if body.truncate is None else body.truncate),
         grammar=grammar,
-        prompt_field="messages" if writer.is_chat else "prompt",
+        prompt_field="messages" if is_chat else "prompt",
         effort_field="think",
         grammar_field=grammar_field,
         **more,
     )
     answers = await call.server.ask(served, request)
+    name, tokenizer = body.model or served.name, served.engine().tokenizer
+    writer = OllamaWriter(name, is_chat, tokenizer, most_logprobs, started_ns, load_ns)
     if body.stream is not False:
         return await streamed(answers, writer)
     [answer] = await collected(answers)
     return await whole(lambda: writer.whole(answer), evicted_header(answers))
-
-
-def _form(given: str | Mapping[str, Any] | None) -> Grammar | None:
-    if not given and not isinstance(given, Mapping):
-        return None
-    return fields.ANY_OBJECT if isinstance(given, str) else fields.json_grammar(given)
-
-
-def _effort(think: bool | str | None) -> str | None:
-    if isinstance(think, bool):
-        return "on" if think else "none"
-    return think
 
 
 ENDPOINTS = (

@@ -1,4 +1,4 @@
-"""The models on this disk, the one that is loaded, and what is known about each; and who this server is."""
+"""The models on this disk: listed, shown, fetched and deleted; those that are loaded; and who this server is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -17,24 +19,32 @@ from localllm import hub
 from localllm.engine.engine_info import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
 from localllm.models.safetensors_header import tensors_of
+from localllm.registry import BUILT_IN, REPO_ID, load_registry
+from localllm.runtime.download import fetch
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import sampling_defaults
 from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Absent, OnlyFalse, ReplyBody
-from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import ApiCall, Endpoint
-from localllm.server.errors import RequestError
-from localllm.server.ollama.common import NamedBody, tagged, time_text
-from localllm.server.replies import JsonReply
+from localllm.server.errors import RequestError, body_of, busy
+from localllm.server.fields import optional
+from localllm.server.model_server import capabilities
+from localllm.server.ollama.common import NamedBody, line, tagged, time_text
+from localllm.server.replies import NDJSON, JsonReply, StreamReply
 from localllm.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
-    from localllm.hub import InstalledModel, ModelDescription, ModelFiles
+    from localllm.config import ResolvedSettings
+    from localllm.hub import InstalledModel, ModelDescription, ModelFiles, PullProgress
 
 _SPOKEN = "0.13.0"  # the version of Ollama whose interface this is: some clients want a later one than they found
 _NEVER = "2999-12-31T23:59:59Z"  # when the model is unloaded
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # as Ollama calls them
+_TELL_S = 0.1  # between two lines of one file
+_MOST_PULLS = 4  # at once
+_MOST_WAITING = 100  # lines of a pull that nobody reads
+_THREAD = "localllm-pull"
 
 
 class OllamaVersion(ReplyBody):
@@ -50,28 +60,26 @@ class OllamaDetails(ReplyBody):
     quantization_level: str
 
 
-class OllamaListed(ReplyBody):
+class _ModelHead(ReplyBody):
     name: str
     model: str
-    modified_at: str
     size: int
     digest: str
     details: OllamaDetails
+
+
+class OllamaListed(_ModelHead):
+    modified_at: str
 
 
 class OllamaTags(ReplyBody):
     models: list[OllamaListed]
 
 
-class OllamaLoaded(ReplyBody):
+class OllamaLoaded(_ModelHead):
     """size, size_vram: bytes of weights."""
 
-    name: str
-    model: str
-    size: int
     size_vram: int
-    digest: str
-    details: OllamaDetails
     expires_at: str
     context_length: int
 
@@ -104,6 +112,34 @@ class OllamaShown(ReplyBody):
     license: Absent[str] = None
 
 
+class PullBody(NamedBody):
+    why: ClassVar = {
+        "insecure": "models come from the hub that the server was started with, and from nowhere else",
+        **dict.fromkeys(("username", "password"), "the hub's token is the server's own"),
+    }
+
+    username: Literal[""] | None = None
+    password: Literal[""] | None = None
+    insecure: OnlyFalse | None = None
+    stream: bool | None = optional("Default: true.")
+
+
+class PullLine(ReplyBody):
+    """digest: tells files apart. total, completed: bytes of the file."""
+
+    status: str
+    digest: Absent[str] = None
+    total: Absent[int] = None
+    completed: Absent[int] = None
+
+
+_SUCCESS = PullLine(status="success")
+
+
+class PullStoppedError(Exception):
+    """Nobody waits for it any more."""
+
+
 async def root(_call: ApiCall, _body: None) -> Response:
     """Answer programs that look whether there is a server."""
     return PlainTextResponse("Ollama is running")
@@ -117,7 +153,18 @@ async def tags(call: ApiCall, _body: None) -> JsonReply:
     """List the served models under each of their names, and every other on this disk. Raises SettingsError for a broken
     models.toml."""
     pool = call.pool
-    return JsonReply(OllamaTags(models=await pool.on_disk(lambda: list(_tags(pool)))))
+
+    def listed() -> Iterator[OllamaListed]:
+        for served in pool.models:
+            with suppress(ModelNotFoundError, RequestError):  # its files are gone: it cannot be had
+                own = hub.describe(served.selection.model_name)
+                yield from [_listed(pool, name, own) for name in served.names]
+        known = {served.selection.files.directory for served in pool.models}
+        for row in hub.list_models():
+            if row.directory is not None and pool.known(row.name) is None and row.directory not in known:
+                yield _listed(pool, row.name, hub.describe(row.name))
+
+    return JsonReply(OllamaTags(models=await pool.on_disk(lambda: list(listed()))))
 
 
 async def running(call: ApiCall, _body: None) -> JsonReply:
@@ -136,43 +183,141 @@ async def show(call: ApiCall, body: ShowBody) -> JsonReply:
 
 async def delete(call: ApiCall, body: NamedBody) -> Response:
     """Raises RequestError for a model that is in use, or not on this disk; what `hub.remove` does."""
-    await call.pool.on_disk(lambda: _delete(call.pool, body.bare_name))
+    pool, name = call.pool, body.bare_name
+
+    def deleted() -> None:
+        row = _installed(name)
+        if pool.known(name) is not None or (row is not None and any(_uses(each, row) for each in pool.models)):
+            why, fix = "this server uses it", "stop the server first"
+            raise RequestError(400, f"model {name[:200]!r} cannot be deleted", why=why, fix=fix, param="model")
+        if row is None:
+            raise _not_found(name)
+        hub.remove(name)
+
+    await pool.on_disk(deleted)
     return Response()
 
 
-def _tags(pool: ModelPool) -> Iterator[OllamaListed]:
-    for served in pool.models:
-        with suppress(ModelNotFoundError, RequestError):  # its files are gone: it cannot be had
-            own = hub.describe(served.selection.model_name)
-            yield from [_listed(pool, name, own) for name in served.names]
-    known = {served.selection.files.directory for served in pool.models}
-    for row in hub.list_models():
-        if row.directory is not None and pool.known(row.name) is None and row.directory not in known:
-            yield _listed(pool, row.name, hub.describe(row.name))
+async def pull(call: ApiCall, body: PullBody) -> Response:
+    """Raises RequestError for a name that cannot be pulled, and what ends a pull before its first line."""
+    pool, name = call.pool, body.bare_name
+    is_streamed = body.stream is not False
+    if await pool.on_disk(lambda: _is_here(pool, name)):
+        return Response(line(_SUCCESS), media_type=NDJSON) if is_streamed else JsonReply(_SUCCESS)
+    if sum(thread.name == _THREAD for thread in threading.enumerate()) >= _MOST_PULLS:
+        raise busy("the server has too much to do", f"{_MOST_PULLS} models are being fetched")
+    stopped = threading.Event()
+    lines = _pulled(name, pool.first.selection.resolved, stopped)
+    try:
+        first = await anext(lines)
+        if not is_streamed:
+            async for _ in lines:
+                pass
+            return JsonReply(_SUCCESS)
+    except BaseException:
+        stopped.set()
+        raise
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield line(first)
+        async for each in lines:
+            yield line(each)
+
+    return StreamReply(pieces(), lambda failure: line(body_of(failure, "ollama")), stopped.set, NDJSON)
+
+
+async def _pulled(name: str, resolved: ResolvedSettings, stopped: threading.Event) -> AsyncIterator[PullLine]:
+    """Pull on a thread of its own; yield lines to the end. What was fetched stays where the pull is stopped, which it
+    is at its next sign of life. Raises what `hub.pull` does."""
+    loop, found = asyncio.get_running_loop(), asyncio.Queue[PullLine | Exception]()
+    last, noted_at = "", 0.0
+
+    def note(each: PullLine | Exception) -> None:
+        with suppress(RuntimeError):  # the loop has ended: nobody waits
+            loop.call_soon_threadsafe(found.put_nowait, each)
+
+    def report(progress: PullProgress) -> None:
+        nonlocal last, noted_at
+        if stopped.is_set():
+            raise PullStoppedError
+        each, now = _line_of(name, progress), time.monotonic()
+        is_whole = bool(progress.file_bytes) and progress.file_done_bytes == progress.file_bytes
+        is_due = now - noted_at >= _TELL_S and found.qsize() < _MOST_WAITING
+        if is_whole or each.status != last or is_due:
+            last, noted_at = each.status, now
+            note(each)
+
+    def run() -> None:
+        try:
+            fetch(name, resolved, report)
+            note(PullLine(status="verifying sha256 digest"))  # each file's was, as it came
+            note(_SUCCESS)
+        except PullStoppedError:
+            return
+        except Exception as error:
+            note(error)
+
+    threading.Thread(target=run, name=_THREAD, daemon=True).start()
+    while True:
+        each = await found.get()
+        if isinstance(each, Exception):
+            raise each
+        yield each
+        if each == _SUCCESS:
+            return
+
+
+def _line_of(name: str, progress: PullProgress) -> PullLine:
+    if progress.phase == "listing":
+        return PullLine(status="pulling manifest")
+    if progress.phase in ("waiting", "retrying"):
+        return PullLine(status=progress.note)
+    digest = hashlib.sha256(f"{name}/{progress.file}".encode()).hexdigest()
+    return PullLine(
+        status=f"pulling {progress.file}",
+        digest=f"sha256:{digest}",
+        total=progress.file_bytes,
+        completed=progress.file_done_bytes,
+    )
+
+
+def _is_here(pool: ModelPool, name: str) -> bool:
+    """Return whether the model is on this disk. Raises RequestError for a name that is neither a known one nor
+    ORG/REPOSITORY: a client's word is no path to look at."""
+    if name == BUILT_IN or pool.known(name) is not None:
+        return True
+    registry = load_registry()
+    if registry.find(name) is None and not REPO_ID.fullmatch(name.partition("@")[0]):
+        near = registry.nearest(name[:200])
+        fix = f"ask for {near[0]!r}" if near else "ask for ORG/REPOSITORY of the Hugging Face hub"
+        why = "it is neither a known name nor ORG/REPOSITORY"
+        raise RequestError(404, f"model {name[:200]!r} not found", why=why, fix=fix, param="model")
+    try:
+        hub.locate(name, registry=registry, offline=pool.first.selection.settings.offline)
+    except ModelNotFoundError:
+        return False
+    return True
+
+
+def _head(pool: ModelPool, name: str, model: ModelDescription) -> dict[str, Any]:
+    """Return what is listed of every model; the digest is of name and revision: one of contents would take minutes."""
+    digest = hashlib.sha256(f"{model.name}@{model.revision}".encode()).hexdigest()
+    details = _details(pool, model)
+    return {"name": tagged(name), "model": tagged(name), "size": model.size_bytes, "digest": digest, "details": details}
 
 
 def _listed(pool: ModelPool, name: str, model: ModelDescription) -> OllamaListed:
-    return OllamaListed(
-        name=tagged(name),
-        model=tagged(name),
-        modified_at=_modified_at(model),
-        size=model.size_bytes,
-        digest=_digest(model),
-        details=_details(pool, model),
-    )
+    return OllamaListed(**_head(pool, name, model), modified_at=_modified_at(model))
 
 
 def _running(pool: ModelPool, served: ServedModel) -> OllamaLoaded:
     engine, model = served.engine_if_loaded, hub.describe(served.selection.model_name)
     facts = EngineFacts(0, "", "") if engine is None else engine.facts()
     expires_at = pool.residents.expires_at(served)
+    head = _head(pool, served.name, model)
     return OllamaLoaded(
-        name=tagged(served.name),
-        model=tagged(served.name),
-        size=facts.weight_bytes or model.size_bytes,
+        **{**head, "size": facts.weight_bytes or model.size_bytes},
         size_vram=facts.ledger.get("vram", {}).get("weights", 0),
-        digest=_digest(model),
-        details=_details(pool, model),
         expires_at=_NEVER if expires_at is None else time_text(expires_at),
         context_length=facts.ctx,
     )
@@ -188,26 +333,25 @@ def _shown(pool: ModelPool, name: str) -> OllamaShown:
         if row is None or row.directory is None:
             raise _not_found(name)
         origin, model = row.name, hub.describe(row.name)
+    files, entry, template = _files(model), model.entry, ""
+    with suppress(TemplateError):  # it has none, or a broken one
+        sources = ChatTemplate.load(files.directory).sources
+        template = sources.get("default") or next(iter(sources.values()))
+    defaults: dict[str, Any] = {**sampling_defaults(entry, model.files)}
+    if engine is not None:
+        defaults["num_ctx"] = engine.ctx
+    values = [(_PARAMETERS.get(name, name), f"{value:.12g}") for name, value in defaults.items()]
+    values += [("stop", json.dumps(text)) for text in (entry.stop if entry else ())]
     return OllamaShown(
         modelfile=f"FROM {origin}\n",
-        parameters=_parameters(model, None if engine is None else engine.ctx),
-        template=_template(_files(model)),
+        parameters="\n".join(f"{name:<30} {value}" for name, value in values),
+        template=template,
         details=_details(pool, model),
         model_info=_model_info(model),
-        capabilities=capabilities(_files(model).directory),
+        capabilities=capabilities(files.directory),
         modified_at=_modified_at(model),
-        license=None if model.entry is None else model.entry.licence,
+        license=None if entry is None else entry.licence,
     )
-
-
-def _delete(pool: ModelPool, name: str) -> None:
-    row = _installed(name)
-    if pool.known(name) is not None or (row is not None and any(_uses(each, row) for each in pool.models)):
-        why, fix = "this server uses it", "stop the server first"
-        raise RequestError(400, f"model {name[:200]!r} cannot be deleted", why=why, fix=fix, param="model")
-    if row is None:
-        raise _not_found(name)
-    hub.remove(name)
 
 
 def _uses(served: ServedModel, row: InstalledModel) -> bool:
@@ -239,20 +383,16 @@ def _modified_at(model: ModelDescription) -> str:
     return time_text(_files(model).directory.stat().st_mtime)
 
 
-def _digest(model: ModelDescription) -> str:
-    """Return a digest of name and revision: one of the contents would take minutes."""
-    return hashlib.sha256(f"{model.name}@{model.revision}".encode()).hexdigest()
-
-
 def _details(pool: ModelPool, model: ModelDescription) -> OllamaDetails:
     directory = _files(model).directory
     engines = (each.engine_if_loaded for each in pool.models if each.selection.files.directory == directory)
     engine = next(engines, None)
-    family, dtype = model.model_type or "", model.dtype or ""
+    family, dtype, count = model.model_type or "", model.dtype or "", _parameter_count(model)
+    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
     return OllamaDetails(
         family=family,
         families=[family],
-        parameter_size=_size_text(_parameter_count(model)),
+        parameter_size=size if count else "",
         quantization_level=engine.weights if engine is not None else _DTYPES.get(dtype, dtype),
     )
 
@@ -264,13 +404,6 @@ def _parameter_count(model: ModelDescription) -> int:
         for path in _files(model).directory.glob("*.safetensors"):
             count += sum(math.prod(spec.shape) for spec in tensors_of(path).values())
     return count
-
-
-def _size_text(count: int) -> str:
-    """8030261248: "8.0B"; "" where it is not known."""
-    if not count:
-        return ""
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
 def _model_info(model: ModelDescription) -> dict[str, str | int]:
@@ -288,32 +421,12 @@ def _model_info(model: ModelDescription) -> dict[str, str | int]:
     return {name: value for name, value in info.items() if value is not None}
 
 
-def _template(files: ModelFiles) -> str:
-    """Return "" where the model has no template, or a broken one."""
-    try:
-        sources = ChatTemplate.load(files.directory).sources
-    except TemplateError:
-        return ""
-    return sources.get("default") or next(iter(sources.values()))
-
-
-def _shown_number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def _parameters(model: ModelDescription, ctx: int | None) -> str:
-    """ctx: that the server has for it."""
-    defaults = {**sampling_defaults(model.entry, model.files), **({} if ctx is None else {"num_ctx": ctx})}
-    lines = [f"{_PARAMETERS.get(name, name):<30} {_shown_number(value)}" for name, value in defaults.items()]
-    stops = model.entry.stop if model.entry else ()
-    return "\n".join([*lines, *(f"{'stop':<30} {json.dumps(text)}" for text in stops)])
-
-
 ENDPOINTS = (
     Endpoint("GET", "/", root, "Whether there is a server"),
     Endpoint("GET", "/api/version", version, "The server's version", reply=OllamaVersion),
     Endpoint("GET", "/api/tags", tags, "The models on this disk", reply=OllamaTags),
     Endpoint("GET", "/api/ps", running, "The models that are loaded", reply=OllamaRunning),
     Endpoint("POST", "/api/show", show, "What is known about a model", ShowBody, OllamaShown),
+    Endpoint("POST", "/api/pull", pull, "Fetch a model onto this disk", PullBody, PullLine, PullLine),
     Endpoint("DELETE", "/api/delete", delete, "Delete a model from this disk", NamedBody),
 )

@@ -11,27 +11,34 @@ from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent
 from localllm.server import fields
-from localllm.server.best_of import requested_best_of
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
-from localllm.server.fields import optional
-from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
+from localllm.server.fields import optional, requested_best_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
-from localllm.server.openai.common import (
-    FINGERPRINT,
-    ChunkWriter,
-    OpenAIGenerationBody,
-    OpenAIUsage,
-    StreamOptions,
-    refuse_stream_options,
-    sampling_of,
-    usage_of,
+from localllm.server.openai import common
+from localllm.server.openai.prompt import (
+    OpenAIMessage,
+    ResponseFormat,
+    ToolChoice,
+    Tools,
+    chat_messages,
+    chosen,
+    form_of,
+    joined_text,
 )
-from localllm.server.openai.messages import OpenAIMessage, chat_messages, joined_text
-from localllm.server.openai.tools import ResponseFormat, ToolChoice, Tools, chosen, form_of
-from localllm.server.replies import collected, evicted_header, new_id, streamed, whole
+from localllm.server.replies import (
+    FinishReason,
+    TimingsReply,
+    collected,
+    evicted_header,
+    finish_reason,
+    new_id,
+    streamed,
+    timings_of,
+    whole,
+)
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.text.chat_template import ChatInput
@@ -40,8 +47,11 @@ from localllm.text.tokenizer import Tokenizer
 _ONLY_TOOLS = "it is 'tools' and 'tool_choice' here, as it is there by now"
 
 
-class OpenAIChatBody(OpenAIGenerationBody):
-    elsewhere: ClassVar = {**OpenAIGenerationBody.elsewhere, "prompt": "send it as 'messages', or to /v1/completions"}
+class OpenAIChatBody(common.OpenAIGenerationBody):
+    elsewhere: ClassVar = {
+        **common.OpenAIGenerationBody.elsewhere,
+        "prompt": "send it as 'messages', or to /v1/completions",
+    }
     why: ClassVar = {
         **dict.fromkeys(("functions", "function_call"), _ONLY_TOOLS),
         "modalities": "models here write text",
@@ -77,28 +87,17 @@ class OpenAIChatBody(OpenAIGenerationBody):
 
 
 class ChatFunction(ReplyBody):
-    name: str
-    arguments: str
-
-
-class ChatToolCall(ReplyBody):
-    id: str
-    type: Literal["function"] = "function"
-    function: ChatFunction
-
-
-class ChatFunctionDelta(ReplyBody):
     name: Absent[str] = None
     arguments: str
 
 
-class ChatToolCallDelta(ReplyBody):
-    """The first one of a call has its id and name."""
+class ChatToolCall(ReplyBody):
+    """A call; or in a stream more of the call `index`, of which the first piece has id, type and name."""
 
-    index: int
+    index: Absent[int] = None
     id: Absent[str] = None
     type: Absent[Literal["function"]] = None
-    function: ChatFunctionDelta
+    function: ChatFunction
 
 
 class ChatMessage(ReplyBody):
@@ -115,7 +114,7 @@ class ChatDelta(ReplyBody):
     role: Absent[Literal["assistant"]] = None
     content: Absent[str] = None
     reasoning_content: Absent[str] = None
-    tool_calls: Absent[list[ChatToolCallDelta]] = None
+    tool_calls: Absent[list[ChatToolCall]] = None
 
 
 class ChatLogprobs(ReplyBody):
@@ -144,13 +143,13 @@ class _ChatHead(ReplyBody):
     id: str
     created: int
     model: str
-    system_fingerprint: str = FINGERPRINT
+    system_fingerprint: str = common.FINGERPRINT
 
 
 class ChatCompletion(_ChatHead):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    usage: OpenAIUsage
+    usage: common.OpenAIUsage
     service_tier: Absent[str] = None
     timings: Absent[TimingsReply] = None
 
@@ -158,13 +157,13 @@ class ChatCompletion(_ChatHead):
 class ChatChunk(_ChatHead):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: NullOrAbsent[OpenAIUsage] = None
+    usage: NullOrAbsent[common.OpenAIUsage] = None
     timings: Absent[TimingsReply] = None
 
 
 async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was emitted."""
-    refuse_stream_options(body)
+    common.refuse_stream_options(body)
     fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         what, why = "'max_tokens' and 'max_completion_tokens' differ", "one is the other's older name"
@@ -173,7 +172,9 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     most_logprobs = body.top_logprobs or 0 if body.logprobs else None
     served = await call.model(body.model, body.keep_alive)
     limit = body.max_completion_tokens or body.max_tokens
-    best_of, sampling = requested_best_of(body, sampling_of(body, served, max_tokens=limit, logprobs=most_logprobs))
+    best_of, sampling = requested_best_of(
+        body, common.sampling_of(body, served, max_tokens=limit, logprobs=most_logprobs)
+    )
     grammar, grammar_field = fields.one_grammar(
         response_format=form_of(body.response_format),
         structured_outputs=fields.grammar_of(body.structured_outputs),
@@ -202,7 +203,7 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     if body.stream:
         return await streamed(answers, ChatWriter(head, answers, body.stream_options, tokenizer, most_logprobs))
     found = await collected(answers)
-    usage = usage_of([each.end for each in found], len(found))
+    usage = common.usage_of([each.end for each in found], len(found))
     (found,) = best_of.chosen(found, body.n or 1)
     tier = "default" if body.service_tier == "auto" else body.service_tier
 
@@ -241,26 +242,21 @@ def _logprobs(delta: Delta, tokenizer: Tokenizer, most: int | None) -> ChatLogpr
 
 
 def _choice(index: int, answer: Delta, tokenizer: Tokenizer, most_logprobs: int | None) -> ChatChoice:
-    message = ChatMessage(
-        content=answer.text if answer.text or not answer.calls else None,
-        reasoning_content=answer.thought or None,
-        tool_calls=list(map(_call, answer.calls)) or None,
-    )
-    reason = _reason(answer.end, called=bool(answer.calls))
+    text = answer.text if answer.text or not answer.calls else None
+    calls = [_call(each, None) for each in answer.calls]
     return ChatChoice(
-        index=index, message=message, logprobs=_logprobs(answer, tokenizer, most_logprobs), finish_reason=reason
+        index=index,
+        message=ChatMessage(content=text, reasoning_content=answer.thought or None, tool_calls=calls or None),
+        logprobs=_logprobs(answer, tokenizer, most_logprobs),
+        finish_reason=_reason(answer.end, called=bool(calls)),
     )
 
 
-def _call(call: ToolCallDelta) -> ChatToolCall:
-    return ChatToolCall(id=new_id("call_"), function=ChatFunction(name=call.name or "", arguments=call.arguments))
-
-
-def _call_delta(more: ToolCallDelta) -> ChatToolCallDelta:
-    function = ChatFunctionDelta(name=more.name, arguments=more.arguments)
+def _call(more: ToolCallDelta, index: int | None) -> ChatToolCall:
+    function = ChatFunction(name=more.name, arguments=more.arguments)
     if more.name is None:
-        return ChatToolCallDelta(index=more.index, function=function)
-    return ChatToolCallDelta(index=more.index, id=new_id("call_"), type="function", function=function)
+        return ChatToolCall(index=index, function=function)
+    return ChatToolCall(index=index, id=new_id("call_"), type="function", function=function)
 
 
 def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
@@ -268,14 +264,14 @@ def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-class ChatWriter(ChunkWriter):
+class ChatWriter(common.ChunkWriter):
     """Writes the role, the answer, why it ended with nothing else, and usage if it is wanted."""
 
     def __init__(
         self,
         head: Mapping[str, Any],
         answers: GenerationStream,
-        options: StreamOptions | None,
+        options: common.StreamOptions | None,
         tokenizer: Tokenizer,
         most_logprobs: int | None,
     ) -> None:
@@ -294,19 +290,17 @@ class ChatWriter(ChunkWriter):
             yield self._delta(index, reasoning_content=delta.thought)
         if delta.text or delta.logprobs:
             logprobs = _logprobs(delta, self._tokenizer, self._most_logprobs)
-            yield self.chunk(
-                index, ChatChunkChoice(index=index, delta=ChatDelta(content=delta.text), logprobs=logprobs)
-            )
+            yield self._delta(index, logprobs, content=delta.text)
         if delta.calls:
             self._called.add(index)
-            yield self._delta(index, tool_calls=list(map(_call_delta, delta.calls)))
+            yield self._delta(index, tool_calls=[_call(more, more.index) for more in delta.calls])
         if delta.finished is not None:
             reason = _reason(delta.finished, called=index in self._called)
             choice = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason)
             yield self.chunk(index, choice, delta.finished)
 
-    def _delta(self, index: int, **fields: Any) -> bytes:
-        return self.chunk(index, ChatChunkChoice(index=index, delta=ChatDelta(**fields)))
+    def _delta(self, index: int, logprobs: ChatLogprobs | None = None, **fields: Any) -> bytes:
+        return self.chunk(index, ChatChunkChoice(index=index, delta=ChatDelta(**fields), logprobs=logprobs))
 
 
 ENDPOINTS = (

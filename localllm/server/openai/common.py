@@ -12,12 +12,10 @@ from localllm.engine.events import FinishedEvent
 from localllm.engine.request import SamplingParams
 from localllm.runtime.served_model import ServedModel
 from localllm.server import fields
-from localllm.server.best_of import BestOfBody
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
 from localllm.server.errors import Failure, RequestError, body_of
-from localllm.server.fields import optional
-from localllm.server.finish_reason import timings_of
-from localllm.server.replies import EVENT_STREAM, PING, event
+from localllm.server.fields import BestOfBody, optional
+from localllm.server.replies import StreamWriter, event, timings_of
 from localllm.server.stream import GenerationStream
 from localllm.text.grammar.grammar import Grammar
 from localllm.version import __version__
@@ -135,7 +133,9 @@ def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:
     """Return the usage of all that was computed for a request, n answers to each prompt, which is counted once."""
     firsts = [each.usage for each in finished[::n]]
     prompt, cached = sum(each.prompt_tokens for each in firsts), sum(each.cached_tokens for each in firsts)
-    completion = sum(each.usage.completion_tokens for one in finished for each in (one, *_others(one)))
+    others = [event for one in finished for events in one.others for event in events]  # of beam searches
+    ends = [event for event in (*finished, *others) if isinstance(event, FinishedEvent)]
+    completion = sum(each.usage.completion_tokens for each in ends)
     return OpenAIUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -144,16 +144,8 @@ def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:
     )
 
 
-def _others(finished: FinishedEvent) -> list[FinishedEvent]:
-    """Return the ends of the other answers of a beam search."""
-    return [event for events in finished.others for event in events if isinstance(event, FinishedEvent)]
-
-
-class ChunkWriter:
+class ChunkWriter(StreamWriter):
     """Writes the chunks of several answers, with the usage that is wanted."""
-
-    media_type = EVENT_STREAM
-    ping = PING
 
     def __init__(self, head: ReplyBody, answers: GenerationStream, options: StreamOptions | None, n: int) -> None:
         """head: a chunk without choices. n: answers to each prompt."""

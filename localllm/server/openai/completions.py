@@ -12,24 +12,22 @@ from starlette.responses import Response
 
 from localllm.engine.events import TokenLogprob
 from localllm.runtime.served_model import ServedModel
-from localllm.server.best_of import NO_BEST_OF, requested_best_of
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
-from localllm.server.fields import Ids, NonEmptyText, grammar_of, one_grammar, optional
-from localllm.server.finish_reason import FinishReason, TimingsReply, finish_reason, timings_of
+from localllm.server.fields import NO_BEST_OF, Ids, NonEmptyText, grammar_of, one_grammar, optional, requested_best_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import CompletionLogprobs, CompletionTokens, all_logprobs, joined_logprobs
-from localllm.server.openai.common import (
-    FINGERPRINT,
-    ChunkWriter,
-    OpenAIGenerationBody,
-    OpenAIUsage,
-    StreamOptions,
-    refuse_stream_options,
-    sampling_of,
-    usage_of,
+from localllm.server.openai import common
+from localllm.server.replies import (
+    FinishReason,
+    TimingsReply,
+    collected,
+    finish_reason,
+    new_id,
+    streamed,
+    timings_of,
+    whole,
 )
-from localllm.server.replies import collected, new_id, streamed, whole
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta
 
@@ -45,11 +43,14 @@ Prompts = (
 )
 
 
-class CompletionBody(OpenAIGenerationBody):
+class CompletionBody(common.OpenAIGenerationBody):
     why: ClassVar = {
         "suffix": "models here go on with a text; they fill no gaps",
     }
-    elsewhere: ClassVar = {**OpenAIGenerationBody.elsewhere, "response_format": "it is 'structured_outputs.json' here"}
+    elsewhere: ClassVar = {
+        **common.OpenAIGenerationBody.elsewhere,
+        "response_format": "it is 'structured_outputs.json' here",
+    }
 
     prompt: Prompts
     echo: bool | None = None
@@ -74,25 +75,25 @@ class _CompletionHead(ReplyBody):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    system_fingerprint: str = FINGERPRINT
+    system_fingerprint: str = common.FINGERPRINT
 
 
 class Completion(_CompletionHead):
     choices: list[CompletionChoice]
-    usage: OpenAIUsage
+    usage: common.OpenAIUsage
     timings: Absent[TimingsReply] = None
 
 
 class CompletionChunk(_CompletionHead):
     choices: list[CompletionChunkChoice]
-    usage: NullOrAbsent[OpenAIUsage] = None
+    usage: NullOrAbsent[common.OpenAIUsage] = None
     timings: Absent[TimingsReply] = None
 
 
 async def completions(call: ApiCall, body: CompletionBody) -> Response:
     """Raises what refuses the request, or ends its answers before anything was emitted."""
     served = await call.model(body.model, body.keep_alive)
-    refuse_stream_options(body)
+    common.refuse_stream_options(body)
     n, prompts = body.n or 1, prompt_list(body.prompt)
     requests, tokenizer = _requests(body, prompts, served), served.engine().tokenizer
     best_of = requests[0].best_of
@@ -114,7 +115,7 @@ async def completions(call: ApiCall, body: CompletionBody) -> Response:
         choices = [each.copy() for each in tokens for _ in range(n)]
         return await streamed(answers, CompletionWriter(head, answers, body.stream_options, choices, n))
     found = await collected(answers)
-    usage = usage_of([each.end for each in found], best_of.num_requests(n))
+    usage = common.usage_of([each.end for each in found], best_of.num_requests(n))
     chosen = list(zip(tokens, best_of.chosen(found, n), strict=True))
     return await whole(lambda: _completion(chosen, head, usage))
 
@@ -125,7 +126,7 @@ def _requests(
     """Raises RequestError."""
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     best_of, sampling = requested_best_of(
-        body, sampling_of(body, served, max_tokens=limit or 1, logprobs=body.logprobs)
+        body, common.sampling_of(body, served, max_tokens=limit or 1, logprobs=body.logprobs)
     )
     grammar, grammar_field = one_grammar(
         structured_outputs=grammar_of(body.structured_outputs), grammar=body.text_grammar
@@ -157,7 +158,7 @@ def prompt_list(given: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
 
 
 def _completion(
-    chosen: Sequence[tuple[CompletionTokens, Sequence[Delta]]], head: Mapping[str, Any], usage: OpenAIUsage
+    chosen: Sequence[tuple[CompletionTokens, Sequence[Delta]]], head: Mapping[str, Any], usage: common.OpenAIUsage
 ) -> Completion:
     """chosen: of each prompt, its tokens and answers."""
     choices: list[CompletionChoice] = []
@@ -171,14 +172,14 @@ def _completion(
     return Completion(**head, choices=choices, usage=usage, timings=timings)
 
 
-class CompletionWriter(ChunkWriter):
+class CompletionWriter(common.ChunkWriter):
     """Writes the echo of the prompt, the answer, why it ended, and usage if it is wanted."""
 
     def __init__(
         self,
         head: Mapping[str, Any],
         answers: GenerationStream,
-        options: StreamOptions | None,
+        options: common.StreamOptions | None,
         tokens: Sequence[CompletionTokens],
         n: int,
     ) -> None:

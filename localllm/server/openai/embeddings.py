@@ -57,11 +57,11 @@ async def embeddings(call: ApiCall, body: OpenAIEmbeddingsBody) -> Response:
     served = await call.model(body.model, body.keep_alive)
     vectors = await embedded(call.server, served, prompt_list(body.input), dimensions=body.dimensions)
     num_tokens = sum(each.num_tokens for each in vectors)
+    encode = _base64 if body.encoding_format == "base64" else list
 
     def build() -> EmbeddingList:
-        rows = (_encoded(each.vector, body.encoding_format) for each in vectors)
         return EmbeddingList(
-            data=[EmbeddingRow(index=index, embedding=row) for index, row in enumerate(rows)],
+            data=[EmbeddingRow(index=index, embedding=encode(each.vector)) for index, each in enumerate(vectors)],
             model=body.model or served.name,
             usage=EmbeddingsUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
         )
@@ -69,9 +69,7 @@ async def embeddings(call: ApiCall, body: OpenAIEmbeddingsBody) -> Response:
     return await whole(build)
 
 
-def _encoded(vector: array[float], encoding: str | None) -> list[float] | str:
-    if encoding != "base64":
-        return list(vector)
+def _base64(vector: array[float]) -> str:
     if sys.byteorder == "big":
         vector = array("f", vector)
         vector.byteswap()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import ReplyBody
-from localllm.server.capabilities import capabilities
 from localllm.server.endpoint import ApiCall, Endpoint
+from localllm.server.model_server import capabilities
 from localllm.server.replies import JsonReply
-
-if TYPE_CHECKING:
-    from localllm.engine.engine_info import LoadedEngine
 
 
 class ModelMeta(ReplyBody):
@@ -51,7 +47,16 @@ async def models(call: ApiCall, _body: None) -> JsonReply:
     """List the served models and all others on this disk, which a request loads. Anthropic's libraries ask here, too,
     and look for fields of their own."""
     pool = call.pool
-    data = await pool.on_disk(lambda: list(_listed(pool)))
+
+    def listed() -> Iterator[ListedModel]:
+        for served in pool.models:
+            meta = _meta(served)
+            yield from (_described(pool, name, served.selection.files.repo, meta) for name in served.names)
+        for row in pool.others():
+            assert row.directory is not None
+            yield _described(pool, row.name, row.repo, ModelMeta(capabilities=capabilities(row.directory)))
+
+    data = await pool.on_disk(lambda: list(listed()))
     return JsonReply(ModelList(data=data, first_id=data[0].id, last_id=data[-1].id))
 
 
@@ -65,17 +70,13 @@ async def model(call: ApiCall, _body: None) -> JsonReply:
     return JsonReply(_described(call.pool, name, served.selection.files.repo, meta))
 
 
-def _listed(pool: ModelPool) -> Iterator[ListedModel]:
-    for served in pool.models:
-        meta = _meta(served)
-        yield from (_described(pool, name, served.selection.files.repo, meta) for name in served.names)
-    for row in pool.others():
-        assert row.directory is not None
-        yield _described(pool, row.name, row.repo, _meta_of(row.directory, None))
-
-
 def _meta(served: ServedModel) -> ModelMeta:
-    return _meta_of(served.selection.files.directory, served.engine_if_loaded)
+    """Return what is known of the model without waiting for it."""
+    found, engine = capabilities(served.selection.files.directory), served.engine_if_loaded
+    if engine is None:
+        return ModelMeta(capabilities=found)
+    longest = engine.config.longest_context
+    return ModelMeta(n_ctx=engine.ctx, n_ctx_train=longest, weights=engine.weights, capabilities=found)
 
 
 def _described(pool: ModelPool, name: str, repo: str | None, meta: ModelMeta) -> ListedModel:
@@ -88,15 +89,6 @@ def _described(pool: ModelPool, name: str, repo: str | None, meta: ModelMeta) ->
         max_input_tokens=meta.n_ctx,
         meta=meta,
     )
-
-
-def _meta_of(directory: Path, engine: LoadedEngine | None) -> ModelMeta:
-    """Return what is known of the model without waiting for it."""
-    found = capabilities(directory)
-    if engine is None:
-        return ModelMeta(capabilities=found)
-    longest = engine.config.longest_context
-    return ModelMeta(n_ctx=engine.ctx, n_ctx_train=longest, weights=engine.weights, capabilities=found)
 
 
 ENDPOINTS = (

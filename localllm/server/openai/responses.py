@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, Tag
 from starlette.responses import Response
@@ -15,31 +15,18 @@ from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, tagged_b
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest, prompt_ids
+from localllm.server.openai import prompt
 from localllm.server.openai.common import NOT_OBFUSCATED, OpenAISamplingBody, sampling_of
-from localllm.server.openai.messages import refuse_other_parts
-from localllm.server.openai.response_object import ResponseBuilder, ResponseEvent, ResponseObject, ResponseWriter
-from localllm.server.openai.tools import (
-    BY_FORMAT,
-    FUNCTION_OR_FOREIGN,
-    FunctionName,
-    FunctionType,
-    NamedSchema,
-    ObjectFormat,
-    OpenAIFunction,
-    TextFormat,
-    schema_form,
-    toolset_for,
-)
+from localllm.server.openai.response_object import ResponseEvent, ResponseObject, ResponseWriter
 from localllm.server.replies import JsonReply, collected, evicted_header, streamed, whole
 from localllm.server.tools.toolset import MAX_TOOLS, ForeignTool, OpenCalls, Toolset, call_of
 from localllm.text.chat_template import ChatInput
-from localllm.text.grammar.grammar import Grammar
 
 _STATELESS = "nothing is kept of a response; send what was said before as input"
 
 
 class InputText(Body):
-    type: Annotated[Literal["input_text", "output_text"], BeforeValidator(refuse_other_parts)]
+    type: Annotated[Literal["input_text", "output_text"], BeforeValidator(prompt.refuse_other_parts)]
     text: str
     annotations: Annotated[fields.Objects | None, fields.OF_A_REPLY] = None
     logprobs: Annotated[fields.Objects | None, fields.OF_A_REPLY] = None
@@ -103,10 +90,10 @@ class InputResult(Body):
 
 
 class _Typed(Body):
-    type: FunctionType
+    type: prompt.FunctionType
 
 
-class ResponsesFunctionTool(OpenAIFunction, _Typed):
+class ResponsesFunctionTool(prompt.OpenAIFunction, _Typed):
     """The type is checked first: nothing else matters of another one."""
 
     defer_loading: Annotated[bool | None, Ignored("the model is told of every function at once")] = None
@@ -115,12 +102,12 @@ class ResponsesFunctionTool(OpenAIFunction, _Typed):
 
 AnyTool = Annotated[
     Annotated[ResponsesFunctionTool, Tag("FunctionTool")] | Annotated[ForeignTool, Tag("ForeignTool")],
-    FUNCTION_OR_FOREIGN,
+    prompt.FUNCTION_OR_FOREIGN,
 ]
 
 
 class ResponsesNamedChoice(Body):
-    type: FunctionType
+    type: prompt.FunctionType
     name: str
 
 
@@ -130,18 +117,18 @@ class ResponsesAllowedChoice(Body):
     tools: Annotated[list[ResponsesNamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class ResponsesSchemaFormat(NamedSchema):
+class ResponsesSchemaFormat(prompt.NamedSchema):
     type: Literal["json_schema"]
-    name: FunctionName
+    name: prompt.FunctionName
 
 
 class TextOptions(Body):
     format: (
         Annotated[
-            Annotated[TextFormat, Tag("TextFormat")]
-            | Annotated[ObjectFormat, Tag("ObjectFormat")]
+            Annotated[prompt.TextFormat, Tag("TextFormat")]
+            | Annotated[prompt.ObjectFormat, Tag("ObjectFormat")]
             | Annotated[ResponsesSchemaFormat, Tag("SchemaFormat")],
-            BY_FORMAT,
+            prompt.BY_FORMAT,
         ]
         | None
     ) = None
@@ -192,14 +179,9 @@ Included = Literal[
     "web_search_call.results",
     "message.input_image.image_url",
 ]
-_NO_SUCH_CALLS = "no such calls are made here"
 _NOT_INCLUDED = {
+    **dict.fromkeys(get_args(Included)[1:], "no such calls are made here"),
     "reasoning.encrypted_content": "what was thought is told as it is",
-    "code_interpreter_call.outputs": _NO_SUCH_CALLS,
-    "computer_call_output.output.image_url": _NO_SUCH_CALLS,
-    "file_search_call.results": _NO_SUCH_CALLS,
-    "web_search_call.action.sources": _NO_SUCH_CALLS,
-    "web_search_call.results": _NO_SUCH_CALLS,
     "message.input_image.image_url": "there are no images in what is read here",
 }
 
@@ -272,19 +254,24 @@ async def responses(call: ApiCall, body: ResponsesBody) -> Response:
     most = body.top_logprobs if body.top_logprobs is not None else (0 if _LOGPROBS in (body.include or ()) else None)
     sampling = sampling_of(body, served, max_tokens=body.max_output_tokens, logprobs=most)
     tokenizer = served.engine().tokenizer
+    form = None
+    match body.text and body.text.format:
+        case ResponsesSchemaFormat(schema_=schema) | prompt.ObjectFormat(schema_=schema):
+            form = prompt.schema_form(schema)
     grammar, grammar_field = fields.one_grammar(
-        **{"text.format": _form(body), "structured_outputs": fields.grammar_of(body.structured_outputs)}
+        **{"text.format": form, "structured_outputs": fields.grammar_of(body.structured_outputs)}
     )
     truncation = body.truncation or ("auto" if served.evicts else "disabled")
-    request = replace(_request(body), sampling=sampling, evicts=truncation == "auto", grammar=grammar)
-    answers = await call.server.ask(served, replace(request, priority=body.priority, grammar_field=grammar_field))
+    more: dict[str, Any] = {"priority": body.priority, "grammar": grammar, "grammar_field": grammar_field}
+    request = replace(_request(body), sampling=sampling, evicts=truncation == "auto", **more)
+    answers = await call.server.ask(served, request)
     head = head_of(body, body.model or served.name, truncation, sampling.temperature, sampling.top_p)
-    builder = ResponseBuilder(head, tokenizer, most)
+    writer = ResponseWriter(head, tokenizer, most)
     if body.stream:
-        return await streamed(answers, ResponseWriter(builder))
+        return await streamed(answers, writer)
     [answer] = await collected(answers)
-    list(builder.add(answer))
-    return await whole(builder.response, evicted_header(answers))
+    list(writer.add(answer))
+    return await whole(writer.response, evicted_header(answers))
 
 
 async def input_tokens(call: ApiCall, body: ResponsesCountBody) -> JsonReply:
@@ -308,24 +295,13 @@ def _request(body: ResponsesPromptBody) -> GenerationRequest:
 
 def _tools(body: ResponsesPromptBody) -> Toolset | None:
     """Return the tools that may be called; None for none. Raises RequestError."""
-    known, parallel = [each.tool for each in _functions(body)], body.parallel_tool_calls
+    known = [each.tool for each in body.tools or () if isinstance(each, ResponsesFunctionTool)]
     match body.tool_choice:
         case ResponsesNamedChoice(name=name):
-            return toolset_for(known, [name], parallel=False)
+            return prompt.toolset_for(known, [name], parallel=False)
         case ResponsesAllowedChoice(mode=mode, tools=tools):
-            return toolset_for(known, [each.name for each in tools], mode, parallel=parallel)
-    return toolset_for(known, None, body.tool_choice, parallel=parallel)
-
-
-def _functions(body: ResponsesPromptBody) -> list[ResponsesFunctionTool]:
-    return [each for each in body.tools or () if isinstance(each, ResponsesFunctionTool)]
-
-
-def _form(body: ResponsesPromptBody) -> Grammar | None:
-    match body.text and body.text.format:
-        case ResponsesSchemaFormat(schema_=schema) | ObjectFormat(schema_=schema):
-            return schema_form(schema)
-    return None
+            return prompt.toolset_for(known, [each.name for each in tools], mode, parallel=body.parallel_tool_calls)
+    return prompt.toolset_for(known, None, body.tool_choice, parallel=body.parallel_tool_calls)
 
 
 def _messages(body: ResponsesPromptBody) -> list[dict[str, Any]]:
@@ -345,7 +321,11 @@ def _messages(body: ResponsesPromptBody) -> list[dict[str, Any]]:
                 continue
             case InputCall():
                 calls.made(where, item.call_id, item.name)
-                _add_call(messages, call_of(item.call_id, item.name, item.arguments), thought)
+                if not messages or messages[-1]["role"] != "assistant":
+                    reasoning = {"reasoning_content": thought} if thought else {}
+                    messages.append({"role": "assistant", "content": "", **reasoning})
+                call = call_of(item.call_id, item.name, item.arguments)
+                messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
             case InputResult():
                 name = calls.answered(where, item.call_id)
                 result = {"role": "tool", "content": _text(item.output)}
@@ -359,16 +339,6 @@ def _messages(body: ResponsesPromptBody) -> list[dict[str, Any]]:
         thought = ""
     calls.settled("input")
     return messages
-
-
-def _add_call(messages: list[dict[str, Any]], call: dict[str, Any], thought: str) -> None:
-    """Add a call to the assistant's turn in front of it, or as a new turn."""
-    last = messages[-1] if messages else {}
-    if last.get("role") == "assistant":
-        messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
-        return
-    reasoning = {"reasoning_content": thought} if thought else {}
-    messages.append({"role": "assistant", "content": "", **reasoning, "tool_calls": [call]})
 
 
 def _text(content: str | Sequence[InputText]) -> str:
@@ -390,7 +360,9 @@ def head_of(body: ResponsesBody, model: str, truncation: str, temperature: float
         "text": {"format": _dumped(body.text and body.text.format) or {"type": "text"}},
         "tool_choice": _dumped(body.tool_choice) or "auto",
         "tools": [
-            {**_dumped(tool), "parameters": tool.parameters, "strict": bool(tool.strict)} for tool in _functions(body)
+            {**_dumped(tool), "parameters": tool.parameters, "strict": bool(tool.strict)}
+            for tool in body.tools or ()
+            if isinstance(tool, ResponsesFunctionTool)
         ],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": top_p,

@@ -1,14 +1,54 @@
-"""The choice of a replica for a request: the one that has computed most of its beginning, unless it is much busier."""
+"""The choice of a replica for a request: the one that has computed most of its beginning, unless it is much busier.
+
+A request on its way to a replica is plain data, whole, so that another replica can be given it again. It comes with
+digests of ever longer beginnings: two requests that share some share what is computed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
 
 _MOST_KNOWN = 1 << 16  # beginnings that are remembered: 8 MiB of text, in about as much memory
+# A page of keys and values has 64 tokens, of which English makes 256 bytes or more: a replica that knows a chunk more
+# has a page more every other time.
+CHUNK_BYTES = 128
+MOST_CHUNKS = 4096  # 512 KiB of text, which fill a context of 131,072 tokens
+_DIGEST_BYTES = 8
+# The fields with texts, in the order in which templates put them in front of the model: of all dialects.
+_FIELDS = ("system", "instructions", "tools", "messages", "prompt", "input")
+
+
+@dataclass(frozen=True)
+class ReplicaCall:
+    """A request that was let in. scope: as ASGI has it. beginning: as `beginning_of` has it."""
+
+    scope: Mapping[str, Any]
+    body: bytes
+    beginning: tuple[bytes, ...]
+
+
+def beginning_of(body: bytes) -> tuple[bytes, ...]:
+    """Return a chain of digests, of which i is of the first i + 1 whole chunks of the body's texts. It is empty for a
+    body that is no JSON object: the replica refuses it."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return ()
+    if not isinstance(fields, dict):
+        return ()
+    said = "".join(json.dumps(fields[name]) for name in _FIELDS if fields.get(name) is not None).encode()
+    chain, digest = list[bytes](), b""
+    for start in range(0, min(len(said) // CHUNK_BYTES, MOST_CHUNKS) * CHUNK_BYTES, CHUNK_BYTES):
+        digest = hashlib.blake2b(digest + said[start : start + CHUNK_BYTES], digest_size=_DIGEST_BYTES).digest()
+        chain.append(digest)
+    return tuple(chain)
 
 
 class Affinity(Generic[R]):
@@ -33,9 +73,8 @@ class Affinity(Generic[R]):
         there = set(replicas)
         for gone in self._num_open.keys() - there:
             self.forget(gone)
-        for replica in there:
-            self._num_open.setdefault(replica, 0)
-            self._num_asked.setdefault(replica, 0)
+        self._num_open = dict.fromkeys(there, 0) | self._num_open
+        self._num_asked = dict.fromkeys(there, 0) | self._num_asked
 
     def forget(self, replica: R) -> None:
         """Forget a replica that has ended."""
@@ -50,7 +89,11 @@ class Affinity(Generic[R]):
         """Return all replicas, the best first: those that are not much busier than the least busy one, by how much of
         the beginning they know; among equals the one with less to do, then the one that knows fewer beginnings."""
         least = min(self._num_open.values(), default=0)
-        known = self._num_known_chunks(beginning)
+        known: dict[R, int] = {}  # chunks, by replica
+        for count, digest in enumerate(beginning, 1):
+            if not (knowing := self._knowing.get(digest)):
+                break
+            known |= dict.fromkeys(knowing, count)
 
         def rank(replica: R) -> tuple[bool, int, int, int]:
             num_open = self._num_open[replica]
@@ -81,13 +124,3 @@ class Affinity(Generic[R]):
             _, forgotten = self._knowing.popitem(last=False)
             for each in forgotten:
                 self._num_asked[each] -= 1
-
-    def _num_known_chunks(self, beginning: Sequence[bytes]) -> dict[R, int]:
-        """Return the number of known chunks by replica, of those that know any."""
-        known: dict[R, int] = {}
-        for count, digest in enumerate(beginning, 1):
-            knowing = self._knowing.get(digest)
-            if not knowing:
-                break
-            known |= dict.fromkeys(knowing, count)
-        return known

@@ -27,7 +27,7 @@ from starlette.types import Message
 from localllm.errors import BugError, DoesNotFitError, Fix, LocalLLMError, UsageError
 from localllm.runtime import protocol
 from localllm.server.errors import busy
-from localllm.server.replicas.call import ReplicaCall
+from localllm.server.replicas.affinity import ReplicaCall
 from localllm.server.replicas.front import ReplicaGoneError
 from localllm.server.replicas.replica import BEGINS, ENDS, Replica, Role
 from localllm.settings import Settings
@@ -158,20 +158,16 @@ class Fleet:
         from ray.exceptions import RayError, RayTaskError
 
         response = self._handle.remote(call)
-        is_over = False
         try:
             async for message in response:
                 yield message
-            is_over = True
-        except RayTaskError:
-            is_over = True
-            raise
         except RayError as error:
-            is_over = True
+            if isinstance(error, RayTaskError):
+                raise
             raise ReplicaGoneError from error
-        finally:
-            if not is_over:
-                response.cancel()
+        except BaseException:
+            response.cancel()
+            raise
 
     def close(self) -> None:
         """Ends the replicas, and Ray where it is theirs. Where they are still being started, they end with the
@@ -180,18 +176,33 @@ class Fleet:
         self._thread.join(_ENDING_S)
 
     def _run(self) -> None:
-        with TemporaryDirectory(prefix="localllm-", dir=_short_folder(), ignore_cleanup_errors=True) as directory:
+        # Below it Ray makes sockets with names of 83 bytes, and the system takes 107.
+        short = gettempdir() if len(os.fsencode(gettempdir())) <= 20 else "/tmp"
+        with TemporaryDirectory(prefix="localllm-", dir=short, ignore_cleanup_errors=True) as directory:
             try:
                 self._connect(directory)
                 if not self._ending.is_set():
                     self._deploy()
+            except LocalLLMError as error:
+                self._failure = error
+            except ImportError as error:
+                self._failure = _no_ray(str(error))
             except BaseException as error:
-                self._failure = _known(error)
+                what = f"Ray did not start the replicas: {type(error).__name__}"
+                self._failure = BugError(what, why=str(error)[-600:])
             self._settled.set()
             try:
                 self._watch()
             finally:
-                self._end()
+                self._handle = None
+                with contextlib.suppress(Exception):
+                    import ray
+                    from ray import serve
+
+                    if ray.is_initialized():  # else `serve` would connect
+                        if not self._is_own:
+                            serve.delete(self._name)
+                        ray.shutdown()
 
     def _watch(self) -> None:
         from ray import serve
@@ -200,21 +211,9 @@ class Fleet:
         while not self._ending.wait(_HEALTH_PERIOD_S / 2) and self._failure is None:
             with contextlib.suppress(Exception):  # Ray's own, while it is busy with who has died
                 states = serve.status().applications[self._name].deployments[_DEPLOYMENT].replica_states
-                count = int(states.get("RUNNING", 0))
-                if count != known:
+                if (count := int(states.get("RUNNING", 0))) != known:
                     known = count
                     self._changed(count)
-
-    def _end(self) -> None:
-        self._handle = None
-        with contextlib.suppress(Exception):
-            import ray
-            from ray import serve
-
-            if ray.is_initialized():  # else `serve` would connect
-                if not self._is_own:
-                    serve.delete(self._name)
-                ray.shutdown()
 
     def _connect(self, directory: str) -> None:
         os.environ.update(_EVERY_RAY if not self._is_own else {**_EVERY_RAY, **_OWN_RAY})
@@ -227,9 +226,10 @@ class Fleet:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         quiet: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
         if self._is_own:
+            usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             ray.init(
                 address="local",
-                num_cpus=num_cores(),
+                num_cpus=min(psutil.cpu_count(logical=False) or usable, usable),  # each core counted once
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _plasma_directory=directory,
@@ -284,18 +284,6 @@ class Fleet:
 _SERVE_LOG = {"log_level": "ERROR", "enable_access_log": False}
 
 
-def num_cores() -> int:
-    """Those that this process may use, each counted once."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or usable, usable)
-
-
-def _short_folder() -> str:
-    """Return a folder for temporary files: below it Ray makes sockets with names of 83 bytes, and the system takes
-    107."""
-    return gettempdir() if len(os.fsencode(gettempdir())) <= 20 else "/tmp"
-
-
 def _require_listener(address: str) -> None:
     """Ray itself tries for two minutes. Raises LocalLLMError."""
     host, _, port = address.rpartition(":")
@@ -312,7 +300,7 @@ def _no_cluster(address: str, why: str) -> LocalLLMError:
 
 
 def _told_by_replica(text: str) -> LocalLLMError | None:
-    """The error that is in a trace of Ray's."""
+    """Return the error that is in a trace of Ray's."""
     found = re.search(f"{re.escape(BEGINS)}(.*?){re.escape(ENDS)}", text, re.DOTALL)
     if found is None:
         return None
@@ -320,12 +308,3 @@ def _told_by_replica(text: str) -> LocalLLMError | None:
     error = LocalLLMError(told["what"], why=told["why"], fix=protocol.read_fixes(told["fixes"]))
     error.code, error.exit_code = told["code"], told["exit"]
     return error
-
-
-def _known(error: BaseException) -> BaseException:
-    """Return the error that a person is shown for what Ray, or a replica, has raised."""
-    if isinstance(error, LocalLLMError):
-        return error
-    if isinstance(error, ImportError):
-        return _no_ray(str(error))
-    return BugError(f"Ray did not start the replicas: {type(error).__name__}", why=str(error)[-600:])

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,7 +17,7 @@ from localllm.server.bodies import read_bytes
 from localllm.server.errors import ClientGoneError, Failure, RequestError, body_of, busy, dialect_of, failure_of
 from localllm.server.guard import Admission, Guard
 from localllm.server.ollama.common import line
-from localllm.server.replicas.call import ReplicaCall, beginning_of
+from localllm.server.replicas.affinity import ReplicaCall, beginning_of
 from localllm.server.replies import EVENT_STREAM, NDJSON, error_reply, event, note_failure, unless_gone
 
 # A request that ends a replica would end them all, one after the other, if it were passed on for ever.
@@ -86,15 +87,14 @@ class ReplicaFront:
 
 
 def _call(scope: Scope, body: bytes) -> ReplicaCall:
-    return ReplicaCall(
-        method=scope["method"],
-        path=scope["path"],
-        raw_path=scope["raw_path"],
-        query_string=scope["query_string"],
-        headers=tuple((bytes(name), bytes(value)) for name, value in scope["headers"]),
-        body=body,
-        beginning=beginning_of(body) if scope["method"] == "POST" else (),
-    )
+    plain: dict[str, Any] = {name: scope[name] for name in ("method", "path", "raw_path", "query_string")}
+    plain |= {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
+    plain |= {
+        "headers": [(bytes(name), bytes(value)) for name, value in scope["headers"]],
+        "client": None,
+        "server": None,
+    }
+    return ReplicaCall(plain, body, beginning_of(body) if scope["method"] == "POST" else ())
 
 
 class _Reply:

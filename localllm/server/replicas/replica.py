@@ -22,7 +22,7 @@ from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import Selection, locate, told_of
 from localllm.server.app import create_router, endpoints_of
 from localllm.server.model_server import Capacity, ModelServer
-from localllm.server.replicas.call import ReplicaCall
+from localllm.server.replicas.affinity import ReplicaCall
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -80,13 +80,7 @@ class Replica:
             return open_engine(selection, Opening(keeps_pages=True, parallel=role.capacity.parallel), Watcher(), print)
 
         handle = EngineThread(load)
-        pool = ModelPool(
-            selection,
-            role.resolved,
-            lambda *_: EngineThread(load),
-            aliases=role.aliases,
-            on_demand=False,
-        )
+        pool = ModelPool(selection, role.resolved, lambda *_: EngineThread(load), aliases=role.aliases, on_demand=False)
         pool.adopt(handle)
         self._server = ModelServer(pool, role.capacity, role.pooling)
         self._router = create_router(endpoints_of(needs_key=role.needs_key, with_metrics=False), self._server)
@@ -110,7 +104,7 @@ class Replica:
     async def answer(self, call: ReplicaCall) -> AsyncIterator[Message]:
         """Yield the messages of the reply, as ASGI has them; texts that have come meanwhile are one. Cancelled, it
         stops the computation."""
-        scope, outbox = call.scope(), asyncio.Queue[Message | None]()
+        scope, outbox = {**call.scope, "state": {}}, asyncio.Queue[Message | None]()
         inbox = [{"type": "http.request", "body": call.body, "more_body": False}]
 
         async def receive() -> Message:

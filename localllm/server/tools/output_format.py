@@ -13,8 +13,7 @@ from localllm.chat.thoughts import THOUGHT_MARKS, special_among, splits_off_thou
 from localllm.chat.tool_words import has_calls, in_words
 from localllm.server.errors import RequestError
 from localllm.server.tools.deltas import AnswerParser, Says, ThoughtParser
-from localllm.server.tools.grammars import tools_lark
-from localllm.server.tools.tool_formats import HARMONY, ToolFormat, tool_format_of
+from localllm.server.tools.tool_formats import HARMONY, ToolFormat, tool_format_of, tools_lark
 from localllm.server.tools.tool_parser import HarmonyParser, ToolCallParser
 from localllm.server.tools.toolset import Toolset
 from localllm.text.grammar.grammar import Grammar

@@ -18,10 +18,8 @@ from localllm import hub
 from localllm.chat.text import one_line, visible
 from localllm.config import format_bytes
 from localllm.registry import REPO_ID, REVISION
-from localllm.runtime.deletion import freed_by
 from localllm.runtime.fit_check import Verdict
-from localllm.runtime.model_catalog import ModelRow, licence_text, model_rows, packed_text
-from localllm.runtime.model_facts import fact_lines
+from localllm.runtime.model_catalog import ModelRow, fact_lines, freed_by, licence_text, model_rows, packed_text
 from localllm.runtime.selection import told_of
 from localllm.tui.download_worker import Download, DownloadWorker
 from localllm.tui.plan_worker import FitWorker

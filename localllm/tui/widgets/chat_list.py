@@ -21,9 +21,9 @@ from textual.widgets import Static
 
 from localllm.chat.text import format_ago, one_line, visible
 from localllm.chat.thoughts import split
+from localllm.config import format_time
 from localllm.history import Message as SavedMessage
 from localllm.history import search
-from localllm.history.exchange import format_time
 from localllm.tui.history_worker import ChatExcerpt, ChatRow
 
 _WHEN = 10  # columns of "59 min ago" and "2026-11-21"

@@ -35,7 +35,7 @@ ROOM = 120  # tokens, for a call of it
 _CHECKS: dict[str, Check] = {}
 
 
-def supports(client: str, path: str, what: str) -> Callable[[Check], Check]:
+def supports(client: str, path: str, *what: str) -> Callable[[Check], Check]:
     """Marks a function as a check, which raises where the client and the server do not understand each other. What it
     says of them is read from the source."""
 

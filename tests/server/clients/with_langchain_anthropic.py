@@ -62,8 +62,7 @@ def check_asynchronous_answers() -> None:
     assert asyncio.run(text()) == chat_text()
 
 
-@supports("langchain-anthropic", "/v1/messages", "a system prompt")
-@supports("langchain-anthropic", "/v1/messages", "several turns")
+@supports("langchain-anthropic", "/v1/messages", "a system prompt", "several turns")
 def check_several_turns() -> None:
     assert text_of(CHAT.invoke(TURNS)) == chat_text(*({"role": role, "content": text} for role, text in TURNS))
 
@@ -81,8 +80,7 @@ def check_stop_texts() -> None:
     assert reply.response_metadata["stop_reason"] == "stop_sequence", reply
 
 
-@supports("langchain-anthropic", "/v1/messages", "tools: a call that is required")
-@supports("langchain-anthropic", "/v1/messages", "tools: a result goes back")
+@supports("langchain-anthropic", "/v1/messages", "tools: a call that is required", "tools: a result goes back")
 def check_a_call_that_is_required() -> None:
     called = ROOMY.bind_tools([weather], tool_choice="any").invoke(USER)
     [call] = called.tool_calls
@@ -104,8 +102,7 @@ def check_a_call_that_the_model_chooses_to_make() -> None:
     require_answer_to_result(called)
 
 
-@supports("langchain-anthropic", "/v1/messages", "tools: a call of one that is named")
-@supports("langchain-anthropic", "/v1/messages", "tools: a call, streamed")
+@supports("langchain-anthropic", "/v1/messages", "tools: a call of one that is named", "tools: a call, streamed")
 @supports("langchain-anthropic", "/v1/messages", "tools: one call at most")
 def check_a_streamed_call() -> None:
     whole: Any = None

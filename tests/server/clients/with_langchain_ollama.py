@@ -71,8 +71,7 @@ def check_asynchronous_answers() -> None:
     assert asyncio.run(text()) == chat_text()
 
 
-@supports("langchain-ollama", "/api/chat", "a system prompt")
-@supports("langchain-ollama", "/api/chat", "several turns")
+@supports("langchain-ollama", "/api/chat", "a system prompt", "several turns")
 def check_several_turns() -> None:
     assert CHAT.invoke(TURNS).content == chat_text(*({"role": role, "content": text} for role, text in TURNS))
 
@@ -99,8 +98,7 @@ def check_options() -> None:
     assert told.invoke(USER).content == chat_text().partition(word)[0]
 
 
-@supports("langchain-ollama", "/api/chat", "tools: calls that the model chooses to make")
-@supports("langchain-ollama", "/api/chat", "tools: a result goes back")
+@supports("langchain-ollama", "/api/chat", "tools: calls that the model chooses to make", "tools: a result goes back")
 def check_a_call() -> None:
     called = ROOMY.bind_tools([weather]).invoke(USER)
     [call] = called.tool_calls
@@ -137,8 +135,7 @@ def check_an_unknown_model() -> None:
     assert raised(ResponseError, lambda: unknown.invoke(USER)).status_code == 404
 
 
-@supports("langchain-ollama", "/api/generate", "a whole answer")
-@supports("langchain-ollama", "/api/generate", "an answer, streamed")
+@supports("langchain-ollama", "/api/generate", "a whole answer", "an answer, streamed")
 def check_a_prompt() -> None:
     whole = TEXT.invoke(STORY)
     assert whole and whole == "".join(TEXT.stream(STORY)), whole

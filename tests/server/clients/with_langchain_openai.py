@@ -64,8 +64,7 @@ def joined(chunks: Iterable[Any]) -> Any:
     return functools.reduce(operator.add, chunks)
 
 
-@supports("langchain-openai", "/v1/chat/completions", "a whole answer")
-@supports("langchain-openai", "/v1/chat/completions", "tokens counted")
+@supports("langchain-openai", "/v1/chat/completions", "a whole answer", "tokens counted")
 def check_a_whole_answer() -> None:
     reply = CHAT.invoke(USER)
     assert reply.content == chat_text(), reply
@@ -123,8 +122,7 @@ def check_logprobs_of_a_streamed_answer() -> None:
     assert len(told) == LENGTH, told
 
 
-@supports("langchain-openai", "/v1/chat/completions", "a system prompt")
-@supports("langchain-openai", "/v1/chat/completions", "several turns")
+@supports("langchain-openai", "/v1/chat/completions", "a system prompt", "several turns")
 def check_several_turns() -> None:
     messages = [
         SystemMessage(SYSTEM),
@@ -227,8 +225,7 @@ def check_a_result_goes_back() -> None:
     assert CHAT.bind_tools([weather]).invoke([HumanMessage(USER), called, result]).content
 
 
-@supports("langchain-openai", "/v1/chat/completions", "structured output: parsed")
-@supports("langchain-openai", "/v1/chat/completions", "structured output: a JSON Schema")
+@supports("langchain-openai", "/v1/chat/completions", "structured output: parsed", "structured output: a JSON Schema")
 @supports("langchain-openai", "/v1/responses", "structured output: parsed")
 def check_structured_output() -> None:
     schema = {**WEATHER, "title": "degrees", "description": "What the weather is told in."}

@@ -68,8 +68,7 @@ def streamed(asked: dict[str, Any]) -> tuple[str, Any]:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks[-1]
 
 
-@supports("litellm", "/v1/chat/completions", "a whole answer")
-@supports("litellm", "/v1/chat/completions", "tokens counted")
+@supports("litellm", "/v1/chat/completions", "a whole answer", "tokens counted")
 @supports("litellm", "/v1/messages", "a whole answer")
 @supports("litellm", "/api/chat", "a whole answer")
 @supports("litellm", "/api/generate", "a whole answer")
@@ -119,12 +118,9 @@ def check_asynchronous_answers() -> None:
     assert asyncio.run(both()) == [chat_text()] * 2
 
 
-@supports("litellm", "/v1/chat/completions", "a system prompt")
-@supports("litellm", "/v1/chat/completions", "several turns")
-@supports("litellm", "/v1/messages", "a system prompt")
-@supports("litellm", "/v1/messages", "several turns")
-@supports("litellm", "/api/chat", "a system prompt")
-@supports("litellm", "/api/chat", "several turns")
+@supports("litellm", "/v1/chat/completions", "a system prompt", "several turns")
+@supports("litellm", "/v1/messages", "a system prompt", "several turns")
+@supports("litellm", "/api/chat", "a system prompt", "several turns")
 def check_several_turns() -> None:
     for asked in (CHAT, ANTHROPIC, OLLAMA_CHAT):
         assert text_of(litellm.completion(**{**asked, "messages": TURNS})) == chat_text(*TURNS), asked

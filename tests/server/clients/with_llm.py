@@ -52,12 +52,9 @@ def text_of(*arguments: str) -> str:
     return result.stdout.removesuffix("\n")
 
 
-@supports("llm", "/v1/chat/completions", "a whole answer")
-@supports("llm", "/v1/chat/completions", "an answer, streamed")
-@supports("llm", "/v1/responses", "a whole answer")
-@supports("llm", "/v1/responses", "an answer, streamed")
-@supports("llm", "/v1/completions", "a whole text")
-@supports("llm", "/v1/completions", "a text, streamed")
+@supports("llm", "/v1/chat/completions", "a whole answer", "an answer, streamed")
+@supports("llm", "/v1/responses", "a whole answer", "an answer, streamed")
+@supports("llm", "/v1/completions", "a whole text", "a text, streamed")
 def check_whole_and_streamed_answers() -> None:
     for more in (("--no-stream",), ()):
         assert text_of("-m", "tiny-local", *more, *GREEDY, USER) == chat_text()
@@ -66,10 +63,8 @@ def check_whole_and_streamed_answers() -> None:
     assert text_of("-m", "tiny-whole", *GREEDY, USER) == chat_text()
 
 
-@supports("llm", "/v1/chat/completions", "a system prompt")
-@supports("llm", "/v1/chat/completions", "several turns")
-@supports("llm", "/v1/responses", "a system prompt")
-@supports("llm", "/v1/responses", "several turns")
+@supports("llm", "/v1/chat/completions", "a system prompt", "several turns")
+@supports("llm", "/v1/responses", "a system prompt", "several turns")
 def check_a_conversation_goes_on() -> None:
     for model in ("tiny-local", "tiny-responses"):
         first = text_of("-m", model, *GREEDY, "-s", SYSTEM, USER)

@@ -37,8 +37,7 @@ def check_the_model_is_found() -> None:
     assert "Ollama: " in listed and "ollama/tiny" in listed, listed
 
 
-@supports("llm-ollama", "/api/chat", "a whole answer")
-@supports("llm-ollama", "/api/chat", "an answer, streamed")
+@supports("llm-ollama", "/api/chat", "a whole answer", "an answer, streamed")
 def check_an_answer() -> None:
     for more in ((), ("--no-stream",)):
         assert text_of(*MODEL, *more, *GREEDY, USER) == chat_text()
@@ -49,8 +48,7 @@ def check_usage() -> None:
     assert f" input, {LENGTH} output" in run(*MODEL, "-u", *GREEDY, USER).stderr
 
 
-@supports("llm-ollama", "/api/chat", "a system prompt")
-@supports("llm-ollama", "/api/chat", "several turns")
+@supports("llm-ollama", "/api/chat", "a system prompt", "several turns")
 def check_a_conversation_goes_on() -> None:
     first = text_of(*MODEL, *GREEDY, "-s", SYSTEM, USER)
     turns = [{"role": "system", "content": SYSTEM}, ASKED, {"role": "assistant", "content": first}]
@@ -72,8 +70,7 @@ def check_options() -> None:
     assert text_of(*MODEL, *GREEDY, *flags, USER) == chat_text()
 
 
-@supports("llm-ollama", "/api/chat", "tools: calls that the model chooses to make")
-@supports("llm-ollama", "/api/chat", "tools: a result goes back")
+@supports("llm-ollama", "/api/chat", "tools: calls that the model chooses to make", "tools: a result goes back")
 def check_a_call() -> None:
     for more in ((), ("--no-stream",)):
         assert text_of(*MODEL, *more, *ROOMY, "--functions", FUNCTION, USER)

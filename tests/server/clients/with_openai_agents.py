@@ -98,9 +98,7 @@ def require_refusal(model: Any) -> None:
     assert error.code == "context_length_exceeded", error
 
 
-@supports("openai-agents", "/v1/chat/completions", "a whole answer")
-@supports("openai-agents", "/v1/chat/completions", "a system prompt")
-@supports("openai-agents", "/v1/chat/completions", "tokens counted")
+@supports("openai-agents", "/v1/chat/completions", "a whole answer", "a system prompt", "tokens counted")
 def check_a_whole_answer() -> None:
     require_answer(CHAT)
 
@@ -110,8 +108,7 @@ def check_a_streamed_answer() -> None:
     require_streamed_answer(CHAT)
 
 
-@supports("openai-agents", "/v1/chat/completions", "tools: a call that is required")
-@supports("openai-agents", "/v1/chat/completions", "tools: a call, streamed")
+@supports("openai-agents", "/v1/chat/completions", "tools: a call that is required", "tools: a call, streamed")
 @supports("openai-agents", "/v1/chat/completions", "tools: a result goes back")
 def check_a_call() -> None:
     require_call(CHAT)
@@ -127,8 +124,7 @@ def check_a_prompt_that_is_too_long() -> None:
     require_refusal(CHAT)
 
 
-@supports("openai-agents", "/v1/responses", "a whole answer")
-@supports("openai-agents", "/v1/responses", "a system prompt")
+@supports("openai-agents", "/v1/responses", "a whole answer", "a system prompt")
 def check_a_response() -> None:
     require_answer(RESPONSES)
 
@@ -138,8 +134,7 @@ def check_a_streamed_response() -> None:
     require_streamed_answer(RESPONSES)
 
 
-@supports("openai-agents", "/v1/responses", "tools: a call that is required")
-@supports("openai-agents", "/v1/responses", "tools: a call, streamed")
+@supports("openai-agents", "/v1/responses", "tools: a call that is required", "tools: a call, streamed")
 @supports("openai-agents", "/v1/responses", "tools: a result goes back")
 def check_a_call_of_a_response() -> None:
     require_call(RESPONSES)

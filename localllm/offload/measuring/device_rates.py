@@ -6,14 +6,13 @@ A CPU may stand in for the GPU. Knows nothing of models; of formats only what is
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 
-from localllm.offload.planner.format_rates import FormatRates
+from localllm.offload.measuring.roofline import DeviceFloors, device_seconds, recorded, warm_up
 from localllm.offload.planner.nvml import Gpu, gpu_of
-from localllm.offload.planner.roofline import DeviceFloors, device_seconds, recorded, warm_up
+from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES, DeviceRates
 
 # Beyond every cache, and 10 ms over a link of 25 GB/s; 3 times to the card and 3 back, over the slowest link, take 2 s.
 _COPY_BYTES = 256 << 20
@@ -23,30 +22,8 @@ _REPEATS = 5
 _HOPS = 50
 _HIDDEN_SIZE = 4096
 _MIB = 1 << 20
-# Where nobody tells. A context and the library's kernels usually take 250 to 500 MiB; too much is only not used, while
-# with too little an answer would end for want of memory.
-UNKNOWN_CONTEXT_BYTES = 500 * _MIB
 # What is beyond was another program's coming or going, or another process under this one's number.
 _CONTEXT_BYTES = range(100 * _MIB, 2048 * _MIB)
-
-
-@dataclass(frozen=True)
-class DeviceRates:
-    """device_copy_gbs: bytes read and bytes written, in 1e9 a second. h2d_gbs, d2h_gbs: from and to pinned memory.
-
-    launch_s: from one small operator to the next; graph_launch_s: so in a graph that is replayed. hop_s: a token's
-    hidden state to the CPU and back. context_bytes: what a process holds on the card without any tensor, the library's
-    kernels included.
-    """
-
-    device_copy_gbs: float
-    h2d_gbs: float
-    d2h_gbs: float
-    launch_s: float
-    graph_launch_s: float
-    hop_s: float
-    context_bytes: int
-    formats: Mapping[str, FormatRates] = field(default_factory=dict)
 
 
 @torch.inference_mode()

@@ -1,0 +1,44 @@
+"""Sizes that kernels and plans share: of a tile, a page, a table's row. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+TILE = 16  # rows
+WORD = 8  # 4-bit codes of one row in a 32-bit lane
+INT8_WORD = 4
+INT8_GROUP = 64  # columns that share a scale of the activations where the weights have one a row
+MAX_ROWS = 8  # of a product with bf16 weights; above, the library's GEMM has more to reuse
+
+UNIT, UNIT_BYTES = 128, 192  # columns of bf12
+_EXCEPTIONS = 256  # of so many weights one may be one; of normal ones, one in 6000 is
+
+PAGE_TOKENS = 64
+GROUP = 32  # features of keys and values that share a scale, and that a rotation mixes
+Weights = Literal["int4", "int8"]
+Coding = Literal["dense", "int8", "int4"]
+CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}
+
+# Of each token, as the kernels read it: the addresses of its sequence's pages, that of the page with its own position
+# as it is read by that page's queries (dense), the bytes from one layer's part of that to the next's, and its position.
+TOKEN_WORDS = ("pages", "own_page", "own_stride", "position")
+# Rows of a segment count from its first token, heads of a group first. part: the first of the task's rows in `parts`,
+# where other tasks have the other sections; -1 where it has them all.
+TASK_WORDS = ("first_token", "first_row", "rows", "first_section", "end_section", "part")
+
+
+def units(in_features: int) -> int:
+    return -(-in_features // UNIT)
+
+
+def capacity(in_features: int) -> int:
+    """Exceptions of a tile of bf12."""
+    return max(TILE, TILE * units(in_features) * UNIT // _EXCEPTIONS)
+
+
+def coding_bytes(coding: Coding, head_dim: int, item_bytes: int) -> tuple[int, int]:
+    """Bytes of a head's keys or values in a page, and of their scales. item_bytes: of a dense number."""
+    elements = PAGE_TOKENS * head_dim
+    if coding == "dense":
+        return elements * item_bytes, 0
+    return elements * CODE_BITS[coding] // 8, PAGE_TOKENS * head_dim // GROUP

@@ -1,0 +1,224 @@
+"""The tensors that each weight format makes of a matrix: what plans, files and the formats share. Needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+
+from localllm.errors import Fix, UsageError
+from localllm.kernels.sizes import INT8_WORD, TILE, UNIT, UNIT_BYTES, WORD, capacity, units
+
+if TYPE_CHECKING:
+    import torch
+
+Calibration = Literal["hqq", "rtn"]
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "uint8": 1}
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}  # of activations, as a user names them
+
+INT8_COLUMNS = 64  # K is padded to a multiple of it
+NF4_BLOCK = 64  # weights that share one absmax
+# Weights that are quantized at once.
+INT4_SLAB, INT8_SLAB, NF4_SLAB, BF12_SLAB = 1 << 22, 1 << 18, 1 << 22, 1 << 18
+# Copies of them in 32 bits that are there at once: of INT4 the slab before and this one, of NF4 bitsandbytes' own.
+_INT4_COPIES, _INT8_COPIES, _NF4_COPIES, _BF12_COPIES = 2, 6, 7, 12
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """dtype: as torch names it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+class WeightLayout(Protocol):
+    """The tensors of one matrix [out_features, in_features], rows in dimension 0. They may be padded beyond it."""
+
+    @property
+    def name(self) -> str:
+        """The name in a packed model's index: two formats whose bytes differ have different names."""
+        ...
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        """The tensors that `quantize` makes, in the order in which they lie on the disk."""
+        ...
+
+    def working_bytes(self, in_features: int, /) -> int:
+        """The most that `quantize` holds at once on a CPU, beside the weight and the tensors that it returns."""
+        ...
+
+
+@dataclass(frozen=True)
+class DenseLayout:
+    """One tensor, `weight` [N, K]."""
+
+    name: str = "bf16"
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        return {"weight": TensorSpec((out_features, in_features), DTYPE_NAMES[self.name])}
+
+    def working_bytes(self, _in_features: int, /) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Int4Layout:
+    """tile16 tensors: N padded to 16 with rows of zeros, K to `group` with columns that weigh nothing."""
+
+    group: int = 64
+    calibration: Calibration = "hqq"
+
+    def __post_init__(self) -> None:
+        assert self.group % WORD == 0 and self.calibration in ("hqq", "rtn")
+
+    @property
+    def name(self) -> str:
+        return f"int4-g{self.group}" + ("" if self.calibration == "hqq" else f"-{self.calibration}")
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        tiles, groups = -(-out_features // TILE), -(-in_features // self.group)
+        return {
+            "qweight": TensorSpec((tiles, groups * self.group // WORD, TILE), "int32"),
+            "scale": TensorSpec((tiles, groups, TILE), "float16"),
+            "bias": TensorSpec((tiles, groups, TILE), "float16"),
+        }
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return _INT4_COPIES * 4 * max(INT4_SLAB, TILE * in_features)
+
+
+@dataclass(frozen=True)
+class Int8Layout:
+    """`qweight` and `scale` as kernels/int8.py has them; padding is zero."""
+
+    name: str = "int8"
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        tiles, columns = -(-out_features // TILE), -(-in_features // INT8_COLUMNS) * INT8_COLUMNS
+        return {
+            "qweight": TensorSpec((tiles, columns // INT8_WORD, TILE, INT8_WORD), "int8"),
+            "scale": TensorSpec((tiles, TILE), "float32"),
+        }
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return _INT8_COPIES * 4 * max(INT8_SLAB, TILE * in_features)
+
+
+@dataclass(frozen=True)
+class NF4Layout:
+    """`qweight`: two codes a byte, the first in the high nibble; `absmax` of each block."""
+
+    name: str = "nf4"
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        count = out_features * in_features
+        return {
+            "qweight": TensorSpec((-(-count // 2),), "uint8"),
+            "absmax": TensorSpec((-(-count // NF4_BLOCK),), "float32"),
+        }
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return _NF4_COPIES * 4 * whole_blocks(in_features, NF4_SLAB) * in_features
+
+
+def whole_blocks(in_features: int, slab_weights: int) -> int:
+    """Rows of a slab: so many of nf4's blocks of them, as they begin where a block does whatever their width."""
+    return max(1, slab_weights // (NF4_BLOCK * max(1, in_features))) * NF4_BLOCK
+
+
+@dataclass(frozen=True)
+class BF12Layout:
+    """`packed`, `row` and `exceptions` of kernels/bf12.py."""
+
+    name: str = "bf12"
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        tiles = -(-out_features // TILE)
+        return {
+            "packed": TensorSpec((tiles, TILE, units(in_features), UNIT_BYTES), "uint8"),
+            "row": TensorSpec((tiles, TILE, 3), "int32"),
+            "exceptions": TensorSpec((tiles, capacity(in_features)), "int32"),
+        }
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return _BF12_COPIES * 4 * max(BF12_SLAB, TILE * units(in_features) * UNIT)
+
+
+F = TypeVar("F", bound=WeightLayout, covariant=True)
+
+
+@dataclass(frozen=True)
+class RecipeOf(Generic[F]):
+    """The format of each kind of matrix. name: what a person asks for and what a packed model is kept under.
+
+    embedding: of the token embedding, and of the head, tied to it or not.
+    """
+
+    name: str
+    blocks: F
+    embedding: F
+
+
+Sizes = RecipeOf[WeightLayout]  # a recipe of which no matrix is computed with
+DEFAULT = "int4-g64"
+ALIASES: Mapping[str, str] = MappingProxyType({"int4": DEFAULT})
+_INT4 = [Int4Layout(group, calibration) for group in (32, 64, 128) for calibration in ("hqq", "rtn")]
+SIZES: Mapping[str, Sizes] = MappingProxyType(
+    {
+        "bf16": Sizes("bf16", DenseLayout(), DenseLayout()),
+        "bf12": Sizes("bf12", BF12Layout(), BF12Layout()),
+        "fp32": Sizes("fp32", DenseLayout("fp32"), DenseLayout("fp32")),
+        "int8": Sizes("int8", Int8Layout(), Int8Layout()),
+        "nf4": Sizes("nf4", NF4Layout(), Int8Layout()),
+        **{blocks.name: Sizes(blocks.name, blocks, Int8Layout()) for blocks in _INT4},
+    }
+)
+
+
+def recipe_name(name: str) -> str:
+    """Return the recipe's own name for this one or an alias ("int4"). Raises UsageError naming those that there are."""
+    found = ALIASES.get(name, name)
+    if found not in SIZES:
+        near = difflib.get_close_matches(name, [*SIZES, *ALIASES], n=1)
+        raise UsageError(
+            f"there is no weight format {name!r}",
+            why=f"known: {', '.join([*SIZES, *ALIASES])}",
+            fix=Fix.flag("--weights", near[0] if near else DEFAULT),
+        )
+    return found
+
+
+def can_be_cut(layout: WeightLayout) -> bool:
+    """Return whether its tensors have a dimension for rows and one for columns: nf4's run over the ends of rows."""
+    return any(len(spec.shape) > 1 for spec in layout.specs(256, 256).values())
+
+
+def cut_step(layout: WeightLayout) -> int:
+    """Rows and columns that a cut may fall between: where the tiles and groups of the format end."""
+
+    def weight_bytes(size: int) -> int:
+        """Bytes of the largest tensor of a square matrix, padding included."""
+        return max(spec.nbytes for spec in layout.specs(size, size).values())
+
+    return next(
+        size for size in (TILE << power for power in range(8)) if 4 * weight_bytes(size) == weight_bytes(2 * size)
+    )
