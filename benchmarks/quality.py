@@ -32,7 +32,7 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.kernels import reference, tile16
-from localllm.kernels.packed_matrix import INT8_GROUP
+from localllm.kernels.tile16 import INT8_GROUP
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
 from localllm.models.config import ModelConfig

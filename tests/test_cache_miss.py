@@ -110,27 +110,6 @@ def test_another_system_message_is_named(engine: Engine) -> None:
     assert "Be strict" in explanation.now or "strict" in explanation.now
 
 
-def test_pages_of_another_format_are_named(engine: Engine, folder: Path) -> None:
-    chat = [user("F " + TALE)]
-    asked(engine, chat)
-    assert engine.prefix is not None and engine.prefix.disk is not None and engine.prefix.disk.flush(10)
-    other = Engine.load("tiny", EngineConfig(device="cpu", ctx=1024, kv="int4"), reuse=KVReuse(directory=folder))
-    _, explanation = asked(other, chat)
-    other.close()
-    assert explanation is not None and "kv int8" in explanation.cause
-
-
-def test_what_is_written_beside_pages_may_be_anything(engine: Engine, folder: Path) -> None:
-    chat = [user("H " + TALE)]
-    asked(engine, chat)
-    assert engine.prefix is not None and engine.prefix.disk is not None and engine.prefix.disk.flush(10)
-    for about in folder.glob("*/about.json"):
-        about.write_text(json.dumps({**json.loads(about.read_text("utf-8")), "root": "no number"}))
-    other = Engine.load("tiny", EngineConfig(device="cpu", ctx=1024, kv="k8v4"), reuse=KVReuse(directory=folder))
-    assert asked(other, chat)[0] is None
-    other.close()
-
-
 def test_run_tells_it_in_its_statistics_and_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
     common = ["run", "--max-tokens", "1", "--temperature", "0", "--kv", "int8"]

@@ -92,18 +92,9 @@ def test_separate_and_fused_projections_become_the_same_tensor(stored_fused, tmp
         tensors[f"{ATTENTION}.qkv_proj.weight"] = whole
     save_file(tensors, tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:
-        read = checkpoint.read_fused(f"{ATTENTION}.qkv_proj.weight", parts, (4,), torch.float32)
+        read = checkpoint.read_rows(checkpoint.stored_rows(f"{ATTENTION}.qkv_proj.weight", parts), (4,), torch.float32)
         assert torch.equal(read, whole.float())
         assert not any("proj.weight" in name for name in checkpoint.unused())
-
-
-def test_fused_parts_go_straight_into_the_given_rows(tmp_path):
-    save_file(weights(), tmp_path / "model.safetensors")
-    parts = {f"{ATTENTION}.k_proj.weight": 2, f"{ATTENTION}.v_proj.weight": 2}
-    out = torch.zeros(4, 4, dtype=torch.bfloat16)
-    with Checkpoint.open(tmp_path) as checkpoint:
-        assert checkpoint.read_fused("no.such", parts, (4,), torch.bfloat16, out) is out
-    assert torch.equal(out, torch.cat([weights()[name] for name in parts]))
 
 
 def test_a_missing_tensor_is_named_with_the_nearest(tmp_path):
@@ -121,7 +112,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes_before_memory_is_taken(fus
     monkeypatch.setattr(torch, "empty", None)
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(CheckpointError) as refusal:
         if fused:
-            checkpoint.read_fused("no.such", {f"{ATTENTION}.q_proj.weight": 8, name: 1 << 40}, (4,), torch.bfloat16)
+            checkpoint.read_rows({f"{ATTENTION}.q_proj.weight": 8, name: 1 << 40}, (4,), torch.bfloat16)
         else:
             checkpoint.read(name, (1 << 40, 4), torch.bfloat16)
     assert name in refusal.value.what

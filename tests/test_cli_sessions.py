@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import re
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localllm.chat.text import one_line
-from localllm.cli.names import complete_sessions
+from localllm.cli.options import complete_sessions
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import CheckpointError
 from localllm.history import History, Session
+from localllm.runtime.engine_handle import RequestStream
 from localllm.runtime.engine_thread import EngineThread
-from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
+from tests.cli_support import Result, fork_cli, run_cli, write_checkpoint
 from tests.history_support import ask, said
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other
@@ -212,8 +213,9 @@ def test_regen_that_fails_leaves_question_and_answer(talk, path: Path, monkeypat
 def test_an_answer_that_was_stopped_before_its_first_word_is_none(
     model: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: object) -> Iterator[object]:
-        yield FinishedEvent(0, "cancelled", Usage(), Timings())
+    def stopped(_thread: EngineThread, _request: object, inbox: Any) -> RequestStream:
+        inbox.put(FinishedEvent(0, "cancelled", Usage(), Timings()))
+        return RequestStream(0, lambda _: None)
 
     monkeypatch.setattr(EngineThread, "submit", stopped)
     assert run_cli("run", model, "-p", "the fox", *SHORT).code == 130
@@ -226,7 +228,7 @@ def test_an_answer_that_was_stopped_before_its_first_word_is_none(
 def test_what_stdout_refuses_is_kept(model: Path, path: Path, flags: tuple[str, ...]) -> None:
     path.parents[1].mkdir()
     with Path("/dev/full").open("wb") as full:
-        process = start_cli(path.parents[1], "run", model, "-p", "the fox", *SHORT, *flags, stdout=full)
+        process = fork_cli(path.parents[1], "run", model, "-p", "the fox", *SHORT, *flags, stdout=full)
         assert process.wait(PATIENCE_S) == 1
     question, *answers = chats(path)[0][1]
     assert question == ("user", "the fox", "complete")
@@ -259,22 +261,25 @@ def test_a_question_that_does_not_fit_is_not_kept(talk, path: Path) -> None:
     assert questions(path) == ["one"]
 
 
-class BreaksOff:
-    """A stream whose disk vanishes after some tokens."""
+def broken_off(submit: Any, tokens: int) -> Any:
+    """`EngineThread.submit`, but the disk vanishes after some tokens."""
 
-    def __init__(self, stream: Any, tokens: int) -> None:
-        self._stream, self._tokens = stream, tokens
+    class BreaksOff:
+        def __init__(self, inbox: Any) -> None:
+            self.inbox, self.left = inbox, tokens
 
-    def __iter__(self) -> Any:
-        left = self._tokens
-        for event in self._stream:
-            if not left:
-                raise CheckpointError("a file vanished", why="for a test", fix="df -h")
-            left -= isinstance(event, TokenEvent)
-            yield event
+        def put(self, item: Any) -> None:
+            vanished = CheckpointError("a file vanished", why="for a test", fix="df -h")
+            self.inbox.put(item if self.left else vanished)
+            self.left -= isinstance(item, TokenEvent)
 
-    def abort(self) -> None:
-        self._stream.abort()
+    def submitted(thread: EngineThread, request: Any, inbox: Any = None) -> Any:
+        events = inbox or queue.SimpleQueue()
+        stream = submit(thread, request, BreaksOff(events))
+        stream.events = events
+        return stream
+
+    return submitted
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(0, []), (2, ["user", "assistant"])])
@@ -283,7 +288,7 @@ def test_what_was_said_before_an_error_stays_and_a_question_without_a_word_is_ta
     model: Path, path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, kept: list[str], command: str
 ) -> None:
     submit = EngineThread.submit
-    monkeypatch.setattr(EngineThread, "submit", lambda *arguments: BreaksOff(submit(*arguments), tokens))
+    monkeypatch.setattr(EngineThread, "submit", broken_off(submit, tokens))
     line = [command, model, *SHORT, *(["-p", "the fox"] if command == "run" else ["--plain"])]
     result = run_cli(*line, stdin=b"" if command == "run" else b"the fox\n")
     assert result.code == 1 and "a file vanished" in result.err
@@ -410,7 +415,7 @@ def test_going_on_refuses_what_contradicts_it(model: Path, flags: tuple[str, ...
 def test_what_was_said_is_kept_whatever_ends_the_program(tmp_path: Path, path: Path, number: int) -> None:
     model = write_checkpoint(tmp_path / "slow", hidden=256, layers=8, context=16384)
     (tmp_path / "home").mkdir()
-    process = start_cli(
+    process = fork_cli(
         tmp_path / "home", "run", model, "-p", "the fox", "--ctx", "8192", "--seed", "1",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
     )  # fmt: skip
@@ -606,7 +611,7 @@ def test_an_export_onto_a_full_disk_leaves_no_half_file(two: list[Session], tmp_
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
-    process = start_cli(
+    process = fork_cli(
         tmp_path / "home", "sessions", "export", "--all", "-o", tmp_path / "all.md",
         preexec_fn=small_disk, stderr=subprocess.PIPE,
     )  # fmt: skip

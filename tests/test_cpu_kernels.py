@@ -23,7 +23,6 @@ from localllm.kernels import (
     cpu_linear,
     cpu_math,
     cpu_matmul,
-    cpu_norm,
     cpu_quantize,
     cpu_rope,
     int8,
@@ -35,7 +34,7 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Activations, float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PageLayout
-from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import PackedMatrix
 from tests.patience import PATIENCE_S
 
 HOST_ISAS = cpu_isa.host_isas()
@@ -222,7 +221,7 @@ def test_an_embedding_gives_the_rows_of_its_matrix_rounded_to_bf16(isa: Isa, fac
 def test_a_norm_equals_the_formula(isa: Isa, adds: bool) -> None:
     x, y, weight = random(5, 96), random(5, 64, seed=1), random(64, seed=2)
     expected = x[:, :64] * torch.rsqrt(x[:, :64].square().mean(-1, keepdim=True) + 1e-5) * weight + y * adds
-    kernel = cpu_norm.norm(isa, adds=adds)
+    kernel = cpu_quantize.norm(isa, adds=adds)
     words = {"shape": torch.tensor([5]), "features": 64, "x_stride": 96, "y_stride": 64, "eps": float_bits(1e-5)}
     Tape([(kernel, kernel.arguments(x=x, weight=weight, y=y, **words))]).run()
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
@@ -246,7 +245,7 @@ SOURCES: dict[str, Callable[[Isa], Kernel]] = {
     "rope": lambda isa: cpu_rope.rope_source(DENSE, CODED, 128, has_norms=True),
     "attention": lambda isa: cpu_attention.attention_source(DENSE, CODED, 4, has_softcap=True),
     "combine": lambda isa: cpu_attention.combine_source(128, is_rotated=True),
-    "norm": lambda isa: cpu_norm.norm_source(adds=True),
+    "norm": lambda isa: cpu_quantize.norm_source(adds=True),
     "gemv": lambda isa: cpu_gemv.gemv_source(8),
 }
 
@@ -339,7 +338,7 @@ def test_machine_code_is_kept_and_a_damaged_copy_is_compiled_anew(
     compiled = []
     compile_code = cpu_jit.machine_code
     monkeypatch.setattr(cpu_jit, "machine_code", lambda *args: compiled.append(1) or compile_code(*args))
-    source = cpu_norm.norm_source(adds=True).source()
+    source = cpu_quantize.norm_source(adds=True).source()
     for _ in range(2):
         cpu_jit.link(source, "norm", HOST_ISAS[0])
     assert len(compiled) == 1
@@ -353,7 +352,7 @@ def test_machine_code_is_kept_and_a_damaged_copy_is_compiled_anew(
 
 @pytest.mark.usefixtures("kept_code")
 def test_machine_code_under_the_name_of_another_kernel_is_compiled_anew() -> None:
-    sources = [cpu_norm.norm_source(adds=adds).source() for adds in (True, False)]
+    sources = [cpu_quantize.norm_source(adds=adds).source() for adds in (True, False)]
     kept = [cpu_jit.KeptCode.of(source, HOST_ISAS[0]) for source in sources]
     for source in sources:
         cpu_jit.link(source, "norm", HOST_ISAS[0])
@@ -366,4 +365,4 @@ def test_without_a_cache_directory_that_can_be_written_kernels_compile_all_the_s
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file"))
-    assert cpu_jit.link(cpu_norm.norm_source(adds=True).source(), "norm", HOST_ISAS[0])[0]
+    assert cpu_jit.link(cpu_quantize.norm_source(adds=True).source(), "norm", HOST_ISAS[0])[0]

@@ -9,7 +9,7 @@ import torch
 
 from localllm.kernels import cpu_gemv, cpu_isa, cpu_jit, reference
 from localllm.kernels.attention import attention
-from localllm.kernels.dense import dense_linear
+from localllm.kernels.cpu_gemv import dense_linear
 
 SHAPES = [(1, 32), (4, 32), (7, 32), (64, 64), (67, 96), (1000, 2048), (513, 5632)]
 needs_kernel = pytest.mark.skipif(not cpu_gemv.supports(1, 64, 64), reason="no llvmlite or no OpenMP runtime here")

@@ -102,7 +102,7 @@ def test_a_block_is_a_safetensors_file_with_aligned_data_and_tensors(checkpoint,
             assert all(name.startswith("padding.") for name in set(file.keys()) - specs.keys())
             assert file.metadata()["source"] == SOURCE
         with SafetensorsFile.open(path) as ours:
-            assert min(ours.spec(name).begin for name in ours.names) % PAGE_BYTES == 0
+            assert min(ours.spec(name).begin for name in ours.specs) % PAGE_BYTES == 0
             assert all(ours.spec(name).begin % 64 == 0 for name in specs)
         assert path.stat().st_size % PAGE_BYTES == 0
 

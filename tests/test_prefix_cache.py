@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from localllm.bench.random_blocks import RandomBlocks
-from localllm.bench.random_model import word_tokenizer
+from localllm.bench.random_model import RandomBlocks, word_tokenizer
 from localllm.cache import prefix
 from localllm.cache.disk import DiskTier
 from localllm.engine.engine import Engine
@@ -320,8 +319,8 @@ def test_a_page_is_copied_for_the_disk_once(folder: Path, monkeypatch: pytest.Mo
     of = engine(reuse=KVReuse(directory=folder))
     assert of.prefix is not None and of.prefix.disk is not None
     of.prefix.disk._queue_bytes = 4 * of.prefix._payload_bytes(1)
-    goes_on, is_kept = Event(), DiskTier._is_kept
-    monkeypatch.setattr(DiskTier, "_is_kept", lambda *page: goes_on.wait(PATIENCE_S) and is_kept(*page))
+    goes_on, write = Event(), DiskTier._write
+    monkeypatch.setattr(DiskTier, "_write", lambda *page: goes_on.wait(PATIENCE_S) and write(*page))
     ask(of, tokens(500, seed=1))
     assert sorted(copies) == list(range(len(copies))) and len(copies) <= 5
     goes_on.set()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.kernels import int8, packed_linear, tile16
-from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import PackedMatrix
 
 tiles = st.integers(1, 4)
 groups = st.integers(1, 4)

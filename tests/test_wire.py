@@ -80,7 +80,7 @@ EVENTS = st.one_of(
         st.builds(Usage, NUMBERS, NUMBERS, NUMBERS),
         st.builds(Timings, FLOATS, st.none() | FLOATS, split=st.builds(StepSplit, FLOATS, copied_bytes=NUMBERS)),
         text=TEXTS,
-        miss=st.none() | st.builds(CacheMiss, NUMBERS, st.lists(NUMBERS, max_size=3).map(tuple), other=TEXTS),
+        miss=st.none() | st.builds(CacheMiss, NUMBERS, st.lists(NUMBERS, max_size=3).map(tuple)),
         ctx=st.none() | NUMBERS,
         speculation=st.none() | st.builds(SpeculationStats, TEXTS, NUMBERS, tokens_per_pass=st.none() | FLOATS),
         embedding=st.none() | st.lists(st.floats(width=32, allow_nan=False), max_size=3).map(lambda v: array("f", v)),

@@ -8,31 +8,249 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product as combinations
+from pathlib import Path
+from typing import Any
 
+import torch
 import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from localllm.kernels.gpu import catalog
-from localllm.kernels.gpu.launch import SHARED_BYTES, KernelLaunch, is_interpreted
+from localllm.kernels.gpu import activations, dequantize, rope, sample
+from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
+from localllm.kernels.gpu.attention_merge import new_parts
+from localllm.kernels.gpu.check import FORMATS, GROUPS, Heads
+from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
+from localllm.kernels.gpu.product import Dispatch
+from localllm.kernels.gpu.rope import Rope, TokenTables
+from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
 
+# Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
+# "technical specifications per compute capability"). Triton does not look at it before it launches.
+SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+_ALIGN = 16  # bytes of an address, or a number's factor, of which Triton compiles a variant of its own
+_TYPES = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 # These read what a token costs: weights, and the pages of keys and values.
 READERS = frozenset({"_gemv", "_gemm", "_attend", "_dequantize"})
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
+_N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
+_HOST = torch.device("cpu")
+BRIEF_FORMATS = (FORMATS[0], FORMATS[2])
+
+
+def matrix(group: int | None) -> PackedMatrix:
+    """[_N, _K]: INT4 in groups, or INT8."""
+    tiles = _N // TILE
+    if group is None:
+        return PackedMatrix(_empty((tiles, _K // 4, TILE, 4), torch.int8), _empty((tiles, TILE)), None)
+    values = _empty((tiles, _K // group, TILE), torch.float16)
+    return PackedMatrix(_empty((tiles, _K // 8, TILE), torch.int32), values, values)
+
+
+def products(
+    group: int | None, rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64), adding: tuple[bool, ...] = (False, True)
+) -> Iterator[KernelLaunch]:
+    """Yield the launches of a matrix in such groups with so many rows: into a new buffer, and added to what is
+    there."""
+    weights, dispatch = matrix(group), Dispatch(multiprocessors=64)
+    for count, adds, bits in combinations(rows, adding, (8, 16)):
+        codes = Codes.empty(count, _K, weights.group, _HOST, bits)
+        yield from dispatch.product(codes, weights, _empty((count, _N)), _N, None, adds=adds)
+
+
+def dequantized(group: int | None) -> KernelLaunch:
+    return dequantize.dequantize(matrix(group), _empty((_N, _K), torch.bfloat16), 0, _N // TILE, _N)
+
+
+def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[KernelLaunch]:
+    """Yield the launches between the matrices of a model in such groups."""
+    x, weight = _empty((2, 2 * _HIDDEN)), _empty((_HIDDEN,))
+    floats = _empty((2, _HIDDEN), torch.bfloat16)
+    for codes in (Codes.empty(2, _HIDDEN, group, _HOST, bits) for bits in (8, 16)):
+        yield activations.to_codes(x, codes, _HIDDEN)
+        yield activations.to_codes(x, codes, _HIDDEN, weight=weight, eps=1e-5)
+        yield activations.to_codes(x, codes, _HIDDEN, activation=activation)
+    yield activations.to_floats(x, floats, _HIDDEN)
+    yield activations.to_floats(x, floats, _HIDDEN, weight=weight, eps=1e-5)
+    yield activations.to_floats(x.bfloat16(), floats, _HIDDEN, activation=activation)
+
+
+def tokens() -> Iterator[KernelLaunch]:
+    """Yield the launches from token ids, and to them."""
+    ids, x = _empty((2,), torch.int64), _empty((2, _HIDDEN))
+    yield dequantize.embed(_empty((_VOCAB // TILE, _HIDDEN // 4, TILE, 4), torch.int8), _empty((_VOCAB,)), ids, x, 1.0)
+    room = sample.SampleRoom.empty(2, _VOCAB, _HOST)
+    yield from sample.sample(_empty((2, _VOCAB)), ids, _empty((2,)), _empty((2,)), ids, room)
+
+
+def attention(heads: Heads, *, is_step: bool = False) -> Iterator[KernelLaunch]:
+    """Yield the launches of attention for a few rows and for many; is_step: for a few."""
+    H, KH, D, dtype = heads.heads, heads.kv_heads, heads.head_dim, heads.dtype
+    dense = PageLayout(KH, D, "dense", "dense", dtype)
+    coded = None if heads.keys == "dense" else PageLayout(KH, D, heads.keys, heads.values, dtype)
+    norms = (_empty((D,)), _empty((D,))) if heads.has_norms else (None, None)
+    for rows, sections in ((16, 8),) if is_step else ((16, 8), (PREFILL_ROWS, 1)):
+        tables = TokenTables(_empty((rows,), torch.int32), *(_empty((rows,), torch.int64) for _ in range(3)))
+        history = AttentionHistory(_empty((rows, 4), torch.int32), _empty((rows, 32), torch.int64))
+        q, out = _empty((rows, H, D)), _empty((rows, H * D))
+        qkv = _empty((rows, H + 2 * KH, D))
+        qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
+        yield rope.rope_store(
+            qkv, q, tables, Rope(_empty((1, int(D * heads.rotary) // 2)), 1.0, *norms), dense, coded, 3
+        )
+        parts, block = new_parts(sections, rows, H, D, _HOST), block_rows(H // KH, is_prefill=sections == 1)
+        options = {"scale": D**-0.5, "window": heads.window, "softcap": heads.softcap}
+        yield from attend(q, out, tables, history, parts, dense, coded, 3, **options, rows=block)
+
+
+OTHER_HEADS = (
+    Heads(head_dim=64),
+    Heads(head_dim=96),
+    Heads("dense", "dense", head_dim=80),
+    Heads("dense", "dense", 64, dtype=torch.float32),
+)
+# Of many rows these store 4 to 64 bytes a thread beside the registers on some cards, and of 256 features up to 516; in
+# programs of 16 rows they would not, and read each page eight times as often.
+STEP_HEADS = (
+    Heads("int8", "int4", heads=8),
+    Heads(window=300, softcap=50.0, has_norms=True),
+    Heads(head_dim=256),
+)
+
+
+def launches_of_all(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
+    """One of every kernel in every format; briefly, in as few as have all of its ways."""
+    for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
+        yield from products(group, (1, 4, 16, 32, 64), adding=(True,))
+        yield dequantized(group)
+    for group in GROUPS[:1] if is_brief else GROUPS:
+        yield from rows_between(group)
+    yield from rows_between(activation="gelu_tanh")
+    yield from tokens()
+    for keys, values in BRIEF_FORMATS if is_brief else FORMATS:
+        yield from attention(Heads(keys, values))
+    for heads in () if is_brief else OTHER_HEADS:
+        yield from attention(heads)
+    for heads in () if is_brief else STEP_HEADS:
+        yield from attention(heads, is_step=True)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def variant(launch: KernelLaunch) -> str:
+    """Return what all launches have in common that Triton compiles once for."""
+    types = {name: (_type(launch, name), _is_aligned(launch, name)) for name in launch.kernel.arg_names}
+    return repr((launch.name, types, _constexprs(launch), launch.num_warps, launch.num_stages))
+
+
+def compiled_for(launch: KernelLaunch, capability: int) -> tuple[int, int]:
+    """Compile for sm_{capability}, with no card at hand; return the bytes that a thread stores beside the registers,
+    and the loads of 128 bits from global memory, one by one or to shared memory.
+
+    Raises triton.CompilationError, and RuntimeError where the machine code cannot be made or wants more shared memory
+    than the card has.
+    """
+    names = list(launch.kernel.arg_names)
+    source = ASTSource(
+        fn=launch.kernel,
+        signature={name: _type(launch, name) for name in names},
+        constexprs={(names.index(name),): value for name, value in _constexprs(launch).items()},
+        attrs={(names.index(name),): [["tt.divisibility", _ALIGN]] for name in names if _is_aligned(launch, name)},
+    )
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx, shared_bytes = made.asm["ptx"], made.metadata.shared
+    if shared_bytes > SHARED_BYTES[capability]:
+        raise RuntimeError(f"{launch.name} wants {shared_bytes} bytes of sm_{capability}'s {SHARED_BYTES[capability]}")
+    spilled = re.search(r"(\d+) bytes spill stores", _assembled(ptx))
+    assert spilled is not None, "ptxas says what is spilled"
+    wide_loads = re.findall(r"ld\.global[^;]*\.v4\.b32|ld\.global[^;]*\.v2\.b64|cp\.async\S* [^;]*, 0x10", ptx)
+    return int(spilled[1]), len(wide_loads)
+
+
+def _constexprs(launch: KernelLaunch) -> dict[str, Any]:
+    """Triton makes a constant of every number that is one, and variants for multiples of 16, unless told not to."""
+    ones = {name: 1 for name, value in launch.arguments.items() if isinstance(value, int) and value == 1}
+    absent = {name: None for name, value in launch.arguments.items() if value is None}
+    return {**{name: 1 for name in ones if name not in _unspecialized(launch)}, **absent, **launch.constants}
+
+
+def _unspecialized(launch: KernelLaunch) -> frozenset[str]:
+    if is_interpreted():
+        return frozenset(launch.kernel.kwargs["do_not_specialize"] or ())
+    return frozenset(parameter.name for parameter in launch.kernel.params if parameter.do_not_specialize)
+
+
+def _type(launch: KernelLaunch, name: str) -> str:
+    value = launch.arguments.get(name)
+    if value is None or name in _constexprs(launch):
+        return "constexpr"
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def _is_aligned(launch: KernelLaunch, name: str) -> bool:
+    value = launch.arguments.get(name)
+    if value is None or isinstance(value, float) or name in _constexprs(launch) or name in _unspecialized(launch):
+        return False
+    return (value.data_ptr() if isinstance(value, Tensor) else value) % _ALIGN == 0
+
+
+def _assembled(ptx: str) -> str:
+    """Return what the assembler says of registers and spills. Triton brings two: the older one refuses newer
+    targets."""
+    found = re.search(r"\.target (\S+)", ptx)
+    assert found is not None, "every PTX names its target"
+    folder, said = Path(triton.__file__).parent / "backends/nvidia/bin", ""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        for assembler in (folder / "ptxas", folder / "ptxas-blackwell"):
+            if not assembler.exists():
+                continue
+            command = [str(assembler), "-v", f"--gpu-name={found[1].rstrip(',')}", file.name, "-o", os.devnull]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return done.stderr
+            said = done.stderr
+    raise RuntimeError(f"ptxas refuses it: {said[:500]}")
 
 
 def faults(launch: KernelLaunch, capability: int) -> Iterator[str]:
     """The faults of one kernel for sm_{capability}."""
     named = f"sm_{capability}: {launch.name} {_shown(launch)}"
     try:
-        compiled = launch.compiled(capability)
+        spilled_bytes, wide_loads = compiled_for(launch, capability)
     except Exception as error:  # Triton raises what its compiler does
         yield f"{named}: {type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}"
         return
-    if compiled.spilled_bytes:
-        yield f"{named}: spills {compiled.spilled_bytes} bytes a thread"
-    if _reads_wide(launch) and not compiled.wide_loads:
+    if spilled_bytes:
+        yield f"{named}: spills {spilled_bytes} bytes a thread"
+    if _reads_wide(launch) and not wide_loads:
         yield f"{named}: no load of 128 bits"
 
 
@@ -64,7 +282,7 @@ def main() -> None:
         parser.error(f"argument --threads: {arguments.threads} is no number of threads")
     if is_interpreted():
         parser.error("what is interpreted is not compiled: unset TRITON_INTERPRET")
-    launches = list({each.variant: each for each in catalog.launches(is_brief=arguments.brief)}.values())
+    launches = list({variant(each): each for each in launches_of_all(is_brief=arguments.brief)}.values())
     found = all_faults(launches, arguments.capabilities, arguments.threads)
     print("\n".join(found))
     count = len(launches) * len(arguments.capabilities)

@@ -24,6 +24,8 @@ from localllm.cache.page_file import (
     PageKey,
     header_of,
     is_cached,
+    num_leading,
+    read_first,
     read_key,
     read_page,
     write_page,
@@ -32,10 +34,10 @@ from localllm.cache.page_folder import (
     KEPT_FREE_BYTES,
     NotOurFolderError,
     PageFile,
+    Place,
     close_to_others,
     default_limit_bytes,
     free_bytes,
-    kept_pages,
     make_folder,
     name_of,
     quarantine,
@@ -43,18 +45,15 @@ from localllm.cache.page_folder import (
     scan,
     temporary_path,
 )
-from localllm.cache.page_index import PageIndex, Place
-from localllm.cache.page_readers import num_leading, read_first
+from localllm.cache.page_index import PageIndex
 from localllm.config import format_bytes
-from localllm.present import is_file, is_folder
+from localllm.present import is_file
 
 QUEUE_BYTES = 256 << 20  # of pages that wait to be written: 4000 tokens of Mistral 7B in INT8
 _PAUSE_S = 60.0  # after a disk refused to be written to
 # Other processes write here too: after so much of our own, what is there is listed anew, in 50 ms for 5000 pages.
 _LIST_AGAIN_BYTES = 256 << 20
-_SPARE_SHARE = 32  # of what may be held is made free at once: to choose what goes takes 10 ms among 10,000 pages
-_SAME_TIME_NS = 2_000_000_000  # file systems round times, to 2 s at most
-_MOST_ROUNDS = 3
+_SPARE_SHARE = 32  # of what is held is made free at once: to list and choose takes 60 ms among 10,000 pages
 _MOST_CHILDREN = 256  # to read the header of one takes 0.03 ms, and thousands of chats may begin differently
 _SAMPLED_PAGES = 5  # of a chain, to know whether the page cache holds it: each costs 0.03 ms, and 4 KB of the disk's
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # they say nothing of the file
@@ -80,19 +79,16 @@ class DiskTier:
         """root: 32 bytes that stand for all that the pages' meaning depends on. about: the same for people, shown by
         `localllm cache`. limit_bytes: of all pages of all roots together; None: 8 GiB, or a tenth of what is free."""
         assert len(root) == DIGEST_BYTES
-        self.num_read = self.num_written = self.num_evicted = self.num_refused = self.num_quarantined = 0
+        self.num_written = self.num_quarantined = 0
         self._directory, self._root, self._about, self._warn = directory, root, dict(about), warn
         self._name = name_of(root)
-        self._limit_bytes = limit_bytes
-        self._queue_bytes = queue_bytes
+        self._limit_bytes, self._queue_bytes = limit_bytes, queue_bytes
         self._changed = threading.Condition()
         self._index = PageIndex()
         self._queue: dict[bytes, tuple[PageKey, memoryview]] = {}  # by digest, in the order of writing
-        self._queued_bytes = 0
         self._unstamped: set[Place] = set()  # used since their files last said so
         self._listed = threading.Event()
-        self._is_off = self._is_closed = self._has_warned = self._has_folder = False
-        self._is_stale = False  # another process has deleted pages: what is there must be listed anew
+        self._is_off = self._is_closed = self._has_warned = False
         self._paused_until = 0.0
         self._written_since_listing = 0
         self._writer = threading.Thread(target=self._work, name="kv-disk", daemon=True)
@@ -123,35 +119,24 @@ class DiskTier:
 
     @property
     def limit_bytes(self) -> int:
-        with self._changed:
-            held = self._index.num_bytes
-        return default_limit_bytes(self._directory, held) if self._limit_bytes is None else self._limit_bytes
+        if self._limit_bytes is not None:
+            return self._limit_bytes
+        return default_limit_bytes(self._directory, self.bytes_on_disk)
 
-    def children(self, parent: bytes) -> Sequence[PageKey]:
-        """The pages that hang on a page, or on the root: of which tokens they are tells where a prefix broke. Of many
-        those that were used last."""
+    def children(self, parent: bytes) -> list[PageKey]:
+        """Return the pages that hang on a page, or on the root, of many those that were used last: their tokens tell
+        where a prefix broke."""
         self._listed.wait()
         with self._changed:
-            files = self._index.children(self._name, name_of(parent))[:_MOST_CHILDREN]
+            files = self._index.children(self._place(parent))[:_MOST_CHILDREN]
         keys = []
         for file in files:
             with suppress(OSError, BadPageError):  # whoever reads the page will find out
                 keys.append(read_key(self._directory / file.path, self._root))
         return [key for key in keys if key.parent == parent]
 
-    def others(self) -> list[Mapping[str, str]]:
-        """Return what the pages of every other root of the same model are of."""
-        kept = kept_pages(self._directory)
-        same = [pages for pages in kept if pages.about.get("model") == self._about.get("model")]
-        return [pages.about for pages in same if pages.root != self._name]
-
-    def has_under(self, root: bytes, digest: bytes) -> bool:
-        """Return whether another root has this page as one of its first."""
-        place = PageFile(name_of(root), name_of(digest), name_of(root), 0, 0)
-        return is_file(self._directory / place.path)
-
     def read(self, keys: Sequence[PageKey], into: Sequence[memoryview]) -> int:
-        """Reads a chain's pages side by side, and returns how many of the first ones are whole and verified.
+        """Read a chain's pages side by side; return how many of the first ones are whole and verified.
 
         into: of each page's size, writable; read past the page cache where aligned to 4096. What is in those behind the
         returned number is nothing.
@@ -162,11 +147,11 @@ class DiskTier:
             is_listed = [self._place(key.digest) in self._index for key in keys]
         views = [memoryview(view).cast("B") for view in into]
         pages = list(zip(keys[: num_leading(is_listed)], views, strict=False))
-        past_cache = not self._are_cached(keys[: len(pages)])
+        # Past the page cache, unless that seems to hold most of the chain, judged by some of its pages.
+        drawn = random.sample(keys[: len(pages)], min(len(pages), _SAMPLED_PAGES))
+        past_cache = 2 * sum(is_cached(self._directory / self._file(key).path) for key in drawn) <= len(drawn)
         count = read_first(len(pages), lambda number, header: self._read(*pages[number], header, past_cache))
         self.touch(key.digest for key in keys[:count])
-        with self._changed:
-            self.num_read += count
         return count
 
     def put(self, key: PageKey, payload: bytes | memoryview) -> bool:
@@ -175,46 +160,38 @@ class DiskTier:
         One that is there is only touched. A page goes behind its parent: where that is neither there nor on its way,
         it is refused, as it is where the queue is full or the disk takes nothing.
         """
-        place, payload = self._place(key.digest), memoryview(payload).cast("B")
+        payload = memoryview(payload).cast("B")
         with self._changed:
-            if place in self._index:
-                self._touch(place)
-                self._changed.notify_all()
-                return True
-            if key.digest in self._queue:
+            if self.holds(key.digest):
+                self.touch([key.digest])
                 return True
             if not self._may_queue(key, len(payload)):
-                self.num_refused += 1
                 return False
             self._queue[key.digest] = (key, payload)
-            self._queued_bytes += len(payload)
             self._changed.notify_all()
         return True
 
     def wants(self, key: PageKey, num_bytes: int) -> bool:
         """Return whether `put` would take so many bytes, of a page that is neither there nor on its way."""
         with self._changed:
-            return not self._holds(key.digest) and self._may_queue(key, num_bytes)
+            return not self.holds(key.digest) and self._may_queue(key, num_bytes)
 
     def holds(self, digest: bytes) -> bool:
         """Return whether the page is listed, or on its way."""
         with self._changed:
-            return self._holds(digest)
-
-    def _holds(self, digest: bytes) -> bool:
-        return digest in self._queue or self._place(digest) in self._index
+            return digest in self._queue or self._place(digest) in self._index
 
     def touch(self, digests: Iterable[bytes]) -> None:
         """These were used, in this order: they stay longer than what was not."""
         with self._changed:
-            for digest in digests:
-                place = self._place(digest)
+            for place in map(self._place, digests):
                 if place in self._index:
-                    self._touch(place)
+                    self._index.touch(place)
+                    self._unstamped.add(place)
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until everything that was put is written or given up; False where that takes longer."""
+        """Wait until everything that was put is written or given up; False where that takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue, timeout_s)
 
@@ -224,7 +201,7 @@ class DiskTier:
         is_flushed = self.flush(timeout_s)
         with self._changed:
             self._is_closed = True
-            self._drop_queue()
+            self._queue.clear()
             self._changed.notify_all()
         if self._writer.ident is not None:
             self._writer.join(max(0.1, until - time.monotonic()))
@@ -233,17 +210,15 @@ class DiskTier:
     def _place(self, digest: bytes) -> Place:
         return self._name, name_of(digest)
 
-    def _touch(self, place: Place) -> None:
-        self._index.touch(place)
-        self._unstamped.add(place)
+    def _file(self, key: PageKey, num_bytes: int = 0) -> PageFile:
+        return PageFile(self._name, name_of(key.digest), name_of(key.parent), num_bytes, time.time_ns())
 
     def _may_queue(self, key: PageKey, num_bytes: int) -> bool:
         if self._is_off or self._is_closed or time.monotonic() < self._paused_until:
             return False
-        if self._queued_bytes + num_bytes > self._queue_bytes:
+        if num_bytes + sum(len(payload) for _, payload in self._queue.values()) > self._queue_bytes:
             return False
-        is_behind = key.parent == self._root or key.parent in self._queue or self._place(key.parent) in self._index
-        return is_behind or not self._listed.is_set()
+        return key.parent == self._root or self.holds(key.parent) or not self._listed.is_set()
 
     # What follows is done by the writer alone, but for `_read` and what it calls.
 
@@ -254,38 +229,34 @@ class DiskTier:
             self._pause(error)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._unstamped or self._is_stale or self._is_closed)
-                if not self._queue and not self._unstamped and not self._is_stale:
+                self._changed.wait_for(lambda: self._queue or self._unstamped or self._is_closed)
+                if not self._queue and not self._unstamped:
                     return
                 page = next(iter(self._queue.values()), None)
-                stamped: set[Place] = set()
+                used: set[Place] = set()
                 if page is None:
-                    stamped, self._unstamped = self._unstamped, stamped
-            is_kept = False
+                    used, self._unstamped = self._unstamped, used
             try:
                 if page is not None:
-                    is_kept = self._is_kept(*page)
-                else:
-                    self._stamp(stamped)
-                    if self._is_stale:
-                        self._list()
+                    self._write(*page)
+                self._stamp(used)
             except Exception as error:
                 self._pause(error)
-            if page is not None:
-                self._strike(*page, is_kept)
-
-    def _strike(self, key: PageKey, payload: memoryview, is_kept: bool) -> None:
-        """Off the queue, unless all of it was dropped meanwhile."""
-        with self._changed:
-            if self._queue.pop(key.digest, None) is not None:
-                self._queued_bytes -= len(payload)
-                self.num_refused += not is_kept
-            self._changed.notify_all()
+            with self._changed:
+                if page is not None:
+                    self._queue.pop(page[0].digest, None)
+                self._changed.notify_all()
 
     def _begin(self) -> None:
         try:
-            if not self._is_usable():
+            try:  # pages are checked for damage, not for malice: nobody else may write here
+                close_to_others(self._directory)
+            except NotOurFolderError as error:
+                self._is_off = True
+                self._say(str(error))
                 return
+            except OSError:  # not there yet, or nothing can be written there: the first page finds out
+                pass
             remove_stale(self._directory)
             self._list()
             if self._index.orphans():
@@ -295,114 +266,67 @@ class DiskTier:
         finally:
             self._listed.set()
 
-    def _is_usable(self) -> bool:
-        """Nobody else may write here: pages are checked for damage, not for malice."""
-        try:
-            close_to_others(self._directory)
-        except NotOurFolderError as error:
-            self._is_off = True
-            self._say(str(error))
-            return False
-        except OSError:  # not there yet, or nothing can be written there: the first page finds out
-            pass
-        return True
-
     def _list(self) -> None:
-        self._is_stale = False
         files = list(scan(self._directory))
         with self._changed:
             self._index.merge(files, time.time_ns())
         self._written_since_listing = 0
 
-    def _is_kept(self, key: PageKey, payload: memoryview) -> bool:
-        """Writes the page; whether it is there now. Raises OSError."""
-        if self._is_off:
-            return False
-        try:
-            self._make_folder()
-            return self._write_behind_parent(key, payload)
-        except FileNotFoundError:  # somebody has cleared the cache
-            self._has_folder = False
-            self._list()
-        self._make_folder()
-        return self._write_behind_parent(key, payload)
-
-    def _make_folder(self) -> None:
-        folder = self._directory / self._name
-        if self._has_folder and not is_folder(folder):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-        if not self._has_folder:
-            make_folder(self._directory, self._name, self._about)
-            self._has_folder = True
-
-    def _write_behind_parent(self, key: PageKey, payload: memoryview) -> bool:
-        name, num_bytes = name_of(key.digest), HEADER_BYTES + len(payload)
-        parent = self._place(key.parent)
-        file = PageFile(self._name, name, parent[1], num_bytes, time.time_ns())
+    def _write(self, key: PageKey, payload: memoryview) -> None:
+        """Write the page, if what is before it is there. Raises OSError."""
+        file = self._file(key, HEADER_BYTES + len(payload))
         with self._changed:
-            if not self._index.reaches_root(*parent):
-                return False
-        path = self._directory / file.path
-        there = _status(path)
+            before, is_behind = self._index.get(file.behind), self._index.reaches_root(file.behind)
+        if self._is_off or not is_behind:
+            return
+        if before is not None and not is_file(self._directory / before.path):  # somebody has cleared the cache
+            self._forget(before.place)
+            return
+        path = make_folder(self._directory, self._name, self._about) / file.path.name
+        there = None
+        with suppress(OSError):
+            there = path.lstat()
         if there is not None and not stat.S_ISREG(there.st_mode):
-            return False
-        if there is None or there.st_size != num_bytes:  # else another process has written it
-            if not self._make_room(num_bytes, parent):
-                return False
-            header = header_of(self._root, key, payload)
-            write_page(temporary_path(path.parent, name), path, header, payload)
+            return
+        if there is None or there.st_size != file.num_bytes:  # else another process has written it
+            if not self._make_room(file.num_bytes, file.behind):
+                return
+            write_page(temporary_path(path.parent, file.page), path, header_of(self._root, key, payload), payload)
             self.num_written += 1
-            self._written_since_listing += num_bytes
+            self._written_since_listing += file.num_bytes
         with self._changed:
-            self._index.add(file)
+            self._index.add(self._file(key, file.num_bytes))
         if self._written_since_listing >= min(_LIST_AGAIN_BYTES, self.limit_bytes // 8):
             self._list()
-        return True
 
     def _make_room(self, num_bytes: int, keep: Place) -> bool:
         """Make room for so much more within the limit, with KEPT_FREE_BYTES left to others; return whether it
         worked."""
-        for _ in range(_MOST_ROUNDS):
-            limit, free = self.limit_bytes, free_bytes(self._directory)
-            with self._changed:
-                held = self._index.num_bytes
-                allowed = min(limit, held + free - KEPT_FREE_BYTES)
-                excess = held + num_bytes - allowed
-                if excess <= 0:
-                    return True
-                victims = self._index.victims(max(excess, allowed // _SPARE_SHARE), keep)
-                if sum(file.num_bytes for file in victims) < excess:
-                    break
-            if self._evict(victims):
-                return True
+        if self._excess(num_bytes) <= 0:
+            return True
+        self._list()  # other processes have used and deleted pages meanwhile
+        excess = self._excess(num_bytes)
+        spare = self.bytes_on_disk // _SPARE_SHARE if excess > 0 else 0
+        victims = self._index.victims(max(excess, spare), keep)
+        if sum(file.num_bytes for file in victims) >= excess:
+            self._evict(victims)
+            return True
+        free = free_bytes(self._directory)
         if free - num_bytes < KEPT_FREE_BYTES:
             kept_free = format_bytes(KEPT_FREE_BYTES)
             self._say(f"{format_bytes(free, 2)} are free on its disk, and {kept_free} is left to others")
         return False
 
-    def _evict(self, files: Iterable[PageFile]) -> bool:
-        """Deletes them, but for those that another process has used meanwhile and what those hang on. Whether all are
-        gone."""
-        spared: set[Place] = set()
+    def _excess(self, num_bytes: int) -> int:
+        """Bytes that must go before there is room for so many."""
+        held = self.bytes_on_disk
+        return held + num_bytes - min(self.limit_bytes, held + free_bytes(self._directory) - KEPT_FREE_BYTES)
+
+    def _evict(self, files: Iterable[PageFile]) -> None:
         for file in files:
-            place, path = (file.root, file.page), self._directory / file.path
-            status = _status(path)
-            if place in spared:
-                spared.add((file.root, file.parent))
-                continue
-            if status is not None and status.st_mtime_ns > file.used_ns + _SAME_TIME_NS:
-                spared.add((file.root, file.parent))
-                with self._changed:
-                    if place in self._index:
-                        self._index.touch(place)
-                        self._index.stamp(place, status.st_mtime_ns)
-                continue
-            if status is not None and stat.S_ISREG(status.st_mode):
-                path.unlink(missing_ok=True)
-                self.num_evicted += 1
+            (self._directory / file.path).unlink(missing_ok=True)
             with self._changed:
-                self._index.remove(place)
-        return not spared
+                self._index.remove(file.place)
 
     def _stamp(self, places: Iterable[Place]) -> None:
         """Tell those who come later, and other processes, when these were used."""
@@ -410,25 +334,17 @@ class DiskTier:
         for place in places:
             with self._changed:
                 file = self._index.get(place)
-            if file is None:
-                continue
+                self._index.stamp(place, now_ns)
             with suppress(OSError):  # it was deleted, or nothing can be written
-                os.utime(self._directory / file.path, ns=(now_ns, now_ns), follow_symlinks=False)
-            with self._changed:
-                if place in self._index:
-                    self._index.stamp(place, now_ns)
+                if file is not None:
+                    os.utime(self._directory / file.path, ns=(now_ns, now_ns), follow_symlinks=False)
 
     def _pause(self, error: Exception) -> None:
         self._say((isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__)
         with self._changed:
             self._paused_until = time.monotonic() + _PAUSE_S
-            self._drop_queue()
-
-    def _drop_queue(self) -> None:
-        self.num_refused += len(self._queue)
-        self._queue.clear()
-        self._queued_bytes = 0
-        self._changed.notify_all()
+            self._queue.clear()
+            self._changed.notify_all()
 
     def _say(self, why: str) -> None:
         with self._changed:
@@ -440,30 +356,25 @@ class DiskTier:
             "it anew. `localllm cache clear` frees space; LOCALLLM_CACHE=FOLDER takes another disk"
         )
 
-    def _are_cached(self, keys: Sequence[PageKey]) -> bool:
-        """Return whether the page cache seems to hold most of a chain, judged by some of its pages."""
-        drawn = random.sample(keys, min(len(keys), _SAMPLED_PAGES))
-        files = [PageFile(*self._place(key.digest), name_of(key.parent), 0, 0) for key in drawn]
-        return 2 * sum(is_cached(self._directory / file.path) for file in files) > len(files)
-
     def _read(self, key: PageKey, into: memoryview, header: memoryview, past_cache: bool) -> bool:
-        place = self._place(key.digest)
         with self._changed:
-            file = self._index.get(place)
+            file = self._index.get(self._place(key.digest))
         if file is None:
             return False
         try:
             if file.parent != name_of(key.parent):
                 raise BadPageError(f"{file.path} hangs on another page")
             read_page(self._directory / file.path, self._root, key, into, header, past_cache=past_cache)
-        except BadPageError:
-            self._set_aside(file)
-            return False
-        except (OSError, MemoryError) as error:
-            if isinstance(error, OSError) and error.errno == errno.EIO:
-                self._set_aside(file)
-            elif isinstance(error, OSError) and error.errno not in _PASSING:
-                self._forget(place)
+        except (OSError, MemoryError, BadPageError) as error:
+            number = getattr(error, "errno", None)
+            if isinstance(error, BadPageError) or number == errno.EIO:
+                with self._changed:
+                    self._index.remove(file.place)
+                    self.num_quarantined += 1
+                with suppress(OSError):
+                    quarantine(self._directory, file)
+            elif number is not None and number not in _PASSING:
+                self._forget(file.place)
             return False
         return True
 
@@ -471,18 +382,3 @@ class DiskTier:
         """It is gone, or no file that we may read: so may be what hangs on it. Whoever wants it puts it once more."""
         with self._changed:
             self._index.remove_with_descendants(place)
-            self._is_stale = True
-            self._changed.notify_all()
-
-    def _set_aside(self, file: PageFile) -> None:
-        with self._changed:
-            self._index.remove((file.root, file.page))
-            self.num_quarantined += 1
-        with suppress(OSError):
-            quarantine(self._directory, file)
-
-
-def _status(path: Path) -> os.stat_result | None:
-    with suppress(OSError):
-        return path.lstat()
-    return None

@@ -10,11 +10,9 @@ class CacheMiss:
     """The place where a prompt leaves what was computed before.
 
     position: of the first token that differs; before, now: the ids that stood there in the nearest earlier prompt, and
-    those that do now. other: what has computed the same beginning in a way that this run cannot use, "weights int4, kv
-    bf16"; "" where tokens differ.
+    those that do now.
     """
 
     position: int
     before: tuple[int, ...] = ()
     now: tuple[int, ...] = ()
-    other: str = ""

@@ -11,9 +11,11 @@ import errno
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 import xxhash
@@ -31,6 +33,9 @@ _CLAIMS = struct.Struct(f"<8sIIQ32s32s32s{PAGE_TOKENS}I16s")
 _CHECKSUM_BYTES = 16
 _PAST_CACHE = getattr(os, "O_DIRECT", 0)
 _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM_BYTES
+# Pages are small: while some are opened and verified, the disk must have others to read. With 2 busy cores 0.7 MB at a
+# time came at 1.8 GB/s to 4 readers and at 2.1 to 8.
+READERS = 8
 
 
 class BadPageError(Exception):
@@ -72,9 +77,15 @@ def write_page(temporary: Path, path: Path, header: bytes, payload: memoryview) 
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(temporary, flags, 0o600)
+    views = [memoryview(header), payload]
     try:
         try:
-            _write_all(descriptor, header, payload)
+            while views:
+                written = os.writev(descriptor, views)
+                while views and written >= len(views[0]):
+                    written -= len(views.pop(0))
+                if views:
+                    views[0] = views[0][written:]
         finally:
             os.close(descriptor)  # which is where a network's disk says that it is full
         temporary.rename(path)
@@ -82,16 +93,6 @@ def write_page(temporary: Path, path: Path, header: bytes, payload: memoryview) 
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-def _write_all(descriptor: int, header: bytes, payload: memoryview) -> None:
-    views = [memoryview(header), payload]
-    while views:
-        written = os.writev(descriptor, views)
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if views:
-            views[0] = views[0][written:]
 
 
 def read_page(path: Path, root: bytes, key: PageKey, into: memoryview, header: memoryview, *, past_cache: bool) -> None:
@@ -198,3 +199,49 @@ def _read_rest(descriptor: int, header: memoryview, into: memoryview, done: int)
         if done < HEADER_BYTES:
             raise EOFError(f"it ends at byte {done}")
     read_into(descriptor, None, done, into[done - HEADER_BYTES :])
+
+
+def read_first(num_pages: int, read: Callable[[int, memoryview], bool]) -> int:
+    """Read pages side by side; return how many of the first ones came, up to one that did not.
+
+    read(number, buffer): whether the page is whole. buffer: PAGE_BYTES, aligned to them, the thread's own. It must not
+    raise.
+    """
+    is_read = [False] * num_pages
+    turns = iter(range(num_pages))
+    readers = [
+        threading.Thread(target=_read_in_turn, args=(turns, read, is_read), name="kv-read", daemon=True)
+        for _ in range(1, min(num_pages, READERS))
+    ]
+    started = []
+    try:
+        with suppress(RuntimeError):  # no more threads: fewer read, or this one alone
+            for reader in readers:
+                reader.start()
+                started.append(reader)
+        _read_in_turn(turns, read, is_read)
+    finally:
+        _skip(turns)
+        for reader in started:  # they write into the caller's memory
+            reader.join()
+    return num_leading(is_read)
+
+
+def num_leading(flags: list[bool]) -> int:
+    return flags.index(False) if False in flags else len(flags)
+
+
+def _read_in_turn(turns: Iterator[int], read: Callable[[int, memoryview], bool], is_read: list[bool]) -> None:
+    try:
+        buffer = memoryview(mmap(-1, PAGE_BYTES))
+    except (OSError, MemoryError):  # what this thread does not read, the others do
+        return
+    for turn in turns:
+        is_read[turn] = read(turn, buffer)
+        if not is_read[turn]:  # what is behind it is of no use
+            _skip(turns)
+
+
+def _skip(turns: Iterator[int]) -> None:
+    for _ in turns:
+        pass

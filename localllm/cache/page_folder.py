@@ -23,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from localllm.config import user_directories
 from localllm.present import is_folder, is_link, nearest
 
@@ -33,7 +35,6 @@ _SHARE_OF_FREE = 10
 _QUARANTINE = "quarantine"
 _MOST_QUARANTINED = 8  # files of up to 10 MB, to be looked at by whoever wonders
 _ABOUT = "about.json"
-ROOT = "root"  # in what a folder is about: its root whole, the folder's name is the beginning of it
 _ABOUT_LIMIT_BYTES = 1 << 16
 _ROOT = re.compile("[0-9a-f]{32}")
 _PAGE = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.page")
@@ -41,6 +42,9 @@ _TEMPORARY = re.compile(r"\.[0-9a-z]+\.(\d{1,10})-[0-9a-f]{16}\.tmp")
 _QUARANTINED = re.compile(f"{_ROOT.pattern}\\.{_PAGE.pattern}")
 # Writing a page takes a second at most. A process id may be another's by now, or one of another container's.
 _TEMPORARY_LIFETIME_S = 3600.0
+
+
+Place = tuple[str, str]  # the names of a root and a page
 
 
 class NotOurFolderError(Exception):
@@ -58,6 +62,15 @@ class PageFile:
     used_ns: int
 
     @property
+    def place(self) -> Place:
+        return self.root, self.page
+
+    @property
+    def behind(self) -> Place:
+        """The place of the page before it, or of the root."""
+        return self.root, self.parent
+
+    @property
     def path(self) -> Path:
         """Below the folder of all pages."""
         return Path(self.root, f"{self.page}.{self.parent}.page")
@@ -72,11 +85,6 @@ class KeptPages:
     num_pages: int
     num_bytes: int
     used_ns: int
-
-    @property
-    def told(self) -> dict[str, str]:
-        """The part of `about` that is for people."""
-        return {key: value for key, value in self.about.items() if key != ROOT}
 
     @property
     def num_tokens(self) -> int:
@@ -107,17 +115,12 @@ def free_bytes(directory: Path) -> int:
 
 def scan(directory: Path) -> Iterator[PageFile]:
     """Every page there is, of every root, in no order. What cannot be examined is passed over."""
-    for root in _entries(directory):
-        if not _ROOT.fullmatch(root.name) or not _is_folder(root):
-            continue
-        for entry in _entries(Path(root.path)):
-            found = _PAGE.fullmatch(entry.name)
-            if found is None:
-                continue
+    for root in root_folders(directory):
+        for entry in _entries(directory / root):
             with suppress(OSError):  # evicted by another process meanwhile
-                if entry.is_file(follow_symlinks=False):
+                if (found := _PAGE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
-                    yield PageFile(root.name, found[1], found[2], status.st_size, status.st_mtime_ns)
+                    yield PageFile(root, found[1], found[2], status.st_size, status.st_mtime_ns)
 
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
@@ -125,23 +128,28 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
         yield from entries
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    with suppress(OSError):
-        return entry.is_dir(follow_symlinks=False)
-    return False
-
-
 def make_folder(directory: Path, root: str, about: Mapping[str, str]) -> Path:
     """The folder of a root's pages, its owner's alone. Raises OSError, also where a link stands in its place, and
     NotOurFolderError."""
     folder = directory / root
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    for path in (directory, folder):
-        path.mkdir(mode=0o700, exist_ok=True)
+    if not is_folder(folder):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for path in (directory, folder):
+            path.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink():
         raise NotADirectoryError(f"{folder} is a link, which is not followed")
     close_to_others(directory)
-    _write_about(folder, about)
+    if read_about(folder) == about:
+        return folder
+    temporary = temporary_path(folder, "about")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(dict(about), file)
+        temporary.replace(folder / _ABOUT)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     return folder
 
 
@@ -163,20 +171,6 @@ def temporary_path(folder: Path, name: str) -> Path:
     return folder / f".{name}.{os.getpid()}-{secrets.token_hex(8)}.tmp"
 
 
-def _write_about(folder: Path, about: Mapping[str, str]) -> None:
-    if read_about(folder) == about:
-        return
-    temporary = temporary_path(folder, "about")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(dict(about), file)
-        temporary.replace(folder / _ABOUT)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def read_about(folder: Path) -> dict[str, str]:
     """Return what the pages of a root's folder are of; empty where that is not known."""
     try:
@@ -192,9 +186,8 @@ def read_about(folder: Path) -> dict[str, str]:
 
 def remove_stale(directory: Path) -> None:
     """Deletes what processes that ended while they wrote have left."""
-    for root in _entries(directory):
-        if _ROOT.fullmatch(root.name) and _is_folder(root):
-            _remove_temporaries(Path(root.path), _is_stale)
+    for root in root_folders(directory):
+        _remove_temporaries(directory / root, _is_stale)
 
 
 def _remove_temporaries(folder: Path, unwanted: Callable[[os.DirEntry[str]], bool]) -> None:
@@ -207,17 +200,7 @@ def _remove_temporaries(folder: Path, unwanted: Callable[[os.DirEntry[str]], boo
 def _is_stale(entry: os.DirEntry[str]) -> bool:
     age_s = abs(time.time() - entry.stat(follow_symlinks=False).st_mtime)
     found = _TEMPORARY.fullmatch(entry.name)
-    return age_s > _TEMPORARY_LIFETIME_S or (found is not None and not _is_alive(int(found[1])))
-
-
-def _is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # another user's
-        return True
-    return True
+    return age_s > _TEMPORARY_LIFETIME_S or (found is not None and not psutil.pid_exists(int(found[1])))
 
 
 def quarantine(directory: Path, file: PageFile) -> None:
@@ -254,16 +237,10 @@ def kept_pages(directory: Path) -> list[KeptPages]:
     by_root: dict[str, list[PageFile]] = {}
     for file in scan(directory):
         by_root.setdefault(file.root, []).append(file)
-    kept = [
-        KeptPages(
-            root=root,
-            about=read_about(directory / root),
-            num_pages=len(files),
-            num_bytes=sum(file.num_bytes for file in files),
-            used_ns=max(file.used_ns for file in files),
-        )
-        for root, files in by_root.items()
-    ]
+    kept = []
+    for root, files in by_root.items():
+        num_bytes, used_ns = sum(file.num_bytes for file in files), max(file.used_ns for file in files)
+        kept.append(KeptPages(root, read_about(directory / root), len(files), num_bytes, used_ns))
     return sorted(kept, key=lambda pages: -pages.used_ns)
 
 
@@ -299,8 +276,13 @@ def remove_quarantined(directory: Path) -> int:
 
 
 def root_folders(directory: Path) -> list[str]:
-    """Return the names of all roots, those without a page too."""
-    return [entry.name for entry in _entries(directory) if _ROOT.fullmatch(entry.name) and _is_folder(entry)]
+    """Return the names of all roots, those without a page too. Links are none."""
+    names = []
+    for entry in _entries(directory):
+        with suppress(OSError):
+            if _ROOT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                names.append(entry.name)
+    return names
 
 
 def _remove_if_empty(folder: Path) -> None:

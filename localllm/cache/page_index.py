@@ -7,12 +7,13 @@ is of no use, so only the tails of chains are ever given up.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from localllm.cache.page_folder import PageFile
+from localllm.cache.page_folder import PageFile, Place
 
-Place = tuple[str, str]  # the names of a root and a page
+_SAME_TIME_NS = 2_000_000_000  # file systems round times, to 2 s at most
 
 
 class PageIndex:
@@ -22,11 +23,8 @@ class PageIndex:
         self.num_bytes = 0
         self._files: dict[Place, PageFile] = {}
         self._turns: dict[Place, int] = {}  # of use: a clock that jumps has no part in it
-        self._children: dict[Place, set[str]] = {}
+        self._children: defaultdict[Place, set[Place]] = defaultdict(set)
         self._next_turn = 0
-
-    def __len__(self) -> int:
-        return len(self._files)
 
     def __contains__(self, place: Place) -> bool:
         return place in self._files
@@ -37,36 +35,30 @@ class PageIndex:
     def get(self, place: Place) -> PageFile | None:
         return self._files.get(place)
 
-    def children(self, root: str, parent: str) -> list[PageFile]:
+    def children(self, parent: Place) -> list[PageFile]:
         """Return the pages behind `parent`, those that were used last first."""
-        places = [(root, page) for page in self._children.get((root, parent), ())]
-        return [self._files[place] for place in sorted(places, key=self._turns.__getitem__, reverse=True)]
+        places = sorted(self._children.get(parent, ()), key=self._turns.__getitem__, reverse=True)
+        return [self._files[place] for place in places]
 
     def add(self, file: PageFile) -> None:
         """Add a page as the last used one, in the place of what was there under its name."""
-        place = (file.root, file.page)
-        self.remove(place)
-        self._files[place] = file
-        self._children.setdefault((file.root, file.parent), set()).add(file.page)
+        self.remove(file.place)
+        self._files[file.place] = file
+        self._children[file.behind].add(file.place)
         self.num_bytes += file.num_bytes
-        self.touch(place)
+        self.touch(file.place)
 
     def remove(self, place: Place) -> None:
-        file = self._files.pop(place, None)
-        if file is None:
-            return
-        del self._turns[place]
-        self.num_bytes -= file.num_bytes
-        siblings = self._children[file.root, file.parent]
-        siblings.remove(file.page)
-        if not siblings:
-            del self._children[file.root, file.parent]
+        if (file := self._files.pop(place, None)) is not None:
+            del self._turns[place]
+            self._children[file.behind].remove(place)
+            self.num_bytes -= file.num_bytes
 
     def remove_with_descendants(self, place: Place) -> None:
         ends = [place]
         while ends:
             end = ends.pop()
-            ends += [(end[0], page) for page in self._children.get(end, ())]
+            ends += self._children.get(end, ())
             self.remove(end)
 
     def touch(self, place: Place) -> None:
@@ -76,37 +68,42 @@ class PageIndex:
 
     def stamp(self, place: Place, used_ns: int) -> None:
         """Note the time of use that the page's file has now."""
-        self._files[place] = replace(self._files[place], used_ns=used_ns)
+        if place in self._files:
+            self._files[place] = replace(self._files[place], used_ns=used_ns)
 
     def merge(self, files: Iterable[PageFile], now_ns: int) -> None:
-        """Take over what is there now: new ones in the order of their times, those of the future as the oldest. What
-        was known keeps its turn."""
-        found = {(file.root, file.page): file for file in files}
-        for place in [place for place in self._files if place not in found]:
+        """Take over what is there now. Pages that are new, or that another process has used since, come in the order
+        of their times, those of the future as the oldest; the others keep their turns."""
+        found = {file.place: file for file in files}
+        for place in self._files.keys() - found.keys():
             self.remove(place)
-        new = [file for place, file in found.items() if place not in self._files]
-        for file in sorted(new, key=lambda file: (file.used_ns <= now_ns, file.used_ns)):
+        fresh = [
+            file
+            for place, file in found.items()
+            if place not in self._files or file.used_ns > self._files[place].used_ns + _SAME_TIME_NS
+        ]
+        for file in sorted(fresh, key=lambda file: (file.used_ns <= now_ns, file.used_ns)):
             self.add(file)
 
-    def reaches_root(self, root: str, page: str) -> bool:
+    def reaches_root(self, place: Place) -> bool:
         """Return whether the page and all before it are there; the root itself is."""
-        seen = set()
-        while page != root:
-            file = self._files.get((root, page))
-            if file is None or page in seen:
+        seen: set[Place] = set()
+        while place[0] != place[1]:
+            file = self._files.get(place)
+            if file is None or place in seen:
                 return False
-            seen.add(page)
-            page = file.parent
+            seen.add(place)
+            place = file.behind
         return True
 
     def orphans(self) -> list[PageFile]:
-        """Behind a page that is missing, or in a circle that no honest names make."""
-        reached: set[Place] = set()
-        ends = [(root, root) for root in {root for root, _ in self._files}]
+        """Return the pages behind one that is missing, or in a circle that no honest names make."""
+        ends: list[Place] = [(root, root) for root in {root for root, _ in self._files}]
+        reached = set(ends)
         while ends:
-            root, parent = ends.pop()
-            reached.add((root, parent))
-            ends += [(root, page) for page in self._children.get((root, parent), ()) if (root, page) not in reached]
+            further = self._children.get(ends.pop(), set()) - reached
+            reached |= further
+            ends += further
         return [file for place, file in self._files.items() if place not in reached]
 
     def victims(self, excess_bytes: int, keep: Place) -> list[PageFile]:
@@ -114,12 +111,11 @@ class PageIndex:
         tail that was used longest ago, and so on. `keep` and what it hangs on stay."""
         if excess_bytes <= 0:
             return []
-        orphans = self.orphans()
-        gone = {(file.root, file.page) for file in orphans}
+        chosen = self.orphans()
+        gone, freed = {file.place for file in chosen}, sum(file.num_bytes for file in chosen)
         left = {place: len(pages) for place, pages in self._children.items()}
         tails = [(turn, place) for place, turn in self._turns.items() if not left.get(place) and place not in gone]
         heapq.heapify(tails)
-        chosen, freed = orphans, sum(file.num_bytes for file in orphans)
         while tails and freed < excess_bytes:
             _, place = heapq.heappop(tails)
             if place == keep:
@@ -127,8 +123,7 @@ class PageIndex:
             file = self._files[place]
             chosen.append(file)
             freed += file.num_bytes
-            parent = (file.root, file.parent)
-            left[parent] -= 1
-            if not left[parent] and parent in self._files:
-                heapq.heappush(tails, (self._turns[parent], parent))
+            left[file.behind] -= 1
+            if not left[file.behind] and file.behind in self._files:
+                heapq.heappush(tails, (self._turns[file.behind], file.behind))
         return chosen

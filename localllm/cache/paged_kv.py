@@ -8,7 +8,7 @@ full but that it may be sealed: hashed, shared, never written again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,7 +164,7 @@ class PagedKV:
         for index, table in enumerate(borrowed):
             for number, page in enumerate(table):
                 if page is not None:
-                    page.pool.borrow(page)
+                    page.owners += 1
                     self._set(index, number, page)
         self.num_sealed, self.length = num_borrowed, num_borrowed * PAGE_TOKENS
         pages.sequences.add(self)
@@ -259,7 +259,7 @@ class PagedKV:
     def _take(self, pool: PagePool) -> Page:
         return self._claim(pool).take()
 
-    def _drop(self, page: Page) -> None:
+    def give_back(self, page: Page) -> None:
         """Let go of a page. Where there is no memory for another one that it may need, raises what torch does, and
         still has it."""
         is_own = page not in self._borrowed
@@ -279,10 +279,10 @@ class PagedKV:
             table, opened = self.tables[index], self._open[index]
             for number in range(group.first_seen(self.length)):
                 if (gone := table[number]) is not None and number < first:
-                    self._drop(gone)
+                    self.give_back(gone)
                     table[number] = None
             for number in [number for number in opened if number < first]:
-                self._drop(opened.pop(number))
+                self.give_back(opened.pop(number))
             for number in range(first, last + 1):
                 if table[number] is None:
                     pool = group.dense if number == 0 else group.sealed
@@ -313,35 +313,28 @@ class PagedKV:
         is_coded = self.pages.groups[0].coded is not None
         if is_coded and number and length % PAGE_TOKENS and number not in self._open[0]:
             length = number * PAGE_TOKENS
-        if not self._has_what_is_seen(length):  # a window has left it: everything is computed again
+        firsts = [group.first_seen(length) for group in self.pages.groups]
+        seen = [table[first] for table, first in zip(self.tables, firsts, strict=True) if first < pages_of(length)]
+        if None in seen:  # a window has left it: everything is computed again
             number = length = 0
         for index in range(len(self.pages.groups)):
             table, opened = self.tables[index], self._open[index]
             for later in [n for n in opened if n > number or (n == number and not length % PAGE_TOKENS)]:
-                self._drop(opened.pop(later))
+                self.give_back(opened.pop(later))
             for later in reversed(range(number + (length % PAGE_TOKENS > 0), len(table))):  # its tail goes first
                 if (gone := table[later]) is not None:
-                    self._drop(gone)
+                    self.give_back(gone)
                     table[later] = None
-            if length % PAGE_TOKENS and number < self.num_sealed:
-                self._unshare(index, number)
+            if length % PAGE_TOKENS and number < self.num_sealed:  # it is written again: in a copy of its own
+                page = table[number]
+                assert page is not None
+                own = self._take(page.pool)
+                own.copy_from(page)
+                self.give_back(page)
+                self._set(index, number, own)
         self.num_sealed = min(self.num_sealed, number)
         self.length = length
         return length
-
-    def _has_what_is_seen(self, length: int) -> bool:
-        """Return whether a token at this position finds the first page that each window shows it."""
-        pairs = zip(self.tables, (group.first_seen(length) for group in self.pages.groups), strict=True)
-        return all(first >= pages_of(length) or table[first] is not None for table, first in pairs)
-
-    def _unshare(self, index: int, number: int) -> None:
-        """A sealed page that is to be written again becomes a copy of its own."""
-        page = self.tables[index][number]
-        assert page is not None
-        own = self._take(page.pool)
-        own.copy_from(page)
-        self._drop(page)
-        self._set(index, number, own)
 
     # Sealed pages
 
@@ -365,10 +358,6 @@ class PagedKV:
         """A page of this sequence's reservation into which a stored one is to be read."""
         group = self.pages.groups[index]
         return self._take(group.dense if number == 0 else group.sealed)
-
-    def give_back(self, page: Page) -> None:
-        """One of those, that is of no use."""
-        self._drop(page)
 
     def place(self, number: int, parts: Mapping[int, Page]) -> None:
         """Have these full pages, of each group whose window sees any of them, behind those that it has already."""
@@ -424,12 +413,8 @@ class PagedKV:
 
     def owned(self, index: int) -> list[Page]:
         """Every page of a group that it has, for `check_integrity`."""
-        tables: list[Callable[[], Iterator[Page]]] = [
-            lambda: (page for page in self.tables[index] if page is not None),
-            lambda: iter(self._open[index].values()),
-            lambda: iter(self._scratch[index].values()),
-        ]
-        return [page for table in tables for page in table()]
+        held = [page for page in self.tables[index] if page is not None]
+        return [*held, *self._open[index].values(), *self._scratch[index].values()]
 
 
 def shared_tokens(sequences: Iterable[PagedKV]) -> int:

@@ -144,10 +144,6 @@ class PagePool:
             del self.idle[page]
         page.owners += 1
 
-    def borrow(self, page: Page) -> None:
-        """One more block table has it, for which none is reserved: it ends before another owner does, as a rule."""
-        page.owners += 1
-
     def drop(self, page: Page, *, keeps_promise: bool = False) -> None:
         """A block table lets go of it. keeps_promise: it will want another one, for which, where others still have
         this, memory may be missing: raises what torch does, and has let go of nothing."""

@@ -12,8 +12,7 @@ import hashlib
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -21,9 +20,7 @@ from torch import Tensor
 
 from localllm.cache.disk import DiskTier
 from localllm.cache.miss_reason import CacheMiss
-from localllm.cache.page_file import PageKey
-from localllm.cache.page_folder import ROOT
-from localllm.cache.page_readers import READERS
+from localllm.cache.page_file import READERS, PageKey
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page, PagePool
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -166,7 +163,7 @@ class PrefixCache:
     def _known(self, keys: Sequence[PageKey]) -> list[PageKey]:
         """The longest beginning of a chain of which every part is somewhere that a token behind it sees: those out of a
         window need not be."""
-        known = list(itertools.takewhile(self._is_known, keys))
+        known = list(itertools.takewhile(lambda key: self._in_memory(key) or self._is_on_disk(key), keys))
         # Of each group and number of pages, the last one of those that has no part there.
         gaps = [[-1] for _ in self._pages.groups]
         for number, key in enumerate(known):
@@ -179,9 +176,6 @@ class PrefixCache:
             for count in range(len(known), -1, -1)
             if all(last[count] < first for last, first in zip(gaps, self._first_seen(count), strict=True))
         )
-
-    def _is_known(self, key: PageKey) -> bool:
-        return self._in_memory(key) is not None or self._is_on_disk(key)
 
     def _in_memory(self, key: PageKey) -> Entry | None:
         entry = self._entries.get(key.digest)
@@ -204,7 +198,8 @@ class PrefixCache:
             for number, key in enumerate(keys):
                 entry = self._in_memory(key)
                 payload = None if entry is None else entry.payload
-                pages.append(_WantedPage(key, entry, _wanted(firsts, number), {}, payload))
+                wanted = [index for index, first in enumerate(firsts) if number >= first]  # whose window sees it
+                pages.append(_WantedPage(key, entry, wanted, {}, payload))
                 pages[-1].hold(kv)
             while kv.num_sealed < len(pages):
                 if pages[kv.num_sealed].is_in_memory:
@@ -213,20 +208,16 @@ class PrefixCache:
                 if cancelled():
                     return True
                 run = list(itertools.takewhile(lambda page: not page.is_in_memory, pages[kv.num_sealed :]))
-                run = run[: self._read_ahead]
+                # More at once where each goes straight to its place.
+                is_in_place = len(self._pages.groups) == 1 and self._pages.is_on_host
+                num_bytes = _READ_BYTES if is_in_place else _LANDING_BYTES
+                run = run[: max(READERS, num_bytes // self._payload_bytes(1))]
                 if self._read(kv, run) < len(run):
                     return False
             return True
         finally:
             for later in reversed(pages[kv.num_sealed :]):
                 later.give_back(kv)
-
-    @property
-    def _read_ahead(self) -> int:
-        """Pages that are read at once: more where each goes straight to its place."""
-        is_in_place = len(self._pages.groups) == 1 and self._pages.is_on_host
-        num_bytes = _READ_BYTES if is_in_place else _LANDING_BYTES
-        return max(READERS, num_bytes // self._payload_bytes(1))
 
     def _place(self, kv: PagedKV, page: _WantedPage) -> None:
         """A page of which memory has every part that is wanted."""
@@ -254,7 +245,10 @@ class PrefixCache:
             page.give_back(kv)
             for index in page.wanted:
                 page.held[index] = kv.take_for(index, first + n)
-        buffers = [self._landing(first + n, page.held) for n, page in enumerate(pages)]
+        buffers = [
+            _own_run(page.held) if self._lands_in_place(page.held) else host_buffer(self._payload_bytes(first + n))
+            for n, page in enumerate(pages)
+        ]
         started = time.perf_counter()
         count = self.disk.read([page.key for page in pages], [buffer.numpy().data for buffer in buffers])
         self.counts.disk_s += time.perf_counter() - started
@@ -284,31 +278,15 @@ class PrefixCache:
         where nothing more is known of such a beginning."""
         number = num_tokens // PAGE_TOKENS
         here = tuple(token_ids[num_tokens : num_tokens + PAGE_TOKENS])
-        known = [key.token_ids for key in self._children(keys[number - 1].digest if number else self.root)]
+        parent = keys[number - 1].digest if number else self.root
+        known = [entry.key.token_ids for entry in self._entries.values() if entry.key.parent == parent]
+        known += [key.token_ids for key in self.disk.children(parent)] if self.disk is not None else []
         nearest = max(known, key=lambda ids: _common(ids, here), default=())
         common = _common(nearest, here)
-        if nearest and common < len(here):
-            at = num_tokens + common
-            return CacheMiss(at, nearest[common:], tuple(token_ids[at : at + PAGE_TOKENS]))
-        other = self._elsewhere(here) if not number and not known and len(here) == PAGE_TOKENS else ""
-        return CacheMiss(0, other=other) if other else None
-
-    def _children(self, parent: bytes) -> Iterator[PageKey]:
-        yield from (entry.key for entry in self._entries.values() if entry.key.parent == parent)
-        if self.disk is not None:
-            yield from self.disk.children(parent)
-
-    def _elsewhere(self, token_ids: tuple[int, ...]) -> str:
-        """Return which other settings of the same model computed the same first page; "" where none did."""
-        if self.disk is None:
-            return ""
-        for about in self.disk.others():
-            root = b""
-            with suppress(ValueError):  # anyone may have written that file
-                root = bytes.fromhex(about.get(ROOT, ""))
-            if len(root) == len(self.root) and self.disk.has_under(root, page_digest(root, token_ids)):
-                return f"weights {about.get('weights')}, kv {about.get('kv')}"
-        return ""
+        if not nearest or common == len(here):
+            return None
+        at = num_tokens + common
+        return CacheMiss(at, nearest[common:], tuple(token_ids[at : at + PAGE_TOKENS]))
 
     # What becomes known
 
@@ -339,7 +317,8 @@ class PrefixCache:
                 return
             entry.is_put = self._is_put(entry)
             if not entry.is_put:  # the disk takes nothing now, or has let go of what was before
-                self._look_again(self.disk, keys)
+                for each in filter(None, map(self._in_memory, keys)):
+                    each.is_put = self.disk.holds(each.key.digest)
                 return
 
     def _is_put(self, entry: Entry) -> bool:
@@ -351,11 +330,6 @@ class PrefixCache:
         except MemoryError:  # it is computed once more then
             return False
         return self.disk.put(entry.key, payload.numpy().data)
-
-    def _look_again(self, disk: DiskTier, keys: Sequence[PageKey]) -> None:
-        for key in keys:
-            if (entry := self._in_memory(key)) is not None:
-                entry.is_put = disk.holds(key.digest)
 
     def limit_ram(self, ram_bytes: int) -> bool:
         """Keep no more than that in RAM from now on. Returns whether anything had to go."""
@@ -445,24 +419,17 @@ class PrefixCache:
                 parts[index].read_from(payload[at : at + pool.page_bytes])
             at += pool.page_bytes
 
-    def _landing(self, number: int, parts: Mapping[int, Page]) -> Tensor:
-        """Return where a page from the disk is read to: its own place, where that is one run of bytes."""
-        if self._lands_in_place(parts):
-            (page,) = parts.values()
-            assert page.run is not None
-            return page.run
-        return host_buffer(self._payload_bytes(number))
-
     def _lands_in_place(self, parts: Mapping[int, Page]) -> bool:
         return len(self._pages.groups) == 1 and all(page.run is not None for page in parts.values())
+
+
+def _own_run(parts: Mapping[int, Page]) -> Tensor:
+    (page,) = parts.values()
+    assert page.run is not None
+    return page.run
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many of the first tokens are the same."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _wanted(firsts: Sequence[int], number: int) -> list[int]:
-    """The groups whose window sees page `number`."""
-    return [index for index, first in enumerate(firsts) if number >= first]

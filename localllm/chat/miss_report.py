@@ -46,8 +46,6 @@ def explain(
     engine: LoadedEngine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss, *, num_out: int = 0
 ) -> Explanation:
     """Explain a miss. chat: the messages of the prompt, if it has any. num_out: messages that have left the context."""
-    if miss.other:
-        return Explanation(0, None, None, f"the same beginning is kept with {miss.other}, which this run does not use")
     before, now = (engine.tokenizer.decode(list(ids)) for ids in (miss.before, miss.now))
     shown = [engine.tokenizer.decode(list(ids[:_SHOWN_TOKENS])) for ids in (miss.before, miss.now)]
     index = None if chat is None else _message_at(engine, chat, prompt_ids, miss.position)

@@ -13,7 +13,6 @@ import torch
 
 from localllm.cache.disk import QUEUE_BYTES, DiskTier
 from localllm.cache.page_file import LAYOUT_VERSION
-from localllm.cache.page_folder import ROOT
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.events import ignore
 from localllm.engine.residency import Residency
@@ -64,7 +63,7 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
         return PrefixCache(secrets.token_bytes(32), residency.kv_pages, ram_bytes)
     disk = None
     if reuse.directory is not None and reuse.disk_bytes != 0:
-        shown = {"model": computed.name or computed.source, ROOT: root.hex()}  # of a folder of pages, to a person
+        shown = {"model": computed.name or computed.source}  # of a folder of pages, to a person
         shown |= {name: str(about[name]) for name in ("weights", "kv", "dtype")}
         disk = DiskTier(reuse.directory, root, shown, reuse.disk_bytes, reuse.warn, queue_bytes=queue_bytes)
     return PrefixCache(root, residency.kv_pages, ram_bytes, disk)

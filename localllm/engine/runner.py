@@ -19,14 +19,13 @@ from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk, StepCancelledError
 from localllm.errors import FETCH_ANEW, Fix, LocalLLMError, NonFiniteError
 from localllm.kernels.cpu_gemv import MAX_ROWS
+from localllm.kernels.cpu_jit import require_spare_memory
 from localllm.kernels.gpu.ready import give_up, why_not
-from localllm.kernels.spare import require_spare_memory
 from localllm.layers.batch import Batch
 from localllm.layers.rotary import Rotary
 from localllm.layers.segment import Segment
 from localllm.models.cpu_program import CpuProgram
-from localllm.models.decoder import Block, Decoder
-from localllm.models.layer_skipping import without
+from localllm.models.decoder import Block, Decoder, without
 from localllm.models.load import Progress
 from localllm.offload.placement import NEVER
 

@@ -29,27 +29,19 @@ def run_within(
                     out, err = child.communicate(timeout=_LOOK_S)
                     return subprocess.CompletedProcess(command, child.returncode, out, err)
                 waited_s += _LOOK_S
-                if _used_s(watched) > cpu_s:
+                used_s = 0.0
+                with suppress(psutil.Error):
+                    for each in (watched, *watched.children(recursive=True)):
+                        with suppress(psutil.NoSuchProcess):
+                            times = each.cpu_times()
+                            used_s += times.user + times.system + times.children_user + times.children_system
+                if used_s > cpu_s:
                     raise TimeoutError(f"{cpu_s:.0f} seconds of the processor")
                 if waited_s > wait_s:
                     raise TimeoutError(f"{wait_s:.0f} seconds; this machine may be very busy")
         except BaseException:
-            _kill(watched)
+            with suppress(psutil.NoSuchProcess):
+                for each in (*watched.children(recursive=True), watched):
+                    with suppress(psutil.NoSuchProcess):
+                        each.kill()
             raise
-
-
-def _used_s(process: psutil.Process) -> float:
-    total_s = 0.0
-    with suppress(psutil.Error):
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                times = each.cpu_times()
-                total_s += times.user + times.system + times.children_user + times.children_system
-    return total_s
-
-
-def _kill(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):
-        for each in (*process.children(recursive=True), process):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()

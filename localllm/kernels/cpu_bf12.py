@@ -16,7 +16,7 @@ from localllm.kernels import cpu_gemv
 from localllm.kernels.bf12 import UNIT, UNIT_BYTES
 from localllm.kernels.cpu_ir import I32, I64, Kernel, Value, vector_of
 from localllm.kernels.cpu_isa import Isa
-from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa, compile_kernel
+from localllm.kernels.cpu_jit import Native, best_isa, compile_kernel, compiles
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE
 
@@ -102,23 +102,13 @@ def _unpack(isa: Isa) -> Native:
 @cache
 def is_available() -> bool:
     """Return whether this machine compiles the kernels; asking compiles one (15-150 ms, once)."""
-    try:
-        _unpack(best_isa())
-    except KernelUnavailableError:
-        return False
-    return True
+    return compiles(lambda: _unpack(best_isa()))
 
 
 @cache
 def supports(rows: int, out_features: int, in_features: int) -> bool:
     """Return whether `gemv` takes it on this machine; asking compiles the kernel."""
-    if not cpu_gemv.supports(rows, out_features, in_features):
-        return False
-    try:
-        _gemv(best_isa(), rows)
-    except KernelUnavailableError:
-        return False
-    return True
+    return cpu_gemv.supports(rows, out_features, in_features) and compiles(lambda: _gemv(best_isa(), rows))
 
 
 def gemv(
@@ -132,7 +122,7 @@ def gemv(
     kernel = _gemv(isa or best_isa(), M)
     tensors = {"x": x, "packed": packed, "row": row, "exceptions": exceptions, "scratch": scratch, "y": y}
     sizes = {"out_features": out_features, "units": U, "capacity": exceptions.shape[1], "in_features": K}
-    Tape([(kernel, kernel.arguments(**tensors, **sizes))]).run()
+    Tape([kernel.step(**tensors, **sizes)]).run()
     return y
 
 
@@ -143,5 +133,5 @@ def unpack(packed: Tensor, row: Tensor, exceptions: Tensor, isa: Isa | None = No
     kernel = _unpack(isa or best_isa())
     tensors = {"packed": packed, "row": row, "exceptions": exceptions, "y": y}
     sizes = {"out_features": tiles * rows, "units": U, "capacity": exceptions.shape[1]}
-    Tape([(kernel, kernel.arguments(**tensors, **sizes))]).run()
+    Tape([kernel.step(**tensors, **sizes)]).run()
     return y

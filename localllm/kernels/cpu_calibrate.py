@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu_ir import F32, F32V, I32V, LANES, Kernel, Value, Variable, vector_of
 from localllm.kernels.cpu_isa import Isa
-from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa, compile_kernel
+from localllm.kernels.cpu_jit import Native, best_isa, compile_kernel, compiles
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE, WORD
 
@@ -193,13 +193,7 @@ def _kernel(isa: Isa, group: int) -> Native:
 @cache
 def supports(group: int) -> bool:
     """Return whether `calibrate` can run on this machine; asking compiles the kernel."""
-    if group % LANES:
-        return False
-    try:
-        _kernel(best_isa(), group)
-    except KernelUnavailableError:
-        return False
-    return True
+    return group % LANES == 0 and compiles(lambda: _kernel(best_isa(), group))
 
 
 def calibrate(
@@ -216,4 +210,4 @@ def calibrate(
     kernel = _kernel(best_isa(), group)
     words = {"groups": groups, "whole": weight.shape[1] // group, "stride": weight.shape[1], "num_starts": len(starts)}
     tensors = {"weight": weight, "qweight": qweight, "scale": scale, "bias": bias, "starts": table}
-    Tape([(kernel, kernel.arguments(tiles=tiles, **words, **tensors))]).run()
+    Tape([kernel.step(tiles=tiles, **words, **tensors)]).run()

@@ -12,11 +12,12 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from localllm.kernels import cpu_math
 from localllm.kernels.cpu_ir import I32V, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
-from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa, compile_kernel
+from localllm.kernels.cpu_jit import Native, best_isa, compile_kernel, compiles
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.sizes import MAX_ROWS as MAX_ROWS
 
@@ -64,13 +65,8 @@ def _kernel(isa: Isa, rows: int) -> Native:
 @cache
 def supports(rows: int, out_features: int, in_features: int) -> bool:
     """Return whether `cpu_gemv` can run this shape on this machine; asking compiles the kernel (15-150 ms, once)."""
-    if not 1 <= rows <= MAX_ROWS or in_features % VECTOR or not out_features:
-        return False
-    try:
-        _kernel(best_isa(), rows)
-    except KernelUnavailableError:
-        return False
-    return True
+    is_fit = 1 <= rows <= MAX_ROWS and in_features % VECTOR == 0 and out_features > 0
+    return is_fit and compiles(lambda: _kernel(best_isa(), rows))
 
 
 def cpu_gemv(x: Tensor, weight: Tensor) -> Tensor:
@@ -85,5 +81,22 @@ def cpu_gemv(x: Tensor, weight: Tensor) -> Tensor:
     assert weight.shape[1] == K and supports(M, N, K)
     y = torch.empty((M, N), dtype=torch.bfloat16)
     kernel = _kernel(best_isa(), M)
-    Tape([(kernel, kernel.arguments(x=x, w=weight, y=y, out_features=N, in_features=K))]).run()
+    Tape([kernel.step(x=x, w=weight, y=y, out_features=N, in_features=K)]).run()
     return y
+
+
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K], bias [N], all of one dtype and device. Returns [T, N].
+
+    In bf16 a row of up to `MAX_ROWS` has the same bits whatever rows stand beside it.
+    """
+    rows = x.shape[0]
+    if x.dtype is not torch.bfloat16 or rows > MAX_ROWS:
+        return functional.linear(x, weight, bias)
+    if x.device.type == "cpu" and supports(rows, weight.shape[0], weight.shape[1]):
+        y = cpu_gemv(x.contiguous(), weight)
+        return y if bias is None else y + bias
+    # The library sums in another order for other numbers of rows; with one number for all, a row's sums stay. The
+    # weights are read once either way, so the empty rows cost next to nothing.
+    padded = functional.pad(x, (0, 0, 0, MAX_ROWS - rows))
+    return functional.linear(padded, weight, bias)[:rows]

@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import mmap
 import os
 import platform
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from localllm.config import user_directories
 from localllm.kernels.cpu_ir import Kernel
 from localllm.kernels.cpu_isa import LLVM_TARGETS, Isa, host_isas
-from localllm.kernels.spare import require_spare_memory
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,10 @@ class Native:
         array.tensors = [value for value in values if not isinstance(value, int)]  # type: ignore[attr-defined]
         return array
 
+    def step(self, **words: torch.Tensor | int) -> tuple[Native, ctypes.Array[ctypes.c_int64]]:
+        """The kernel with its arguments, for a tape."""
+        return self, self.arguments(**words)
+
     def point(self, words: ctypes.Array[ctypes.c_int64], name: str, tensor: torch.Tensor) -> None:
         """Another tensor for one of the words. The caller keeps it alive until the kernel has run."""
         words[self.pointers.index(name)] = tensor.data_ptr()
@@ -64,6 +69,15 @@ def best_isa() -> Isa:
         raise KernelUnavailableError("llvmlite is missing, or this CPU has neither AVX2 and FMA nor NEON dot products")
     openmp()
     return host_isas()[0]
+
+
+def compiles(make: Callable[[], object]) -> bool:
+    """Return whether this machine compiles what `make` compiles (15-150 ms, once)."""
+    try:
+        make()
+    except KernelUnavailableError:
+        return False
+    return True
 
 
 def compile_kernel(kernel: Kernel, isa: Isa) -> Native:
@@ -192,3 +206,14 @@ def openmp() -> ctypes.CDLL:
         if "libgomp" in line:
             return ctypes.CDLL(line.split(maxsplit=5)[-1])
     raise KernelUnavailableError("torch was built without libgomp")
+
+
+_SPARE_BYTES = 32 << 20  # ten times what the largest of our kernels takes while it is compiled
+
+
+def require_spare_memory() -> None:
+    """Raises MemoryError where there is too little for them. Takes 5 us: nothing of it is touched."""
+    try:
+        mmap.mmap(-1, _SPARE_BYTES).close()
+    except OSError as error:
+        raise MemoryError(f"{_SPARE_BYTES >> 20} MiB must be free for what is compiled while it computes") from error

@@ -118,17 +118,13 @@ def rotated(k: Kernel, vectors: list[Value]) -> list[Value]:
     return [vector for pair in pairs for vector in hadamard(k, *pair)]
 
 
-def _scale_code(k: Kernel, scale: Value) -> Value:
-    """i32: the smallest code whose scale is not below."""
-    clamped = k.smaller(k.constant(F32, SCALE_HIGH), k.larger(k.constant(F32, SCALE_LOW), scale))
-    bits = clamped.convert("bitcast", "i32") - SCALE_BIAS
-    return (bits + ((1 << SCALE_SHIFT) - 1)) >> SCALE_SHIFT
-
-
 def _coded(k: Kernel, pair: list[Value], coding: Coding) -> tuple[Value, list[Value]]:
     """The scale's code (i32) of a group of 32, and its codes as bytes: two vectors for INT8, one for INT4."""
     magnitudes = k.larger(k.unary("fabs", pair[0]), k.unary("fabs", pair[1]))
-    code = _scale_code(k, cpu_math.largest(k, magnitudes) * (1 / (127 if coding == "int8" else 8)))
+    wanted = cpu_math.largest(k, magnitudes) * (1 / (127 if coding == "int8" else 8))
+    clamped = k.smaller(k.constant(F32, SCALE_HIGH), k.larger(k.constant(F32, SCALE_LOW), wanted))
+    bits = clamped.convert("bitcast", "i32") - SCALE_BIAS
+    code = (bits + ((1 << SCALE_SHIFT) - 1)) >> SCALE_SHIFT  # the smallest whose scale is not below
     spread = cpu_math.total(k, (pair[0] - pair[0]) + (pair[1] - pair[1]))  # 0, or NaN where one is not finite
     code = spread.compare("oeq", 0.0).choose(code, k.constant("i32", NOT_FINITE))
     scale = ((code << SCALE_SHIFT) + SCALE_BIAS).convert("bitcast", F32).splat()

@@ -13,8 +13,7 @@ from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import Native, best_isa
 from localllm.kernels.cpu_matmul import is_available as is_available
 from localllm.kernels.cpu_tape import Arguments, Tape
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import TILE, PackedMatrix
 
 Step = tuple[Native, Arguments]
 
@@ -31,8 +30,8 @@ class Activations:
         padded = rows + MOST_ROWS  # the last block may not be full
         groups = -(-features // smallest_group)
         self.q = torch.zeros(padded * features, dtype=torch.int8)
-        self.x_scale, self.x_bias = torch.zeros(padded * groups), torch.zeros(padded * groups)
-        self.x_offset = torch.zeros(padded * groups, dtype=torch.int32)
+        self._groups = {name: torch.zeros(padded * groups) for name in ("x_scale", "x_bias")}
+        self._groups["x_offset"] = torch.zeros(padded * groups, dtype=torch.int32)
         self.shape = torch.zeros(3, dtype=torch.int64)  # rows, rows a block, blocks
         self.rows = self.block_rows = 0
 
@@ -45,34 +44,23 @@ class Activations:
 
     def quantize(self, kernel: Native, x: Tensor, group: int, features: int, **rest: Tensor | int) -> Step:
         """See `cpu_quantize`; rest: weight, stride, eps where they matter."""
-        words = {"weight": 0, "stride": features, "eps": 0} | rest
-        return kernel, kernel.arguments(
-            x=x,
-            q=self.q,
-            x_scale=self.x_scale,
-            x_bias=self.x_bias,
-            x_offset=self.x_offset,
-            shape=self.shape,
-            groups=features // group,
-            **words,
-        )
+        words = {"weight": 0, "stride": features, "eps": 0, "groups": features // group} | rest | self._groups
+        return kernel.step(x=x, q=self.q, shape=self.shape, **words)
 
     def multiply(self, kernel: Native, matrix: PackedMatrix, y: Tensor, features: int, bias: Tensor | None) -> Step:
         """See `cpu_matmul`. features: of a row of y."""
-        return kernel, kernel.arguments(
+        return kernel.step(
             qweight=matrix.qweight,
             scale=matrix.scale,
             bias=0 if matrix.bias is None else matrix.bias,
             linear_bias=0 if bias is None else bias,
             x=self.q,
-            x_scale=self.x_scale,
-            x_bias=self.x_bias,
-            x_offset=self.x_offset,
             y=y,
             blocks=self.shape[2:],
             tiles=matrix.tiles,
             groups=matrix.in_features // matrix.group,
             features=features,
+            **self._groups,
         )
 
 
@@ -87,12 +75,8 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int, isa: Isa |
     room = Activations(T, matrix.in_features, matrix.group)
     room.resize(T, isa)
     y = torch.empty((T + block_rows, matrix.tiles * TILE))
-    Tape(
-        [
-            room.quantize(cpu_quantize.quantize(isa, matrix.group, "plain"), padded, matrix.group, matrix.in_features),
-            room.multiply(
-                cpu_matmul.matmul(isa, matrix.weights, matrix.group, block_rows), matrix, y, y.shape[1], None
-            ),
-        ]
-    ).run()
+    quantize = cpu_quantize.quantize(isa, matrix.group, "plain")
+    multiply = cpu_matmul.matmul(isa, matrix.weights, matrix.group, block_rows)
+    first = room.quantize(quantize, padded, matrix.group, matrix.in_features)
+    Tape([first, room.multiply(multiply, matrix, y, y.shape[1], None)]).run()
     return y[:T, :out_features].to(x.dtype)

@@ -68,37 +68,23 @@ class AttentionRoom:
         dense, coded = layouts
         group = place.num_heads // dense.num_kv_heads
         kernel = cpu_attention.attention(isa, dense, coded, rows, has_softcap=place.softcap is not None)
-        yield (
-            kernel,
-            kernel.arguments(
-                q=place.q,
-                out=place.out,
-                tasks=self._tasks,
-                tokens=place.tokens,
-                parts=self._parts,
-                shape=self._counts[0],
-                kv_heads=dense.num_kv_heads,
-                group=group,
-                stride=place.stride,
-                layer=place.layer,
-                window=place.window or NO_WINDOW,
-                softcap=float_bits(place.softcap or 0.0),
-            ),
+        shared: dict[str, Tensor | int]
+        shared = {"out": place.out, "parts": self._parts, "kv_heads": dense.num_kv_heads, "group": group}
+        yield kernel.step(
+            q=place.q,
+            tasks=self._tasks,
+            tokens=place.tokens,
+            shape=self._counts[0],
+            stride=place.stride,
+            layer=place.layer,
+            window=place.window or NO_WINDOW,
+            softcap=float_bits(place.softcap or 0.0),
+            **shared,
         )
         if not is_split:
             return
         combine = cpu_attention.combine(isa, dense.head_dim, is_rotated=coded is not None)
-        yield (
-            combine,
-            combine.arguments(
-                parts=self._parts,
-                out=place.out,
-                merges=self._merges,
-                shape=self._counts[1],
-                kv_heads=dense.num_kv_heads,
-                group=group,
-            ),
-        )
+        yield combine.step(merges=self._merges, shape=self._counts[1], **shared)
 
 
 @dataclass(frozen=True)

@@ -112,13 +112,6 @@ def rotated(x: Tensor) -> Tensor:
     return torch.flatten(_grouped(x.float()) @ _hadamard(x.device), -2)
 
 
-def _scale_codes(scales: Tensor) -> Tensor:
-    """The smallest byte whose scale is not below; uint8."""
-    bits = scales.float().clamp(SCALE_LOW, SCALE_HIGH).view(torch.int32) - SCALE_BIAS
-    codes = (bits + (1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT
-    return torch.where(scales.isfinite(), codes, NOT_FINITE).to(torch.uint8)
-
-
 def _scales(codes: Tensor) -> Tensor:
     scales = ((codes.int() << SCALE_SHIFT) + SCALE_BIAS).view(torch.float32)
     return torch.where(codes == NOT_FINITE, torch.nan, scales)
@@ -129,7 +122,10 @@ def quantize(x: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
     [..., D / 32]."""
     grouped = _grouped(x)
     levels = 127 if coding == "int8" else 8
-    scales = _scale_codes(grouped.abs().amax(-1) / levels)
+    wanted = grouped.abs().amax(-1) / levels
+    bits = wanted.float().clamp(SCALE_LOW, SCALE_HIGH).view(torch.int32) - SCALE_BIAS
+    codes = (bits + (1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT  # the smallest bytes whose scales are not below
+    scales = torch.where(wanted.isfinite(), codes, NOT_FINITE).to(torch.uint8)
     steps = grouped / _scales(scales).unsqueeze(-1)
     if coding == "int8":
         return steps.round().clamp(-127, 127).to(torch.int8).flatten(-2), scales

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_linear, int8, tile16
-from localllm.kernels.dense import dense_linear
+from localllm.kernels.cpu_gemv import dense_linear
 from localllm.kernels.gpu.ready import why_not
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import TILE, PackedMatrix
 
 SLAB_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16, enough rows for the library to work well
 

@@ -56,20 +56,13 @@ def int8_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes, torch.where(peak < 1e-30, 0, peak * (1 / 127))
 
 
-def int4_linear(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor, out_features: int) -> Tensor:
-    """tile16 weights times int8 activations in the groups of the weights: exact sums of integers, the rest in fp64.
-
-    y[t, n] = sum over groups of x_scale[t] * (scale[n] * sum(q * x_codes) + bias[n] * sum(x_codes)).
-    x [T, K]; qweight, scale and bias as in tile16.py. Returns [T, out_features] of x's dtype.
-    """
-    codes, x_scale = int8_activations(x, qweight.shape[1] * tile16.WORD // scale.shape[1])
-    return int4_product(codes, x_scale, qweight, scale, bias, out_features).to(x.dtype)
-
-
 def int4_product(
     codes: Tensor, x_scale: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor, out_features: int
 ) -> Tensor:
-    """`int4_linear` of activations that are codes already, int8 [T, K/G, G] and fp32 [T, K/G]: fp64 [T, N]."""
+    """tile16 weights times codes int8 [T, K/G, G] and their scales fp32 [T, K/G]: fp64 [T, N], sums of integers exact.
+
+    y[t, n] = sum over groups of x_scale[t] * (scale[n] * sum(q * codes) + bias[n] * sum(codes)).
+    """
     groups = scale.shape[1]
     q = tile16.unpack(qweight).view(-1, groups, codes.shape[-1]).double()  # [N, K/G, G]
     dots = torch.einsum("ngk,tgk->tng", q, codes.double())
@@ -78,16 +71,8 @@ def int4_product(
     return torch.einsum("tng,tg->tn", weighted, x_scale.double())[:, :out_features]
 
 
-def int8_linear(x: Tensor, qweight: Tensor, scale: Tensor, out_features: int, group: int) -> Tensor:
-    """8-bit weights times int8 activations in groups of `group`: exact sums of integers, the rest in fp64.
-
-    x [T, K]; qweight and scale as in int8.py. Returns [T, out_features] of x's dtype.
-    """
-    return int8_product(*int8_activations(x, group), qweight, scale, out_features).to(x.dtype)
-
-
 def int8_product(codes: Tensor, x_scale: Tensor, qweight: Tensor, scale: Tensor, out_features: int) -> Tensor:
-    """`int8_linear` of activations that are codes already, int8 [T, K/G, G] and fp32 [T, K/G]: fp64 [T, N]."""
+    """Weights of int8.py times codes int8 [T, K/G, G] and their scales fp32 [T, K/G]: fp64 [T, N], sums exact."""
     group = codes.shape[2]
     columns = codes.shape[1] * group
     q = int8.unpack(qweight)

@@ -10,11 +10,15 @@ Knows nothing of calibration, nor of matrices that do not fill their tiles: whoe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from localllm.kernels.sizes import INT8_GROUP as INT8_GROUP
 from localllm.kernels.sizes import TILE as TILE
 from localllm.kernels.sizes import WORD as WORD
+from localllm.kernels.sizes import Weights as Weights
 
 SLAB_WEIGHTS = 1 << 18  # dequantized at once: 1 MiB of fp32, what a core's L2 holds
 # On a GPU, where each slab takes ten launches of 5 us: 4000 of them for a token's 4-bit MLP of an 8B model, one after
@@ -90,3 +94,50 @@ def _affine(codes: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     rows, groups = scale.shape
     weights = codes.float().view(rows, groups, codes.shape[1] // groups)
     return weights.mul_(scale.float().unsqueeze(-1)).add_(bias.float().unsqueeze(-1)).flatten(1)
+
+
+MOST_SLICES = 32
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Tensors of `tile16`, or of `int8` where there is no bias, padded to whole tiles and groups."""
+
+    qweight: Tensor
+    scale: Tensor
+    bias: Tensor | None  # of INT4's groups
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.bias is None else 4
+
+    @property
+    def tiles(self) -> int:
+        return self.qweight.shape[0]
+
+    @property
+    def weights(self) -> Weights:
+        return "int8" if self.bias is None else "int4"
+
+    @property
+    def words(self) -> int:
+        """32-bit words in a group of one row."""
+        return self.group * self.bits // 32
+
+    @property
+    def in_features(self) -> int:
+        return self.qweight.shape[1] * 32 // self.bits
+
+    @property
+    def group(self) -> int:
+        return INT8_GROUP if self.bias is None else self.in_features // self.scale.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.in_features // self.group
+
+    @property
+    def slices(self) -> int:
+        """Slices of the columns on a GPU: a power of two. More would have no group, and add zeros, which change no
+        sum."""
+        return min(MOST_SLICES, 1 << (self.groups - 1).bit_length())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,23 +15,15 @@ from localllm.layers.linear import Linear
 from localllm.layers.native_attention import is_native
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import rotate
-from localllm.layers.segment import Segment
 
 
+@dataclass(eq=False)
 class Attention:
-    def __init__(
-        self,
-        shape: AttentionShape,
-        qkv_proj: Linear,
-        o_proj: Linear,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
-    ) -> None:
-        self.shape = shape
-        self.qkv_proj = qkv_proj
-        self.o_proj = o_proj
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+    shape: AttentionShape
+    qkv_proj: Linear
+    o_proj: Linear
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -55,17 +50,15 @@ class Attention:
         return self._mixed_by_operators(qk, v, batch)
 
     def _mixed_by_operators(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        q, k = qk[:, : self.shape.num_heads], qk[:, self.shape.num_heads :]
-        mixed = [self._attend(segment, q, k, v) for segment in batch.segments]  # [T_i, H, D] each
+        mixed, shape = [], self.shape  # [T_i, H, D] each
+        for segment in batch.segments:
+            rows = slice(segment.begin, segment.end)
+            q, k = qk[rows, : shape.num_heads], qk[rows, shape.num_heads :]
+            pages = segment.kv.layer(shape.layer, segment.past, segment.end - segment.begin)
+            write(pages, segment.past, k, v[rows])
+            options: dict[str, Any] = {"scale": shape.scale, "window": shape.window, "softcap": shape.softcap}
+            mixed.append(paged_attention(q, pages, segment.past, **options))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-
-    def _attend(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shape, rows = self.shape, slice(segment.begin, segment.end)
-        pages = segment.kv.layer(shape.layer, segment.past, segment.end - segment.begin)
-        write(pages, segment.past, k[rows], v[rows])
-        return paged_attention(
-            q[rows], pages, segment.past, scale=shape.scale, window=shape.window, softcap=shape.softcap
-        )
 
     def _normalised(self, qk: Tensor) -> Tensor:
         """qk [T, H + KH, D] through the norms of queries and keys, where the family has them."""

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import PackedMatrix
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 from localllm.quant.weight_format import WeightFormat
 
 
+@dataclass(eq=False)
 class Linear:
     """y = x @ W.T + b. The loader fills `tensors`; a streamer may re-point them at any time between two forwards."""
 
-    def __init__(
-        self,
-        weight_format: WeightFormat,
-        tensors: dict[str, Tensor],
-        out_features: int,
-        in_features: int,
-        bias: Tensor | None = None,
-    ) -> None:
-        self.format = weight_format
-        self.tensors = tensors
-        self.out_features = out_features
-        self.in_features = in_features
-        self.bias = bias
+    format: WeightFormat
+    tensors: dict[str, Tensor]
+    out_features: int
+    in_features: int
+    bias: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -46,3 +42,31 @@ class Linear:
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of W, [len(indices), in_features]."""
         return self.format.rows(self.tensors, indices, self.in_features)
+
+
+class RowLookup(Protocol):
+    """A matrix [V, K] of which some rows are looked up, wherever it is."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """[len(indices), K]."""
+
+
+@dataclass(eq=False)
+class Embedding:
+    """The rows of a matrix [V, hidden]; `scale` multiplies them (gemma: sqrt(hidden), rounded to `dtype`)."""
+
+    matrix: RowLookup
+    dtype: torch.dtype
+    scale: float = 1.0
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] int64 -> [T, hidden] of `dtype`."""
+        rows = self.matrix.rows(token_ids).to(self.dtype)
+        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=self.dtype)

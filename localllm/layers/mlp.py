@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,12 +20,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass(eq=False)
 class MLP:
-    def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str) -> None:
-        self.gate_up_proj = gate_up_proj
-        self.down_proj = down_proj
-        self.activation_name = activation
-        self.activation = ACTIVATIONS[activation]
+    gate_up_proj: Linear
+    down_proj: Linear
+    activation_name: str
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -38,17 +38,16 @@ class MLP:
         """x [T, hidden] -> [T, hidden]; the rows do not see each other, so the batch does not matter."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, intermediate] each
         # In place: a prompt's temporaries are fresh pages every time, and faulting them in costs more than the product.
-        return self.down_proj(self.activation(gate).mul_(up))
+        return self.down_proj(ACTIVATIONS[self.activation_name](gate).mul_(up))
 
 
+@dataclass(eq=False)
 class SplitMLP:
     """An MLP of which some of the intermediate features are computed on one device and the others on another, at the
     same time: their outputs add up to that of the whole."""
 
-    def __init__(self, here: MLP, there: MLP) -> None:
-        """here: on the device of input and output."""
-        self.here = here
-        self.there = there
+    here: MLP  # on the device of input and output
+    there: MLP
 
     @property
     def linears(self) -> tuple[Linear, ...]:

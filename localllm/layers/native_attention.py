@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +86,11 @@ def attention_tables(
     group = heads // kv_heads
     longest = max(segment.end - segment.begin for segment in segments)
     rows = min(MAX_ROWS, 1 << (longest * group - 1).bit_length())
-    runs = [run for segment in segments for run in _page_runs(segment)]
+    runs = []
+    for segment in segments:
+        begin, end = segment.past, segment.past + segment.end - segment.begin
+        for first in (begin, *range((begin // PAGE_TOKENS + 1) * PAGE_TOKENS, end, PAGE_TOKENS)):
+            runs.append(_PageRun(segment, first, min(end, (first // PAGE_TOKENS + 1) * PAGE_TOKENS)))
     tokens = [[word for run in runs for word in run.tokens(index)] for index in range(groups)]
     tasks = [
         (run, first, min(rows, run.end_row(group) - first)) for run in runs for first in run.first_rows(group, rows)
@@ -131,11 +135,3 @@ class _PageRun:
 
     def first_rows(self, group: int, rows: int) -> range:
         return range((self.begin - self.segment.past) * group, self.end_row(group), rows)
-
-
-def _page_runs(segment: Segment) -> Iterator[_PageRun]:
-    begin, end = segment.past, segment.past + segment.end - segment.begin
-    while begin < end:
-        stop = min(end, (begin // PAGE_TOKENS + 1) * PAGE_TOKENS)
-        yield _PageRun(segment, begin, stop)
-        begin = stop

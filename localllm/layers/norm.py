@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
+@dataclass(eq=False)
 class RMSNorm:
     """weight * x / rms(x) over the last dimension, in fp32, returned in x's dtype.
 
     weight [D] fp32, any family's offset (gemma stores w - 1) already added.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
-        self.eps = eps
+    weight: Tensor
+    eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()

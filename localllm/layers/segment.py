@@ -20,35 +20,28 @@ class KVStore(Protocol):
     @property
     def places(self) -> Sequence[tuple[int, int]]:
         """For each layer, its group and its number there."""
-        ...
 
     @property
     def is_on_host(self) -> bool:
         """Return whether all pages are on the host."""
-        ...
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
         """The layouts of dense pages and of coded ones."""
-        ...
 
     def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
         """Return the pages that queries at the positions [past, past + num_tokens) write and read of a layer."""
-        ...
 
     @property
     def homes(self) -> Sequence[tuple[torch.device, int]]:
         """For each layer, the device of its keys and values, and the number of its part in a page's bytes there."""
-        ...
 
     def addresses(self, group: int, device: torch.device) -> Tensor:
         """int64 [pages], on the host: where the parts of a group's pages that are on this device begin."""
-        ...
 
     def own_page(self, group: int, number: int, device: torch.device) -> tuple[int, int]:
         """Return the address of a page on this device as its own tokens read it, and the bytes from one layer's part
         of it to the next one's."""
-        ...
 
 
 @dataclass(frozen=True)

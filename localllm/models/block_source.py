@@ -25,11 +25,9 @@ class BlockSource(Protocol):
 
         Raises CheckpointError naming what is missing, misshapen or damaged.
         """
-        ...
 
     def finish(self) -> None:
         """Called after the last block. Raises CheckpointError where the model holds what nobody asked for."""
-        ...
 
 
 class CheckpointBlocks:
@@ -45,10 +43,10 @@ class CheckpointBlocks:
         """Check all of the checkpoint that its headers tell. Raises CheckpointError."""
         for layout in block_layouts(self.config):
             for matrix in layout.matrices:
-                features = (matrix.in_features,)
-                self.checkpoint.expect_fused(f"{matrix.stored}.weight", _named(matrix.parts, "weight"), features)
-                if matrix.has_bias:
-                    self.checkpoint.expect_fused(f"{matrix.stored}.bias", _named(matrix.parts, "bias"), ())
+                for name, rows in _stored_rows(self.checkpoint, matrix, "weight").items():
+                    self.checkpoint.expect(name, (rows, matrix.in_features))
+                for name, rows in _stored_rows(self.checkpoint, matrix, "bias").items() if matrix.has_bias else ():
+                    self.checkpoint.expect(name, (rows,))
             for norm in layout.norms:
                 self.checkpoint.expect(f"{norm.stored}.weight", (norm.features,))
         self.finish()
@@ -61,8 +59,9 @@ class CheckpointBlocks:
         for matrix in layout.matrices:
             tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self._quantized(matrix).items()}
             if matrix.has_bias:
-                stored = f"{matrix.stored}.bias"
-                bias = self.checkpoint.read_fused(stored, _named(matrix.parts, "bias"), (), torch_dtype("float32"))
+                bias = self.checkpoint.read_rows(
+                    _stored_rows(self.checkpoint, matrix, "bias"), (), torch_dtype("float32")
+                )
                 for name, part in self._as_stored(matrix, "bias", bias):
                     self._finite(name, part)
                 tensors[f"{matrix.name}.linear_bias"] = bias
@@ -86,7 +85,11 @@ class CheckpointBlocks:
             )
 
     def _quantized(self, matrix: Matrix) -> dict[str, Tensor]:
-        weight = self._weight(matrix)
+        rows, dtype = (
+            _stored_rows(self.checkpoint, matrix, "weight"),
+            torch_dtype(_read_dtype(matrix, self.recipe, self.checkpoint)),
+        )
+        weight = self.checkpoint.read_rows(rows, (matrix.in_features,), dtype)  # [N, K]
         quantize = matrix.format(self.recipe).quantize
         try:
             return quantize(weight)
@@ -100,19 +103,11 @@ class CheckpointBlocks:
         """The rows of a matrix's weight or bias by the names that the checkpoint has for them."""
         import torch
 
-        fused = f"{matrix.stored}.{kind}"
-        rows = {fused: len(tensor)} if self.checkpoint.has(fused) else _named(matrix.parts, kind)
+        rows = _stored_rows(self.checkpoint, matrix, kind)
         return zip(rows, torch.split(tensor, [*rows.values()]), strict=True)
 
-    def _weight(self, matrix: Matrix) -> Tensor:
-        """[N, K], see `_read_dtype`."""
-        fused, parts = f"{matrix.stored}.weight", _named(matrix.parts, "weight")
-        return self.checkpoint.read_fused(
-            fused, parts, (matrix.in_features,), torch_dtype(_read_dtype(matrix, self.recipe, self.checkpoint))
-        )
-
     def _finite(self, stored: str, tensor: Tensor) -> Tensor:
-        from localllm.quant.finite import require_finite
+        from localllm.quant.weight_format import require_finite
 
         with self._blaming(stored):
             require_finite(tensor.unsqueeze(0))
@@ -157,11 +152,12 @@ def _read_dtype(matrix: Matrix, recipe: Sizes, checkpoint: Checkpoint | None) ->
     own = matrix.format(recipe).specs(matrix.out_features, matrix.in_features).get("weight")
     if own is not None or checkpoint is None:
         return own.dtype if own is not None else "bfloat16"
-    fused = f"{matrix.stored}.weight"
-    stored = [fused] if checkpoint.has(fused) else _named(matrix.parts, "weight")
-    found = set(map(checkpoint.dtype, stored))  # two of 16 bits have only fp32 in common
+    found = set(
+        map(checkpoint.dtype, _stored_rows(checkpoint, matrix, "weight"))
+    )  # two of 16 bits have only fp32 in common
     return found.pop() if len(found) == 1 and found != {"float64"} else "float32"
 
 
-def _named(parts: Mapping[str, int], kind: str) -> dict[str, int]:
-    return {f"{name}.{kind}": rows for name, rows in parts.items()}
+def _stored_rows(checkpoint: Checkpoint, matrix: Matrix, kind: str) -> Mapping[str, int]:
+    parts = {f"{name}.{kind}": rows for name, rows in matrix.parts.items()}
+    return checkpoint.stored_rows(f"{matrix.stored}.{kind}", parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ class Checkpoint:
         """locations: stored name -> the open file that holds it."""
         self.directory = directory
         self._locations = locations
-        self._prefix = _text_prefix(locations)
+        self._prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in locations), "model.")
         self._stored = _plain_names(locations, self._prefix, directory)
         self._asked: set[str] = set()
 
@@ -54,7 +54,7 @@ class Checkpoint:
         single = directory / SINGLE
         if single.exists():
             file = SafetensorsFile.open(single)
-            return cls(directory, dict.fromkeys(file.names, file))
+            return cls(directory, dict.fromkeys(file.specs, file))
         if (directory / INDEX).exists():
             return cls(directory, _open_shards(directory, _read_index(directory / INDEX)))
         raise _nothing_to_read(directory)
@@ -86,15 +86,16 @@ class Checkpoint:
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Check a tensor without reading it. Raises as `read` does."""
-        self._check_shape(name, shape)
+        stored = self._spec(name).shape
+        if stored != shape:
+            why = f"{self._file(name).path.name} stores {list(stored)}; config.json means {list(shape)}"
+            raise CheckpointError(f"{self.directory}: {name} has the wrong shape", why=why, fix=FETCH_ANEW)
         self.dtype(name)
         self._asked.add(name)
 
-    def expect_fused(self, fused: str, parts: Mapping[str, int], features: tuple[int, ...]) -> None:
-        """Check what `read_fused` would read."""
-        stored = {fused: sum(parts.values())} if self.has(fused) else parts
-        for name, rows in stored.items():
-            self.expect(name, (rows, *features))
+    def stored_rows(self, fused: str, parts: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the names and rows under which a matrix is stored: all of it as `fused`, or its parts."""
+        return {fused: sum(parts.values())} if self.has(fused) else parts
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The tensor as `dtype`, or as `out` is if given: contiguous, of `shape`, on any device; rows of a larger one.
@@ -105,27 +106,18 @@ class Checkpoint:
         target = allocate(shape, dtype, name) if out is None else out
         return self._file(name).read_into(self._stored[name], target)
 
-    def read_fused(
-        self,
-        fused: str,
-        parts: Mapping[str, int],
-        features: tuple[int, ...],
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Tensors one above the other, [sum of rows, *features]: read as stored under `fused`, or part by part.
+    def read_rows(self, parts: Mapping[str, int], features: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Tensors one above the other, [sum of rows, *features], each read straight into its rows.
 
-        parts: name -> rows, in order. Each is read straight into its rows. Raises as `read` does.
+        parts: name -> rows, in order. Raises as `read` does.
         """
-        shape = (sum(parts.values()), *features)
-        if self.has(fused):
-            return self.read(fused, shape, dtype, out)
-        self.expect_fused(fused, parts, features)
-        target = allocate(shape, dtype, fused) if out is None else out
-        row = 0
+        import torch
+
         for name, rows in parts.items():
-            self.read(name, (rows, *features), dtype, target[row : row + rows])
-            row += rows
+            self.expect(name, (rows, *features))
+        target = allocate((sum(parts.values()), *features), dtype, next(iter(parts)))
+        for (name, rows), into in zip(parts.items(), torch.split(target, [*parts.values()]), strict=True):
+            self.read(name, (rows, *features), dtype, into)
         return target
 
     def stores_own_head(self) -> bool:
@@ -136,7 +128,8 @@ class Checkpoint:
         head, embedding = self._spec(HEAD), self._spec(EMBEDDING)
         if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
             return True
-        pairs = zip(self._chunks(HEAD), self._chunks(EMBEDDING), strict=True)
+        chunks = (self._file(name).chunks(self._stored[name]) for name in (HEAD, EMBEDDING))
+        pairs = zip(*chunks, strict=True)
         return any(mine != other for mine, other in pairs)
 
     def unused(self) -> tuple[str, ...]:
@@ -151,32 +144,21 @@ class Checkpoint:
             and (not multimodal or stored.startswith(self._prefix))
         )
 
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        stored = self._spec(name).shape
-        if stored != shape:
-            why = f"{self._file(name).path.name} stores {list(stored)}; config.json means {list(shape)}"
-            raise CheckpointError(f"{self.directory}: {name} has the wrong shape", why=why, fix=FETCH_ANEW)
-
     def _file(self, name: str) -> SafetensorsFile:
         return self._locations[self._stored[name]]
 
-    def _chunks(self, name: str) -> Iterator[bytes]:
-        return self._file(name).chunks(self._stored[name])
-
     def _spec(self, name: str) -> StoredTensor:
         if name not in self._stored:
-            near = ", ".join(_nearest(name, self._stored)) or "none"
+            # difflib over all of a large checkpoint would take seconds; those of its layer are enough.
+            layer = name.rpartition(".layers.")[2].partition(".")[0]
+            alike = [other for other in self._stored if f".{layer}." in other or ".layers." not in other][:1000]
+            near = ", ".join(show(other) for other in difflib.get_close_matches(name, alike)) or "none"
             raise CheckpointError(
                 f"{self.directory} has no tensor {name}",
                 why=f"{len(self._stored)} tensors are stored; the nearest names: {near}",
                 fix=FETCH_ANEW,
             )
         return self._file(name).spec(self._stored[name])
-
-
-def _text_prefix(stored: Iterable[str]) -> str:
-    names = set(stored)
-    return next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in names), "model.")
 
 
 def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[str, str]:
@@ -193,13 +175,6 @@ def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[st
             raise CheckpointError(f"{directory} stores {show(plain)} twice", why=why, fix=FETCH_ANEW)
         names[plain] = name
     return names
-
-
-def _nearest(name: str, names: Iterable[str]) -> list[str]:
-    """difflib over all of a large checkpoint would take seconds; those of its layer are enough."""
-    layer = name.rpartition(".layers.")[2].partition(".")[0]
-    alike = [other for other in names if f".{layer}." in other or ".layers." not in other][:1000]
-    return [show(other) for other in difflib.get_close_matches(name, alike)]
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from localllm.models.checkpoint import Checkpoint
 from localllm.models.families import load_config
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.load import Progress
-from localllm.models.packed import PackedModel, PackedPlan
+from localllm.models.packed import PackedPlan
 from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, read_index, write_block
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.recipe import Recipe
@@ -62,11 +63,9 @@ def convert(
 class BlockParts(Protocol):
     def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
         """The block's tensors as BlockSource has them, in a few pieces and in the order of the layout."""
-        ...
 
     def held_bytes(self, layout: BlockLayout) -> int:
         """The most that is there at once while its parts are gone through."""
-        ...
 
 
 def pack(
@@ -85,9 +84,8 @@ def pack(
         conversion.report_present()
 
     try:
-        with exclusive(target, wait) as waited:
-            if not (waited and conversion.is_finished()):
-                conversion.run()
+        with exclusive(target, wait):
+            conversion.run()
     except OSError as error:
         raise _disk_error(error, target, plan.model, conversion.missing_bytes) from error
 
@@ -113,30 +111,35 @@ class _Conversion:
         # That are still to be written, the index among them.
         self.missing_bytes = sum(file.file_bytes for file in plan.files.values()) + _SLACK_BYTES
 
-    def is_finished(self) -> bool:
-        """Return whether another process has just made it; a load verifies every byte."""
-        try:
-            PackedModel.open(self._target, self._plan.config, self._plan.recipe, self._plan.source).close()
-        except CheckpointError:
-            return False
-        return True
-
     def report_present(self) -> None:
         """Progress of another process, by the blocks that have their names."""
         present = (layout for layout in self._layouts if self._path(layout).exists())
         self._progress(sum(layout.nbytes(self._plan.recipe) for layout in present), self._total_bytes)
 
     def run(self) -> None:
-        self._collect_temporaries()
-        checksums = self._kept()
+        for path in self._target.iterdir():  # only who holds the folder writes any: these are of processes that died
+            if TEMPORARY.fullmatch(path.name):
+                path.unlink()
+        checksums = {}  # of blocks that are there, whole and undamaged
+        for layout in self._layouts:
+            checksum = self._file(layout).checksum_of(self._path(layout))
+            if checksum is not None:
+                checksums[layout.name] = checksum
+                self.missing_bytes -= self._file(layout).file_bytes
+                self._advance(layout.nbytes(self._plan.recipe))
         missing = [layout for layout in self._layouts if layout.name not in checksums]
-        if not missing and self._has_index(checksums):
-            return
+        with suppress(CheckpointError):
+            if not missing and read_index(self._target) == self._plan.index(checksums):
+                return
         self._require_memory(max((self._blocks.held_bytes(layout) for layout in missing), default=0))
         self._discard(missing)
-        self._require_space()
+        if self.missing_bytes > free_bytes(self._target):
+            raise _no_space(self._target, self.missing_bytes)
         try:
-            checksums |= self._written(missing)
+            for layout in missing:
+                file = self._file(layout)
+                checksums[layout.name] = write_block(file, self._target, self._blocks.parts(layout), self._advance)
+                self.missing_bytes -= file.file_bytes
         except CheckpointError:
             # What was made of it before may be wrong as well, and files that are fetched anew are of the same revision.
             self._discard(self._layouts)
@@ -145,48 +148,11 @@ class _Conversion:
             new.write(memoryview(json.dumps(self._plan.index(checksums), indent=1).encode()))
             new.publish()
 
-    def _collect_temporaries(self) -> None:
-        """Only who holds the folder writes any: these are of processes that died."""
-        for path in self._target.iterdir():
-            if TEMPORARY.fullmatch(path.name):
-                path.unlink()
-
-    def _kept(self) -> dict[str, str]:
-        """Blocks that are there, whole and undamaged, with their checksums."""
-        checksums = {}
-        for layout in self._layouts:
-            file = self._file(layout)
-            checksum = file.checksum_of(self._path(layout))
-            if checksum is not None:
-                checksums[layout.name] = checksum
-                self.missing_bytes -= file.file_bytes
-                self._advance(layout.nbytes(self._plan.recipe))
-        return checksums
-
     def _discard(self, layouts: Iterable[BlockLayout]) -> None:
         (self._target / PACKED_INDEX).unlink(missing_ok=True)
         for layout in layouts:
             self._path(layout).unlink(missing_ok=True)
         sync_directory(self._target)
-
-    def _written(self, layouts: Iterable[BlockLayout]) -> dict[str, str]:
-        """Blocks that are made now, with their checksums."""
-        checksums = {}
-        for layout in layouts:
-            file = self._file(layout)
-            checksums[layout.name] = write_block(file, self._target, self._blocks.parts(layout), self._advance)
-            self.missing_bytes -= file.file_bytes
-        return checksums
-
-    def _has_index(self, checksums: dict[str, str]) -> bool:
-        try:
-            return read_index(self._target) == self._plan.index(checksums)
-        except CheckpointError:
-            return False
-
-    def _require_space(self) -> None:
-        if self.missing_bytes > free_bytes(self._target):
-            raise _no_space(self._target, self.missing_bytes)
 
     def _advance(self, num_bytes: int) -> None:
         give_back_freed()  # of the slabs of a matrix, the C library would keep up to 100 MB beside the next one

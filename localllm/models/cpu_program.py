@@ -14,15 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels import cpu_embed, cpu_matmul, cpu_norm, cpu_quantize, cpu_rope
+from localllm.kernels import cpu_embed, cpu_matmul, cpu_quantize, cpu_rope
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Activations, Step, float_bits
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import window_groups
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import TILE, PackedMatrix
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
@@ -54,7 +53,11 @@ class CpuProgram:
             decoder.device.type == "cpu"
             and fills_vectors(decoder.config, dense_name(decoder.dtype))
             and not any(isinstance(block.body, SplitMLP) for block in decoder.blocks)
-            and all(_fills_tiles(linear) for block in decoder.blocks for linear in block.body.linears)
+            and all(
+                (packed := _packed(linear)) is not None and packed.tiles * TILE == linear.out_features
+                for block in decoder.blocks
+                for linear in block.body.linears
+            )
         )
 
     def logits(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
@@ -62,7 +65,11 @@ class CpuProgram:
 
         Without it, and with one batch of a decoder of which nothing is streamed, the step is a single call.
         """
-        room = self._reserve(max(map(len, batches)))
+        rows = max(map(len, batches))
+        if self._room is None or rows > self._room.rows:
+            self._tapes.clear()
+            self._room = _Room(self.decoder, rows)
+        room = self._room
         if on_block is None and len(batches) == 1 and not self.decoder.stream.names:
             return self._in_one_call(room, batches[0])
         self.decoder.stream.begin()
@@ -146,12 +153,6 @@ class CpuProgram:
         own = logits[:rows, : self.decoder.head.out_features]
         return own if self.decoder.config.final_softcap is None else self.decoder.capped(own)
 
-    def _reserve(self, rows: int) -> _Room:
-        if self._room is None or rows > self._room.rows:
-            self._tapes.clear()
-            self._room = _Room(self.decoder, rows)
-        return self._room
-
     def _tape(self, room: _Room) -> _WholeTape:
         assert room.layouts is not None, "a batch was placed"
         # A tape points at the attention's room, which is another one where it had to grow.
@@ -165,7 +166,8 @@ class CpuProgram:
                 steps += recorder.block(block)
                 starts.append(len(steps))
             head = [] if _packed(self.decoder.head) is None else [*recorder.head(room.wide)]
-            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), _output_word(head[-1]) if head else None)
+            output = (head[-1][1], head[-1][0].pointers.index("y")) if head else None
+            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), output)
         return self._tapes[key]
 
 
@@ -174,11 +176,6 @@ class _WholeTape:
     tape: Tape
     starts: tuple[int, ...]  # of each block, in steps, and of the head; before the first is the embedding, if anything
     head: tuple[ctypes.Array[ctypes.c_int64], int] | None  # the last step's words, and the one of y: each forward's own
-
-
-def _output_word(step: Step) -> tuple[ctypes.Array[ctypes.c_int64], int]:
-    kernel, words = step
-    return words, kernel.pointers.index("y")
 
 
 class _Room:
@@ -248,18 +245,15 @@ class _Recorder:
         if packed is None or packed.weights != "int8":
             return
         kernel = cpu_embed.embed(self.isa)
-        yield (
-            kernel,
-            kernel.arguments(
-                qweight=packed.qweight,
-                scale=packed.scale,
-                token_ids=self.room.token_ids,
-                x=self.room.x,
-                shape=self.room.activations.shape,
-                vocab=embedding.matrix.out_features,
-                features=embedding.matrix.in_features,
-                factor=float_bits(float(torch.tensor(embedding.scale, dtype=embedding.dtype))),
-            ),
+        yield kernel.step(
+            qweight=packed.qweight,
+            scale=packed.scale,
+            token_ids=self.room.token_ids,
+            x=self.room.x,
+            shape=self.room.activations.shape,
+            vocab=embedding.matrix.out_features,
+            features=embedding.matrix.in_features,
+            factor=float_bits(float(torch.tensor(embedding.scale, dtype=embedding.dtype))),
         )
 
     def block(self, block: Block) -> Iterator[Step]:
@@ -319,51 +313,34 @@ class _Recorder:
             (g, layers.index(shape.layer)) for g, (_, layers) in enumerate(room.groups) if shape.layer in layers
         )
         rope = cpu_rope.rope(self.isa, dense, coded, self.decoder.config.rotary_dim, has_norms=norms[0] is not None)
-        yield (
-            rope,
-            rope.arguments(
-                qkv=room.wide,
-                cos=room.cos[shape.rotation],
-                sin=room.sin[shape.rotation],
-                q_norm=0 if norms[0] is None else norms[0].weight,
-                k_norm=0 if norms[1] is None else norms[1].weight,
-                tokens=room.tokens[group],
-                shape=room.activations.shape,
-                heads=H,
-                kv_heads=KH,
-                layer=index,
-                scale=float_bits(shape.scale),
-                eps=float_bits(self.decoder.config.rms_norm_eps),
-            ),
+        yield rope.step(
+            qkv=room.wide,
+            cos=room.cos[shape.rotation],
+            sin=room.sin[shape.rotation],
+            q_norm=0 if norms[0] is None else norms[0].weight,
+            k_norm=0 if norms[1] is None else norms[1].weight,
+            tokens=room.tokens[group],
+            shape=room.activations.shape,
+            heads=H,
+            kv_heads=KH,
+            layer=index,
+            scale=float_bits(shape.scale),
+            eps=float_bits(self.decoder.config.rms_norm_eps),
         )
         place = AttentionPlace(room.wide, stride, room.mixed, room.tokens[group], index, H, shape.window, shape.softcap)
         yield from room.attention.steps(self.isa, room.layouts, place, rows=room.attention_rows, is_split=room.is_split)
 
     def _norm(self, norm: RMSNorm, x: Tensor, y: Tensor, features: int, stride: int, *, adds: bool) -> Step:
-        kernel = cpu_norm.norm(self.isa, adds=adds)
-        shape = self.room.activations.shape
-        return kernel, kernel.arguments(
-            x=x,
-            weight=norm.weight,
-            y=y,
-            shape=shape,
-            features=features,
-            x_stride=stride,
-            y_stride=stride,
-            eps=float_bits(norm.eps),
-        )
+        strides, shape = {"x_stride": stride, "y_stride": stride}, self.room.activations.shape
+        rest: dict[str, Tensor | int]
+        rest = {"weight": norm.weight, "features": features, "eps": float_bits(norm.eps)}
+        return cpu_quantize.norm(self.isa, adds=adds).step(x=x, y=y, shape=shape, **strides, **rest)
 
 
 def _packed(linear: Linear) -> PackedMatrix | None:
     """The matrix as the kernels take it; None where its format or its columns are not theirs."""
     packed = linear.packed
     return packed if packed is not None and packed.in_features == linear.in_features else None
-
-
-def _fills_tiles(linear: Linear) -> bool:
-    """Return whether the matrix is packed and its last tile is full: its product has no columns too many."""
-    packed = _packed(linear)
-    return packed is not None and packed.tiles * TILE == linear.out_features
 
 
 def _required(linear: Linear) -> PackedMatrix:

@@ -6,9 +6,9 @@ streaming and of skipping; the decoder knows nothing of where a block's bytes re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, moved
-from localllm.layers.embedding import Embedding
-from localllm.layers.linear import Linear
+from localllm.layers.linear import Embedding, Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary
@@ -49,21 +48,17 @@ class BlockStream(Protocol):
     @property
     def clock(self) -> StreamClock:
         """The time that streaming has taken so far."""
-        ...
 
     @property
     def names(self) -> frozenset[str]:
         """The names of the blocks that are streamed; all others are always there."""
-        ...
 
     def begin(self) -> None:
         """A forward begins: the first block is next, however far the last one came. Raises LocalLLMError where what was
         begun for that one does not end."""
-        ...
 
     def held(self, name: str) -> AbstractContextManager[None]:
         """Inside, the block's tensors are in place. Raises LocalLLMError where they cannot be brought."""
-        ...
 
 
 class AllResident:
@@ -146,3 +141,46 @@ class Decoder:
         wanted = torch.cat([x[moved(batch.logit_rows, x.device)] for batch, x in zip(batches, states, strict=True)])
         with self.stream.held(HEAD):
             return self.logits(wanted)
+
+
+def without(decoder: Decoder, names: frozenset[str]) -> Decoder:
+    """names: of attention and MLP blocks. Where they are all that is streamed, no weight moves."""
+    kept = tuple(block for block in decoder.blocks if block.name not in names)
+    stream: BlockStream = ALL_RESIDENT
+    if not decoder.stream.names <= names:
+        order = (EMBED, *(block.name for block in decoder.blocks), HEAD)
+        stream = _PassedOver(decoder.stream, order, names)
+    return replace(decoder, blocks=kept, stream=stream)
+
+
+class _PassedOver:
+    """A stream brings its blocks in their order: those that are left out come too, and are let go at once."""
+
+    def __init__(self, stream: BlockStream, order: tuple[str, ...], left_out: frozenset[str]) -> None:
+        self._stream = stream
+        self._place = {name: place for place, name in enumerate(order)}
+        self._order, self._left_out = order, left_out
+        self._next = 0
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self._stream.names
+
+    @property
+    def clock(self) -> StreamClock:
+        return self._stream.clock
+
+    def begin(self) -> None:
+        self._next = 0
+        self._stream.begin()
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        place = self._place[name]
+        for passed in self._order[self._next : place]:
+            if passed in self._left_out:
+                with self._stream.held(passed):
+                    pass
+        self._next = place + 1
+        with self._stream.held(name):
+            yield

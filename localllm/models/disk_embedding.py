@@ -10,8 +10,7 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError
 from localllm.kernels.tile16 import TILE
-from localllm.models.packed_file import PackedFile
-from localllm.quant.layouts import TensorSpec
+from localllm.models.packed_file import PackedFile, PackedTensor
 from localllm.quant.weight_format import WeightFormat
 
 _AT_ONCE = 64  # tokens: their tiles, of 64 kB each in INT8 at a width of 4096, are no burden then
@@ -30,7 +29,9 @@ class DiskEmbedding:
         self.device = torch.device("cpu")
         self._path, self._fix = path, fix
         self._format, self._in_features = weight_format, in_features
-        self._unit = _rows_together(weight_format, in_features)
+        # Rows that a part of the tensors belongs to: a tile of them, where the format has tiles.
+        one, tile = (sum(spec.nbytes for spec in weight_format.specs(rows, in_features).values()) for rows in (1, TILE))
+        self._unit = TILE if one == tile else 1
         self._specs = weight_format.specs(self._unit, in_features)
         self._begins = {name: file.data_begin + file.tensors[f"{matrix}.{name}"].begin for name in self._specs}
         try:
@@ -59,20 +60,15 @@ class DiskEmbedding:
         try:
             if self._stamped() != self._stamp:
                 raise self._refusal("was changed while it was in use", "something has written to it")
-            parts = [self._read(unit) for unit in units.tolist()]
+            parts = [{name: self._tensor(name, unit) for name in self._specs} for unit in units.tolist()]
         except (OSError, EOFError) as error:
             raise self._refusal("cannot be read", str(error)) from None
         tensors = {name: torch.cat([part[name] for part in parts]) for name in self._specs}
         return self._format.rows(tensors, places * self._unit + indices % self._unit, self._in_features)
 
-    def _read(self, unit: int) -> dict[str, Tensor]:
-        return {name: self._tensor(spec, self._begins[name] + unit * spec.nbytes) for name, spec in self._specs.items()}
-
-    def _tensor(self, spec: TensorSpec, begin: int) -> Tensor:
-        content = bytearray(os.pread(self._descriptor, spec.nbytes, begin))
-        if len(content) < spec.nbytes:
-            raise EOFError(f"it ends before byte {begin + spec.nbytes}")
-        return torch.frombuffer(content, dtype=spec.torch_dtype).view(spec.shape)
+    def _tensor(self, name: str, unit: int) -> Tensor:
+        spec = self._specs[name]
+        return PackedTensor(spec, unit * spec.nbytes).read(self._descriptor, self._begins[name])
 
     def _stamped(self) -> tuple[int, int]:
         status = os.fstat(self._descriptor)
@@ -80,9 +76,3 @@ class DiskEmbedding:
 
     def _refusal(self, what: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self._path} {what}", why=why, fix=self._fix)
-
-
-def _rows_together(weight_format: WeightFormat, in_features: int) -> int:
-    """Return how many rows a part of its tensors belongs to: a tile of them, where the format has tiles."""
-    one, tile = (sum(spec.nbytes for spec in weight_format.specs(rows, in_features).values()) for rows in (1, TILE))
-    return TILE if one == tile else 1

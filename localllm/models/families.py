@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from localllm.errors import UnsupportedModelError
 from localllm.models.config import Activation, ModelConfig, RopeConfig, RopeKind, StoredDtype
-from localllm.models.fields import Fields, show
+from localllm.models.fields import Fields, is_integer, show
 from localllm.models.rope_fields import (
     FULL,
     MAX_POSITIONS,
@@ -48,9 +48,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
 }
-_DTYPES: dict[str, StoredDtype] = {
-    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
-}  # fmt: skip
+_DTYPES: dict[str, StoredDtype] = {name: name for name in get_args(StoredDtype)}
 
 
 def _layer_kinds(family: Family, fields: Fields, layers: int) -> tuple[str, ...]:
@@ -177,13 +175,7 @@ _GEMMA3 = {
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
 }
-_OLMO2 = {
-    **_LLAMA,
-    "vocab_size": 50304,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": 50279,
-}
+_OLMO2 = {**_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279}
 _GEMMA_TRAITS = {"norm_placement": "sandwich", "norm_weight_offset": 1.0}
 
 _GEMMA3_FAMILY = Family(
@@ -198,13 +190,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(_MISTRAL, windows="all", qkv_bias=False),
     "qwen2": Family(_QWEN2, windows="late", qkv_bias=True),
     "qwen3": Family({**_QWEN2, "head_dim": 128}, traits={"qk_norm": "head"}, windows="late"),
-    "phi3": Family(
-        _PHI3,
-        windows="all",
-        qkv_bias=False,
-        rope_kinds=PHI3_KINDS,
-        rotates_partially=True,
-    ),
+    "phi3": Family(_PHI3, windows="all", qkv_bias=False, rope_kinds=PHI3_KINDS, rotates_partially=True),
     "gemma2": Family(_GEMMA2, traits=_GEMMA_TRAITS, windows="pattern", scales_embedding=True, caps_scores=True),
     "gemma3_text": _GEMMA3_FAMILY,
     "gemma3": _GEMMA3_FAMILY,
@@ -225,7 +211,9 @@ def load_config(directory: Path) -> ModelConfig:
         return config
     added = _eos_ids(Fields(read_json_object(generation, _LIMITS), str(generation)))
     # The family's default id stands only where neither file names one.
-    named = config.eos_token_ids if _names_eos(raw) else ()
+    text = raw.get("text_config")
+    sections = (raw, text if isinstance(text, dict) else {})
+    named = config.eos_token_ids if any(section.get("eos_token_id") is not None for section in sections) else ()
     merged = tuple(dict.fromkeys(named + added))
     return replace(config, eos_token_ids=merged) if merged else config
 
@@ -355,8 +343,8 @@ def _activation(fields: Fields) -> Activation:
 
 
 def _dtype(fields: Fields) -> StoredDtype | None:
-    name = fields.optional_text("dtype") or fields.optional_text("torch_dtype")
-    if name is None or name == "auto":  # as the tensors are
+    name = fields.optional_text("dtype") or fields.optional_text("torch_dtype") or "auto"
+    if name == "auto":  # as the tensors are
         return None
     if name.removeprefix("torch.") not in _DTYPES:
         raise _unsupported(fields.source, f"the dtype {show(name)}", ", ".join(_DTYPES))
@@ -368,17 +356,11 @@ def _eos_ids(fields: Fields) -> tuple[int, ...]:
     if not isinstance(value, list):
         single = fields.optional_integer("eos_token_id", 0, _MAX_TOKEN_ID)
         return () if single is None else (single,)
-    ids: dict[int, None] = {}
-    for token in fields.items("eos_token_id", most=_MAX_EOS_TOKENS) or ():
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_TOKEN_ID:
-            raise fields.refuse("eos_token_id", f"token ids from 0 to {_MAX_TOKEN_ID}")
-        ids[token] = None
-    return tuple(ids)
-
-
-def _names_eos(raw: Mapping[str, object]) -> bool:
-    text = raw.get("text_config")
-    return raw.get("eos_token_id") is not None or (isinstance(text, dict) and text.get("eos_token_id") is not None)
+    ids = fields.items("eos_token_id", most=_MAX_EOS_TOKENS) or []
+    found = [token for token in ids if is_integer(token) and 0 <= token <= _MAX_TOKEN_ID]
+    if len(found) < len(ids):
+        raise fields.refuse("eos_token_id", f"token ids from 0 to {_MAX_TOKEN_ID}")
+    return tuple(dict.fromkeys(found))
 
 
 def _refuse_quantized(fields: Fields) -> None:

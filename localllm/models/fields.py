@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from localllm.errors import FETCH_ANEW, CheckpointError
 
@@ -31,11 +32,9 @@ class Fields:
 
     def optional_integer(self, key: str, low: int, high: int) -> int | None:
         value = self.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.refuse(key, f"an integer from {low} to {high}")
-        return value
+        if value is None or (is_integer(value) and low <= value <= high):
+            return value
+        raise self.refuse(key, f"an integer from {low} to {high}")
 
     def number(self, key: str, low: float, high: float) -> float:
         value = self.optional_number(key, low, high)
@@ -45,25 +44,21 @@ class Fields:
 
     def optional_number(self, key: str, low: float, high: float) -> float | None:
         value = self.get(key)
-        if value is None:
-            return None
-        if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
-            raise self.refuse(key, f"a number from {low:g} to {high:g}")
-        return float(value)  # type: ignore[arg-type]
+        if value is None or (_is_number(value) and low <= value <= high):
+            return None if value is None else float(value)
+        raise self.refuse(key, f"a number from {low:g} to {high:g}")
 
     def flag(self, key: str, if_null: bool = False) -> bool:
         value = self.get(key)
-        if value is None:
-            return if_null
-        if not isinstance(value, bool):
-            raise self.refuse(key, "true or false")
-        return value
+        if value is None or isinstance(value, bool):
+            return if_null if value is None else value
+        raise self.refuse(key, "true or false")
 
     def optional_text(self, key: str) -> str | None:
         value = self.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.refuse(key, "a string")
-        return value
+        if value is None or isinstance(value, str):
+            return value
+        raise self.refuse(key, "a string")
 
     def items(self, key: str, most: int) -> list[object] | None:
         value = self.get(key)
@@ -75,27 +70,23 @@ class Fields:
 
     def numbers(self, key: str, count: int, low: float, high: float) -> tuple[float, ...]:
         value = self.items(key, most=max(count, 1))
-        if value is None or len(value) != count or not all(_is_number(x) and low <= x <= high for x in value):  # type: ignore[operator]
+        found = [float(x) for x in value or () if _is_number(x) and low <= x <= high]
+        if value is None or not len(found) == len(value) == count:
             raise self.refuse(key, f"{count} numbers from {low:g} to {high:g}")
-        return tuple(float(x) for x in value)  # type: ignore[arg-type]
+        return tuple(found)
 
     def section(self, key: str) -> Fields | None:
         """The object under `key`, None where it is absent or null."""
         value = self.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.refuse(key, "an object")
-        return Fields(value, self.source, f"{self.path}{key}.")
+        if value is None or isinstance(value, dict):
+            return None if value is None else Fields(value, self.source, f"{self.path}{key}.")
+        raise self.refuse(key, "an object")
 
     def refuse(self, key: str, wanted: str) -> CheckpointError:
         value = self.get(key)
         found = "it is absent" if value is None and key not in self.raw else f"it is {show(value)}"
-        return CheckpointError(
-            f"{self.source}: {self.path}{key} is not usable",
-            why=f"{found}; {wanted} is needed",
-            fix=FETCH_ANEW,
-        )
+        what = f"{self.source}: {self.path}{key} is not usable"
+        return CheckpointError(what, why=f"{found}; {wanted} is needed", fix=FETCH_ANEW)
 
 
 def show(value: object) -> str:
@@ -108,5 +99,9 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, float) or is_integer(value)

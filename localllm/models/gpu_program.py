@@ -9,7 +9,7 @@ many there are: batches and the verification of drafts give the bits of a single
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu import product, sample
-from localllm.kernels.gpu.embed import embed
+from localllm.kernels.gpu.dequantize import embed
 from localllm.kernels.kv_page import pages_of
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
@@ -154,7 +154,8 @@ class GpuProgram:
         self.decoder.stream.begin()
         for index, run in enumerate(self._runs):
             if run.is_streamed:
-                with self.decoder.stream.held(_name(run.stages[0])):
+                (stage,) = run.stages
+                with self.decoder.stream.held(stage.name if isinstance(stage, Block) else stage):
                     self._run(index, run, room, forward, bool(draws))
             else:
                 self._run(index, run, room, forward, bool(draws))
@@ -246,7 +247,12 @@ class GpuProgram:
     def _many(self, batches: Sequence[Batch], on_block: OnBlock | None) -> Tensor:
         decoder = self.decoder
         decoder.stream.begin()
-        forwards = [self._forward(batch) for batch in batches]
+        forwards = []
+        for batch in batches:
+            shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
+            tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts)
+            tables.fill(batch, self._groups(batch), tokens)
+            forwards.append(GpuForward(batch, tables, self._places(batch), decoder.dtype))
         states = [torch.empty((len(b), decoder.config.hidden_size), device=self.device) for b in batches]
         with decoder.stream.held(EMBED):
             for forward, x in zip(forwards, states, strict=True):
@@ -263,12 +269,6 @@ class GpuProgram:
         wanted = torch.cat([x[moved(b.logit_rows, self.device)] for b, x in zip(batches, states, strict=True)])
         with decoder.stream.held(HEAD):
             return torch.cat([self._head(part) for part in torch.split(wanted, product.MOST_ROWS)])
-
-    def _forward(self, batch: Batch) -> GpuForward:
-        shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
-        tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts)
-        tables.fill(batch, self._groups(batch), tokens)
-        return GpuForward(batch, tables, self._places(batch), self.decoder.dtype)
 
     def _shape(self, batch: Batch, rows: int, pages: int) -> tuple[TableShape, int]:
         """Return the shape of a batch's tables, and the most tokens of a task."""
@@ -348,13 +348,9 @@ class GpuProgram:
 
     def _is_capturable(self, run: _Run) -> bool:
         """Return whether nothing that is launched depends on what the host would have to see."""
-        linears = [linear for stage in run.stages for linear in self._linears(stage)]
+        linears = [linear for stage in run.stages if isinstance(stage, Block) for linear in stage.body.linears]
+        linears += [self.decoder.head] if HEAD in run.stages else []
         return all(linear.packed is not None or isinstance(linear.format, Dense) for linear in linears)
-
-    def _linears(self, stage: Block | str) -> tuple[Linear, ...]:
-        if isinstance(stage, Block):
-            return stage.body.linears
-        return (self.decoder.head,) if stage == HEAD else ()
 
 
 @contextmanager
@@ -369,26 +365,20 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _joined(runs: Iterator[_Run]) -> Iterator[_Run]:
+def _joined(runs: Iterable[_Run]) -> list[_Run]:
     """Neighbours that are ours, and all there, as one."""
-    last: _Run | None = None
+    joined: list[_Run] = []
     for run in runs:
-        if last is not None and last.is_ours and run.is_ours and not last.is_streamed and not run.is_streamed:
-            last = _Run((*last.stages, *run.stages), True, False)
-            continue
-        if last is not None:
-            yield last
-        last = run
-    if last is not None:
-        yield last
+        last = joined[-1] if joined else run
+        if joined and last.is_ours and run.is_ours and not last.is_streamed and not run.is_streamed:
+            joined[-1] = _Run((*last.stages, *run.stages), True, False)
+        else:
+            joined.append(run)
+    return joined
 
 
 def _longest(batch: Batch) -> int:
     return max(segment.past + segment.end - segment.begin for segment in batch.segments)
-
-
-def _name(stage: Block | str) -> str:
-    return stage.name if isinstance(stage, Block) else stage
 
 
 def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bool:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from localllm.layers.attention import Attention
 from localllm.layers.config import AttentionShape
-from localllm.layers.embedding import Embedding, RowLookup
-from localllm.layers.linear import Linear
+from localllm.layers.linear import Embedding, Linear, RowLookup
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary

@@ -20,7 +20,7 @@ from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.layout import EMBED, HEAD, BlockLayout, block_layouts
 from localllm.models.load import BlockTensors, DecoderParts, Progress
 from localllm.models.packed import PackedModel
-from localllm.models.split_mlp import MlpCut, split_features
+from localllm.models.split_mlp import split_block, split_features
 from localllm.offload.placement import BlockPlacement
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.streaming.disk_stream import DiskStream
@@ -164,15 +164,14 @@ class OffloadedModel:
             self._pinning.remove(run)
             run = moved
         self._runs[block.name] = run
-        if block.exec == "split":
-            self._cut(block, run)
-
-    def _cut(self, block: BlockPlacement, run: Tensor) -> None:
+        if block.exec != "split":
+            return
         config, layout = self._parts.config, self._layouts[block.name]
         features = split_features(config, self._parts.recipe, block.device_bytes / block.num_bytes)
         if self._split.get(block.name, (0,))[0] != features:
-            cut = MlpCut(layout, self._packed.views(layout, run), config, self._parts.recipe)
-            self._split[block.name] = features, cut.at(features, self._device)
+            views = self._packed.views(layout, run)
+            cut = split_block(layout, views, config, self._parts.recipe, features, self._device)
+            self._split[block.name] = features, cut
 
     # Streams.
 

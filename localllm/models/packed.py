@@ -83,13 +83,8 @@ def _block_entry(file: PackedFile, checksum: str) -> dict[str, object]:
         }
         for name, placed in file.tensors.items()
     }
-    return {
-        "name": file.name,
-        "file": file.file_name,
-        "bytes": file.file_bytes,
-        "checksum": checksum,
-        "tensors": tensors,
-    }
+    entry = {"name": file.name, "file": file.file_name, "bytes": file.file_bytes, "checksum": checksum}
+    return {**entry, "tensors": tensors}
 
 
 class PackedModel:
@@ -128,8 +123,16 @@ class PackedModel:
             except CheckpointError as error:
                 raise CheckpointError(error.what, why=error.why, fix=plan.command) from None
             plan, checksums = _agreed(found, plan, directory / PACKED_INDEX)
-            for file in plan.files.values():
-                _check_size(directory / file.file_name, file.file_bytes, plan)
+            for path, file in ((directory / file.file_name, file) for file in plan.files.values()):
+                try:
+                    size = path.stat().st_size
+                except OSError as error:
+                    why = error.strerror or "unknown"
+                    raise CheckpointError(f"{path} cannot be read", why=why, fix=plan.command) from None
+                if size != file.file_bytes:
+                    what = f"{path} is cut short" if size < file.file_bytes else f"{path} is too long"
+                    why = f"{file.file_bytes} bytes are needed, it has {size}"
+                    raise CheckpointError(what, why=why, fix=plan.command)
             return cls(directory, plan, checksums, held.pop_all())
 
     def __enter__(self) -> PackedModel:
@@ -154,7 +157,11 @@ class PackedModel:
     def content(self, layout: BlockLayout) -> Tensor:
         """The block as it lies on the disk, uint8, whole pages of its own, checked. Raises as `tensors` does."""
         file = self._files[layout.name]
-        buffer, read = self._begun(file)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] != file.name:
+            ahead[2].close()
+            ahead = None
+        buffer, read = self._begin(file) if ahead is None else ahead[1:]
         try:
             following = self._next.get(layout.name)
             if following is not None:
@@ -221,15 +228,6 @@ class PackedModel:
         except (OSError, EOFError) as error:
             raise self._refusal(file, "cannot be read", str(error)) from None
 
-    def _begun(self, file: PackedFile) -> tuple[Tensor, FileRead]:
-        """Return the reading that was begun ahead, if it is of this file."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == file.name:
-            return ahead[1:]
-        if ahead is not None:
-            ahead[2].close()
-        return self._begin(file)
-
     def _begin(self, file: PackedFile) -> tuple[Tensor, FileRead]:
         buffer = host_buffer(file.file_bytes)
         try:
@@ -282,21 +280,9 @@ def _agreed(found: Mapping[str, object], plan: PackedPlan, path: Path) -> tuple[
 
 def _checksums(blocks: object, plan: PackedPlan) -> dict[str, str]:
     """Return checksums by the block's name, as far as the index has them in place; "" for the others."""
-    entries = blocks if isinstance(blocks, list) else []
-    found = [entry.get("checksum") if isinstance(entry, dict) else None for entry in entries]
-    names = list(plan.files)
-    checksums = dict.fromkeys(names, "")
-    for name, checksum in zip(names, found, strict=False):
+    checksums = dict.fromkeys(plan.files, "")
+    for name, entry in zip(plan.files, blocks if isinstance(blocks, list) else [], strict=False):
+        checksum = entry.get("checksum") if isinstance(entry, dict) else None
         if isinstance(checksum, str) and CHECKSUM.fullmatch(checksum):
             checksums[name] = checksum
     return checksums
-
-
-def _check_size(path: Path, file_bytes: int, plan: PackedPlan) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read", why=error.strerror or "unknown", fix=plan.command) from None
-    if size != file_bytes:
-        what = f"{path} is cut short" if size < file_bytes else f"{path} is too long"
-        raise CheckpointError(what, why=f"{file_bytes} bytes are needed, it has {size}", fix=plan.command)

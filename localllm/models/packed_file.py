@@ -152,6 +152,8 @@ def write_block(
 
     `written` hears of each part's bytes. Raises OSError; then, and when `parts` raises, nothing is left behind.
     """
+    import torch
+
     digest = xxhash.xxh3_128()
     position = 0
     with NewFile(directory / file.file_name) as new:
@@ -169,7 +171,7 @@ def write_block(
                 expected, place = next(placed)
                 assert (name, tensor.shape, tensor.dtype) == (expected, place.spec.shape, place.spec.torch_dtype)
                 append(memoryview(bytes(place.begin - position)))
-                append(_bytes_of(tensor))
+                append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             written(sum(tensor.nbytes for tensor in part.values()))
         assert next(placed, None) is None
         append(memoryview(bytes(file.file_bytes - file.data_begin - position)))
@@ -241,13 +243,6 @@ def _json(
         offsets = [placed.begin, placed.end]
         entries[name] = {"dtype": DTYPES[placed.spec.dtype], "shape": placed.spec.shape, "data_offsets": offsets}
     return json.dumps(entries, separators=(",", ":")).encode("ascii")
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    import torch
-
-    flat: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-    return flat
 
 
 def _rounded_up(value: int, multiple: int) -> int:

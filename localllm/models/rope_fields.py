@@ -69,28 +69,22 @@ def partial_rotary_factor(fields: Fields) -> float:
 
 def parse_rope(section: Fields, context: RopeContext) -> RopeConfig:
     """One layer kind's rope. Raises UnsupportedModelError for an unknown scaling, CheckpointError for a bad value."""
-    kind = _kind(section, context.kinds)
-    theta = section.optional_number("rope_theta", 1e-3, _LARGEST_THETA)
-    rope = RopeConfig(theta=context.theta if theta is None else theta, kind=kind)
-    scaling = _SCALINGS.get(kind)
-    return rope if scaling is None else scaling(section, context, rope)
-
-
-def _kind(section: Fields, kinds: dict[str, RopeKind]) -> RopeKind:
     name = section.optional_text("rope_type")
     if name is None:
         name = section.optional_text("type")
     if name is None and section.get("factor") is not None:
         raise section.refuse("rope_type", "the name of the scaling that `factor` belongs to")
-    if name is None:
-        return "default"
-    if name not in kinds:
+    if name is not None and name not in context.kinds:
         raise UnsupportedModelError(
             f"{section.source}: the RoPE scaling {show(name)} is not supported",
-            why=f"known here: {', '.join(kinds)}",
+            why=f"known here: {', '.join(context.kinds)}",
             fix="choose another model: localllm list",
         )
-    return kinds[name]
+    kind: RopeKind = "default" if name is None else context.kinds[name]
+    theta = section.optional_number("rope_theta", 1e-3, _LARGEST_THETA)
+    rope = RopeConfig(theta=context.theta if theta is None else theta, kind=kind)
+    scaling = _SCALINGS.get(kind)
+    return rope if scaling is None else scaling(section, context, rope)
 
 
 def _factor(section: Fields, context: RopeContext, rope: RopeConfig) -> RopeConfig:
@@ -159,10 +153,4 @@ def _original(section: Fields, context: RopeContext) -> int:
     return context.original_max_position_embeddings or inside or context.max_position_embeddings
 
 
-_SCALINGS = {
-    "linear": _factor,
-    "dynamic": _factor,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}
+_SCALINGS = {"linear": _factor, "dynamic": _factor, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}

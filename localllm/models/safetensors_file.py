@@ -62,10 +62,6 @@ class SafetensorsFile:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.specs)
-
     def spec(self, name: str) -> StoredTensor:
         if name not in self.specs:
             raise refused(self.path, f"it has no tensor {show(name)}")

@@ -1,9 +1,13 @@
-"""An MLP block cut in two by its intermediate features, so that two devices can compute it side by side."""
+"""An MLP block cut in two by its intermediate features, so that two devices can compute it side by side.
+
+Matrices are cut without knowing their format: from how its sizes grow with the matrix.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -11,7 +15,6 @@ from torch import Tensor
 from localllm.models.config import ModelConfig
 from localllm.models.layout import BlockLayout, Matrix, block_layouts
 from localllm.models.load import BlockTensors
-from localllm.quant import part
 from localllm.quant.layouts import cut_step
 from localllm.quant.recipe import Recipe
 
@@ -23,39 +26,55 @@ def split_features(config: ModelConfig, recipe: Recipe, share: float) -> int:
     return min(max(steps, 1) * step, config.intermediate_size - step)
 
 
-@dataclasses.dataclass(frozen=True)
-class MlpCut:
-    """views: the whole block's tensors."""
+def split_block(
+    layout: BlockLayout,
+    views: Mapping[str, Tensor],
+    config: ModelConfig,
+    recipe: Recipe,
+    features: int,
+    device: torch.device,
+) -> BlockTensors:
+    """Return the first features on `device`, with the output's bias, and beside them the others on the host, each in
+    memory of its own. views: the whole block's tensors."""
+    rest = _part(layout, views, config, recipe, (features, config.intermediate_size))
+    here = _part(layout, views, config, recipe, (0, features))
+    there = {name: tensor.to(device) for name, tensor in here.tensors.items()}
+    host = {name: tensor.to("cpu") for name, tensor in rest.tensors.items()}
+    return BlockTensors(here.layout, there, beside=BlockTensors(rest.layout, host))
 
-    layout: BlockLayout
-    views: Mapping[str, Tensor]
-    config: ModelConfig
-    recipe: Recipe
 
-    def at(self, features: int, device: torch.device) -> BlockTensors:
-        """The first features on `device`, with the output's bias, the others on the host, each in memory of its own."""
-        rest = self._part(features, self.config.intermediate_size, torch.device("cpu"))
-        return dataclasses.replace(self._part(0, features, device), beside=rest)
+def _part(
+    layout: BlockLayout, views: Mapping[str, Tensor], config: ModelConfig, recipe: Recipe, span: tuple[int, int]
+) -> BlockTensors:
+    gate_up, down = layout.matrices
+    (begin, end), whole = span, config.intermediate_size
+    gates = [(begin, end), (whole + begin, whole + end)]
+    rows = [
+        _cut(views, gate_up, recipe, (first, gate_up.in_features), (last, gate_up.in_features)) for first, last in gates
+    ]
+    tensors = {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
+    tensors |= _cut(views, down, recipe, (down.out_features, begin), (down.out_features, end))
+    if gate_up.has_bias:
+        bias = views[f"{gate_up.name}.linear_bias"]
+        tensors[f"{gate_up.name}.linear_bias"] = torch.cat([bias[first:last] for first, last in gates])
+    if down.has_bias:
+        bias = views[f"{down.name}.linear_bias"]
+        tensors[f"{down.name}.linear_bias"] = torch.zeros_like(bias) if begin else bias
+    tensors |= {norm.name: views[norm.name] for norm in layout.norms}
+    narrow = block_layouts(dataclasses.replace(config, intermediate_size=end - begin))
+    return BlockTensors(next(each for each in narrow if each.name == layout.name), tensors)
 
-    def _part(self, begin: int, end: int, device: torch.device) -> BlockTensors:
-        gate_up, down = self.layout.matrices
-        whole, blocks = self.config.intermediate_size, self.recipe.blocks
-        gates = [(begin, end), (whole + begin, whole + end)]
-        packed = part.rows(blocks, self._packed(gate_up), gate_up.in_features, gates)
-        tensors = {f"{gate_up.name}.{name}": tensor for name, tensor in packed.items()}
-        packed = part.columns(blocks, self._packed(down), down.out_features, begin, end)
-        tensors |= {f"{down.name}.{name}": tensor for name, tensor in packed.items()}
-        if gate_up.has_bias:
-            bias = self.views[f"{gate_up.name}.linear_bias"]
-            tensors[f"{gate_up.name}.linear_bias"] = torch.cat([bias[first:last] for first, last in gates])
-        if down.has_bias:
-            bias = self.views[f"{down.name}.linear_bias"]
-            tensors[f"{down.name}.linear_bias"] = torch.zeros_like(bias) if begin else bias
-        tensors |= {norm.name: self.views[norm.name] for norm in self.layout.norms}
-        narrow = block_layouts(dataclasses.replace(self.config, intermediate_size=end - begin))
-        layout = next(layout for layout in narrow if layout.name == self.layout.name)
-        return BlockTensors(layout, {name: tensor.to(device) for name, tensor in tensors.items()})
 
-    def _packed(self, matrix: Matrix) -> dict[str, Tensor]:
-        names = matrix.format(self.recipe).specs(matrix.out_features, matrix.in_features)
-        return {name: self.views[f"{matrix.name}.{name}"] for name in names}
+def _cut(
+    views: Mapping[str, Tensor], matrix: Matrix, recipe: Recipe, begin: tuple[int, int], end: tuple[int, int]
+) -> dict[str, Tensor]:
+    """Return what a matrix of the size `end` has of each tensor and one of the size `begin` has not."""
+    before, after = (matrix.format(recipe).specs(*size) for size in (begin, end))
+    cut = {}
+    for name in after:
+        tensor = views[f"{matrix.name}.{name}"]
+        for dimension, (first, last) in enumerate(zip_longest(before[name].shape, after[name].shape)):
+            if first != last:
+                tensor = tensor.narrow(dimension, first, last - first)
+        cut[f"{matrix.name}.{name}"] = tensor.contiguous()
+    return cut

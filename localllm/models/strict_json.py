@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 import stat
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,8 +116,7 @@ def require_few_values(data: bytes, source: str, limits: JsonLimits) -> None:
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice[:80]!r} appears twice")
     return result
 

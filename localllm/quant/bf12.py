@@ -9,7 +9,7 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError, Fix
 from localllm.kernels import bf12, cpu_bf12
-from localllm.kernels.dense import dense_linear
+from localllm.kernels.cpu_gemv import dense_linear
 from localllm.kernels.sizes import TILE, UNIT, units
 from localllm.quant.layouts import BF12_SLAB, BF12Layout
 

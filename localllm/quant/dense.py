@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels.dense import dense_linear
+from localllm.kernels.cpu_gemv import dense_linear
 from localllm.quant.layouts import DTYPE_NAMES, DenseLayout, torch_dtype
 
 

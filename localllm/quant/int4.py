@@ -11,11 +11,10 @@ from torch.nn import functional
 
 from localllm.kernels import cpu_calibrate, tile16
 from localllm.kernels.packed_linear import packed_linear
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE, WORD
+from localllm.kernels.tile16 import TILE, WORD, PackedMatrix
 from localllm.quant import hqq
-from localllm.quant.finite import require_finite
 from localllm.quant.layouts import INT4_SLAB, Calibration, Int4Layout
+from localllm.quant.weight_format import require_finite
 
 _FITS: dict[Calibration, Callable[[Tensor], hqq.Affine]] = {"hqq": hqq.half_quadratic, "rtn": hqq.round_to_nearest}
 _STARTS: dict[Calibration, tuple[tuple[float, float], ...]] = {"hqq": hqq.STARTS, "rtn": ()}

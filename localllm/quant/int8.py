@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from localllm.kernels import int8
 from localllm.kernels.packed_linear import packed_linear
-from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.sizes import INT8_WORD, TILE
-from localllm.quant.finite import require_finite
+from localllm.kernels.tile16 import PackedMatrix
 from localllm.quant.layouts import INT8_SLAB, Int8Layout
+from localllm.quant.weight_format import require_finite
 
 LEVELS = 127
 SLAB_WEIGHTS = INT8_SLAB

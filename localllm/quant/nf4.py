@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from localllm.errors import UsageError
-from localllm.kernels.dense import dense_linear
-from localllm.quant.finite import require_finite
+from localllm.kernels.cpu_gemv import dense_linear
 from localllm.quant.layouts import NF4_BLOCK, NF4_SLAB, NF4Layout, whole_blocks
+from localllm.quant.weight_format import require_finite
 
 BLOCK = NF4_BLOCK
 SLAB_WEIGHTS = NF4_SLAB  # dequantized for one matrix product, too: 8 MiB of bf16

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cache import disk, page_readers
+from localllm.cache import disk, page_file
 from localllm.cache.page_file import HEADER_BYTES, BadPageError, read_key, read_page
 from localllm.cache.page_folder import name_of, quarantined_sizes
 from tests.disk_tier.support import (
@@ -260,7 +260,7 @@ def exhausted(*_: object, **__: object) -> None:
         (os, "open", refusing(errno.EMFILE)),
         (os, "open", refusing(errno.ENFILE)),
         (os, "open", refusing(errno.ENOMEM)),
-        (page_readers, "mmap", refusing(errno.ENOMEM)),
+        (page_file, "mmap", refusing(errno.ENOMEM)),
         (disk, "read_page", exhausted),
     ],
 )

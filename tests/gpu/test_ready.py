@@ -18,9 +18,9 @@ from triton.runtime.errors import OutOfResources
 from localllm.cli.checks_gpu import check_kernels
 from localllm.engine import loader
 from localllm.engine.loader import Watcher, note_device
-from localllm.kernels.gpu import catalog, check, gemm, ready
+from localllm.kernels.gpu import check, gemm, ready
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import PackedMatrix
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -210,7 +210,7 @@ def test_the_check_finds_attention_that_is_a_little_wrong(
     """A scale of 0.13 instead of 0.125, and a window where there is none."""
     attend = check.attend
     monkeypatch.setattr(check, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
-    case = next(check._attention(CPU, catalog.Heads("int8", "int4", 64, 2, 1)))
+    case = next(check._attention(CPU, check.Heads("int8", "int4", 64, 2, 1)))
     assert not case.is_right
 
 

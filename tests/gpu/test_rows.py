@@ -12,7 +12,7 @@ from localllm.engine.request import SamplingParams
 from localllm.engine.sampler import PlainDraw, sample
 from localllm.kernels import int8, reference
 from localllm.kernels.gpu.activations import Codes, to_codes, to_floats
-from localllm.kernels.gpu.embed import embed
+from localllm.kernels.gpu.dequantize import embed
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.sample import NOT_FINITE, SampleRoom
 from localllm.kernels.gpu.sample import sample as sample_launches

@@ -22,13 +22,14 @@ from localllm.models.gpu_program import GpuProgram
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.thinning import every_other
+from tools.check_kernels import variant
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The variants of kernels that are launched; nothing is computed."""
     variants: set[str] = set()
-    monkeypatch.setattr(KernelLaunch, "run", lambda launch: variants.add(launch.variant))
+    monkeypatch.setattr(KernelLaunch, "run", lambda launch: variants.add(variant(launch)))
     monkeypatch.setattr(product, "dispatch_for", lambda _device: Dispatch(multiprocessors=64))
     return variants
 

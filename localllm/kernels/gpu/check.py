@@ -10,7 +10,7 @@ import copy
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,30 +18,51 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from localllm.kernels import int8, paged_attention, reference, tile16
-from localllm.kernels.gpu import activations, catalog, dequantize, embed, gemm, gemv, sample
+from localllm.kernels.gpu import activations, dequantize, gemm, gemv, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import SECTION_PAGES, AttentionHistory, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.catalog import Heads
 from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
 from localllm.kernels.gpu.ready import WRONG
 from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
-from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
 from localllm.kernels.noise import gumbel_noise, noise_key
-from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.paged_attention import LayerPages
+from localllm.kernels.tile16 import PackedMatrix
 
 EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
 ROUNDED = 5e-3  # where bf16 is multiplied
 SUMMED = 2e-5  # tensor cores do not round the sums of floats, they cut them
 _LAYER = 1
 _EPS = 1e-5
+FORMATS: tuple[tuple[Coding, Coding], ...] = (("dense", "dense"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
+GROUPS = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A way of attention that models have. keys, values: how their pages are coded."""
+
+    keys: Coding = "int8"
+    values: Coding = "int8"
+    head_dim: int = 128
+    heads: int = 32
+    kv_heads: int = 8
+    window: int | None = None
+    softcap: float | None = None
+    has_norms: bool = False
+    rotary: float = 1.0  # of a head's features, the share that RoPE turns
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        differs = [f"{f.name} {v}" for f in fields(self)[3:] if (v := getattr(self, f.name)) != f.default]
+        return ", ".join([f"{self.keys}/{self.values} pages, heads of {self.head_dim}", *differs])
 
 
 ATTENTION = (
-    *(Heads(keys, values, head_dim) for head_dim in (64, 128) for keys, values in catalog.FORMATS),
+    *(Heads(keys, values, head_dim) for head_dim in (64, 128) for keys, values in FORMATS),
     Heads("int8", "int8", heads=3, kv_heads=3),
     Heads("int8", "int4", window=300),
     Heads("dense", "dense", window=300, softcap=5.0),
@@ -60,7 +81,7 @@ class CheckSizes:
     N: int = 200
     K: int = 2100
     row_counts: tuple[int, ...] = (1, 2, 4, 7, 16, 20, 33, 64)
-    groups: tuple[int | None, ...] = (*catalog.GROUPS, None)
+    groups: tuple[int | None, ...] = (*GROUPS, None)
     attention: tuple[Heads, ...] = ATTENTION
 
 
@@ -239,7 +260,7 @@ def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
 def _embedded(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
     matrix, ids = _matrix(device, None, sizes), torch.tensor([3, 0, sizes.N - 1], device=device)
     x = _poisoned(3, sizes.K, device=device)
-    embed.embed(matrix.qweight, matrix.scale, ids, x, 2.0).run()
+    dequantize.embed(matrix.qweight, matrix.scale, ids, x, 2.0).run()
     yield Case("an embedding", _error(x, 2 * int8.rows(matrix.qweight, matrix.scale, ids, sizes.K)), EXACT)
 
 

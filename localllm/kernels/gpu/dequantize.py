@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.launch import KernelLaunch
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import TILE, PackedMatrix
 
 _COLUMNS = 256  # of a program, for 16 rows
 
@@ -63,3 +62,31 @@ def dequantize(matrix: PackedMatrix, out: Tensor, first_tile: int, tiles: int, o
 def slab_tiles(in_features: int, slab_weights: int) -> int:
     """Return how many tiles of 16 rows are in a slab of so many weights."""
     return max(1, slab_weights // (TILE * max(1, in_features)))
+
+
+_COLUMNS = 1024  # of a program
+
+
+@triton.jit(do_not_specialize=["words"])
+def _embed(qweight, scale, token_ids, x, words, features, factor, BLOCK: tl.constexpr):
+    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.maximum(tl.load(token_ids + row), 0).to(tl.int64)  # below 0 none was drawn: no row is read for it
+    tile, lane = token // 16, token % 16
+    codes = tl.load(qweight + ((tile * words + k // 4) * 16 + lane) * 4 + k % 4, mask=k < features, other=0)
+    values = codes.to(tl.float32) * tl.load(scale + token) * factor
+    tl.store(x + row * features + k, values, mask=k < features)
+
+
+def embed(qweight: Tensor, scale: Tensor, token_ids: Tensor, x: Tensor, factor: float) -> KernelLaunch:
+    """qweight, scale: of `int8`; token_ids [M] of any whole-number type, all of the vocabulary; x fp32 [M, features]:
+    each token's row times `factor`."""
+    features = x.shape[1]
+    return KernelLaunch(
+        _embed,
+        (len(token_ids), triton.cdiv(features, _COLUMNS)),
+        {
+            "qweight": qweight, "scale": scale, "token_ids": token_ids, "x": x, "words": qweight.shape[1],
+            "features": features, "factor": float(factor),
+        },
+        {"BLOCK": _COLUMNS},
+    )  # fmt: skip

@@ -21,8 +21,7 @@ from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.gemv import finished
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.levels import nibble, signed_byte
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import TILE, PackedMatrix
 
 MOST_ROWS = 64
 _REDUCED = 256  # columns of a program of the second launch

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
-from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import PackedMatrix
 
 MOST_ROWS = 4  # of a program; more are further programs, for which the weights are in the second cache
 

@@ -17,8 +17,7 @@ from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.dequantize import dequantize, slab_tiles
 from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.launch import KernelLaunch
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.tile16 import TILE, PackedMatrix
 
 FEW_ROWS = 16  # of a step: each has the same bits whatever the others are, in any kernel
 MOST_ROWS = gemm.MOST_ROWS  # above, the library's product of dequantized weights is faster

@@ -118,8 +118,13 @@ class DiskStream:
         number = self._released
         assert self._index[name] == number % len(self._files), "runs are asked for in their order"
         started = time.perf_counter()
-        self._wait_for(number)
         begin, file = self._ring.offsets[number % len(self._files)], self._files[number % len(self._files)]
+        with self._changed:
+            while self._failure is None and self._missing.get(number, 1):
+                if not self._progresses():
+                    raise file.stalled()
+            if self._failure is not None:
+                raise self._failure
         with file.in_use(self._memory, begin):
             self.clock.wait_s += time.perf_counter() - started
             yield
@@ -151,15 +156,6 @@ class DiskStream:
         """Waits until something changed; False after as much time as a disk may take. It is counted in small parts: a
         process that was stopped and goes on finds one of them over, not all."""
         return any(self._changed.wait(STALLED_S / _STALL_PARTS) for _ in range(_STALL_PARTS))
-
-    def _wait_for(self, number: int) -> None:
-        file = self._files[number % len(self._files)]
-        with self._changed:
-            while self._failure is None and self._missing.get(number, 1):
-                if not self._progresses():
-                    raise file.stalled()
-            if self._failure is not None:
-                raise self._failure
 
     def _work(self) -> None:
         """What a reader does all its life."""
@@ -266,19 +262,16 @@ class _OpenFile:
             yield
             return
         with unwritten(self._plain) as is_unwritten:
-            if not is_unwritten:  # it is being written to, and may be cut
-                self._copy(memory, at)
+            if not is_unwritten:  # it is being written to, and may be cut: copied
+                self._may_map = False
+                try:
+                    for begin, stop in self.pieces():
+                        self.read(begin, stop, memory, at)
+                except (OSError, EOFError) as error:
+                    raise self.refusal("cannot be read", str(error)) from None
             self._examine(memory[at:end])
             yield
             self._require_unchanged()  # a lease does not outlive 45 s in which this process is stopped
-
-    def _copy(self, memory: MappableMemory, at: int) -> None:
-        self._may_map = False
-        try:
-            for begin, end in self.pieces():
-                self.read(begin, end, memory, at)
-        except (OSError, EOFError) as error:
-            raise self.refusal("cannot be read", str(error)) from None
 
     def _lies_in_cache(self) -> bool:
         return cached_share(self._plain, self.num_bytes) >= CACHED_SHARE
