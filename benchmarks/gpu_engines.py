@@ -20,8 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu_table import MODEL
 from benchmarks.peers_protocol import UnavailableError
-from localllm.bench.random_blocks import RandomBlocks
-from localllm.bench.random_model import word_vocabulary
+from localllm.bench.random_model import RandomBlocks, word_vocabulary
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page
 from localllm.engine import card, planner

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from localllm.errors import Fix, Fixes, SettingsError
+from localllm.errors import Fix, SettingsError
 from localllm.settings import SETTINGS, Accepts, Settings, parse_bytes
 from localllm.toml_file import TomlFile
 
@@ -147,7 +147,10 @@ def load_settings(
     file = config_file or user_directories(environ).config / "config.toml"
     resolved = ResolvedSettings().overlaid(_from_file(file))
     resolved = resolved.overlaid(_from_environment(environ))
-    return resolved.overlaid(_from_flags(flags or {}))
+    typed = {name: ("--" + name.replace("_", "-"), value) for name, value in (flags or {}).items() if value is not None}
+    return resolved.overlaid(
+        {name: (accepted(name, value, flag), Origin("flag", flag)) for name, (flag, value) in typed.items()}
+    )
 
 
 def _from_file(path: Path) -> dict[str, tuple[Any, Origin]]:
@@ -198,15 +201,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, Origin
     return values
 
 
-def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, Origin]]:
-    values = {}
-    for name, value in flags.items():
-        if value is not None:
-            flag = "--" + name.replace("_", "-")
-            values[name] = (accepted(name, value, flag), Origin("flag", flag))
-    return values
-
-
 def _parsed(name: str, text: str) -> object:
     """The value that `text`, a variable's content, stands for; `text` itself where it is none of the kind."""
     kind = SETTINGS[name].accepts.kind
@@ -218,16 +212,7 @@ def _parsed(name: str, text: str) -> object:
     except ValueError:
         return text
     if kind == "switch":
-        words = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
+        words = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
         return words.get(text.lower(), text)
     if kind == "table":  # name=text;name=text
         return dict(part.strip().partition("=")[::2] for part in text.split(";") if part.strip())
@@ -242,11 +227,15 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     accepts = accepts or SETTINGS[key].accepts
     if not accepts.allows(value):
         place, shown = where if isinstance(where, str) else where(), repr(value)[:80]
-        raise SettingsError(
-            f"{place} is {shown}" if place.startswith("--") else f"{key} is {shown} in {place}",
-            why=f"it must be {accepts.describe()}{_missing(value, accepts)}",
-            fix=_mending(key, value, place, accepts),
-        )
+        is_flag = place.startswith("--")
+        fix: str | Fix = f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
+        if is_flag:
+            fix = flag_fix(place, value, accepts)
+        elif place.rfind("/") == 0:  # a command of the chat
+            likeliest = accepts.likeliest(value)
+            fix = f"{place} {key} {likeliest}" if likeliest else f"give {key} {accepts.describe()}"
+        what = f"{place} is {shown}" if is_flag else f"{key} is {shown} in {place}"
+        raise SettingsError(what, why=f"it must be {accepts.describe()}", fix=fix)
     if accepts.kind == "number":
         return float(value)  # type: ignore[arg-type]
     if accepts.kind == "bytes":
@@ -262,21 +251,7 @@ def flag_fix(flag: str, value: object, accepts: Accepts) -> Fix:
     return Fix.flag(flag, likeliest) if likeliest else Fix.advice(f"leave {flag} out, or give it {accepts.describe()}")
 
 
-def _mending(key: str, value: object, place: str, accepts: Accepts) -> str | Fix:
-    if place.startswith("--"):
-        return flag_fix(place, value, accepts)
-    if place.rfind("/") == 0:  # a command of the chat
-        likeliest = accepts.likeliest(value)
-        return f"{place} {key} {likeliest}" if likeliest else f"give {key} {accepts.describe()}"
-    return f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
-
-
-def _missing(value: object, accepts: Accepts) -> str:
-    is_bare = accepts.prefix and isinstance(value, str) and value.strip() == accepts.prefix
-    return f", and there is no name behind {accepts.prefix}" if is_bare else ""
-
-
-def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: Fixes = ()) -> SettingsError:
+def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:
     """The error for a key nobody reads; it names the nearest one that is."""
     spelled = {name.casefold(): name for name in known}
     nearest = spelled[difflib.get_close_matches(key.casefold().replace("-", "_"), list(spelled), n=1, cutoff=0.0)[0]]

@@ -195,15 +195,12 @@ def with_model_defaults(
         if entry is not None and key in entry.sampling:
             values[key] = (entry.sampling[key], entry.origins[key])
         elif generation_config.get(key) is not None:
-            values[key] = (_of_checkpoint(key, generation_config[key], source), Origin("checkpoint", source))
+            try:
+                value = accepted(key, generation_config[key], source)
+            except SettingsError as error:
+                fix = f"set your own, which beats it: --{key.replace('_', '-')}"
+                raise CheckpointError(error.what, why=error.why, fix=fix) from None
+            values[key] = (value, Origin("checkpoint", source))
     if entry is not None and entry.stop and not resolved.settings.stop:
         values["stop"] = (entry.stop, entry.origins["stop"])
     return resolved.overlaid(values)
-
-
-def _of_checkpoint(key: str, value: object, source: str) -> Any:
-    try:
-        return accepted(key, value, source)
-    except SettingsError as error:
-        fix = f"set your own, which beats it: --{key.replace('_', '-')}"
-        raise CheckpointError(error.what, why=error.why, fix=fix) from None

@@ -6,6 +6,7 @@ From a field of `Settings` follow its key in config.toml, its LOCALLLM_* variabl
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import re
@@ -64,36 +65,25 @@ class Accepts:
         }[self.kind]
 
     def likeliest(self, value: object) -> str:
-        """Return the value that was probably meant, else a usual one; "" where there is neither."""
+        """Return the nearest value, else a usual one; "" where there is neither."""
+        text = str(value).strip().casefold()
         if self.choices:
-            return self._likeliest(str(value).casefold())
+            return [*difflib.get_close_matches(text, self.choices, n=1), *self.choices][0]
         if self.kind == "bytes":
-            return f"{_nearest_gib(str(value)):g}GiB"
+            return f"{_nearest_gib(text):g}GiB"
         if self.kind == "bytes or off":
-            number = _leading_number(str(value))
-            is_off = str(value).strip().casefold() in _OFF
-            return f"{number:g}GiB" if number else "off" if is_off else self.usual
-        near = _as_whole_number(str(value)) if self.kind == "integer" else self._nearest(str(value))
-        if near is not None and self.low <= near <= self.high:
-            return str(near) if self.kind == "integer" else f"{near:g}"
+            number = _leading_number(text)
+            return f"{number:g}GiB" if number else "off" if text in _OFF else self.usual
+        with contextlib.suppress(ValueError, OverflowError):
+            near = min(max(self.low, float(text)), self.high)
+            if self.kind == "number" and math.isfinite(near):
+                return f"{near:g}"
+            if near == int(near) and self.low <= float(text) <= self.high:
+                return str(int(near))
         return self.usual
 
     def _has_prefix(self, text: str) -> bool:
         return bool(self.prefix) and text.startswith(self.prefix) and bool(text.removeprefix(self.prefix).strip())
-
-    def _nearest(self, text: str) -> float | None:
-        try:
-            number = float(text)
-        except ValueError:
-            return None
-        return min(max(self.low, number), self.high) if math.isfinite(number) else None
-
-    def _likeliest(self, word: str) -> str:
-        """The choice that is spelled like `word`, else one that ends in its first digit: q4_k_m and 8bit mean bits."""
-        near = difflib.get_close_matches(word, self.choices, n=1)
-        bits = [letter for letter in word if letter.isdigit()]
-        of_as_many = [choice for choice in self.choices if bits and choice.endswith(bits[0])]
-        return [*near, *of_as_many, *self.choices][0]
 
     def allows(self, value: object) -> bool:
         match self.kind:
@@ -115,16 +105,6 @@ class Accepts:
             case "number":
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 return number and self.low <= value <= self.high  # type: ignore[operator]
-
-
-def _as_whole_number(text: str) -> int | None:
-    """Return the whole number that 8k, 1.5k, 1e3 or 4096.0 means; None where there is none."""
-    found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(k|e\d)?\s*", text, re.ASCII | re.IGNORECASE)
-    if found is None:
-        return None
-    number, suffix = float(found[1]), (found[2] or "").lower()
-    meant = number * (1024 if suffix == "k" else 10 ** int(suffix[1:] or 0))
-    return int(meant) if meant.is_integer() else None
 
 
 def _nearest_gib(amount: str) -> float:
@@ -166,7 +146,6 @@ class Setting:
 
     taken_by: the commands with a flag of this name; `/set` and `models.toml` are among them.
     flags: as they are typed, where that is more than the name.
-    completion: the function of `cli.names` that completes its value.
     """
 
     accepts: Accepts
@@ -174,7 +153,6 @@ class Setting:
     metavar: str | None = None
     help: str = ""
     flags: tuple[str, ...] = ()
-    completion: str = ""
 
 
 def setting(
@@ -223,7 +201,6 @@ class EngineConfig:
         "Format of the weights: fewer bits take less memory and are faster, at some cost of quality; bf12 is bf16 "
         "without loss in 12 bits; int4-g32, -g64, -g128 too. Packed at first use. auto: what is packed already, else "
         "int4 if it has 512 MiB or more.",
-        completion="complete_weights",
     )  # fmt: skip
     kv: str = setting(
         "auto", Accepts("text", choices=KV_FORMATS), _MEASURED + "bench", "auto|bf16|int8|k8v4|int4",
@@ -236,7 +213,6 @@ class EngineConfig:
         "stays the same, and comes faster. ngram: what followed the last words before. skip: the model without some "
         "of its blocks. model:NAME: a second, smaller model of the same tokenizer. auto: ngram and skip, as far as "
         "they pay.",
-        completion="complete_speculate",
     )  # fmt: skip
     draft_tokens: int | None = setting(
         None, Accepts("integer", 0, MOST_DRAFT_TOKENS, usual="8"), _PLANNED, "N",

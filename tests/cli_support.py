@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import string
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -211,3 +213,45 @@ def start_cli(home: Path, *arguments: str | Path, **options: Any) -> subprocess.
     environ = environment(home, **options.pop("variables", {}))
     command = [sys.executable, "-m", "localllm", *map(str, arguments)]
     return subprocess.Popen(command, env=environ, cwd=home, **options)
+
+
+class ForkedCommand(subprocess.Popen[bytes]):
+    """The command in a fork of this process, which has imported all of it: a fresh one takes a second to be there."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
+                       env: Any, startupinfo: Any, creationflags: Any, shell: Any, *pipes: Any) -> None:  # fmt: skip
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                for descriptor, source in enumerate((pipes[0], pipes[3], pipes[5])):
+                    os.dup2(source if source != -1 else descriptor, descriptor)
+                _run_here(args, preexec_fn, cwd, env)
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                os._exit(70)
+        self._child_created = True
+        self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
+
+
+def _run_here(arguments: list[str], preexec_fn: Callable[[], None] | None, cwd: Path, env: dict[str, str]) -> None:
+    from localllm.cli import main
+
+    os.closerange(3, 1024)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    if preexec_fn is not None:
+        preexec_fn()
+    sys.argv = ["localllm", *arguments]
+    sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), ("r", "w", "w"))
+    main()
+
+
+def fork_cli(home: Path, *arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+    """`start_cli`, in a fork of this process: for what happens after the start."""
+    environ = environment(home, **options.pop("variables", {}))
+    return ForkedCommand([*map(str, arguments)], env=environ, cwd=home, **options)

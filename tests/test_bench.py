@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from localllm.bench import target
-from localllm.bench.depth import Depth, prefill, random_ids
 from localllm.bench.machine import PeakMemory
-from localllm.bench.random_blocks import RandomBlocks
+from localllm.bench.random_model import RandomBlocks
 from localllm.bench.report import Spread
-from localllm.bench.run import Peaks, Round, summary
+from localllm.bench.run import Depth, Peaks, Round, prefill, random_ids, summary
 from localllm.bench.target import BenchmarkTarget, TargetSetup, random_target
 from localllm.bench.workload import Workload
 from localllm.cache.kv_format import KV_FORMATS

@@ -27,7 +27,7 @@ from localllm.models.shapes import find_shape
 from localllm.offload.measuring import roofline as floors
 from localllm.offload.planner.machine import Memory
 from localllm.quant.recipe import recipe
-from tests.cli_support import Result, environment, run_cli, start_cli, write_checkpoint
+from tests.cli_support import Result, environment, fork_cli, run_cli, write_checkpoint
 from tests.conftest import REPOSITORY
 from tests.patience import PATIENCE_S
 from tests.test_imports import HEAVY, loaded_by
@@ -247,7 +247,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(
 
 
 def test_an_interrupt_leaves_cleanly(tmp_path: Path) -> None:
-    child = start_cli(tmp_path, "bench", "--random-weights", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = fork_cli(tmp_path, "bench", "--random-weights", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stderr is not None
     watchdog = threading.Timer(PATIENCE_S, child.kill)
     watchdog.start()
@@ -415,7 +415,7 @@ def test_a_signal_takes_the_random_model_away(
     """While it is written, and when it is."""
     shape = "qwen3-0.6b" if moment == "*.safetensors" else shape_folder
     flags = ("--random-weights", "--ram", "4GiB", "--prompt-tokens", "12", "--rounds", "1000")
-    child = start_cli(tmp_path, "bench", shape, *flags, stderr=subprocess.PIPE)
+    child = fork_cli(tmp_path, "bench", shape, *flags, stderr=subprocess.PIPE)
     watchdog = threading.Timer(PATIENCE_S, child.kill)
     watchdog.start()
     while child.poll() is None and not any((tmp_path / "cache" / "packed").rglob(moment)):

@@ -24,7 +24,7 @@ from localllm.models.families import load_config
 from localllm.models.packed import PackedModel
 from localllm.quant.recipe import RECIPES, recipe
 from localllm.settings import WEIGHTS
-from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
+from tests.cli_support import Result, fork_cli, run_cli, write_checkpoint
 from tests.patience import PATIENCE_S
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -229,7 +229,7 @@ def test_a_full_disk_is_exit_code_four_with_numbers(tmp_path: Path) -> None:
 def start(home: Path, *arguments: str | Path, **options: object) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
     variables = {"LOCALLLM_CACHE": os.environ["LOCALLLM_CACHE"]}
-    return start_cli(
+    return fork_cli(
         home, *arguments, variables=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, **options
     )
 

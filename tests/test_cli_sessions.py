@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import re
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localllm.chat.text import one_line
-from localllm.cli.names import complete_sessions
+from localllm.cli.options import complete_sessions
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import CheckpointError
 from localllm.history import History, Session
+from localllm.runtime.engine_handle import RequestStream
 from localllm.runtime.engine_thread import EngineThread
-from tests.cli_support import Result, run_cli, start_cli, write_checkpoint
+from tests.cli_support import Result, fork_cli, run_cli, write_checkpoint
 from tests.history_support import ask, said
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other
@@ -99,12 +100,8 @@ def test_regen_and_undo_make_siblings_and_destroy_nothing(talk, path: Path) -> N
         tree = history.tree(session)
     assert [message.content for message in tree if message.role == "user"] == ["one", "two", "three"]
     assert [message.parent for message in tree if message.role == "assistant"][:2] == [tree[0].number] * 2
-
-
-def test_undo_of_everything_leaves_the_chat_with_nothing_to_show(talk, path: Path) -> None:
     talk("one", "/undo")
-    ((_, shown),) = chats(path)
-    assert shown == []
+    assert chats(path)[0][1] == []
 
 
 def test_clear_and_load_begin_another_chat_and_fork_a_copy(talk, path: Path) -> None:
@@ -212,8 +209,9 @@ def test_regen_that_fails_leaves_question_and_answer(talk, path: Path, monkeypat
 def test_an_answer_that_was_stopped_before_its_first_word_is_none(
     model: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: object) -> Iterator[object]:
-        yield FinishedEvent(0, "cancelled", Usage(), Timings())
+    def stopped(_thread: EngineThread, _request: object, inbox: Any) -> RequestStream:
+        inbox.put(FinishedEvent(0, "cancelled", Usage(), Timings()))
+        return RequestStream(0, lambda _: None)
 
     monkeypatch.setattr(EngineThread, "submit", stopped)
     assert run_cli("run", model, "-p", "the fox", *SHORT).code == 130
@@ -226,7 +224,7 @@ def test_an_answer_that_was_stopped_before_its_first_word_is_none(
 def test_what_stdout_refuses_is_kept(model: Path, path: Path, flags: tuple[str, ...]) -> None:
     path.parents[1].mkdir()
     with Path("/dev/full").open("wb") as full:
-        process = start_cli(path.parents[1], "run", model, "-p", "the fox", *SHORT, *flags, stdout=full)
+        process = fork_cli(path.parents[1], "run", model, "-p", "the fox", *SHORT, *flags, stdout=full)
         assert process.wait(PATIENCE_S) == 1
     question, *answers = chats(path)[0][1]
     assert question == ("user", "the fox", "complete")
@@ -259,22 +257,25 @@ def test_a_question_that_does_not_fit_is_not_kept(talk, path: Path) -> None:
     assert questions(path) == ["one"]
 
 
-class BreaksOff:
-    """A stream whose disk vanishes after some tokens."""
+def broken_off(submit: Any, tokens: int) -> Any:
+    """`EngineThread.submit`, but the disk vanishes after some tokens."""
 
-    def __init__(self, stream: Any, tokens: int) -> None:
-        self._stream, self._tokens = stream, tokens
+    class BreaksOff:
+        def __init__(self, inbox: Any) -> None:
+            self.inbox, self.left = inbox, tokens
 
-    def __iter__(self) -> Any:
-        left = self._tokens
-        for event in self._stream:
-            if not left:
-                raise CheckpointError("a file vanished", why="for a test", fix="df -h")
-            left -= isinstance(event, TokenEvent)
-            yield event
+        def put(self, item: Any) -> None:
+            vanished = CheckpointError("a file vanished", why="for a test", fix="df -h")
+            self.inbox.put(item if self.left else vanished)
+            self.left -= isinstance(item, TokenEvent)
 
-    def abort(self) -> None:
-        self._stream.abort()
+    def submitted(thread: EngineThread, request: Any, inbox: Any = None) -> Any:
+        events = inbox or queue.SimpleQueue()
+        stream = submit(thread, request, BreaksOff(events))
+        stream.events = events
+        return stream
+
+    return submitted
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(0, []), (2, ["user", "assistant"])])
@@ -283,7 +284,7 @@ def test_what_was_said_before_an_error_stays_and_a_question_without_a_word_is_ta
     model: Path, path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, kept: list[str], command: str
 ) -> None:
     submit = EngineThread.submit
-    monkeypatch.setattr(EngineThread, "submit", lambda *arguments: BreaksOff(submit(*arguments), tokens))
+    monkeypatch.setattr(EngineThread, "submit", broken_off(submit, tokens))
     line = [command, model, *SHORT, *(["-p", "the fox"] if command == "run" else ["--plain"])]
     result = run_cli(*line, stdin=b"" if command == "run" else b"the fox\n")
     assert result.code == 1 and "a file vanished" in result.err
@@ -326,15 +327,14 @@ def test_a_private_chat_may_go_on_from_a_kept_one_and_adds_nothing(talk, path: P
     assert chats(path) == before
 
 
-def test_private_makes_no_sense_for_a_job_whose_answers_lie_in_a_journal(model: Path) -> None:
-    result = run_cli("run", model, "--batch", "-", "--private", stdin=b'"x"\n')
-    assert result.code == 2 and "--batch and --private cannot go together" in result.err and "journal" in result.err
-
-
-def test_a_setting_that_is_private_refuses_a_job_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALLLM_PRIVATE", "1")
-    result = run_cli("run", model, "--batch", "-", stdin=b'"x"\n')
-    assert result.code == 2 and "LOCALLLM_PRIVATE cannot go together" in result.err and "journal" in result.err
+@pytest.mark.parametrize("flags", [("--private",), ()])
+def test_private_makes_no_sense_for_a_job_whose_answers_lie_in_a_journal(
+    model: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("LOCALLLM_PRIVATE", "0" if flags else "1")
+    result = run_cli("run", model, "--batch", "-", *flags, stdin=b'"x"\n')
+    what = "--batch and --private" if flags else "LOCALLLM_PRIVATE"
+    assert result.code == 2 and f"{what} cannot go together" in result.err and "journal" in result.err
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_going_on_refuses_what_contradicts_it(model: Path, flags: tuple[str, ...
 def test_what_was_said_is_kept_whatever_ends_the_program(tmp_path: Path, path: Path, number: int) -> None:
     model = write_checkpoint(tmp_path / "slow", hidden=256, layers=8, context=16384)
     (tmp_path / "home").mkdir()
-    process = start_cli(
+    process = fork_cli(
         tmp_path / "home", "run", model, "-p", "the fox", "--ctx", "8192", "--seed", "1",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
     )  # fmt: skip
@@ -525,6 +525,7 @@ def test_a_folder_that_may_not_be_entered_is_named(two: list[Session], path: Pat
 def test_looking_makes_no_history(path: Path) -> None:
     for line in (["list"], ["search", "fox"], ["show", "last"], ["export", "--all"], ["rm", "--all", "--yes"]):
         assert "no chat is kept yet" in run_cli("sessions", *line).err
+    assert run_cli("sessions", "list").out == b"" and run_cli("sessions", "list", "--json").json["sessions"] == []
     assert not path.parent.exists()
 
 
@@ -535,12 +536,6 @@ def test_list_says_how_many_it_left_out(path: Path) -> None:
     short, whole = run_cli("sessions", "list"), run_cli("sessions", "list", "--all")
     assert len(short.out.splitlines()) == 21 and "3 more: localllm sessions list --all" in short.err
     assert len(whole.out.splitlines()) == 24 and whole.err == ""
-
-
-def test_list_without_a_chat_says_so(path: Path) -> None:
-    result = run_cli("sessions", "list")
-    assert (result.code, result.out) == (0, b"") and "no chat is kept yet" in result.err
-    assert run_cli("sessions", "list", "--json").json["sessions"] == []
 
 
 def test_show_prints_what_a_chat_shows(two: list[Session]) -> None:
@@ -606,7 +601,7 @@ def test_an_export_onto_a_full_disk_leaves_no_half_file(two: list[Session], tmp_
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
-    process = start_cli(
+    process = fork_cli(
         tmp_path / "home", "sessions", "export", "--all", "-o", tmp_path / "all.md",
         preexec_fn=small_disk, stderr=subprocess.PIPE,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cli_support import environment, run_cli, start_cli, write_checkpoint
+from tests.cli_support import environment, fork_cli, run_cli, start_cli, write_checkpoint
 from tests.patience import PATIENCE_S, wait_for
 from tests.thinning import every_other
 
@@ -45,18 +46,13 @@ def _take_terminal() -> None:
 class Terminal:
     """A process on a terminal of its own, and what it has written there so far."""
 
-    def __init__(self, home: Path, *arguments: str | Path, **variables: str) -> None:
+    def __init__(self, home: Path, *arguments: str | Path, fresh: bool = False, **variables: str) -> None:
+        """fresh: by an interpreter of its own, not in a fork of this one."""
         self._ours, theirs = pty.openpty()
         self.mode = termios.tcgetattr(theirs)
-        self.process = start_cli(
-            home,
-            *arguments,
-            variables=variables,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            preexec_fn=_take_terminal,
-        )
+        streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        start = start_cli if fresh else fork_cli
+        self.process = start(home, *arguments, variables=variables, preexec_fn=_take_terminal, **streams)
         self._theirs = theirs  # kept open: the mode is read after the process has gone
         self.text = b""
 
@@ -104,12 +100,12 @@ Open = Callable[..., Terminal]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the command with nothing on stdin and pipes for its output."""
+    """Starts the command with nothing on stdin and pipes for its output; fresh: by an interpreter of its own."""
     with contextlib.ExitStack() as processes:
 
-        def started(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+        def started(*arguments: str | Path, fresh: bool = False, **options: Any) -> subprocess.Popen[bytes]:
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            process = start_cli(tmp_path, *arguments, **{**streams, **options})
+            process = (start_cli if fresh else fork_cli)(tmp_path, *arguments, **{**streams, **options})
             processes.enter_context(process)
             processes.callback(process.kill)
             return process
@@ -121,8 +117,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def open_terminal(tmp_path: Path) -> Iterator[Open]:
     with contextlib.ExitStack() as terminals:
 
-        def opened(*arguments: str | Path, **variables: str) -> Terminal:
-            terminal = Terminal(tmp_path, *arguments, **variables)
+        def opened(*arguments: str | Path, **options: Any) -> Terminal:
+            terminal = Terminal(tmp_path, *arguments, **options)
             terminals.callback(terminal.close)
             return terminal
 
@@ -170,7 +166,8 @@ def test_an_interrupted_json_answer_is_one_whole_object(model: Path, start: Star
     assert b'"finish_reason": "cancelled"' in lines[-1]
 
 
-def test_ctrl_c_while_the_model_loads_leaves(model: Path, open_terminal: Open) -> None:
+def test_ctrl_c_while_the_model_loads_leaves(model: Path, open_terminal: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.cli.load_progress.open_engine", lambda *_: threading.Event().wait())
     terminal = open_terminal("run", model, "-p", "x")
     terminal.wait_for("loading")
     terminal.process.send_signal(signal.SIGINT)
@@ -271,7 +268,7 @@ def test_a_closed_pipe_is_silent(model: Path, start: Start, arguments: list[str]
 @pytest.mark.parametrize("arguments", [["list", "--all"], ["--help"], ["run", "--help"]], ids=" ".join)
 def test_a_full_disk_under_stdout_is_an_error(start: Start, arguments: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
-        process = start(*arguments, stdout=full)
+        process = start(*arguments, stdout=full, fresh=True)
         errors = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 1
     assert b"No space left" in errors
@@ -281,7 +278,7 @@ def test_a_full_disk_under_stdout_is_an_error(start: Start, arguments: list[str]
 
 @pytest.mark.parametrize("arguments", [["--version"], ["run", "--raw", "--show-prompt", "-p", "x"]], ids=" ".join)
 def test_a_closed_stdout_is_an_error(start: Start, arguments: list[str]) -> None:
-    process = start(*arguments, stdout=None, preexec_fn=lambda: os.close(1))
+    process = start(*arguments, fresh=True, stdout=None, preexec_fn=lambda: os.close(1))
     errors = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 1
     assert b"standard output is closed" in errors
@@ -301,7 +298,7 @@ def test_an_answer_on_a_terminal_is_broken_between_words_and_a_prompt_is_not(mod
 
 def test_a_pipe_gets_no_escape_codes_and_utf8_whatever_the_locale(model: Path, start: Start) -> None:
     locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "FORCE_COLOR": "1"}
-    process = start("run", model, "-p", "x", "--max-tokens", "40", "--stats", variables=locale)
+    process = start("run", model, "-p", "x", "--max-tokens", "40", "--stats", fresh=True, variables=locale)
     out, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     out.decode("utf-8")
@@ -427,7 +424,7 @@ def test_a_removal_says_how_much_it_takes_with_it_and_heeds_the_answer(
     blobs = tmp_path / "hf" / "hub" / "models--maker--model" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "of a download that was broken off").write_bytes(bytes(512))
-    terminal = open_terminal("rm", "maker/model")
+    terminal = open_terminal("rm", "maker/model", fresh=True)
     terminal.wait_for(r"Delete maker/model \(512 B\)\? \[y/N\] ")
     terminal.send(f"{answer}\n")
     assert terminal.end() == code

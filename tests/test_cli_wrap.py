@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.cli.wrap import WordWrap, width
+from localllm.cli.output import WordWrap, width
 
 PROSE = "The fox found a lantern, and the owl went home. "
 

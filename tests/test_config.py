@@ -264,9 +264,9 @@ def test_a_wrong_variable_names_itself_and_what_is_accepted(config_file, variabl
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("INT4", "int4"), ("q4_k_m", "int4"), ("Q8_0", "int8"), ("8bit", "int8"), ("fp16", "bf16"), ("gguf", "auto")],
+    [("INT4", "int4"), ("bf61", "bf16"), ("gguf", "auto")],
 )
-def test_another_programs_name_of_a_format_is_told_ours(config_file, typed, meant):
+def test_a_format_that_is_none_is_told_the_nearest(config_file, typed, meant):
     with pytest.raises(SettingsError) as caught:
         load_settings({"weights": typed}, environ={}, config_file=config_file)
     assert caught.value.fix == f"--weights {meant}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.bench.random_blocks import RandomBlocks
+from localllm.bench.random_model import RandomBlocks
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.residency import new_pages

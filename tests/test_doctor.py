@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from localllm.cli import checks_machine, fix_commands
-from localllm.cli.check_result import Check, Finding
+from localllm.cli import checks_machine, findings
 from localllm.cli.checks_machine import check_address_space, check_disk_speed, check_huge_pages, check_memory
-from localllm.cli.checks_setup import check_network, check_package, check_settings
+from localllm.cli.doctor import check_network, check_package, check_settings
+from localllm.cli.findings import Finding, examined
 from localllm.offload.measuring import measurement
 from localllm.offload.planner import profile
 from localllm.offload.planner.calibration import Term
@@ -86,7 +86,7 @@ def test_a_check_that_falls_ill_is_a_finding() -> None:
     def broken() -> Finding:
         raise ZeroDivisionError("of a check")
 
-    finding = Check("broken", broken).finding()
+    finding = examined(broken)
     assert (finding.status, finding.detail) == ("warn", "could not be examined: ZeroDivisionError: of a check")
     assert finding.fix == "localllm help failure"
 
@@ -130,10 +130,10 @@ def test_a_group_without_room_is_given_more_by_one_command(
 ) -> None:
     root, own = groups(tmp_path, line)
     (group_v1 if value == "-1" else group_v2)((root / file).parent, 2 * GIB)
-    monkeypatch.setattr(fix_commands, "is_container", lambda _root: False)
+    monkeypatch.setattr(findings, "is_container", lambda _root: False)
     finding = check_memory(root, own)
     assert (finding.status, finding.fix) == ("warn", f"echo {value} | sudo tee {root / file}")
-    monkeypatch.setattr(fix_commands, "is_container", lambda _root: True)
+    monkeypatch.setattr(findings, "is_container", lambda _root: True)
     assert check_memory(root, own).fix.startswith("docker update --memory 16g")
 
 

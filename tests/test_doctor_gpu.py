@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from localllm.cli import fix_commands
+from localllm.cli import findings
 from localllm.cli.checks_gpu import LinkTrial, check_gpu, check_link, check_pinned, check_vram, try_link
 from localllm.cli.checks_torch import (
     TorchBuild,
@@ -230,7 +231,7 @@ def test_triton_is_tried_once_for_each_kind_of_card(monkeypatch: pytest.MonkeyPa
             "probe.c:2:10: fatal error: Python.h: No such file or directory",
             f"sudo apt-get install -y python3.{sys.version_info[1]}-dev",
         ),
-        ("RuntimeError: PassManager::run failed", fix_commands.TRITON),
+        ("RuntimeError: PassManager::run failed", findings.TRITON),
     ],
 )
 @pytest.mark.usefixtures("only_apt")
@@ -244,7 +245,7 @@ def test_what_keeps_triton_from_compiling_decides_what_is_to_be_installed(
 
 def test_a_missing_triton_is_a_finding_beside_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(None, monkeypatch)
-    assert check_triton((CARD,), never).fix == fix_commands.TRITON
+    assert check_triton((CARD,), never).fix == findings.TRITON
 
 
 @pytest.mark.parametrize("capability", [75, 89, 120])
@@ -291,52 +292,39 @@ def test_cards_are_listed(tmp_path: Path) -> None:
     assert detail == "NVIDIA GeForce RTX 4090 (24.0 GiB, sm_89); a card (of an unknown generation)"
 
 
-@pytest.mark.parametrize(("vendor", "kind"), [("0x1002", "0x030000"), ("0x10de", "0x040300"), ("0x10de", "")])
-def test_a_machine_without_a_card_is_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, kind: str
-) -> None:
-    FakeNvml([], refuses="NVML Shared Library Not Found").install(monkeypatch)
-    on_the_bus(tmp_path, vendor, kind)
-    assert check_gpu((), 0, tmp_path).detail == "none; models run on the CPU"
+def given(root: Path) -> None:
+    file_of(root, "dev/nvidiactl")
 
 
+MISMATCH, NOT_FOUND = "RM has detected an NVML/RM version mismatch.", "NVML Shared Library Not Found"
+
+
+@pytest.mark.parametrize(
+    ("signs", "refusal", "devices", "told"),
+    [
+        ([partial(on_the_bus, vendor="0x1002")], NOT_FOUND, 0, "ok none; models run on the CPU"),
+        ([partial(on_the_bus, kind="0x040300")], NOT_FOUND, 0, "ok none; models run on the CPU"),
+        ([partial(on_the_bus, kind="")], NOT_FOUND, 0, "ok none; models run on the CPU"),
+        ([on_the_bus], NOT_FOUND, 0, "warn .* sudo apt-get install -y nvidia-driver"),
+        ([on_the_bus, loaded_driver], MISMATCH, 0, "warn .*version mismatch.* sudo reboot"),
+        *(
+            ([sign, partial(file_of, name=mark)], NOT_FOUND, 0, "warn .* docker run --gpus all IMAGE")
+            for sign in (on_the_bus, loaded_driver)
+            for mark in (".dockerenv", "run/.containerenv")
+        ),
+        ([partial(file_of, name=".dockerenv"), given, loaded_driver], MISMATCH, 0, ".*version mismatch"),
+        ([], "Not Supported", 1, "ok "),
+    ],
+)
 @pytest.mark.usefixtures("only_apt")
-def test_a_card_without_a_driver_is_found_on_the_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeNvml([], refuses="NVML Shared Library Not Found").install(monkeypatch)
-    on_the_bus(tmp_path)
-    finding = check_gpu((), 0, tmp_path)
-    assert (finding.status, finding.fix) == ("warn", "sudo apt-get install -y nvidia-driver")
-
-
-def test_a_driver_that_was_replaced_under_the_running_kernel_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_card_no_driver_and_a_driver_that_refuses_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signs: list[Any], refusal: str, devices: int, told: str
 ) -> None:
-    FakeNvml([], refuses="RM has detected an NVML/RM version mismatch.").install(monkeypatch)
-    on_the_bus(tmp_path)
-    loaded_driver(tmp_path)
-    finding = check_gpu((), 0, tmp_path)
-    assert (finding.status, "version mismatch" in finding.detail, finding.fix) == ("warn", True, "sudo reboot")
-
-
-@pytest.mark.parametrize("sign", [on_the_bus, loaded_driver])
-@pytest.mark.parametrize("mark", [".dockerenv", "run/.containerenv"])
-def test_a_container_that_was_not_given_the_card_is_told_from_a_broken_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: Callable[[Path], None], mark: str
-) -> None:
-    FakeNvml([], refuses="NVML Shared Library Not Found").install(monkeypatch)
-    sign(tmp_path)
-    file_of(tmp_path, mark)
-    assert check_gpu((), 0, tmp_path).fix == "docker run --gpus all IMAGE"
-
-
-def test_a_container_that_was_given_the_card_has_a_driver_that_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    FakeNvml([], refuses="RM has detected an NVML/RM version mismatch.").install(monkeypatch)
-    for name in (".dockerenv", "dev/nvidiactl"):
-        file_of(tmp_path, name)
-    loaded_driver(tmp_path)
-    assert "version mismatch" in check_gpu((), 0, tmp_path).detail
+    FakeNvml([], refuses=refusal).install(monkeypatch)
+    for sign in signs:
+        sign(tmp_path)
+    finding = check_gpu((), devices, tmp_path)
+    assert re.match(told, f"{finding.status} {finding.detail} {finding.fix}")
 
 
 @pytest.mark.parametrize("devices", [1, 0])
@@ -346,11 +334,6 @@ def test_a_card_is_not_judged_without_nvidias_package(
     monkeypatch.setitem(sys.modules, "pynvml", None)
     loaded_driver(tmp_path)
     assert "nvidia-ml-py" in check_gpu((), devices, tmp_path).fix
-
-
-def test_a_card_that_torch_alone_knows_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeNvml([], refuses="Not Supported").install(monkeypatch)
-    assert check_gpu((), 1, tmp_path).status == "ok"
 
 
 # Its memory
@@ -474,9 +457,9 @@ def test_packages_are_installed_with_what_the_system_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, driver: str, compiler: str
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, *_: f"/usr/bin/{name}" if name == tool else None)
-    assert (fix_commands.install_driver(tmp_path), fix_commands.install_compiler()) == (driver, compiler)
+    assert (findings.install_driver(tmp_path), findings.install_compiler()) == (driver, compiler)
 
 
 def test_the_driver_of_wsl_is_windows_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, *_: f"/usr/bin/{name}")
-    assert fix_commands.install_driver(wsl(tmp_path)).startswith("xdg-open")
+    assert findings.install_driver(wsl(tmp_path)).startswith("xdg-open")

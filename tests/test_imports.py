@@ -56,12 +56,6 @@ def test_a_quick_command_loads_nothing_heavy(line: list[str], tmp_path: Path) ->
     assert "rich" not in loaded
 
 
-def test_completion_of_a_models_name_loads_nothing_heavy(tmp_path: Path) -> None:
-    variables = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": "localllm run mistr", "COMP_CWORD": "2"}
-    loaded = loaded_by("sys.argv = ['localllm']; from localllm.cli import main; main()", tmp_path, **variables)
-    assert not loaded & HEAVY
-
-
 @pytest.mark.parametrize(
     "module",
     [
@@ -130,16 +124,19 @@ def test_what_a_plan_has_to_measure_is_measured_without_torch_in_its_process(tmp
     assert "torch" not in loaded_by(code, tmp_path)
 
 
-def test_completion_offers_the_registrys_names(tmp_path: Path) -> None:
+def test_completion_offers_the_registrys_names_and_loads_nothing_heavy(tmp_path: Path) -> None:
     variables = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": "localllm run mistr", "COMP_CWORD": "2"}
+    code = "import sys; sys.argv = ['localllm']; from localllm.cli import main; main()"
     child = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv = ['localllm']; from localllm.cli import main; main()"],
+        [sys.executable, "-X", "importtime", "-c", code],
         env=environment(tmp_path, **variables),
         capture_output=True,
         text=True,
         check=True,
     )
+    loaded = {row.rpartition("|")[2].strip().partition(".")[0] for row in child.stderr.splitlines()}
     assert "mistral-7b" in child.stdout.split()
+    assert "localllm" in loaded and not loaded & HEAVY
 
 
 @pytest.mark.parametrize("module", ["localllm.tui.app", "localllm.cli.screen", "localllm.chat.session"])

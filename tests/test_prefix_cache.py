@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from localllm.bench.random_blocks import RandomBlocks
-from localllm.bench.random_model import word_tokenizer
+from localllm.bench.random_model import RandomBlocks, word_tokenizer
 from localllm.cache import prefix
 from localllm.cache.disk import DiskTier
 from localllm.engine.engine import Engine

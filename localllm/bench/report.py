@@ -136,12 +136,10 @@ def read_report(path: Path) -> BenchmarkReport:
             raise ValueError(f"its schema_version is {str(version)[:20]}; this version reads {SCHEMA_VERSION}")
         return TypeAdapter(BenchmarkReport).validate_json(text, strict=True)
     except (ValueError, RecursionError) as error:
-        why = _first_fault(error) if isinstance(error, ValidationError) else str(error)[:100]
+        why = str(error)[:100]
+        if isinstance(error, ValidationError):
+            fault = error.errors(include_input=False, include_url=False)[0]
+            steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"])
+            why = f"{''.join(steps).lstrip('.')}: {fault['msg']}"
         helps = Fix.command("bench", "--output", "bench.json")
         raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=helps) from None
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault = error.errors(include_input=False, include_url=False)[0]
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"])
-    return f"{''.join(steps).lstrip('.')}: {fault['msg']}"

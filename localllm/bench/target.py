@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from localllm.bench.random_blocks import RandomBlocks
-from localllm.bench.random_model import word_tokenizer
+from localllm.bench.random_model import RandomBlocks, word_tokenizer
 from localllm.cache.kv_format import KVFormat, choose_format
 from localllm.config import format_bytes
 from localllm.engine.engine import Engine
+from localllm.engine.events import ignore
 from localllm.engine.loader import Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
 from localllm.engine.model_plan import consider
@@ -96,11 +96,7 @@ class TargetSetup:
         return JobShape(1, self.kv_tokens, self.ctx)
 
 
-def _ignore(_done: int, _total: int) -> None:
-    pass
-
-
-def random_target(shape: Shape, setup: TargetSetup, progress: Progress = _ignore) -> BenchmarkTarget:
+def random_target(shape: Shape, setup: TargetSetup, progress: Progress = ignore) -> BenchmarkTarget:
     """Make a model of this shape in memory, with random weights and a tokenizer of one word an id."""
     recipe, config = setup.recipe, shape.config
     decoder = load_decoder(

@@ -1,26 +1,25 @@
-"""The commands of `localllm`, each of which is imported when it is called or when its own help is asked for."""
+"""The commands of `localllm`, each of which is imported when it is called or when its own help is asked for.
+
+Typer's command and group are made quick to start: a flag that is not typed costs nothing, and a value is checked in our
+own words. Help is written by Output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from localllm.cli.commands import PlainCommand, PlainGroup
 from localllm.cli.context import cli_context
+from localllm.cli.options import require_accepted
+from localllm.settings import Accepts
 from localllm.version import __version__
 
-# Plain help: the same on a terminal, in a pipe and to a screen reader, and without rich's start-up time.
-_PLAIN: Mapping[str, Any] = MappingProxyType(
-    {
-        "rich_markup_mode": None,
-        "pretty_exceptions_enable": False,
-        "context_settings": {"help_option_names": ["-h", "--help"]},
-    }
-)
 # In the order of the help: where a command is, and the first line of its help, which listing them needs.
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -34,13 +33,13 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "load": ("server", "Have the server load a model, so that the first question need not wait for it."),
         "stop": ("server", "Unload a model, or end the server."),
         "connect": ("connect", "Print what a program needs to talk to `localllm serve`."),
-        "pull": ("pull", "Fetch a model from the Hugging Face hub."),
+        "pull": ("models", "Fetch a model from the Hugging Face hub."),
         "quantize": ("quantize", "Pack a model's weights ahead of time."),
-        "list": ("list", "List the models on this disk."),
-        "show": ("show", "Show what is known about one model."),
-        "rm": ("rm", "Delete a model from this disk."),
-        "tokenize": ("tokenize", "Print the tokens of a text."),
-        "perplexity": ("perplexity", "Measure how well a model foretells a text."),
+        "list": ("models", "List the models on this disk."),
+        "show": ("models", "Show what is known about one model."),
+        "rm": ("models", "Delete a model from this disk."),
+        "tokenize": ("text", "Print the tokens of a text."),
+        "perplexity": ("text", "Measure how well a model foretells a text."),
         "plan": ("plan", "Show where a model would rest, and how fast it would be."),
         "bench": ("bench", "Measure how fast a model is on this machine."),
         "doctor": ("doctor", "Check this machine, and say what helps."),
@@ -50,10 +49,116 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "config": ("config", "Show the settings."),
     }
 )
+IMPLIED_VALUE = "last"  # of an option that may stand without one
+
+
+class PlainCommand(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _quickened(super().get_params(ctx), getattr(self.callback, "accepted", {}))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """An option whose metavar is in square brackets may stand without its value, which then is IMPLIED_VALUE."""
+        optional = {
+            name for parameter in self.params if (parameter.metavar or "").startswith("[") for name in parameter.opts
+        }
+        end = args.index("--") if "--" in args else len(args)
+        completed = []
+        for index, word in enumerate(args):
+            completed.append(word)
+            following = args[index + 1] if index + 1 < end else "-"
+            if index < end and word in optional and following.startswith("-"):
+                completed.append(IMPLIED_VALUE)
+        return super().parse_args(ctx, completed)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """MODEL and ID..., not typer's {MODEL} and {ID...}...."""
+        pieces = (re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx))
+        return [re.sub(r"\.\.\.(\]?)\.\.\.$", r"...\1", piece) for piece in pieces]
+
+
+class PlainGroup(TyperGroup):
+    """A group whose commands may be stand-ins until one is called.
+
+    load: the command of a name; None where they are all there.
+    """
+
+    load: Callable[[str], Any] | None = None
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _quickened(super().get_params(ctx), {})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in self.commands:
+            self.loaded(args[0])
+        return super().resolve_command(ctx, args)
+
+    def loaded(self, name: str) -> Any:
+        """The command itself, imported where it is not."""
+        if self.load is not None:
+            self.commands[name] = self.load(name)
+        return self.commands[name]
+
+
+def _quickened(parameters: list[Any], accepted: Mapping[str, Accepts]) -> list[Any]:
+    # To coerce a value, None included, typer imports pydantic: 80 ms of a start. Its own flags default to None.
+    for parameter in parameters:
+        if parameter.name in ("help", "install_completion", "show_completion"):
+            parameter.default = False
+        if parameter.name == "help":
+            parameter.callback = _print_help
+        if "process_value" not in vars(parameter):
+            parameter.process_value = _checked(parameter, accepted.get(parameter.name))
+    return parameters
+
+
+def _print_help(context: typer.Context, _parameter: Any, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        cli_context(context).output.line(context.get_help())
+        raise typer.Exit
+
+
+def _checked(parameter: Any, accepts: Accepts | None) -> Callable[[Any, Any], Any]:
+    """Typer's own, but for a value that is not accepted, of which it tells in the words of its parser."""
+    process = parameter.process_value
+    is_text = parameter.type_descriptor.annotation is str
+
+    def process_value(ctx: Any, value: Any) -> Any:
+        if accepts is not None:
+            for text in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(text, str):
+                    require_accepted(parameter.opts[0], text, accepts)
+        if parameter.callback is None:
+            if value is None and (ctx.resilient_parsing or not parameter.required):
+                return () if parameter.multiple or parameter.nargs == -1 else None
+            if is_text and isinstance(value, str):
+                return value
+        return process(ctx, value)
+
+    return process_value
+
+
+# Plain help: the same on a terminal, in a pipe and to a screen reader, and without rich's start-up time.
+_PLAIN: Mapping[str, Any] = MappingProxyType(
+    {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
+)
+
+
+def plain_group(name: str, about: str) -> typer.Typer:
+    """A group of commands, which prints its help where none is named. about: the first line of it."""
+    group = typer.Typer(name=name, cls=PlainGroup, add_completion=False, **_PLAIN)
+
+    @group.callback(invoke_without_command=True, help=about)
+    def show_help(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            cli_context(context).output.line(context.get_help())
+
+    return group
+
 
 app = typer.Typer(
     name="localllm",
     cls=PlainGroup,
+    pretty_exceptions_enable=False,
     epilog="""Exit codes: 0 done, 1 failure, 2 usage, 3 model absent, 4 does not fit, 5 context overflow, 6 download,
 7 schema, 130 interrupted (143: by SIGTERM, 129: by SIGHUP). `localllm help CODE` explains an error.""",
     **_PLAIN,
@@ -93,11 +198,10 @@ def load_command(name: str) -> Any:
     """A command, or a group of them, as its module has it."""
     module = import_module(f"localllm.cli.{COMMANDS[name][0]}")
     group = getattr(module, f"{name}_app", None)
-    if group is not None:
-        return typer.main.get_command(group)
-    alone = typer.Typer(add_completion=False, **_PLAIN)
-    function = getattr(module, f"{name}_command")
-    alone.command(
-        name, cls=PlainCommand, epilog=getattr(module, "EXAMPLES", None), context_settings=_PLAIN["context_settings"]
-    )(function)
-    return typer.main.get_command(alone)
+    if group is None:
+        group = typer.Typer(add_completion=False, **_PLAIN)
+        epilog = getattr(module, f"{name.upper()}_EXAMPLES", None)
+        group.command(name, cls=PlainCommand, epilog=epilog, context_settings=_PLAIN["context_settings"])(
+            getattr(module, f"{name}_command")
+        )
+    return typer.main.get_command(group)

@@ -10,13 +10,13 @@ import json
 import secrets
 from array import array
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from localllm.chat.text import format_seconds
-from localllm.cli.batch_input import TOLD, LineRules, Problems, Prompts, read_prompts
+from localllm.cli.batch_input import TOLD, LineRules, Prompts, read_prompts
 from localllm.cli.context import CliContext
 from localllm.cli.job import SEEDS, Job
 from localllm.cli.journal import open_journal
@@ -53,37 +53,31 @@ def run_batch(front: CliContext, selection: Selection, flags: Mapping[str, Any],
     """Answers every line of a file. Raises what is wrong with lines or with the engine; typer.Exit(1) if one failed;
     SchemaError with --strict if one has not the form of `grammar`."""
     parallel = flags["parallel"] or DEFAULT_PARALLEL
-    rules = line_rules(selection, flags, grammar)
-    with (
-        read_prompts(flags["batch"], rules, front.output) as prompts,
-        loading(front, selection, Opening(job_shape(prompts, rules, parallel))) as load,
-    ):
-        encoder = Encoder.load(
-            selection.files.directory, selection.resolved, is_raw=rules.raw, has_form=grammar is not None
-        )
-        if encoder.effort.note:
-            front.output.note(encoder.effort.note)
-        sizes = measure(prompts, encoder, load.shown.line)
-        engine = load.wait()
-        require_room(prompts, sizes, encoder, engine)
-        key = job_key(selection, rules, prompts, engine)
+    rules = _line_rules(selection, flags, grammar)
+    prompts = read_prompts(flags["batch"], rules, front.output)
+    longest_answer = rules.sampling.max_tokens or DEFAULT_MAX_TOKENS
+    with loading(front, selection, Opening(_job_shape(prompts, longest_answer, parallel))) as load:
+        encoder = Encoder.of(front, selection, is_raw=rules.raw, has_form=grammar is not None)
+        lengths, highest_ids = _measure(prompts, encoder, load.shown.line)
+        engine = cast("Engine", load.wait())
+        _require_room(prompts, lengths, highest_ids, encoder, engine)
+        key = _job_key(selection, rules, prompts, engine)
         with open_journal(key, len(prompts), secrets.randbelow(SEEDS), fresh=flags["fresh"]) as journal:
             job = Job(front, selection.files, prompts, encoder, journal)
             job.run(load.service, window=_WINDOW * parallel)
-            report(front, selection, job, engine if flags["stats"] else None, strict=flags["strict"])
+            _report(front, selection, job, engine if flags["stats"] else None, strict=flags["strict"])
     if job.tally.num_failed:
         raise typer.Exit(1)
     if job.tally.num_incomplete and flags["strict"]:
         why = 'they were cut before they were whole; "complete" of each line says which'
-        most = 4 * (rules.sampling.max_tokens or DEFAULT_MAX_TOKENS)
-        raise SchemaError(incomplete_text(job), why=why, fix=Fix.flag("--max-tokens", most))
+        raise SchemaError(_incomplete_text(job), why=why, fix=Fix.flag("--max-tokens", 4 * longest_answer))
 
 
-def incomplete_text(job: Job) -> str:
-    return f"{job.tally.num_incomplete} of {job.num_prompts} answers do not have the form that was asked for"
+def _incomplete_text(job: Job) -> str:
+    return f"{job.tally.num_incomplete} of {len(job.prompts)} answers do not have the form that was asked for"
 
 
-def line_rules(selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None = None) -> LineRules:
+def _line_rules(selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None) -> LineRules:
     """Return what the command line and the settings say about every line. Raises UsageError."""
     sampling = replace(selection.sampling(extra_sampling(flags)), seed=selection.settings.seed)
     if sampling.max_tokens is None:
@@ -99,24 +93,20 @@ def line_rules(selection: Selection, flags: Mapping[str, Any], grammar: Grammar 
     )
 
 
-def job_shape(prompts: Prompts, rules: LineRules, parallel: int) -> JobShape:
+def _job_shape(prompts: Prompts, longest_answer: int, parallel: int) -> JobShape:
     """Return the shape by which memory is shared out, estimated before anything is encoded."""
-    answer = rules.sampling.max_tokens or DEFAULT_MAX_TOKENS
-    mean, longest = (size // _BYTES_A_TOKEN + answer for size in (prompts.mean_bytes, prompts.longest_bytes))
+    sizes = [len(line) for line in prompts.lines]
+    mean, longest = (size // _BYTES_A_TOKEN + longest_answer for size in (sum(sizes) // len(sizes), max(sizes)))
     return JobShape(min(parallel, len(prompts)), mean, longest)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The number of tokens of every prompt, and the highest id that it needs the model to have."""
+def _measure(prompts: Prompts, encoder: Encoder, line: ProgressLine) -> tuple[array[int], array[int]]:
+    """Encode every prompt once; return its number of tokens, and the highest id that it needs the model to have.
 
-    lengths: array[int]
-    highest_ids: array[int]
-
-
-def measure(prompts: Prompts, encoder: Encoder, line: ProgressLine) -> Sizes:
-    """Encodes every prompt once. Raises UsageError for those that the template or the tokenizer refuses."""
-    problems, sizes = Problems(), Sizes(array("q"), array("q"))
+    Raises UsageError for those that the template or the tokenizer refuses.
+    """
+    problems: list[tuple[int, LocalLLMError]] = []
+    lengths, highest_ids = array("q"), array("q")
     for index, number in enumerate(prompts.numbers):
         if index and index % 1000 == 0:  # 0.2 s
             line.show(f"checking the prompts: {index} of {len(prompts)}")
@@ -124,30 +114,32 @@ def measure(prompts: Prompts, encoder: Encoder, line: ProgressLine) -> Sizes:
         try:
             ids = encoder.encode(prompt.source)
         except LocalLLMError as error:
-            problems.add(number, error)
+            problems.append((number, error))
             continue
-        sizes.lengths.append(len(ids))
-        sizes.highest_ids.append(max((*ids, *prompt.sampling.logit_bias), default=0))
-    problems.refuse(prompts)
-    return sizes
+        lengths.append(len(ids))
+        highest_ids.append(max((*ids, *prompt.sampling.logit_bias), default=0))
+    prompts.refuse(problems)
+    return lengths, highest_ids
 
 
-def require_room(prompts: Prompts, sizes: Sizes, encoder: Encoder, engine: Engine) -> None:
+def _require_room(
+    prompts: Prompts, lengths: array[int], highest_ids: array[int], encoder: Encoder, engine: Engine
+) -> None:
     """Raises UsageError or ContextOverflowError for prompts that this engine cannot answer."""
-    problems, too_long = Problems(), []
-    vocabulary = engine.config.vocab_size
-    for index, (length, highest_id) in enumerate(zip(sizes.lengths, sizes.highest_ids, strict=True)):
+    problems: list[tuple[int, LocalLLMError]] = []
+    too_long = []
+    for index, (length, highest_id) in enumerate(zip(lengths, highest_ids, strict=True)):
         if length >= engine.ctx:
             too_long.append(f"line {prompts.numbers[index]} has {length} tokens")
-        elif length == 0 or highest_id >= vocabulary:
+        elif length == 0 or highest_id >= engine.config.vocab_size:
             line = prompts[index]
             try:
                 engine.check(Request(encoder.encode(line.source), line.sampling))
             except UsageError as error:
-                problems.add(prompts.numbers[index], error)
-    problems.refuse(prompts)
+                problems.append((prompts.numbers[index], error))
+    prompts.refuse(problems)
     if too_long:
-        longest, possible = max(sizes.lengths), engine.config.longest_context
+        longest, possible = max(lengths), engine.config.longest_context
         fixes = engine.fixes_for(min(possible, longest + DEFAULT_MAX_TOKENS)) if longest < possible else []
         rest = f", and {len(too_long) - TOLD} more" if len(too_long) > TOLD else ""
         raise ContextOverflowError(
@@ -157,7 +149,7 @@ def require_room(prompts: Prompts, sizes: Sizes, encoder: Encoder, engine: Engin
         )
 
 
-def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: Engine) -> str:
+def _job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: Engine) -> str:
     """A name for all that decides the texts of a job: what has another name is another job."""
     files, texts = selection.files, hashlib.blake2b(digest_size=32)
     more = sorted(files.directory.glob("additional_chat_templates/*.jinja"))
@@ -175,14 +167,14 @@ def job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: En
         "ctx": selection.settings.ctx,
         "think": selection.settings.think,
         "rules": asdict(rules),
-        "prompts": prompts.digest,
+        "prompts": hashlib.blake2b(b"\n".join(prompts.lines), digest_size=32).hexdigest(),
     }
     return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def report(front: CliContext, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
+def _report(front: CliContext, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
     """Print how a job ended; with `engine`, its statistics too. strict: an error says which answers have no form."""
-    tally, output, total = job.tally, front.output, job.num_prompts
+    tally, output, total = job.tally, front.output, len(job.prompts)
     if tally.num_cut_by_max_tokens and selection.settings.max_tokens is None:
         cut = f"{tally.num_cut_by_max_tokens} of {total} answers were cut at {DEFAULT_MAX_TOKENS} tokens"
         output.warn(f"{cut}: the most that --batch gives where nobody says (--max-tokens N)")
@@ -193,7 +185,7 @@ def report(front: CliContext, selection: Selection, job: Job, engine: Engine | N
             f"{tally.num_silent} of {total} answers are empty: they ended before anything was said (--max-tokens N)"
         )
     if tally.num_incomplete and not strict:
-        output.warn(f"{incomplete_text(job)}: they were cut before they were whole")
+        output.warn(f"{_incomplete_text(job)}: they were cut before they were whole")
     if tally.num_failed:
         kept = "the other answers are kept, and the same command tries again"
         output.warn(f"{tally.num_failed} of {total} prompts failed; {kept}")

@@ -1,22 +1,17 @@
 """The prompts of a job: lines of JSON, each understood, or refused by its number, before any is answered.
 
-Owns what a line may say. Knows no engine. The lines lie in a temporary file, so that their number costs little memory,
-and a file that is written to meanwhile changes nothing.
+Owns what a line may say. Knows no engine.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import itertools
 import re
 import shlex
 import sys
-import tempfile
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +29,6 @@ from localllm.text.chat_template import as_chat_input
 from localllm.text.grammar.grammar import Grammar
 
 _LIMITS = JsonLimits(containers=300_000, elements=2_000_000)  # of one line; braces in its texts count as well
-_MEMORY_BYTES = 16 << 20  # of lines; more of them go to the disk
 TOLD = 5  # bad lines that an error describes
 _BOM = b"\xef\xbb\xbf"
 
@@ -70,106 +64,59 @@ class BatchLine:
     id: str | int | None = None
 
 
+@dataclass
 class Prompts:
-    """The lines of a job that say something, by their index. `numbers`: which lines of the file they are, from 1."""
+    """The lines of a job that say something, by their index. numbers: which lines of the file they are, from 1."""
 
-    def __init__(self, name: str, rules: LineRules) -> None:
-        self.name = name
-        self.numbers = array("q")
-        self.rules = rules
-        self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115 (closed by `close`)
-        self._ends = array("q", [0])
-        self._hash = hashlib.blake2b(digest_size=32)
+    name: str
+    rules: LineRules
+    numbers: list[int] = field(default_factory=list)
+    lines: list[bytes] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.lines)
 
     def __getitem__(self, index: int) -> BatchLine:
-        start = self._ends[index]
-        self._file.seek(start)
-        return parse_line(self._file.read(self._ends[index + 1] - start), self.rules)
+        return parse_line(self.lines[index], self.rules)
 
-    @property
-    def digest(self) -> str:
-        """The hash of all lines: other prompts have another one."""
-        return self._hash.hexdigest()
-
-    @property
-    def mean_bytes(self) -> int:
-        return self._ends[-1] // len(self)
-
-    @property
-    def longest_bytes(self) -> int:
-        return max(end - begin for begin, end in itertools.pairwise(self._ends))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def add(self, lines: Iterable[tuple[int, bytes]]) -> None:
-        """Takes lines in by their numbers. Raises UsageError that names those which are no prompts."""
-        problems = Problems()
-        for number, data in lines:
-            try:
-                parse_line(data, self.rules)
-            except UsageError as error:
-                problems.add(number, error)
-            self._keep(number, data)
-        problems.refuse(self)
-        if not self.numbers:
-            prompt = "echo '\"A tale about an owl, please.\"'"
-            is_stdin = self.name == _STDIN
-            fix = f"{prompt} | localllm run --batch -" if is_stdin else f"{prompt} >> {shlex.quote(self.name)}"
-            raise UsageError(f"{self.name} has no prompts", why="no line of it says anything", fix=fix)
-
-    def _keep(self, number: int, data: bytes) -> None:
-        self._hash.update(data + b"\n")
-        self.numbers.append(number)
-        try:
-            self._ends.append(self._ends[-1] + self._file.write(data))
-        except OSError as error:
-            fix = "free some of it, or name another folder: TMPDIR=FOLDER"
-            raise LocalLLMError("the prompts cannot be held", why=error.strerror or str(error), fix=fix) from error
-
-
-class Problems:
-    """Lines that cannot be used, and why; of many only the first are told."""
-
-    def __init__(self) -> None:
-        self._numbers: list[int] = []
-        self._told: list[str] = []
-        self._count = 0
-
-    def add(self, number: int, error: LocalLLMError) -> None:
-        self._count += 1
-        if self._count <= TOLD:
-            self._numbers.append(number)
-            why = f": {error.why[:200]}" if error.why else ""
-            self._told.append(f"line {number}: {error.what[:200]}{why}")
-
-    def refuse(self, prompts: Prompts) -> None:
-        """Raises UsageError where there are any."""
-        if self._count:
-            what = f"{self._count} of {len(prompts)} lines of {prompts.name} cannot be used"
-            rest = self._count - len(self._told)
-            why = "; ".join([*self._told, *([f"and {rest} more"] if rest else [])])
-            lines = shlex.quote(";".join(f"{number}p" for number in self._numbers))
-            path = "FILE" if prompts.name == _STDIN else shlex.quote(prompts.name)
-            raise UsageError(what, why=why, fix=f"mend what this prints: sed -n {lines} {path}")
+    def refuse(self, problems: Sequence[tuple[int, LocalLLMError]]) -> None:
+        """Raises UsageError where there are lines that cannot be used; of many only the first are told."""
+        if problems:
+            told = [
+                f"line {number}: {error.what[:200]}{f': {error.why[:200]}' if error.why else ''}"
+                for number, error in problems[:TOLD]
+            ]
+            told += [f"and {len(problems) - TOLD} more"] if len(problems) > TOLD else []
+            numbers = shlex.quote(";".join(f"{number}p" for number, _ in problems[:TOLD]))
+            path = "FILE" if self.name == _STDIN else shlex.quote(self.name)
+            raise UsageError(
+                f"{len(problems)} of {len(self)} lines of {self.name} cannot be used",
+                why="; ".join(told),
+                fix=f"mend what this prints: sed -n {numbers} {path}",
+            )
 
 
 _STDIN = "standard input"
 
 
-@contextmanager
-def read_prompts(path: Path, rules: LineRules, output: Output) -> Iterator[Prompts]:
+def read_prompts(path: Path, rules: LineRules, output: Output) -> Prompts:
     """Every prompt of a file, `-` being standard input, each checked. Raises UsageError that names the bad ones."""
-    prompts = Prompts(_STDIN if str(path) == "-" else str(path), rules)
-    try:
-        with _opened(path, output) as stream:
-            prompts.add(_lines(stream, prompts.name))
-        yield prompts
-    finally:
-        prompts.close()
+    prompts, problems = Prompts(_STDIN if str(path) == "-" else str(path), rules), []
+    with _opened(path, output) as stream:
+        for number, data in _lines(stream, prompts.name):
+            try:
+                parse_line(data, rules)
+            except UsageError as error:
+                problems.append((number, error))
+            prompts.numbers.append(number)
+            prompts.lines.append(data)
+    prompts.refuse(problems)
+    if not prompts.lines:
+        prompt = "echo '\"A tale about an owl, please.\"'"
+        is_stdin = prompts.name == _STDIN
+        fix = f"{prompt} | localllm run --batch -" if is_stdin else f"{prompt} >> {shlex.quote(prompts.name)}"
+        raise UsageError(f"{prompts.name} has no prompts", why="no line of it says anything", fix=fix)
+    return prompts
 
 
 @contextmanager
@@ -205,7 +152,11 @@ def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 def parse_line(data: bytes, rules: LineRules) -> BatchLine:
     """The prompt that a line is. Raises UsageError."""
-    value = _parsed(data)
+    try:
+        value: object = parse_json(data, "it", _LIMITS)
+    except CheckpointError as error:  # a line has no lines
+        why = re.sub(r": line 1 column (\d+) \(char \d+\)$", r" at column \1", error.why)
+        raise UsageError(error.what, why=why) from error
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):
@@ -220,14 +171,6 @@ def parse_line(data: bytes, rules: LineRules) -> BatchLine:
     if line_id is not None and (isinstance(line_id, bool) or not isinstance(line_id, str | int)):
         raise UsageError("its id is neither a text nor a whole number")
     return BatchLine(_source(given, rules), _sampling(given, rules.sampling), line_id)
-
-
-def _parsed(data: bytes) -> object:
-    try:
-        return parse_json(data, "it", _LIMITS)
-    except CheckpointError as error:  # a line has no lines
-        why = re.sub(r": line 1 column (\d+) \(char \d+\)$", r" at column \1", error.why)
-        raise UsageError(error.what, why=why) from error
 
 
 def _from_openai(value: Mapping[str, Any], model: str) -> dict[str, Any]:
@@ -285,7 +228,14 @@ def _source(given: Mapping[str, Any], rules: LineRules) -> Source:
 
 
 def _sampling(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
-    values = {name: _accepted(name, given[name]) for name in _SAMPLING if name in given}
+    values: dict[str, Any] = {}
+    for name, accepts in _SAMPLING.items():
+        if name not in given:
+            continue
+        value: Any = [given[name]] if name == "stop" and isinstance(given[name], str) else given[name]
+        if not accepts.allows(value):
+            raise UsageError(f"{name} is {repr(value)[:80]}", why=f"it must be {accepts.describe()}")
+        values[name] = float(value) if accepts.kind == "number" else tuple(value) if accepts.kind == "texts" else value
     if "logit_bias" in given:
         values["logit_bias"] = _logit_bias(given["logit_bias"])
     sampling = replace(base, **values)
@@ -295,24 +245,10 @@ def _sampling(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
     return sampling
 
 
-def _accepted(name: str, value: Any) -> Any:
-    accepts = _SAMPLING[name]
-    if name == "stop" and isinstance(value, str):
-        value = [value]
-    if not accepts.allows(value):
-        raise UsageError(f"{name} is {repr(value)[:80]}", why=f"it must be {accepts.describe()}")
-    if accepts.kind == "number":
-        return float(value)
-    return tuple(value) if accepts.kind == "texts" else value
-
-
 def _logit_bias(value: Any) -> dict[int, float]:
     """`{"13": -100}` -> `{13: -100.0}`."""
     pairs = value.items() if isinstance(value, dict) else [("", value)]
-    biases = {}
-    for token_id, bias in pairs:
-        if not (_BIAS.allows(bias) and re.fullmatch(r"[0-9]{1,9}", token_id)):
-            why = 'it must be an object of token ids and numbers: {"13": -100}'
-            raise UsageError(f"logit_bias is {repr(value)[:80]}", why=why)
-        biases[int(token_id)] = float(bias)
-    return biases
+    if not all(_BIAS.allows(bias) and re.fullmatch(r"[0-9]{1,9}", token_id) for token_id, bias in pairs):
+        why = 'it must be an object of token ids and numbers: {"13": -100}'
+        raise UsageError(f"logit_bias is {repr(value)[:80]}", why=why)
+    return {int(token_id): float(bias) for token_id, bias in pairs}

@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.chat.text import one_line
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
-from localllm.cli.load_progress import PackingProgress
-from localllm.cli.options import option, takes
+from localllm.cli.load_progress import PackingProgress, on_a_thread
+from localllm.cli.options import flag_of, number, option, takes
 from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
 from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import engine_config
-from localllm.settings import Accepts, EngineConfig, Settings
+from localllm.settings import EngineConfig, Settings
 
 if TYPE_CHECKING:
     from localllm.bench.report import BenchmarkReport
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
     from localllm.hub import ModelFiles
     from localllm.models.shapes import Shape
 
-Result = TypeVar("Result")
-EXAMPLES = """Examples:
+BENCH_EXAMPLES = """Examples:
 
 \b
   localllm bench
@@ -44,7 +41,6 @@ EXAMPLES = """Examples:
 
 
 _MOST_TOKENS = 1 << 30  # no cache holds as many; beyond, sizes leave the range of a float
-_LENGTH = Accepts("integer", 1, _MOST_TOKENS, usual="512")
 
 
 @takes(
@@ -52,29 +48,18 @@ _LENGTH = Accepts("integer", 1, _MOST_TOKENS, usual="512")
     option("--random-weights", "Random weights of the model's shape: nothing need be downloaded."),
     "weights",
     "kv",
-    option("--prompt-tokens", "Length of the prompt. Default: 512.", "N", int, accepts=_LENGTH),
-    option(
-        "--gen-tokens",
-        "Tokens to generate in a round. Default: 128.",
-        "N",
-        int,
-        accepts=Accepts("integer", 1, _MOST_TOKENS, usual="128"),
-    ),
-    option(
+    number("--prompt-tokens", "Length of the prompt. Default: 512.", 1, _MOST_TOKENS, "512"),
+    number("--gen-tokens", "Tokens to generate in a round. Default: 128.", 1, _MOST_TOKENS, "128"),
+    number(
         "--context",
         "Tokens that come before the generated ones; may be repeated. Default: as many as the prompt has.",
-        "N",
-        list[int],
-        accepts=Accepts("integer", 0, _MOST_TOKENS, usual="512"),
+        0,
+        _MOST_TOKENS,
+        "512",
+        kind=list[int],
         name="depth",
     ),
-    option(
-        "--rounds",
-        "Number of rounds of measuring. Default: 5.",
-        "N",
-        int,
-        accepts=Accepts("integer", 1, 1000, usual="5"),
-    ),
+    number("--rounds", "Number of rounds of measuring. Default: 5.", 1, 1000, "5"),
     option(
         "--ram",
         "Most memory for the program and the model, 4GiB; the floors' buffers take 1.3 GiB on top.",
@@ -115,8 +100,14 @@ def bench_command(context: typer.Context, **flags: Any) -> None:
             raise LocalLLMError(f"{output} could not be written", why=why, fix=f"df -h {output.parent}") from None
     if flags["as_json"]:
         front.output.json(report.fields())
-    else:
-        _show(front.output, report)
+        return
+    from localllm.bench import table
+
+    front.output.line(table.headline(report))
+    rounds = report.runs[0].rounds
+    front.output.line("one round" if rounds == 1 else f"medians of {rounds} rounds, with the slowest and the fastest")
+    front.output.line()
+    front.output.table(table.HEADER, table.rows(report))
 
 
 def _chosen(front: CliContext, word: str | None, flags: Mapping[str, Any], workload: Workload) -> _Bench:
@@ -152,11 +143,11 @@ class _Bench:
         label = f"{'loading' if self.files else 'making'} {self.shape.name}"
         with self.front.output.progress(label) as line:
             try:
-                setup = _on_a_thread(lambda: self._set_up(line))
+                setup = on_a_thread(lambda: self._set_up(line))
                 remove_abandoned()
                 needs_files = self.files is None and setup.is_capped  # blocks are streamed from files
                 folder = held.enter_context(random_folder()) if needs_files else None
-                return _on_a_thread(lambda: self._run(setup, packing, line, folder))
+                return on_a_thread(lambda: self._run(setup, packing, line, folder))
             except BaseException:
                 packing.leave()
                 raise
@@ -222,26 +213,12 @@ class _Bench:
         return run_benchmark(load, self.workload, device=setup.device, disk=packed_root(), notify=notify)
 
 
-def _on_a_thread(work: Callable[[], Result]) -> Result:
-    """Return what `work` returns, or raise what it raises. This thread only waits, so that signals reach it at once."""
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    future: Future[Result] = Future()
-    Thread(target=run, name="bench", daemon=True).start()
-    return future.result()
-
-
 def _refuse_beside_compare(flags: Mapping[str, Any]) -> None:
     """Raises UsageError naming what was typed beside --compare, which measures nothing and prints no JSON."""
     names = {"model": "MODEL", "depth": "--context", "as_json": "--json"}
     for name, value in flags.items():
         if name != "compare" and value not in (None, False, []):
-            flag = names.get(name, "--" + name.replace("_", "-"))
+            flag = names.get(name, flag_of(name))
             why = "it shows two files side by side, and measures nothing"
             fix = shlex.join(["localllm", "bench", "--compare", *map(str, flags["compare"])])
             raise UsageError(f"--compare and {flag} cannot go together", why=why, fix=fix)
@@ -258,30 +235,18 @@ def _compare(output: Output, first: Path, second: Path) -> None:
     output.table(table.COMPARED_HEADER, table.compared_rows(a, b))
 
 
-def _show(output: Output, report: BenchmarkReport) -> None:
-    from localllm.bench import table
-
-    output.line(table.headline(report))
-    rounds = report.runs[0].rounds
-    output.line("one round" if rounds == 1 else f"medians of {rounds} rounds, with the slowest and the fastest")
-    output.line()
-    output.table(table.HEADER, table.rows(report))
-
-
 def _require_writable(path: Path) -> None:
     """Raises UsageError before the minutes of a measurement are spent."""
-    file = Path("bench.json")
+    checks = (
+        (path.is_dir, "it is a folder"),
+        (lambda: path.exists() and not path.is_file(), "it is not a file"),
+        (lambda: not path.parent.is_dir(), "the folder is not there"),
+        (lambda: not os.access(path.parent, os.W_OK | os.X_OK), "the folder may not be written to"),
+    )
     try:
-        if path.is_dir():
-            why, file = "it is a folder", path / file
-        elif path.exists() and not path.is_file():
-            why = "it is not a file"
-        elif not path.parent.is_dir():
-            why = "the folder is not there"
-        elif not os.access(path.parent, os.W_OK | os.X_OK):
-            why = "the folder may not be written to"
-        else:
-            return
+        why = next((why for is_wrong, why in checks if is_wrong()), "")
+        file = path / "bench.json" if path.is_dir() else Path("bench.json")
     except OSError as error:  # a name too long, a folder that may not be entered
-        why = error.strerror or str(error)
-    raise UsageError(f"--output is {path}", why=why, fix=Fix.flag("--output", str(file)))
+        why, file = error.strerror or str(error), Path("bench.json")
+    if why:
+        raise UsageError(f"--output is {path}", why=why, fix=Fix.flag("--output", str(file)))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.cli import options
-from localllm.cli.commands import PlainCommand, plain_group
-from localllm.cli.confirm import ask_to_delete
+from localllm.cli.app import PlainCommand, plain_group
 from localllm.cli.context import CliContext, cli_context
+from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes, load_settings
 from localllm.errors import Fix, LocalLLMError, ModelNotFoundError
@@ -24,11 +22,12 @@ if TYPE_CHECKING:
 
 _LATEST_S = 253_000_000_000  # in the year 9987: no date is later, a file's time may be
 
-cache_app = plain_group("cache")
+cache_app = plain_group("cache", "")
 
 
 @cache_app.callback(invoke_without_command=True)
-def cache(context: typer.Context, as_json: options.AsJson = False) -> None:
+@takes(options.AS_JSON)
+def cache(context: typer.Context, as_json: bool) -> None:
     """Show or clear what is kept of conversations.
 
     What was computed of them, and of which tokens, readable by you alone: a later run that continues one reads it from
@@ -39,7 +38,8 @@ def cache(context: typer.Context, as_json: options.AsJson = False) -> None:
 
 
 @cache_app.command("info", cls=PlainCommand)
-def info(context: typer.Context, as_json: options.AsJson = False) -> None:
+@takes(options.AS_JSON)
+def info(context: typer.Context, as_json: bool) -> None:
     """Show what is kept: where, how much of which model, and the limit.
 
     What was used longest ago goes first where the limit is reached (the setting `cache_disk`).
@@ -48,19 +48,20 @@ def info(context: typer.Context, as_json: options.AsJson = False) -> None:
 
 
 @cache_app.command("clear", cls=PlainCommand)
-def clear(
-    context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Only of this model, as `cache info` names it.")
-    ] = None,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
-    as_json: options.AsJson = False,
-) -> None:
+@takes(option("--model", "Only of this model, as `cache info` names it.", "NAME"), options.UNASKED, options.AS_JSON)
+def clear(context: typer.Context, model: str | None, yes: bool, as_json: bool) -> None:
     """Delete what is kept of conversations.
 
     What is needed again is computed again; a run that is under way goes on.
     """
-    from localllm.cache.page_folder import kept_pages, kv_root, quarantined_sizes, root_folders
+    from localllm.cache.page_folder import (
+        kept_pages,
+        kv_root,
+        quarantined_sizes,
+        remove_pages,
+        remove_quarantined,
+        root_folders,
+    )
 
     front, directory = cli_context(context), kv_root()
     kept = kept_pages(directory)
@@ -72,8 +73,15 @@ def clear(
     what = "what is kept of conversations" + (f" with {model}" if model is not None else "")
     if size_bytes and not yes:
         of_model = f" --model {shlex.quote(model)}" if model is not None else ""
-        ask_to_delete(front, f"{what} ({format_bytes(size_bytes)})", f"localllm cache clear{of_model} --yes")
-    freed_bytes = _remove(directory, roots, quarantined=model is None)
+        front.ask_to_delete(f"{what} ({format_bytes(size_bytes)})", f"localllm cache clear{of_model} --yes")
+    try:
+        freed_bytes = remove_pages(directory, roots) + (remove_quarantined(directory) if model is None else 0)
+    except OSError as error:
+        raise LocalLLMError(
+            "the cache of conversations could not be cleared",
+            why=f"{error.strerror or error} ({error.filename or directory})",
+            fix=f"ls -lR {shlex.quote(str(directory))}",
+        ) from None
     if as_json or _typed_before(context):
         front.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
     elif size_bytes:
@@ -115,7 +123,17 @@ def _info(front: CliContext, as_json: bool) -> None:
     front.output.line(f"{format_bytes(size_bytes)} in {directory}, {limit}")
     if kept:
         header = ("MODEL", "FORMAT", "TOKENS", "SIZE", "LAST USED")
-        front.output.table(header, [_cells(pages) for pages in kept], optional=("LAST USED", "FORMAT"))
+        rows = [
+            (
+                pages.about.get("model", "-"),
+                ", ".join(f"{key} {pages.about[key]}" for key in ("weights", "kv", "dtype") if key in pages.about),
+                str(pages.num_tokens),
+                format_bytes(pages.num_bytes),
+                _when(pages).astimezone().strftime("%Y-%m-%d %H:%M"),
+            )
+            for pages in kept
+        ]
+        front.output.table(header, rows, optional=("LAST USED", "FORMAT"))
     if quarantined:
         count = "1 damaged file" if len(quarantined) == 1 else f"{len(quarantined)} damaged files"
         verb = "is" if len(quarantined) == 1 else "are"
@@ -133,12 +151,6 @@ def _fields(pages: KeptPages) -> dict[str, Any]:
     }
 
 
-def _cells(pages: KeptPages) -> tuple[str, ...]:
-    form = ", ".join(f"{key} {pages.about[key]}" for key in ("weights", "kv", "dtype") if key in pages.about)
-    when = _when(pages).astimezone().strftime("%Y-%m-%d %H:%M")
-    return (pages.about.get("model", "-"), form, str(pages.num_tokens), format_bytes(pages.num_bytes), when)
-
-
 def _when(pages: KeptPages) -> datetime:
     return datetime.fromtimestamp(min(max(0, pages.used_ns // 1_000_000_000), _LATEST_S), UTC)
 
@@ -152,23 +164,3 @@ def _of_model(kept: Sequence[KeptPages], model: str) -> list[KeptPages]:
             f"nothing is kept of conversations with {model}", why=why, fix=Fix.command("cache", "info")
         )
     return chosen
-
-
-def _remove(directory: Path, roots: Sequence[str], *, quarantined: bool) -> int:
-    from localllm.cache.page_folder import remove_pages, remove_quarantined
-
-    with _refusals(directory):
-        freed_bytes = remove_pages(directory, roots)
-        return freed_bytes + remove_quarantined(directory) if quarantined else freed_bytes
-
-
-@contextmanager
-def _refusals(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LocalLLMError(
-            "the cache of conversations could not be cleared",
-            why=f"{error.strerror or error} ({error.filename or directory})",
-            fix=f"ls -lR {shlex.quote(str(directory))}",
-        ) from None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import typer
@@ -17,23 +21,15 @@ from localllm.chat.text_file import ExistsError, typed_path
 from localllm.chat.thoughts import effort_of, told_apart
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
-from localllm.cli.generate import Printing, print_answer
+from localllm.cli.generate import AnswerPrinter, Printing
 from localllm.cli.interrupts import Interrupted
-from localllm.cli.line_reader import LineReader
-from localllm.cli.names import complete_sessions
-from localllm.cli.options import extra_sampling, option, refuse_together, takes
+from localllm.cli.options import complete_sessions, extra_sampling, option, refuse_together, takes
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, has_blanks
 from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
 from localllm.config import user_directories
-from localllm.errors import (
-    Fix,
-    HistoryError,
-    LocalLLMError,
-    ModelNotFoundError,
-    UsageError,
-)
+from localllm.errors import Fix, HistoryError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.error_origins import with_origins
@@ -42,8 +38,11 @@ from localllm.settings import EngineConfig, SamplingSettings
 
 _LISTED = 10  # by /sessions
 _SHOWN_LINES = 12  # of each message that a resumed chat begins with
+_HISTORY_LINES = 2000
+_FENCE = '"""'
+_CONTINUED = "... "
 
-EXAMPLES = """Examples:
+CHAT_EXAMPLES = """Examples:
 
 \b
   localllm chat
@@ -92,7 +91,7 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
 
     What was said before is part of each question. The chat is kept as it happens, on this disk alone.
     """
-    from localllm.cli.load_progress import attaching
+    from localllm.cli.load_progress import loading
 
     front = cli_context(context)
     refuse_together(flags, EXCLUSIVE)
@@ -101,7 +100,14 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
         flags["plain"] = True
     if flags["system"] is not None:
         flags["system"] = argument_text(flags["system"], "--system")
-    resumed = _resumed(front, flags["resume"]) if flags["resume"] is not None else None
+    resumed = None
+    if (chat := flags["resume"]) is not None:
+        try:
+            resumed = look_up(front.output, chat)
+        except HistoryError as error:
+            if is_model(chat):  # which is a positional
+                error.fix = Fix.command("chat", chat, "--resume")
+            raise
     selection = _select(front, flags["model"], flags, resumed)
     selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
     if not flags["plain"]:
@@ -109,7 +115,7 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
         run_screen(front, selection, front.resolved, flags, resumed)
     reader = LineReader(front.output, user_directories().data / "history")
     with (
-        attaching(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load,
+        loading(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load,
         contextlib.ExitStack() as stack,
     ):
         session = ChatSession(selection, front.output, extra_sampling(flags), resumed, flags["system"])
@@ -122,15 +128,6 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
         if resumed is not None:
             _show_resumed(front.output, resumed)
         LineChat(front, session, reader, shows_statistics=flags["stats"]).run()
-
-
-def _resumed(front: CliContext, word: str) -> Resumed:
-    try:
-        return look_up(front.output, word)
-    except HistoryError as error:
-        if is_model(word):  # which is a positional
-            error.fix = Fix.command("chat", word, "--resume")
-        raise
 
 
 def _select(front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
@@ -177,11 +174,11 @@ class LineChat:
         self._exit_code = 0
         self._own_commands: Mapping[str, Callable[[str], None]] = {
             "help": lambda _: self._note(slash.command_list()),
-            "regen": lambda _: self._regenerate(),
-            "sessions": lambda _: self._list_sessions(),
+            "regen": self._regenerate,
+            "sessions": self._list_sessions,
             "save": self._save,
             "stats": self._statistics,
-            "bye": lambda _: self._leave(),
+            "bye": self._leave,
         }
 
     def run(self) -> None:
@@ -254,23 +251,25 @@ class LineChat:
         selection = session.selection
         printing = Printing(statistics=self._shows_statistics, shows_thoughts=selection.settings.show_thoughts)
         with session.answering(pending) as record:
-            print_answer(self._front, selection.files, session.submit(pending), pending, record, printing)
+            stream = session.submit(pending)
+            printer = AnswerPrinter(self._front, selection.files, pending, printing, record)
+            printer.print([stream], stream.events, [record.answer])
         if (fullness := session.fullness()) is not None:
             (self._output.warn if fullness.is_full else self._output.note)(fullness.text)
 
     # Commands of the line mode alone
 
-    def _leave(self) -> None:
+    def _leave(self, _rest: str = "") -> None:
         self._leaving = True
 
-    def _regenerate(self) -> None:
+    def _regenerate(self, _rest: str) -> None:
         if not (self._session.dialogue.is_answered or self._session.dialogue.is_asked):
             self._output.note("there is no answer yet")
             return
         with self._session.regenerating():
             self._answer()
 
-    def _list_sessions(self) -> None:
+    def _list_sessions(self, _rest: str) -> None:
         from localllm.cli.sessions import listed
 
         self._note([*listed(_LISTED), "localllm chat --resume ID goes on with one of them"])
@@ -283,7 +282,8 @@ class LineChat:
             if not self._reader.interactive:
                 why = "nobody can be asked whether to overwrite it"
                 raise UsageError(f"{str(target)!r} is there already", why=why, fix="/save other.json") from None
-            if not self._confirms(f"{target} is there already. Overwrite it? [y/N] "):
+            answer = self._reader.line(f"{target} is there already. Overwrite it? [y/N] ") or ""
+            if answer.strip().lower() not in ("y", "yes"):
                 self._output.note("nothing was written")
                 return
             self._session.save(path, overwrite=True)
@@ -301,5 +301,73 @@ class LineChat:
             is_whole = answer is not None and answer.finished is not None
             self._output.note(statistics(answer) if answer is not None and is_whole else "there is no answer yet")
 
-    def _confirms(self, question: str) -> bool:
-        return (self._reader.line(question) or "").strip().lower() in ("y", "yes")
+
+class LineReader:
+    """Lines of standard input; with editing and history where both ends are a terminal."""
+
+    def __init__(self, output: Output, history: Path) -> None:
+        self._output = output
+        self._history = history
+        self.interactive = sys.stdin is not None and sys.stdin.isatty()
+        # Loaded only here: on a stream that is no terminal, readline's start-up writes escape codes into it.
+        self._readline: ModuleType | None = None
+        if self.interactive and output.stdout_is_terminal:
+            with contextlib.suppress(ImportError, OSError):
+                import readline
+
+                self._readline = readline
+                readline.read_history_file(history)
+        self._continued = False  # the line that was asked for last belongs to a message begun before it
+
+    def message(self) -> str | None:
+        '''The next message, or None at the end of input: a line, lines that end in a backslash, or a block in """.'''
+        line = self.line(">>> ")
+        if line is None:
+            return None
+        if line.lstrip().startswith(_FENCE):
+            return self._block(line.lstrip().removeprefix(_FENCE))
+        while line.endswith("\\"):
+            following = self.line(_CONTINUED)
+            if following is None:
+                return line.removesuffix("\\")
+            line = line.removesuffix("\\") + "\n" + following
+        return line
+
+    def line(self, prompt: str) -> str | None:
+        """One line without its newline, or None at the end of input. Raises Interrupted."""
+        self._continued = prompt == _CONTINUED
+        if self._readline is not None:
+            try:
+                return input(prompt)
+            except EOFError:
+                self._output.line()
+                return None
+        if self.interactive:
+            self._output.prompt(prompt)
+        text = sys.stdin.readline() if sys.stdin is not None else ""
+        return text.removesuffix("\n") if text else None
+
+    def has_begun(self) -> bool:
+        """Return whether a message had been begun when Interrupted came: then that was meant for it."""
+        return self._continued or (self._readline is not None and bool(self._readline.get_line_buffer()))
+
+    def save_history(self) -> None:
+        """Writes what was typed to the history file, readable by its owner only."""
+        if self._readline is None:
+            return
+        with contextlib.suppress(OSError):
+            self._history.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self._history, os.O_WRONLY | os.O_CREAT, 0o600))
+            self._history.chmod(0o600)
+            self._readline.set_history_length(_HISTORY_LINES)
+            self._readline.write_history_file(self._history)
+
+    def _block(self, first: str) -> str:
+        lines = [first]
+        while not lines[-1].rstrip().endswith(_FENCE):
+            line = self.line(_CONTINUED)
+            if line is None:
+                return "\n".join(lines).strip("\n")
+            lines.append(line)
+        lines[-1] = lines[-1].rstrip().removesuffix(_FENCE)
+        return "\n".join(lines).strip("\n")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from localllm.cli.check_result import Finding, ok, sm_name, warn
-from localllm.cli.fix_commands import install_driver, is_container, is_wsl
+from localllm.cli.checks_machine import process_limits
+from localllm.cli.findings import Finding, install_driver, is_container, is_wsl, ok, sm_name, warn
 from localllm.config import format_bytes
 from localllm.offload.planner.nvml import Gpu, gpus, refusal
 
@@ -24,7 +24,13 @@ _SEE_LINK = "sudo lspci -vv -d 10de: | grep -E 'LnkCap:|LnkSta:'"
 def check_gpu(cards: tuple[Gpu, ...], torch_devices: int, root: Path = Path("/")) -> Finding:
     """Check that there are cards, and a driver that answers for them. root: of the file system."""
     if cards:
-        return ok("; ".join(_described(card) for card in cards))
+        sizes = ["" if card.total_bytes is None else f"{format_bytes(card.total_bytes)}, " for card in cards]
+        return ok(
+            "; ".join(
+                f"{card.name or 'a card'} ({size}{sm_name(card.compute_capability)})"
+                for card, size in zip(cards, sizes, strict=True)
+            )
+        )
     if find_spec("pynvml") is None and (torch_devices or _driver_version(root)):
         return warn(
             "nvidia-ml-py is not installed: nothing is known of the card", "pip install 'nvidia-ml-py>=12.560,<14'"
@@ -112,7 +118,7 @@ def check_pinned(trial: LinkTrial, limit_bytes: int | None = None, root: Path = 
     if trial.error:
         fix = "wsl.exe --shutdown" if wsl else "ps -eo rss,pid,comm --sort=-rss | head"
         return warn(f"{format_bytes(_COPY_BYTES)} could not be pinned: {trial.error}", fix)
-    limit = _mlock_limit_bytes() if limit_bytes is None else limit_bytes
+    limit = process_limits("RLIMIT_MEMLOCK")[0] if limit_bytes is None else limit_bytes
     detail = (
         "no limit of mlock" if limit is None else f"mlock may take {format_bytes(limit)}, which CUDA does not count"
     )
@@ -134,11 +140,6 @@ def check_kernels() -> Finding:
     return ok(f"right on this card, in {time.perf_counter() - started:.0f} s")
 
 
-def _described(card: Gpu) -> str:
-    size = "" if card.total_bytes is None else f"{format_bytes(card.total_bytes)}, "
-    return f"{card.name or 'a card'} ({size}{sm_name(card.compute_capability)})"
-
-
 def _driver_version(root: Path) -> str:
     """Return the version of the loaded kernel module, "" for none."""
     with suppress(OSError, UnicodeDecodeError, IndexError):
@@ -154,12 +155,3 @@ def _has_card(root: Path) -> bool:
             if vendor == _NVIDIA and (device / "class").read_text(encoding="ascii").startswith(_DISPLAY_CLASS):
                 return True
     return False
-
-
-def _mlock_limit_bytes() -> int | None:
-    try:
-        from resource import RLIM_INFINITY, RLIMIT_MEMLOCK, getrlimit
-    except ImportError:  # Windows
-        return None
-    soft, _ = getrlimit(RLIMIT_MEMLOCK)
-    return None if soft == RLIM_INFINITY else soft

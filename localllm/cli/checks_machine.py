@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -11,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localllm.chat.plan_text import when_measured
-from localllm.cli.check_result import Finding, fail, ok, warn
-from localllm.cli.fix_commands import raise_cgroup_limit
+from localllm.cli.findings import Finding, fail, ok, raise_cgroup_limit, warn
 from localllm.config import format_bytes, format_figure
 from localllm.offload.planner.machine_memory import ROOT, SELF_CGROUP, memory_limits
 from localllm.present import nearest
 
+_VECTOR_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16")
 _NO_CACHE_FIX = "export HF_HUB_CACHE=/a/folder/of/yours"
 _GIB = 1 << 30
 _RAM_WANTED_BYTES = 4 * _GIB
@@ -32,13 +33,16 @@ _NO_ROOM_FIX = "export LOCALLLM_CACHE=/a/folder/of/yours"
 
 
 def check_cpu() -> Finding:
-    import platform
-
-    flags = _cpu_flags()
-    known = [
-        flag for flag in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16") if flag in flags
-    ]
-    detail = f"{_usable_cpus()} CPUs; {' '.join(known) or 'no vector extension that is known here'}"
+    flags: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("flags", "Features")):
+                flags.update(line.partition(":")[2].split())
+                break
+    affinity = getattr(os, "sched_getaffinity", None)
+    num_cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    known = [flag for flag in _VECTOR_FLAGS if flag in flags]
+    detail = f"{num_cpus} CPUs; {' '.join(known) or 'no vector extension that is known here'}"
     if platform.machine() in ("x86_64", "AMD64") and "avx2" not in flags and flags:
         return warn(f"{detail}: decoding will be slow", "localllm list --all")
     return ok(detail)
@@ -63,7 +67,7 @@ def check_memory(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> Finding:
 
 def check_address_space(limits_bytes: tuple[int | None, int | None] | None = None) -> Finding:
     """RLIMIT_AS, soft and hard. CUDA reserves as many addresses as there are bytes in all memories together."""
-    soft, hard = limits_bytes or _address_space_limits()
+    soft, hard = limits_bytes or process_limits("RLIMIT_AS")
     if soft is None:
         return ok("unlimited")
     detail = f"limited to {format_bytes(soft)} (RLIMIT_AS): buffers and CUDA's reservations count, used or not"
@@ -182,24 +186,11 @@ def _refusal_to_write(folder: Path) -> str:
         return f"{existing} cannot be written: {error.strerror}"
 
 
-def _address_space_limits() -> tuple[int | None, int | None]:
-    """Soft and hard; None for none."""
+def process_limits(name: str) -> tuple[int | None, int | None]:
+    """Return the soft and the hard limit, "RLIMIT_AS" say; None for none."""
     try:
-        from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+        import resource
     except ImportError:  # Windows
         return None, None
-    soft, hard = getrlimit(RLIMIT_AS)
-    return (None if soft == RLIM_INFINITY else soft), (None if hard == RLIM_INFINITY else hard)
-
-
-def _cpu_flags() -> set[str]:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("flags", "Features")):
-                return set(line.partition(":")[2].split())
-    return set()
-
-
-def _usable_cpus() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    soft, hard = resource.getrlimit(getattr(resource, name))
+    return (None if soft == resource.RLIM_INFINITY else soft), (None if hard == resource.RLIM_INFINITY else hard)

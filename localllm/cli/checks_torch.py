@@ -10,8 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localllm.cli.check_result import Finding, fail, ok, sm_name, warn
-from localllm.cli.fix_commands import TRITON, install_compiler, install_python_headers, install_torch
+from localllm.cli.findings import (
+    TRITON,
+    Finding,
+    fail,
+    install_compiler,
+    install_python_headers,
+    install_torch,
+    ok,
+    sm_name,
+    warn,
+)
 from localllm.kernels.child import run_within
 
 if TYPE_CHECKING:
@@ -129,7 +138,9 @@ def check_triton(cards: tuple[Gpu, ...], probe: Callable[[int], str] | None = No
     for capability in known:
         wrong = (probe or probe_triton)(10 * capability[0] + capability[1])
         if wrong:
-            return fail(f"{installed} does not compile for {sm_name(capability)}: {wrong}", _triton_fix(wrong))
+            fix = install_compiler() if "C compiler" in wrong else TRITON
+            fix = install_python_headers() if "Python.h" in wrong else fix
+            return fail(f"{installed} does not compile for {sm_name(capability)}: {wrong}", fix)
     return ok(f"{installed}, compiles for {', '.join(map(sm_name, known))}" if known else f"{installed}, not tried")
 
 
@@ -148,12 +159,6 @@ def probe_triton(capability: int) -> str:
     lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
     telling = [line for line in lines if "fatal error:" in line] or lines or [f"exit code {child.returncode}"]
     return telling[-1]
-
-
-def _triton_fix(wrong: str) -> str:
-    if "Python.h" in wrong:
-        return install_python_headers()
-    return install_compiler() if "C compiler" in wrong else TRITON
 
 
 def _runs(code: str, capability: tuple[int, int]) -> bool:

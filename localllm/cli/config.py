@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 
 from localllm.cli import options
-from localllm.cli.commands import PlainCommand, plain_group
+from localllm.cli.app import PlainCommand, plain_group
 from localllm.cli.context import cli_context
+from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import load_settings, shown_setting, user_directories
 
-config_app = plain_group("config")
-
-
-@config_app.callback(invoke_without_command=True)
-def config(context: typer.Context) -> None:
-    """Show the settings."""
-    if context.invoked_subcommand is None:
-        cli_context(context).output.line(context.get_help())
+config_app = plain_group("config", "Show the settings.")
 
 
 @config_app.command("show", cls=PlainCommand)
-def show_settings(
-    context: typer.Context,
-    origin: Annotated[
-        bool, typer.Option("--origin", help="Also who set each: file and line, variable, or default.")
-    ] = False,
-    as_json: options.AsJson = False,
-) -> None:
+@takes(option("--origin", "Also who set each: file and line, variable, or default."), options.AS_JSON)
+def show_settings(context: typer.Context, origin: bool, as_json: bool) -> None:
     """Print every setting and its value.
 
     One that is `-` is left to the model.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
-from localllm.cli.names import complete_connections
+from localllm.cli.options import argument, complete_connections, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.server import own_url
 from localllm.config import load_settings
@@ -33,7 +32,7 @@ from localllm.runtime.client_configs import (
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 
-EXAMPLES = """Examples:
+CONNECT_EXAMPLES = """Examples:
 
 \b
   localllm connect
@@ -44,28 +43,14 @@ EXAMPLES = """Examples:
 """
 
 
+@takes(
+    argument("name", "NAME", f"The program: {', '.join(names())}. None: list them.", completion=complete_connections),
+    option("--url", f"Where the server is, or will be. Default: your server's, else {DEFAULT_URL}.", "URL"),
+    option("--model", "Default: what is served there, else the setting `model` (tiny).", "NAME"),
+    options.AS_JSON,
+)
 def connect_command(
-    context: typer.Context,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            show_default=False,
-            autocompletion=complete_connections,
-            help=f"The program: {', '.join(names())}. None: list them.",
-        ),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url", metavar="URL", help=f"Where the server is, or will be. Default: your server's, else {DEFAULT_URL}."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="Default: what is served there, else the setting `model` (tiny)."),
-    ] = None,
-    as_json: options.AsJson = False,
+    context: typer.Context, name: str | None, url: str | None, model: str | None, as_json: bool
 ) -> None:
     """Print what a program needs to talk to `localllm serve`.
 
@@ -74,20 +59,29 @@ def connect_command(
     """
     front = cli_context(context)
     if name is None:
-        _refuse_without_name(url, model)
+        for flag, value in (("--url", url), ("--model", model)):
+            if value is not None:
+                why = "the list is the same for every server"
+                raise UsageError(f"{flag} needs a NAME", why=why, fix=Fix.without(flag))
         _list(front, as_json=as_json)
         return
     connection, address = _connection(name), _address(url or own_url() or DEFAULT_URL)
     if model is not None and (not model.strip() or not model.isprintable()):
         raise UsageError(f"--model is {model[:80]!r}", why="it must be a name", fix=Fix.flag("--model", "tiny"))
-    answering = ask_models(address, os.environ.get("LOCALLLM_API_KEY"))
-    served = _chosen(answering, model)
+    key = os.environ.get("LOCALLLM_API_KEY")
+    answering = ask_models(address, key)
+    if model is not None:
+        served = next((each for each in answering.models if each.name == model), ProbedModel(model))
+    else:
+        served = next(iter(answering.models), None) or ProbedModel(load_settings().settings.model)
+    is_local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")
+    is_open = answering.state == "ready" or (is_local and answering.state == "absent")
     target = Target(
         url=address,
         model=served.name,
         ctx=served.ctx or USUAL_CTX,
         has_tools=served.has_tools is not False,
-        key=_key(answering, address),
+        key=PLACEHOLDER_KEY if is_open and not key else YOUR_KEY,  # the key itself is printed nowhere
     )
     if as_json:
         parts = [vars(part) for part in connection.filled(target)]
@@ -99,23 +93,13 @@ def connect_command(
     _tell(front, connection, answering, served, target)
 
 
-def _refuse_without_name(url: str | None, model: str | None) -> None:
-    for flag, value in (("--url", url), ("--model", model)):
-        if value is not None:
-            raise UsageError(
-                f"{flag} needs a NAME", why="the list is the same for every server", fix=f"leave {flag} out"
-            )
-
-
 def _list(front: CliContext, *, as_json: bool) -> None:
+    keys = ("name", "title", "speaks", "tested")
     if as_json:
-        rows = [
-            {"name": each.name, "title": each.title, "speaks": each.speaks, "tested": each.tested}
-            for each in CONNECTIONS
-        ]
+        rows = [{key: getattr(each, key) for key in keys} for each in CONNECTIONS]
         front.output.json({"schema_version": SCHEMA_VERSION, "connections": rows}, indent=2)
         return
-    cells = [(each.name, each.title, each.speaks, each.tested) for each in CONNECTIONS]
+    cells = [[getattr(each, key) for key in keys] for each in CONNECTIONS]
     front.output.table(("NAME", "PROGRAM", "SPEAKS", "TESTED"), cells, optional=("SPEAKS", "TESTED"))
     front.output.note("localllm connect NAME prints what to put where")
 
@@ -137,29 +121,16 @@ def _address(url: str) -> str:
     except ValueError:
         is_right = False
     if not is_right or "@" in url or not url.isprintable() or " " in url:
-        raise UsageError(f"--url is {url[:200]!r}", why="it must be http:// or https:// and a host", fix=_URL_FIX)
+        raise UsageError(
+            f"--url is {url[:200]!r}",
+            why="it must be http:// or https:// and a host",
+            fix=Fix.flag("--url", DEFAULT_URL),
+        )
     path = parts.path.rstrip("/")
     if path not in ("", "/v1") or parts.query or parts.fragment:
         why = "the paths of the server's dialects are put behind its address"
         raise UsageError(f"--url is {url[:200]!r}", why=why, fix=Fix.flag("--url", f"{parts.scheme}://{parts.netloc}"))
     return f"{parts.scheme}://{parts.netloc}"
-
-
-_URL_FIX = f"--url {DEFAULT_URL}"
-
-
-def _chosen(answering: Answering, model: str | None) -> ProbedModel:
-    """The one that is asked for, with what the server says of it; else the first that it has."""
-    if model is not None:
-        return next((each for each in answering.models if each.name == model), ProbedModel(model))
-    return answering.models[0] if answering.models else ProbedModel(load_settings().settings.model)
-
-
-def _key(answering: Answering, url: str) -> str:
-    """Return a placeholder of the key: the key itself is printed nowhere."""
-    is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    is_open = answering.state == "ready" or (is_local and answering.state == "absent")
-    return PLACEHOLDER_KEY if is_open and not os.environ.get("LOCALLLM_API_KEY") else YOUR_KEY
 
 
 def _print(front: CliContext, parts: Sequence[Part]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,7 @@ import typer
 
 from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output
+from localllm.errors import UsageError
 
 if TYPE_CHECKING:
     from localllm.config import ResolvedSettings
@@ -23,6 +26,21 @@ class CliContext:
     interrupts: Interrupts
     model: ModelFiles | None = None
     resolved: ResolvedSettings | None = None
+
+    def ask_to_delete(self, what: str, unasked: str, shown: Iterable[str] = ()) -> None:
+        """Leaves where the answer is no. unasked: the command that does not ask. shown: lines that tell what it is.
+
+        Raises UsageError where nobody can be asked.
+        """
+        if sys.stdin is None or not sys.stdin.isatty():
+            why = "standard input is no terminal"
+            raise UsageError(f"nobody can be asked whether to delete {what}", why=why, fix=unasked)
+        for line in shown:
+            self.output.note(line)
+        self.output.prompt(f"Delete {what}? [y/N] ")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            self.output.note("nothing was deleted")
+            raise typer.Exit(1)
 
 
 def cli_context(context: typer.Context) -> CliContext:

@@ -1,29 +1,49 @@
 """`localllm doctor`: what of this machine is ready, and one command for what is not.
 
-Which checks there are, and how their findings are printed; what they look at is known to `checks_*`. They are imported
-when the command runs: its flags are known to every start of the program.
+Which checks there are, how their findings are printed, and the checks of the installation; what the others look at is
+known to `checks_*`.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Annotated
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
-from localllm.cli.check_result import Check, Finding
+from localllm.cli import checks_machine as machine
+from localllm.cli.checks_gpu import (
+    LinkTrial,
+    check_gpu,
+    check_kernels,
+    check_link,
+    check_pinned,
+    check_vram,
+    try_link,
+)
+from localllm.cli.checks_torch import check_capability, check_driver, check_torch, check_triton, torch_build
 from localllm.cli.context import cli_context
+from localllm.cli.findings import Finding, examined, fail, ok, warn
+from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION, Output
+from localllm.config import load_settings, user_directories
+from localllm.errors import LocalLLMError
+from localllm.present import is_file
+from localllm.registry import load_registry
+from localllm.runtime.error_origins import with_origins
+
+Check = tuple[str, Callable[[], Finding]]
 
 
-def doctor_command(
-    context: typer.Context,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure anew what plans are predicted from; takes some seconds.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object: schema_version, checks, ok.")] = False,
-) -> None:
+@takes(
+    option("--measure", "Measure anew what plans are predicted from; takes some seconds."),
+    option("--json", "One JSON object: schema_version, checks, ok.", name="as_json"),
+)
+def doctor_command(context: typer.Context, measure: bool, as_json: bool) -> None:
     """Check this machine, and say what helps.
 
     Python and torch, the GPU and its driver, Triton (which compiles for it), memory and its limits, the disk and its
@@ -31,11 +51,14 @@ def doctor_command(
     """
     output = cli_context(context).output
     rows = []
-    for check in all_checks(output, measure):
-        finding = check.finding()
-        rows.append({"name": check.name, **asdict(finding)})
-        if not as_json:
-            _print(output, check.name, finding)
+    for name, check in all_checks(output, measure):
+        finding = examined(check)
+        rows.append({"name": name, **asdict(finding)})
+        if as_json:
+            continue
+        output.line(f"{finding.status:<4}  {name:<12}  {finding.detail}")
+        if finding.fix:
+            output.line(f"      {'':<12}  fix: {finding.fix}")
     healthy = all(row["status"] != "fail" for row in rows)
     if as_json:
         output.json({"schema_version": SCHEMA_VERSION, "ok": healthy, "checks": rows}, indent=2)
@@ -44,71 +67,95 @@ def doctor_command(
 
 
 def all_checks(output: Output, measure: bool = False) -> Iterator[Check]:
-    """In the order of the report; made one by one, for torch takes a second to say what it is. measure: anew."""
-    from localllm.cli import checks_setup as setup
+    """The checks in the order of the report; made one by one, for torch takes a second to say what it is.
 
-    yield Check("python", setup.check_python)
+    measure: what plans are predicted from is measured anew.
+    """
+    yield "python", lambda: ok(f"{platform.python_version()} ({platform.system()} {platform.machine()})")
     yield from _compute_checks()
-    yield Check("bitsandbytes", lambda: setup.check_package("bitsandbytes", "NF4 weights"))
-    yield Check("llvmlite", lambda: setup.check_package("llvmlite", "CPU kernels"))
-    yield from _machine_checks(output.note if measure else None)
-    yield Check("settings", setup.check_settings)
-    yield Check("token", setup.check_token)
-    yield Check("network", setup.check_network)
-    yield Check("terminal", lambda: setup.check_terminal(output))
+    yield "bitsandbytes", lambda: check_package("bitsandbytes", "NF4 weights")
+    yield "llvmlite", lambda: check_package("llvmlite", "CPU kernels")
+    yield "cpu", machine.check_cpu
+    yield "memory", machine.check_memory
+    yield "addresses", machine.check_address_space
+    yield "huge pages", machine.check_huge_pages
+    yield "cache", machine.check_cache
+    yield "disk", machine.check_disk
+    yield "packed", machine.check_packed
+    yield "disk speed", machine.check_disk_speed
+    yield "rates", lambda: machine.check_rates(output.note if measure else None)
+    yield "settings", check_settings
+    yield "token", check_token
+    yield "network", check_network
+    yield "terminal", lambda: check_terminal(output)
 
 
 def _compute_checks() -> Iterator[Check]:
     """torch, and what there is to be said of each card: nothing where there is none."""
-    from functools import cache, partial
-
-    from localllm.cli.checks_gpu import (
-        LinkTrial,
-        check_gpu,
-        check_kernels,
-        check_link,
-        check_pinned,
-        check_vram,
-        try_link,
-    )
-    from localllm.cli.checks_torch import check_capability, check_driver, check_torch, check_triton, torch_build
     from localllm.offload.planner.nvml import gpus
 
     cards = gpus()  # before torch takes memory of its own
     build = torch_build()
     trial_of = cache(try_link if build.devices else lambda _card: LinkTrial())
-    yield Check("torch", lambda: check_torch(build))
-    yield Check("gpu", lambda: check_gpu(cards, build.devices))
+    yield "torch", lambda: check_torch(build)
+    yield "gpu", lambda: check_gpu(cards, build.devices)
     if cards:
-        yield Check("driver", lambda: check_driver(cards, build))
-    yield Check("triton", lambda: check_triton(cards))
+        yield "driver", lambda: check_driver(cards, build)
+    yield "triton", lambda: check_triton(cards)
     for card in cards:
         number = f" {card.index}" if len(cards) > 1 else ""
-        yield Check(f"capability{number}", partial(check_capability, card, build))
-        yield Check(f"vram{number}", partial(check_vram, card))
-        yield Check(f"link{number}", partial(lambda card: check_link(card, trial_of(card)), card))
+        yield f"capability{number}", partial(check_capability, card, build)
+        yield f"vram{number}", partial(check_vram, card)
+        yield f"link{number}", partial(lambda card: check_link(card, trial_of(card)), card)
     if cards:
-        yield Check("pinned", lambda: check_pinned(trial_of(cards[0])))
+        yield "pinned", lambda: check_pinned(trial_of(cards[0]))
     if build.devices:
-        yield Check("kernels", check_kernels)
+        yield "kernels", check_kernels
 
 
-def _machine_checks(measuring: Callable[[str], None] | None) -> Iterator[Check]:
-    """measuring: hears of it where what plans are predicted from is measured anew."""
-    from localllm.cli import checks_machine as machine
-
-    yield Check("cpu", machine.check_cpu)
-    yield Check("memory", machine.check_memory)
-    yield Check("addresses", machine.check_address_space)
-    yield Check("huge pages", machine.check_huge_pages)
-    yield Check("cache", machine.check_cache)
-    yield Check("disk", machine.check_disk)
-    yield Check("packed", machine.check_packed)
-    yield Check("disk speed", machine.check_disk_speed)
-    yield Check("rates", lambda: machine.check_rates(measuring))
+# The installation
 
 
-def _print(output: Output, name: str, finding: Finding) -> None:
-    output.line(f"{finding.status:<4}  {name:<12}  {finding.detail}")
-    if finding.fix:
-        output.line(f"      {'':<12}  fix: {finding.fix}")
+def check_package(name: str, purpose: str) -> Finding:
+    try:
+        return ok(f"{version(name)} ({purpose})")
+    except PackageNotFoundError:
+        return warn(f"not installed ({purpose})", f"pip install {name}")
+
+
+def check_settings() -> Finding:
+    from localllm.engine.placement import require_cap
+
+    file, resolved = user_directories().config / "config.toml", None
+    try:
+        resolved = load_settings()
+        load_registry()
+        require_cap(resolved.settings.ram)
+    except LocalLLMError as error:
+        if resolved is not None:
+            with_origins(error, resolved)
+        return fail(f"{error.what}: {error.why}", error.fix)
+    return ok(f"{file}{'' if is_file(file) else ' (none: defaults)'}")
+
+
+def check_token() -> Finding:
+    """Tell whether there is a token, and never print it."""
+    from localllm.hub.settings import found_token
+
+    return ok("set" if found_token() else "none: open models only")
+
+
+def check_network() -> Finding:
+    switches = [name for name in ("LOCALLLM_OFFLINE", "HF_HUB_OFFLINE") if os.environ.get(name)]
+    proxies = [name for name in ("HTTPS_PROXY", "https_proxy", "HF_ENDPOINT") if os.environ.get(name)]
+    if switches:
+        return warn(f"{', '.join(switches)} is set: nothing can be pulled", f"unset {' '.join(switches)}")
+    return ok(f"used by `pull` only{', through ' + ', '.join(proxies) if proxies else ''}")
+
+
+def check_terminal(output: Output) -> Finding:
+    streams = [("stdout", output.stdout_is_terminal), ("stderr", output.stderr_is_terminal)]
+    on_terminal = [name for name, is_one in streams if is_one]
+    where = f"{' and '.join(on_terminal)} on a terminal" if on_terminal else "no terminal"
+    colours = "colours" if output.coloured else "no colours"
+    return ok(f"{where}, TERM={os.environ.get('TERM', 'unset')}, {colours}")

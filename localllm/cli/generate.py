@@ -1,26 +1,69 @@
-"""Prints an answer: as text while it comes, as one JSON object, or as an object for each event."""
+"""Prints answers: as text while it comes, as one JSON object, or as an object for each event."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import queue
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from localllm.chat.answer import Answer, Piece, Stream, finished_fields, logprob_fields, silence, statistics
+from localllm.chat.answer import Answer, Piece, best, finished_fields, logprob_fields, silence, statistics
 from localllm.chat.context import evicted_fields, grown_fields, grown_text
 from localllm.chat.miss_report import NEW, miss_fields
-from localllm.chat.recorder import AnswerRecording, ChatRecorder
+from localllm.chat.recorder import AnswerRecording
 from localllm.chat.session import PendingTurn
+from localllm.cli.choices import SEPARATOR, AnswerChoice
 from localllm.cli.context import CliContext
-from localllm.cli.output import SCHEMA_VERSION, Output
-from localllm.cli.stream import follow
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
+from localllm.cli.interrupts import Interrupted, Interrupts
+from localllm.cli.output import SCHEMA_VERSION, ProgressLine
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, Timings, TokenEvent, Usage
 from localllm.errors import LocalLLMError
 from localllm.runtime.selection import named
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles
-    from localllm.runtime.engine_handle import EngineHandle
+    from localllm.runtime.engine_handle import Inbox, RequestStream
+
+ABORT_GRACE_S = 1.0  # how long a stopped request may take to say so: a step that is being computed ends first
+
+
+def follow(
+    streams: Sequence[RequestStream], inbox: Inbox, answers: Sequence[Answer], interrupts: Interrupts
+) -> Iterator[tuple[int, Event]]:
+    """Yield the events of requests as they come, each with the place of its request; the last of each is a
+    FinishedEvent.
+
+    The first signal aborts them and the events go on to their ends. Leaving the loop early aborts as well.
+    """
+    places = {stream.request_id: place for place, stream in enumerate(streams)}
+    deadline: float | None = None
+    try:
+        # SimpleQueue.put may be called by a signal handler.
+        with interrupts.stopping(lambda: inbox.put(Interrupted(interrupts.exit_code or 130))):
+            while places:
+                try:
+                    item = inbox.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                except queue.Empty:  # the engine did not stop in time
+                    request_id = next(iter(places))
+                    answer = answers[places[request_id]]
+                    usage = Usage(answer.num_prompt_tokens, 0, len(answer.token_ids))
+                    item = FinishedEvent(request_id, "cancelled", usage, Timings())
+                if isinstance(item, Interrupted):
+                    for stream in streams:
+                        stream.abort()
+                    deadline = time.monotonic() + ABORT_GRACE_S
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    place = places[item.request_id]
+                    if isinstance(item, FinishedEvent):
+                        del places[item.request_id]
+                    yield place, item
+    finally:
+        if places:
+            for stream in streams:
+                stream.abort()
 
 
 @dataclass(frozen=True)
@@ -35,132 +78,185 @@ class Printing:
     shows_thoughts: bool = False
 
 
-def print_answer(
-    front: CliContext,
-    files: ModelFiles,
-    stream: Stream,
-    pending: PendingTurn,
-    record: AnswerRecording,
-    printing: Printing,
-    session: str | None = None,
-) -> None:
-    """Print an answer to its end. Raises the error that ended it, after its beginning has been printed.
+@dataclass
+class AnswerPrinter:
+    """Prints the answers to one question that are chosen, each as soon as it can be, and records the first of them.
 
     record: takes each event before it is printed: a text that a full disk behind stdout refuses is recorded.
     session: the saved chat that the JSON forms name.
     """
-    answer = record.answer
-    if printing.as_events:
-        start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": files.name, "session": session}
-        about = {"prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed}
-        front.output.json({**start, **about, **evicted_fields(pending.evicted)})
-        for event, piece in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
-            fields = event_fields(files, event, piece)
-            if isinstance(event, FinishedEvent):
-                fields["cache_miss"] = miss_fields(pending.explained(event))
-            front.output.json(fields)
-    elif printing.as_json or not printing.streams:
-        for event, _ in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
-            if isinstance(event, GrownEvent):
-                front.output.note(grown_text(event))
-    else:
-        _stream_text(front, stream, record, printing)
-    finished = answer.finished
-    assert finished is not None
-    if printing.as_json:
-        whole = answer_fields(files, answer, with_logprobs=printing.logprobs)
-        missed = {"cache_miss": miss_fields(pending.explained(finished))}
-        front.output.json({**whole, **evicted_fields(pending.evicted), **missed, "session": session})
-    elif not printing.as_json and not printing.as_events and not printing.streams:
-        print_whole(front.output, answer, printing)
-    front.output.end_answer()
-    if (empty := silence(answer)) is not None:
-        front.output.warn(empty)
-    if printing.statistics or finished.finish_reason == "cancelled":
-        front.output.note(statistics(answer))
-    if printing.statistics and (explanation := pending.explained(finished)) is not None and explanation.cause != NEW:
-        front.output.note(str(explanation))
-    if finished.error is not None:
-        raise finished.error
+
+    front: CliContext
+    files: ModelFiles
+    pending: PendingTurn
+    printing: Printing
+    record: AnswerRecording
+    choice: AnswerChoice = field(default_factory=AnswerChoice)
+    session: str | None = None
+    num_printed: int = 0
+    num_thought_words: int = 0
+    has_told_thought: bool = False
+
+    def print(self, streams: Sequence[RequestStream], inbox: Inbox, answers: Sequence[Answer]) -> list[Answer]:
+        """Print them to their ends, and return the chosen ones. Raises the error that ended one of them."""
+        choice, printing, output = self.choice, self.printing, self.front.output
+        in_turn = choice.beams == 1 and not choice.is_best_of
+        is_live = printing.streams and in_turn and not (printing.as_json or printing.as_events)
+        others: list[Answer] = []  # the next best of a search
+        if printing.as_events:
+            start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": self.files.name}
+            about = {"session": self.session, "prompt_tokens": answers[0].num_prompt_tokens, "seed": answers[0].seed}
+            several = {} if choice.is_plain else {"answers": choice.n}
+            output.json({**start, **about, **several, **evicted_fields(self.pending.evicted)})
+        with output.progress("answering") as line:
+            for place, event in follow(streams, inbox, answers, self.front.interrupts):
+                piece = answers[place].take(event)
+                if in_turn and place == 0:
+                    self.record.write(piece.text)
+                for events in event.others if isinstance(event, FinishedEvent) else ():
+                    others.append(Answer(answers[0].num_prompt_tokens, thinking=self.pending.thinking))
+                    for other in events:
+                        others[-1].take(other)
+                if printing.as_events:
+                    self._print_event(place, event, piece)
+                    continue
+                if isinstance(event, GrownEvent):
+                    line.interject(grown_text(event))
+                if is_live and choice.is_plain:
+                    self._print_piece(line, answers[0], event, piece)
+                    continue
+                if is_live and isinstance(event, FinishedEvent):
+                    line.clear()
+                    self._print_whole(answers)
+                line.show(self._progress(event, answers))
+        chosen = best(answers, choice.n, _ending) if choice.is_best_of else [*answers, *others]
+        if not in_turn:
+            self.record.write(chosen[0].text)
+        self.record.answer = chosen[0]
+        self._end(chosen, is_printed=is_live and choice.is_plain)
+        for answer in answers:
+            if (failure := _ending(answer).error) is not None:
+                raise failure
+        return chosen
+
+    def _print_event(self, place: int, event: Event, piece: Piece) -> None:
+        fields = event_fields(self.files, event, piece)
+        if not self.choice.is_plain:
+            fields["index"] = place
+        if isinstance(event, FinishedEvent) and place == 0:
+            fields["cache_miss"] = miss_fields(self.pending.explained(event))
+        self.front.output.json(fields)
+        for index, events in enumerate(event.others if isinstance(event, FinishedEvent) else (), start=1):
+            told = Answer(0, thinking=self.pending.thinking)
+            for other in events:
+                self.front.output.json({**event_fields(self.files, other, told.take(other)), "index": index})
+
+    def _print_piece(self, line: ProgressLine, answer: Answer, event: Event, piece: Piece) -> None:
+        output, folds = self.front.output, not self.printing.shows_thoughts
+        self.num_thought_words += len(piece.thought.split())
+        if isinstance(event, PrefillEvent) and event.done < event.total:
+            line.show(self._progress(event, [answer]))
+        elif folds and answer.is_thinking:
+            line.show(f"thinking: {self.num_thought_words} words")
+        elif not isinstance(event, GrownEvent):
+            line.clear()
+        if not folds:
+            output.thought(piece.thought)
+        elif self.num_thought_words and piece.said and output.animated and not self.has_told_thought:
+            output.note(f"thought: {self.num_thought_words} words; --show-thoughts shows them")
+            self.has_told_thought = True
+        output.answer(piece.said)
+
+    def _print_whole(self, answers: Sequence[Answer]) -> None:
+        """Print the answers that are whole, in order, up to the first that is not."""
+        output = self.front.output
+        while self.num_printed < len(answers) and answers[self.num_printed].finished is not None:
+            answer = answers[self.num_printed]
+            if self.num_printed:
+                output.line(SEPARATOR)
+            if self.printing.shows_thoughts:
+                output.thought(answer.thought)
+            output.answer(answer.said)
+            output.end_answer()
+            self.num_printed += 1
+
+    def _progress(self, event: Event, answers: Sequence[Answer]) -> str:
+        if isinstance(event, PrefillEvent) and event.done < event.total:
+            return f"reading the prompt: {event.done} of {event.total} tokens"
+        if self.choice.beams > 1:
+            return "searching the answer"
+        num_whole = sum(answer.finished is not None for answer in answers)
+        return "answering" if len(answers) == 1 else f"answering: {num_whole} of {len(answers)} are whole"
+
+    def _end(self, chosen: Sequence[Answer], *, is_printed: bool) -> None:
+        output, printing = self.front.output, self.printing
+        explanation = self.pending.explained(_ending(chosen[0]))
+        if printing.as_json:
+            about = {**evicted_fields(self.pending.evicted), "cache_miss": miss_fields(explanation)}
+            output.json({**self._fields(chosen), **about, "session": self.session})
+        elif not printing.as_events and not is_printed:
+            self._print_whole(chosen)
+        output.end_answer()
+        for place, answer in enumerate(chosen, start=1):
+            place_name, finished = f"answer {place}: " if len(chosen) > 1 else "", _ending(answer)
+            if (empty := silence(answer)) is not None:
+                output.warn(place_name + empty)
+            if printing.statistics or finished.finish_reason == "cancelled":
+                mean = finished.mean_logprob
+                likelihood = "" if mean is None else f", log-probability {mean:.3f} per token"
+                output.note(place_name + statistics(answer) + likelihood)
+        if printing.statistics and explanation is not None and explanation.cause != NEW:
+            output.note(str(explanation))
+
+    def _fields(self, chosen: Sequence[Answer]) -> dict[str, Any]:
+        """Return the JSON fields: of one answer as they are, of several as an array."""
+        each = [answer_fields(self.files, answer, with_logprobs=self.printing.logprobs) for answer in chosen]
+        for fields, answer in zip(each, chosen, strict=True) if not self.choice.is_plain else ():
+            fields["seed"] = answer.seed
+            if (mean := _ending(answer).mean_logprob) is not None:
+                fields["mean_logprob"] = mean
+        if self.choice.n == 1:
+            return each[0]
+        common = {name: each[0][name] for name in ("schema_version", "model")}
+        own = [{name: value for name, value in fields.items() if name not in common} for fields in each]
+        return {**common, "answers": [{"index": index, **fields} for index, fields in enumerate(own)]}
 
 
-def print_recorded(
-    front: CliContext,
-    files: ModelFiles,
-    service: EngineHandle,
-    pending: PendingTurn,
-    printing: Printing,
-    recorder: ChatRecorder,
-) -> Answer:
-    """Print the answer to the last question, as `print_answer` does, and record it."""
-    with recorder.answering(pending.answer()) as record:
-        print_answer(front, files, service.submit(pending.request), pending, record, printing, recorder.session_id)
-    return record.answer
-
-
-def print_whole(output: Output, answer: Answer, printing: Printing) -> None:
-    """Print an answer that has ended, behind its thought."""
-    if printing.shows_thoughts:
-        output.thought(answer.thought)
-    output.answer(answer.said)
-    output.end_answer()
-
-
-def _stream_text(front: CliContext, stream: Stream, record: AnswerRecording, printing: Printing) -> None:
-    num_words, folds = 0, not printing.shows_thoughts  # of the thought
-    with front.output.progress("reading the prompt") as line:
-        for event, piece in follow(stream, record.take, front.interrupts, record.answer.num_prompt_tokens):
-            num_words += len(piece.thought.split())
-            if isinstance(event, GrownEvent):
-                line.interject(grown_text(event))
-            elif isinstance(event, PrefillEvent) and event.done < event.total:
-                line.show(f"reading the prompt: {event.done} of {event.total} tokens")
-            elif folds and record.answer.is_thinking:
-                line.show(f"thinking: {num_words} words")
-            else:
-                line.clear()
-            if not folds:
-                front.output.thought(piece.thought)
-            elif num_words and piece.said and front.output.animated:
-                front.output.note(f"thought: {num_words} words; --show-thoughts shows them")
-                folds = False
-            front.output.answer(piece.said)
+def _ending(answer: Answer) -> FinishedEvent:
+    assert answer.finished is not None
+    return answer.finished
 
 
 def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> dict[str, Any]:
     """Return the object of `run --json`."""
-    assert answer.finished is not None
+    finished = _ending(answer)
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "model": files.name,
         "text": answer.said,
-        **_reasoning(answer.thought),
+        **({"reasoning": answer.thought} if answer.thought else {}),
         "token_ids": answer.token_ids,
-        **finished_fields(answer.finished),
+        **finished_fields(finished),
     }
     if with_logprobs:
         fields["logprobs"] = [logprob_fields(logprob) for logprob in answer.logprobs]
-    if answer.finished.error is not None:
-        fields["error"] = error_fields(files, answer.finished.error)
+    if finished.error is not None:
+        fields["error"] = error_fields(files, finished.error)
     return fields
-
-
-def _reasoning(thought: str) -> dict[str, str]:
-    """Absent where nothing was thought."""
-    return {"reasoning": thought} if thought else {}
 
 
 def event_fields(files: ModelFiles, event: Event, piece: Piece) -> dict[str, Any]:
     """Return a line of `run --jsonl`. piece: of the answer, as the event adds it."""
-    if isinstance(event, GrownEvent):
-        return grown_fields(event)
-    if isinstance(event, PrefillEvent):
-        return {"type": "prefill", "done": event.done, "total": event.total}
-    if isinstance(event, TokenEvent):
-        fields: dict[str, Any] = {"type": "token", "token_id": event.token_id, "text": piece.said}
-        fields |= _reasoning(piece.thought)
-        return fields if event.logprob is None else {**fields, "logprob": logprob_fields(event.logprob)}
-    fields = {"type": "finish", "text": piece.said, **_reasoning(piece.thought), **finished_fields(event)}
+    reasoning = {"reasoning": piece.thought} if piece.thought else {}
+    match event:
+        case GrownEvent():
+            return grown_fields(event)
+        case PrefillEvent():
+            return {"type": "prefill", "done": event.done, "total": event.total}
+        case TokenEvent():
+            fields = {"type": "token", "token_id": event.token_id, "text": piece.said, **reasoning}
+            return fields if event.logprob is None else {**fields, "logprob": logprob_fields(event.logprob)}
+    fields = {"type": "finish", "text": piece.said, **reasoning, **finished_fields(event)}
     return fields if event.error is None else {**fields, "error": error_fields(files, event.error)}
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from localllm.cli.context import cli_context
+from localllm.cli.options import argument, takes
 from localllm.errors import Fix, LocalLLMError, UsageError
 
 
-def help_command(
-    context: typer.Context,
-    topic: Annotated[
-        str | None,
-        typer.Argument(metavar="CODE", show_default=False, help="An error's code, or a command."),
-    ] = None,
-) -> None:
+@takes(argument("topic", "CODE", "An error's code, or a command."))
+def help_command(context: typer.Context, topic: str | None) -> None:
     """Explain an error or a command.
 
     The last line of an error message names its code.

@@ -13,7 +13,6 @@ import shlex
 import shutil
 import time
 import zlib
-from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -27,12 +26,6 @@ SYNC_S = 1.0  # what a loss of power may cost
 LIFETIME_S = 30 * 86400.0  # of a job that nobody goes on with
 _FILE = "answers"
 _CHECKSUM = 9  # eight digits and a blank
-_ABSENT = -1
-
-
-def jobs_root() -> Path:
-    """The folder of all jobs that were begun; it need not exist."""
-    return user_directories().cache / "jobs"
 
 
 @contextmanager
@@ -42,12 +35,13 @@ def open_journal(key: str, num_prompts: int, seed: int, *, fresh: bool = False) 
     seed: what the job draws with if it begins now. fresh: an earlier run counts as nothing. Raises LocalLLMError where
     another process is at this job, or the disk refuses.
     """
-    directory = jobs_root() / key
+    root = user_directories().cache / "jobs"
+    directory = root / key
     with ExitStack() as held:
         with _disk(directory):
-            jobs_root().parent.mkdir(parents=True, exist_ok=True)
-            jobs_root().mkdir(mode=0o700, exist_ok=True)  # answers are their owner's alone
-            _forget_old_jobs(but=directory)
+            root.parent.mkdir(parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, exist_ok=True)  # answers are their owner's alone
+            _forget_old_jobs(root, but=directory)
             held.enter_context(exclusive(directory, _refuse))
             directory.chmod(0o700)
             journal = Journal(directory / _FILE, num_prompts, seed, fresh=fresh)
@@ -59,11 +53,10 @@ class Journal:
     """The answers of one job by their index; `open_journal` makes it. Raises LocalLLMError where the disk refuses."""
 
     def __init__(self, path: Path, num_prompts: int, seed: int, *, fresh: bool) -> None:
-        self.path = path
         self.seed = seed
-        self._starts = array("q", [_ABSENT]) * num_prompts
-        self._sizes = array("q", [0]) * num_prompts
-        self._count = 0
+        self._path = path
+        self._num_prompts = num_prompts
+        self._lines: dict[int, tuple[int, int]] = {}  # the byte at which an answer begins, and its size
         self._end = 0
         self._unsynced_since: float | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -77,97 +70,79 @@ class Journal:
             raise
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._lines)
 
     def __contains__(self, index: int) -> bool:
-        return self._starts[index] != _ABSENT
+        return index in self._lines
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The answer as it was appended."""
-        with _disk(self.path):
-            line = os.pread(self._descriptor, self._sizes[index], self._starts[index])
-        answer: dict[str, Any] = json.loads(line[_CHECKSUM:])
+        start, size = self._lines[index]
+        with _disk(self._path):
+            answer: dict[str, Any] = json.loads(os.pread(self._descriptor, size, start)[_CHECKSUM:])
         return answer
 
     def append(self, answer: Mapping[str, Any]) -> None:
         """Keeps a finished answer; `answer["index"]` says which one it is. A kill cannot take it back."""
-        with _disk(self.path):
-            self._place(answer["index"], *self._write(answer))
+        start = self._end
+        with _disk(self._path):
+            self._write(answer)
+        self._lines[answer["index"]] = start, self._end - start
 
     def sync(self) -> None:
         """Waits until the disk has everything that was appended `SYNC_S` ago and longer; call it again and again."""
         if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_S:
-            with _disk(self.path):
+            with _disk(self._path):
                 os.fsync(self._descriptor)
             self._unsynced_since = None
 
     def remove(self) -> None:
         """The job is done: nobody will go on with it."""
-        self.path.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
         self._unsynced_since = None
 
     def close(self) -> None:
         """Close the file, and delete it where it has no answer yet."""
         with suppress(OSError):
-            if self._count == 0:
+            if not self._lines:
                 self.remove()
             elif self._unsynced_since is not None:
                 os.fsync(self._descriptor)
         os.close(self._descriptor)
 
     def _read_back(self) -> None:
+        """Take in the lines of an earlier run, up to the first that is not as it was written, or not this job's."""
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             for line in file:
-                record = _parsed(line)
-                if record is None or not self._take(record, len(line)):
+                text = line[_CHECKSUM:-1]
+                if not line.endswith(b"\n") or line[:_CHECKSUM] != b"%08x " % zlib.crc32(text):
+                    break
+                record = json.loads(text)
+                index = record.get("index")
+                if self._end == 0 and record.get("prompts") == self._num_prompts:
+                    self.seed = record["seed"]
+                elif self._end and index in range(self._num_prompts) and index not in self:
+                    self._lines[index] = self._end, len(line)
+                else:
                     break
                 self._end += len(line)
         os.ftruncate(self._descriptor, self._end)
 
-    def _take(self, record: Mapping[str, Any], size: int) -> bool:
-        """Take in a line of an earlier run; return False where it is not this job's."""
-        num_prompts = len(self._starts)
-        if self._end == 0:
-            if record.get("prompts") != num_prompts:
-                return False
-            self.seed = record["seed"]
-            return True
-        index = record.get("index")
-        if not isinstance(index, int) or not 0 <= index < num_prompts or index in self:
-            return False
-        self._place(index, self._end, size)
-        return True
-
-    def _place(self, index: int, start: int, size: int) -> None:
-        self._starts[index], self._sizes[index] = start, size
-        self._count += 1
-
-    def _write(self, record: Mapping[str, Any]) -> tuple[int, int]:
+    def _write(self, record: Mapping[str, Any]) -> None:
         text = json.dumps(record).encode("ascii")
-        line = b"%08x %b\n" % (zlib.crc32(text), text)
-        start, view = self._end, memoryview(line)
-        while view:
-            written = os.pwrite(self._descriptor, view, self._end)
+        left = memoryview(b"%08x %b\n" % (zlib.crc32(text), text))
+        while left:
+            written = os.pwrite(self._descriptor, left, self._end)
             self._end += written
-            view = view[written:]
+            left = left[written:]
         if self._unsynced_since is None:
             self._unsynced_since = time.monotonic()
-        return start, len(line)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None for one that is not as it was written."""
-    text = line[_CHECKSUM:-1]
-    if not line.endswith(b"\n") or line[:_CHECKSUM] != b"%08x " % zlib.crc32(text):
-        return None
-    record = json.loads(text)
-    return record if isinstance(record, dict) else None
-
-
-def _forget_old_jobs(but: Path) -> None:
+def _forget_old_jobs(root: Path, but: Path) -> None:
     """Deletes what was begun and not gone on with for a month: answers are not to lie about for ever."""
     oldest = time.time() - LIFETIME_S
-    for directory in jobs_root().iterdir():
+    for directory in root.iterdir():
         with suppress(OSError, _InUseError):
             if directory != but and (directory / _FILE).stat().st_mtime < oldest:
                 with exclusive(directory, _refuse):

@@ -6,14 +6,15 @@ The first use of a weight format packs the model before it is loaded: minutes, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 from localllm.cli.context import CliContext
-from localllm.cli.output import ProgressLine
 from localllm.config import format_bytes
 from localllm.runtime.engine_loader import Opening, check, open_engine
 from localllm.runtime.selection import Selection
@@ -21,9 +22,23 @@ from localllm.runtime.selection import Selection
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.engine_info import LoadedEngine
-    from localllm.engine.loader import Watcher
     from localllm.runtime.engine_handle import EngineHandle
-    from localllm.runtime.engine_thread import EngineThread
+
+Result = TypeVar("Result")
+
+
+def on_a_thread(work: Callable[[], Result]) -> Result:
+    """Return what `work` returns, or raise what it raises. This thread only waits, so that signals reach it at once."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="work", daemon=True).start()
+    return future.result()
 
 
 class PackingProgress:
@@ -32,53 +47,47 @@ class PackingProgress:
     def __init__(self, front: CliContext, label: str, *, again: str, is_first_use: bool) -> None:
         """label: "packing tiny to int4". again: what goes on after an interruption. is_first_use: it was not asked for
         by name, so that its place and size are told."""
-        self._front = front
+        self._interrupts = front.interrupts
         self._label = label
         self._farewell = f"interrupted; what was packed is kept. To go on: {again}"
         self._is_first_use = is_first_use
-        self._line: ProgressLine | None = None
+        self._line = front.output.progress(label, plain_lines=not is_first_use)
         self._process = ""
-        self._left = False
+        self._has_begun = self._left = False
 
     def begin(self) -> None:
         """It is about to begin, as far as is known."""
-        self._begun().show(f"{self._label} ...")
+        if not self._has_begun:
+            self._has_begun = True
+            self._interrupts.farewell = self._farewell
+            self._line.show(f"{self._label} ...")
 
     def update(self, done: int, total: int) -> None:
         """`done` of `total` packed bytes are there."""
-        is_first = self._line is None
-        line = self._begun()
-        if is_first and self._is_first_use:
+        if self._is_first_use and not self._has_begun and not self._left:
             from localllm.hub.packed import packed_root
 
-            line.interject(f"{self._label}, once: {format_bytes(total)} in {packed_root()}")
-        line.update(done, total)
+            self._line.interject(f"{self._label}, once: {format_bytes(total)} in {packed_root()}")
+        self.begin()
+        self._line.update(done, total)
 
     def wait(self, process: str) -> None:
         """Another process packs the same model."""
-        if process != self._process:
+        if process != self._process and not self._left:
             self._process = process
-            self._begun().interject(f"process {process} is packing it; waiting for that")
+            self.begin()
+            self._line.interject(f"process {process} is packing it; waiting for that")
 
     def leave(self) -> None:
         """Nothing more is shown: the command is being left."""
         self._left = True
-        if self._line is not None:
-            self._line.clear()
+        self._line.clear()
 
     def end(self) -> None:
         """It is packed, or cannot be: what follows is something else."""
-        if self._line is not None:
+        if self._has_begun:
             self._line.clear()
-            self._front.interrupts.farewell = ""
-
-    def _begun(self) -> ProgressLine:
-        if self._line is None:
-            self._line = self._front.output.progress(self._label, plain_lines=not self._is_first_use)
-            self._front.interrupts.farewell = self._farewell
-            if self._left:
-                self._line.clear()
-        return self._line
+            self._interrupts.farewell = ""
 
 
 class LoadLine:
@@ -86,37 +95,23 @@ class LoadLine:
 
     def __init__(self, front: CliContext, selection: Selection) -> None:
         name, weights = selection.files.name, selection.settings.weights
-        self._front = front
-        self.line: ProgressLine = front.output.progress(f"loading {name}")
-        self.packing = PackingProgress(
-            front,
-            f"packing {name} to {'int4' if weights == 'auto' else weights}",
-            again="the same command",
-            is_first_use=True,
-        )
+        self.line = front.output.progress(f"loading {name}")
+        label = f"packing {name} to {'int4' if weights == 'auto' else weights}"
+        self.packing = PackingProgress(front, label, again="the same command", is_first_use=True)
+        # By the fields of `Watcher`.
+        self.hearers: Mapping[str, Callable[..., None]] = {
+            "reading": self._reading,
+            "packing": self.packing.update,
+            "waiting": self.packing.wait,
+            "measuring": self.line.show,
+            "noting": self.line.interject,
+        }
+        self._warn = front.output.warn
         self.line.show(f"loading {name} ...")
 
     def hear(self, kind: str, arguments: tuple[Any, ...]) -> None:
-        """kind: a field of `Watcher`, or "warning"."""
-        match kind:
-            case "reading":
-                self._reading(*arguments)
-            case "packing":
-                self.packing.update(*arguments)
-            case "waiting":
-                self.packing.wait(*arguments)
-            case "measuring":
-                self.line.show(*arguments)
-            case "noting":
-                self.line.interject(*arguments)
-            case "warning":
-                self._front.output.warn(*arguments)
-
-    def watcher(self) -> Watcher:
-        """Imports torch."""
-        from localllm.engine.loader import Watcher
-
-        return Watcher(self._reading, self.packing.update, self.packing.wait, self.line.show, self.line.interject)
+        """Show what another process says of a load. kind: a field of `Watcher`, or "warning"."""
+        {"warning": self._warn, **self.hearers}[kind](*arguments)
 
     def end(self) -> None:
         self.packing.end()
@@ -135,70 +130,49 @@ class EngineLoad:
     shown: LoadLine
 
     def wait(self) -> LoadedEngine:
-        """Return the engine. Raises what stopped the load."""
+        """Return the engine: an `Engine` where this process loads it. Raises what stopped the load."""
         engine = self.service.wait_loaded()
         assert engine is not None
         self.shown.line.clear()
         return engine
 
 
-@dataclass(frozen=True)
-class OwnEngineLoad(EngineLoad):
-    """An engine that this process loads."""
-
-    service: EngineThread
-
-    def wait(self) -> Engine:
-        return cast("Engine", super().wait())
-
-
 @contextlib.contextmanager
-def loading(front: CliContext, selection: Selection, opening: Opening) -> Iterator[OwnEngineLoad]:
-    """Begins to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread."""
-    shown = LoadLine(front, selection)
-    with shown.line:
-        service = _own(front, selection, opening, shown)
-        with _in_use(service, shown):
-            yield OwnEngineLoad(service, shown)
+def loading(
+    front: CliContext, selection: Selection, opening: Opening, *, attaches: bool = False
+) -> Iterator[EngineLoad]:
+    """Begin to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread.
 
-
-@contextlib.contextmanager
-def attaching(front: CliContext, selection: Selection, opening: Opening, *, attaches: bool) -> Iterator[EngineLoad]:
-    """Begin to load as `loading` does, or with `attaches` use the engine of this user's server where one runs."""
-    from localllm.runtime.server_client import attached
-
-    shown = LoadLine(front, selection)
-    with shown.line:
-        service: EngineHandle | None = attached(selection, front.output.note, shown.hear) if attaches else None
-        if service is None:
-            service = _own(front, selection, opening, shown)
-        with _in_use(service, shown):
-            yield EngineLoad(service, shown)
-
-
-@contextlib.contextmanager
-def _in_use(service: EngineHandle, shown: LoadLine) -> Iterator[None]:
-    try:
-        yield
-    except typer.Exit:  # an end like any other
-        service.close()
-        raise
-    except BaseException:
-        shown.packing.leave()
-        service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
-        raise
-    service.close()
-
-
-def _own(front: CliContext, selection: Selection, opening: Opening, shown: LoadLine) -> EngineThread:
+    attaches: the engine of this user's server is used where one runs.
+    """
     from localllm.runtime.engine_thread import EngineThread
 
-    check(selection)
-    return EngineThread(lambda: _engine(front, selection, opening, shown))
+    shown = LoadLine(front, selection)
 
+    def load() -> Engine:
+        from localllm.engine.loader import Watcher
 
-def _engine(front: CliContext, selection: Selection, opening: Opening, shown: LoadLine) -> Engine:
-    try:
-        return open_engine(selection, opening, shown.watcher(), front.output.warn)
-    finally:
-        shown.packing.end()
+        try:
+            return open_engine(selection, opening, Watcher(**shown.hearers), front.output.warn)
+        finally:
+            shown.packing.end()
+
+    with shown.line:
+        service: EngineHandle | None = None
+        if attaches:
+            from localllm.runtime.server_client import attached
+
+            service = attached(selection, front.output.note, shown.hear)
+        if service is None:
+            check(selection)
+            service = EngineThread(load)
+        try:
+            yield EngineLoad(service, shown)
+        except typer.Exit:  # an end like any other
+            service.close()
+            raise
+        except BaseException:
+            shown.packing.leave()
+            service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
+            raise
+        service.close()

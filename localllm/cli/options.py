@@ -1,19 +1,19 @@
 """The parameters of commands: those of the table of settings, those that several commands share, and how one is made.
 
-A flag that was not typed is None: what stands in config.toml, the registry or the checkpoint is then used.
+A flag that was not typed is None: what stands in config.toml, the registry or the checkpoint is then used. What a word
+is completed with is imported when it is asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from localllm.cli import names
 from localllm.config import flag_fix
 from localllm.errors import Fix, UsageError
 from localllm.settings import SETTINGS, Accepts, Settings
@@ -25,36 +25,100 @@ Completion = Callable[[str], list[str]]
 # few prompts of a job would have room at once.
 DEFAULT_MAX_TOKENS = 512
 _KINDS: Mapping[str, Any] = {"integer": int, "number": float, "switch": bool, "texts": list[str]}
-PARALLEL = Accepts("integer", 1, 1024, usual="8")  # answers at once
 _MOST_BIAS = Accepts("number", -1e6, 1e6)
+
+
+# Completions
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Return the names of the registry and of installed models that begin so."""
+    from localllm.registry import load_registry
+
+    known = [name for entry in load_registry().entries for name in (entry.name, *entry.aliases)]
+    return _beginning(incomplete, [*known, *_installed()])
+
+
+def complete_installed(incomplete: str) -> list[str]:
+    """Return the names of installed models that begin so."""
+    return _beginning(incomplete, _installed())
+
+
+def complete_sessions(incomplete: str) -> list[str]:
+    """Return the ids of saved chats that begin so."""
+    from localllm.errors import HistoryError
+    from localllm.history import History, history_file, nothing_is_kept
+
+    try:
+        if nothing_is_kept():
+            return []
+        with History.peek(history_file()) as history:
+            return _beginning(incomplete, (session.id for session, _ in history.sessions()))
+    except HistoryError:
+        return []
+
+
+def complete_connections(incomplete: str) -> list[str]:
+    """Return the programs that begin so."""
+    from localllm.runtime.client_configs import names
+
+    return _beginning(incomplete, names())
+
+
+def completion_of(accepts: Accepts) -> Completion | None:
+    """The choices that begin so, and installed models behind the prefix of those that name one."""
+    if not accepts.choices:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        models = [f"{accepts.prefix}{name}" for name in _installed()] if accepts.prefix else []
+        return _beginning(incomplete, [*accepts.choices, *models])
+
+    return complete
+
+
+def _installed() -> list[str]:
+    from localllm import hub
+
+    return [model.name for model in hub.list_models()]
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name.casefold().startswith(incomplete.casefold())]
+
+
+# Parameters
+
+
+@dataclass(frozen=True)
+class CommandParameter:
+    """A flag or a positional of a command, as typer takes it. accepts: the values that are checked while the line is
+    read; None: all that typer can read."""
+
+    for_typer: inspect.Parameter
+    accepts: Accepts | None = None
+
+    @property
+    def name(self) -> str:
+        return self.for_typer.name
+
+
+def _parameter(
+    name: str, kind: Any, info: Any, accepts: Accepts | None = None, default: Any = None, *, required: bool = False
+) -> CommandParameter:
+    annotated: Any = Annotated
+    annotation = annotated[kind if required or default is not None else kind | None, info]
+    value = inspect.Parameter.empty if required else default
+    parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation)
+    return CommandParameter(parameter, accepts)
 
 
 def _name_of(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
-@dataclass(frozen=True)
-class CommandParameter:
-    """A flag or a positional of a command.
-
-    kind: its type; a switch that is no setting is False where it is not typed, all else None.
-    info: how typer is told of it.
-    accepts: the values that are checked while the line is read; None: all that typer can read.
-    """
-
-    name: str
-    kind: Any
-    info: Any
-    accepts: Accepts | None = None
-    default: Any = None
-
-    @property
-    def for_typer(self) -> inspect.Parameter:
-        kind: Any = self.kind if self.default is not None else self.kind | None
-        annotated: Any = Annotated
-        return inspect.Parameter(
-            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=annotated[kind, self.info]
-        )
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def option(
@@ -74,9 +138,24 @@ def option(
     kind: without a metavar it is a switch.
     """
     spelled = flags.split()
-    kind, default = (bool, False) if metavar is None else (kind, inspect.Parameter.empty if required else default)
+    kind, default = (bool, False) if metavar is None else (kind, default)
     info = typer.Option(*spelled, metavar=metavar, autocompletion=completion, help=about)
-    return CommandParameter(name or _name_of(spelled[-1]), kind, info, accepts, default)
+    return _parameter(name or _name_of(spelled[-1]), kind, info, accepts, default, required=required)
+
+
+def choice(flags: str, about: str, *choices: str, default: str | None = None) -> CommandParameter:
+    """A flag that takes one of a few words."""
+    accepts = Accepts("text", choices=choices)
+    completion = completion_of(accepts)
+    return option(flags, about, "|".join(choices), accepts=accepts, completion=completion, default=default)
+
+
+def number(
+    flags: str, about: str, low: float, high: float, usual: str, metavar: str = "N", kind: Any = int, name: str = ""
+) -> CommandParameter:
+    """A flag that takes a number from `low` to `high`. kind: int, float, or a list of one where it may be repeated."""
+    accepts = Accepts("number" if kind is float else "integer", low, high, usual=usual)
+    return option(flags, about, metavar, kind, accepts=accepts, name=name)
 
 
 def argument(
@@ -90,65 +169,48 @@ def argument(
 ) -> CommandParameter:
     """A positional."""
     info = typer.Argument(metavar=metavar, show_default=False, autocompletion=completion, help=about)
-    return CommandParameter(name, kind, info, default=inspect.Parameter.empty if required else None)
+    return _parameter(name, kind, info, required=required)
 
 
 _NAMED = "A name of `localllm list --all`, ORG/REPOSITORY, or a folder."
-MODEL = argument("model", "MODEL", f"{_NAMED} Default: the setting `model` (tiny).", completion=names.complete_models)
-REQUIRED_MODEL = argument("model", "MODEL", _NAMED, completion=names.complete_models, required=True)
-INSTALLED_MODEL = argument(
-    "model", "MODEL", "A name of `localllm list`.", completion=names.complete_installed, required=True
-)
+MODEL = argument("model", "MODEL", f"{_NAMED} Default: the setting `model` (tiny).", completion=complete_models)
+REQUIRED_MODEL = argument("model", "MODEL", _NAMED, completion=complete_models, required=True)
+INSTALLED_MODEL = argument("model", "MODEL", "A name of `localllm list`.", completion=complete_installed, required=True)
 AS_JSON = option("--json", "Print one JSON object.", name="as_json")
+UNASKED = option("-y --yes", "Do not ask.")
 NO_ATTACH = option("--no-attach", "Load the model here also where `localllm serve` runs and would answer.")
-# For functions that write their few parameters down themselves.
-Model = Annotated[str | None, MODEL.info]
-RequiredModel = Annotated[str, REQUIRED_MODEL.info]
-InstalledModel = Annotated[str, INSTALLED_MODEL.info]
-AsJson = Annotated[bool, AS_JSON.info]
-
 DRY = (
-    option(
+    number(
         "--dry-multiplier",
         "0 to 100: how much a token is held back that would go on repeating a passage (DRY). Default: 0, off.",
-        "X",
-        float,
-        accepts=Accepts("number", 0, 100, usual="0.8"),
+        0, 100, "0.8", "X", float,
     ),
-    option(
-        "--dry-base",
-        "1 to 100: growth of the DRY penalty with each repeated token. Default: 1.75.",
-        "X",
-        float,
-        accepts=Accepts("number", 1, 100, usual="1.75"),
+    number(
+        "--dry-base", "1 to 100: growth of the DRY penalty with each repeated token. Default: 1.75.",
+        1, 100, "1.75", "X", float,
     ),
-    option(
-        "--dry-allowed-length",
-        "From 1: length of a repetition that costs nothing of the DRY penalty. Default: 2.",
-        "N",
-        int,
-        accepts=Accepts("integer", 1, 2**31, usual="2"),
+    number(
+        "--dry-allowed-length", "From 1: length of a repetition that costs nothing of the DRY penalty. Default: 2.",
+        1, 2**31, "2",
     ),
-)
+)  # fmt: skip
 LOGIT_BIAS = option(
     "--logit-bias",
     "Added to the score of the token ID, as `tokenize` prints it; -100 rules it out. May be repeated.",
     "ID=X",
     list[str],
 )
-LOGPROBS = option(
+LOGPROBS = number(
     "--logprobs",
     "With --json, --jsonl or --batch: log-probabilities of each token and of the N likeliest there.",
-    "N",
-    int,
-    accepts=Accepts("integer", 0, 100, usual="3"),
-)
+    0, 100, "3",
+)  # fmt: skip
 # Of a request, beside the settings.
 SAMPLING_OPTIONS = (*DRY, LOGPROBS)
 
 
 def takes(*entries: CommandParameter | str | type) -> Callable[[Command], Command]:
-    """Gives a function of `**flags` the parameters of its command, in the order of its help.
+    """Gives a function the parameters of its command, in the order of its help.
 
     entries: a parameter; the name of a setting; or a class of settings, for those of it that the command takes and
     that are not named. Settings that no entry stands for come last.
@@ -168,10 +230,9 @@ def takes(*entries: CommandParameter | str | type) -> Callable[[Command], Comman
                 inside = {each.name for each in fields(entry)} & set(left)
                 parameters += [setting_option(name) for name in left if name in inside]
                 left = [name for name in left if name not in inside]
-        own = inspect.signature(function, eval_str=True).parameters.values()
-        kept = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
         shown: Any = function
-        shown.__signature__ = inspect.Signature([*kept, *(each.for_typer for each in parameters)])
+        shown.__signature__ = inspect.Signature([context, *(each.for_typer for each in parameters)])
         shown.accepted = {each.name: each.accepts for each in parameters if each.accepts is not None}
         return function
 
@@ -179,17 +240,16 @@ def takes(*entries: CommandParameter | str | type) -> Callable[[Command], Comman
 
 
 def setting_option(name: str) -> CommandParameter:
-    """The flag of a setting. What is completed by a function is checked when the settings are read."""
+    """The flag of a setting."""
     row = SETTINGS[name]
-    accepts = row.accepts
-    kind: Any = _KINDS.get(accepts.kind, str)
-    choices: Any = Literal
-    if accepts.choices and not row.completion:
-        kind = choices[accepts.choices]
-    completion = getattr(names, row.completion) if row.completion else None
-    flags = row.flags or (f"--{name.replace('_', '-')}",)
+    accepts, flags = row.accepts, row.flags or (flag_of(name),)
+    completion = completion_of(accepts)
     info = typer.Option(*flags, metavar=row.metavar, autocompletion=completion, help=row.help)
-    return CommandParameter(name, kind, info, accepts if accepts.kind in ("integer", "number") else None)
+    is_checked = accepts.kind in ("integer", "number") or completion is not None
+    return _parameter(name, _KINDS.get(accepts.kind, str), info, accepts if is_checked else None)
+
+
+# Values
 
 
 def setting_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +275,7 @@ def extra_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
     if typed and typed != ["dry_multiplier"] and not flags["dry_multiplier"]:
         why = "it shapes the DRY penalty, which is off"
         raise UsageError(
-            f"{_flag_of(typed[-1])} needs --dry-multiplier above 0", why=why, fix=Fix.flag("--dry-multiplier", "0.8")
+            f"{flag_of(typed[-1])} needs --dry-multiplier above 0", why=why, fix=Fix.flag("--dry-multiplier", "0.8")
         )
     extra = {name: flags[name] for name in (*typed, "logprobs") if flags.get(name) is not None}
     if flags.get("logit_bias"):
@@ -227,17 +287,15 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
     """`["13=-100"]` -> `{13: -100.0}`. Raises UsageError."""
     biases = {}
     for pair in pairs:
-        token_id, equals, value = pair.partition("=")
+        token_id, _, value = pair.partition("=")
         try:
-            if not equals or not token_id.strip().isdigit():
-                raise ValueError
-            biases[int(token_id)] = float(value)
-            if not _MOST_BIAS.allows(biases[int(token_id)]):
-                raise ValueError
+            bias = float(value)
         except ValueError:
+            bias = float("nan")
+        if not token_id.strip().isdecimal() or not _MOST_BIAS.allows(bias):
             why = "it must be a token id, as `tokenize` prints them, and a number from -1000000 to 1000000: 13=-100"
-            fix = Fix.flag("--logit-bias", "13=-100")
-            raise UsageError(f"--logit-bias is {pair[:80]!r}", why=why, fix=fix) from None
+            raise UsageError(f"--logit-bias is {pair[:80]!r}", why=why, fix=Fix.flag("--logit-bias", "13=-100"))
+        biases[int(token_id)] = bias
     return biases
 
 
@@ -252,7 +310,3 @@ def refuse_together(flags: Mapping[str, Any], exclusive: Mapping[str, str]) -> N
             value = flags.get(_name_of(other))
             if value is not None and value is not False and value != []:
                 raise UsageError(f"{first} and {other} cannot go together", why=why)
-
-
-def _flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -12,11 +12,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from localllm.chat.text import UNSAFE, Pace, error_rows, format_seconds, one_line, printable
-from localllm.cli.wrap import WordWrap
 from localllm.config import format_bytes
 from localllm.errors import LocalLLMError, UnwrittenError
 
@@ -49,7 +49,7 @@ class Output:
         self._thought_wrap = WordWrap(lambda: _columns(2))
         self.stdout_is_terminal = _is_terminal(stdout)
         self.stderr_is_terminal = _is_terminal(stderr)
-        self._wants_colour = _wants_colour(environ)
+        self._wants_colour = not environ.get("NO_COLOR") and environ.get("TERM", "") != "dumb"
         self.coloured = self.stderr_is_terminal and self._wants_colour
         self.animated = self.stderr_is_terminal and environ.get("TERM", "") != "dumb"
 
@@ -249,8 +249,11 @@ class ProgressLine:
                 return
             if self._output.animated:
                 self._draw(done, total, detail)
-            elif self._plain_lines:
-                self._say(done, total)
+                return
+            tenth = 10 * done // total if total else 10
+            if self._plain_lines and tenth > self._tenth:
+                self._tenth = tenth
+                self._output._write_lines(one_line(f"{self._label}: {10 * tenth}% of {format_bytes(total)}") + "\n")
 
     def show(self, text: str) -> None:
         """Some other text in the line's place; nothing where no terminal is there."""
@@ -290,12 +293,64 @@ class ProgressLine:
         self._drawn_at = time.monotonic()
         self._output.draw(one_line(text)[: _columns(2) - 1])
 
-    def _say(self, done: int, total: int) -> None:
-        tenth = 10 * done // total if total else 10
-        if tenth > self._tenth:
-            self._tenth = tenth
-            text = f"{self._label}: {10 * tenth}% of {format_bytes(total)}"
-            self._output._write_lines(one_line(text) + "\n")
+
+class WordWrap:
+    """Breaks a text that is still being written at its words: text in, piece by piece; out what can be shown of it.
+
+    The last word waits until it is known to be whole. Code (in a ``` block, or indented) goes through as it is.
+    """
+
+    def __init__(self, columns: Callable[[], int]) -> None:
+        self._columns = columns  # asked at each word: a window may be resized while an answer comes
+        self._line = ""  # of the text, since its last newline
+        self._fenced = False
+        self._used = 0  # columns of the terminal's line
+        self._gap = ""  # blanks before the word
+        self._word = ""
+        self._continues = False  # the word's beginning has been shown: it was longer than a line
+
+    def feed(self, text: str) -> str:
+        return "".join(map(self._take, text))
+
+    def flush(self) -> str:
+        """The word that waits, with the blanks before it."""
+        if not self._word:
+            return ""
+        word, gap, self._word, self._gap = self._word, self._gap, "", ""
+        columns, needed = self._columns(), width(gap) + width(word)
+        if self._used and self._used + needed > columns and not self._continues:
+            gap, needed, self._used = "\n", width(word), 0
+        self._used = (self._used + needed - 1) % columns + 1  # a word longer than the line is broken by the terminal
+        return gap + word
+
+    def _take(self, character: str) -> str:
+        if character == "\n":
+            shown = self.flush() + "\n"
+            self._fenced ^= self._line.lstrip().startswith("```")
+            self._line, self._gap, self._used, self._continues = "", "", 0, False
+            return shown
+        self._line += character
+        if self._fenced or self._line.startswith(("  ", "\t", "```")):
+            shown, self._gap = self.flush() + self._gap + character, ""
+            return shown
+        if character in " \t":
+            shown = self.flush()
+            self._gap += character
+            self._continues = False
+            return shown
+        wide, long = width(character) == 2, len(self._word) >= self._columns()
+        shown = self.flush() if wide or long else ""
+        self._continues = not wide and (long or self._continues)
+        self._word += character
+        return shown + self.flush() if wide else shown  # a line may break beside every wide character
+
+
+def width(text: str) -> int:
+    """Columns on a terminal: two for a wide character, none for one that is put on top of another."""
+    return sum(
+        0 if unicodedata.category(each) in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(each) in "WF")
+        for each in text
+    )
 
 
 def _column_widths(lines: Sequence[Sequence[str]]) -> list[int]:
@@ -314,7 +369,3 @@ def _is_terminal(stream: TextIO | None) -> bool:
         return stream is not None and stream.isatty()
     except ValueError:
         return False
-
-
-def _wants_colour(environ: Mapping[str, str]) -> bool:
-    return not environ.get("NO_COLOR") and environ.get("TERM", "") != "dumb"

@@ -11,19 +11,19 @@ import typer
 from localllm.chat import plan_text
 from localllm.cli import options
 from localllm.cli.context import cli_context
-from localllm.cli.options import option, takes
-from localllm.cli.output import SCHEMA_VERSION, Output, ProgressLine
+from localllm.cli.options import choice, takes
+from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.cli.selection import read_settings
-from localllm.config import ResolvedSettings, format_bytes
+from localllm.config import format_bytes
 from localllm.runtime.error_origins import with_origins
-from localllm.runtime.plan_request import Goal, considered
+from localllm.runtime.plan_request import considered
 from localllm.settings import EngineConfig
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Planned
     from localllm.offload.planner.plan import Plan
 
-EXAMPLES = """Examples:
+PLAN_EXAMPLES = """Examples:
 
 \b
   localllm plan mistral-7b
@@ -41,11 +41,11 @@ _MAP_COLUMNS = 64
     "speculate",
     "draft_tokens",
     EngineConfig,
-    option(
+    choice(
         "--goal",
         "latency: one answer, as fast as can be. throughput: `run --batch` with 32 prompts of 1024 tokens.",
-        "latency|throughput",
-        Goal,
+        "latency",
+        "throughput",
         default="latency",
     ),
     options.AS_JSON,
@@ -58,8 +58,9 @@ def plan_command(context: typer.Context, **flags: Any) -> None:
     """
     front = cli_context(context)
     resolved = read_settings(front, flags)
+    name = resolved.settings.model if flags["model"] is None else flags["model"]
     with front.output.progress("planning") as line:
-        planned = _planned(flags["model"], resolved, flags["goal"], line)
+        planned = considered(name, resolved, flags["goal"], line.show, line.interject).advised()
     if flags["as_json"]:
         if planned.refusal is not None:
             with_origins(planned.refusal, resolved)
@@ -72,27 +73,20 @@ def plan_command(context: typer.Context, **flags: Any) -> None:
     _show(front.output, planned)
 
 
-def _planned(word: str | None, resolved: ResolvedSettings, goal: Goal, line: ProgressLine) -> Planned:
-    name = resolved.settings.model if word is None else word
-    return considered(name, resolved, goal, line.show, line.interject).advised()
-
-
 def _fields(planned: Planned) -> dict[str, Any]:
     plan, shape = planned.plan, planned.shape
     fields: dict[str, Any] = {"fits": plan is not None, "model": shape.name, "weights": shape.weights, "kv": shape.kv}
-    said = {"advice": planned.advice, "guesses": list(planned.guesses), "measured": _measured(planned)}
+    at_s = planned.measured_at_s
+    measured = {
+        "at": None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds"),
+        "while_busy": list(planned.measured_busy),
+    }
+    said = {"advice": planned.advice, "guesses": list(planned.guesses), "measured": measured}
     if plan is None:
         assert planned.refusal is not None
         error = {"what": planned.refusal.what, "why": planned.refusal.why, "fix": planned.refusal.fix}
-        empty: dict[str, Any] = {
-            "ctx": None,
-            "blocks": [],
-            "ledger": {},
-            "limits": {},
-            "predicted": None,
-            "bound_by": None,
-            "speculation": [],
-        }
+        empty: dict[str, Any] = {"ctx": None, "blocks": [], "ledger": {}, "limits": {}}
+        empty |= {"predicted": None, "bound_by": None, "speculation": []}
         return {**fields, **empty, **said, "error": error}
     assert planned.decode_tok_s is not None and planned.ttft_s is not None
     return {
@@ -125,14 +119,6 @@ def _fields(planned: Planned) -> dict[str, Any]:
             for found in planned.speculation
         ],
         **said,
-    }
-
-
-def _measured(planned: Planned) -> dict[str, Any]:
-    at_s = planned.measured_at_s
-    return {
-        "at": None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds"),
-        "while_busy": list(planned.measured_busy),
     }
 
 

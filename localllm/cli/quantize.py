@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import PackingProgress
-from localllm.cli.names import complete_weights
-from localllm.cli.options import option, takes
+from localllm.cli.options import choice, completion_of, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select
 from localllm.config import accepted, format_bytes
@@ -22,7 +21,7 @@ from localllm.settings import WEIGHTS, Accepts
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles
 
-EXAMPLES = """Examples:
+QUANTIZE_EXAMPLES = """Examples:
 
 \b
   localllm quantize mistral-7b
@@ -40,7 +39,7 @@ _PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in 
         "--weights",
         "The format. Default: the setting `weights` if it names one of these, else int4.",
         "int4|int8|nf4|bf12",
-        completion=complete_weights,
+        completion=completion_of(_PACKED),
     ),
     option(
         "--group",
@@ -49,11 +48,11 @@ _PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in 
         int,
         accepts=Accepts("text", choices=("32", "64", "128")),
     ),
-    option(
+    choice(
         "--method",
         "int4: hqq (half-quadratic) is more exact, rtn (round to nearest) quicker. Default: hqq.",
-        "hqq|rtn",
-        Literal["hqq", "rtn"],
+        "hqq",
+        "rtn",
     ),
     option("--ram", "Most memory that this process may hold: 2GiB.", "SIZE"),
     options.AS_JSON,

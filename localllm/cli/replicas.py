@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.context import CliContext
+from localllm.cli.options import flag_of
 from localllm.errors import Fix, UsageError
 
 if TYPE_CHECKING:
@@ -30,13 +31,11 @@ def require_sense(flags: Mapping[str, Any]) -> None:
     for flag, why in (
         ("also", "each replica has the one model"),
         ("idle_unload", "replicas stay as long as the server runs"),
+        ("metrics", "each replica counts for itself; Ray exports what it knows of all"),
     ):
         if flags[flag]:
-            typed = f"--{flag.replace('_', '-')}"
-            raise UsageError(f"--ray and {typed} cannot go together", why=why, fix=f"leave {typed} out")
-    if flags["metrics"]:
-        why = "each replica counts for itself; Ray exports what it knows of all"
-        raise UsageError("--ray and --metrics cannot go together", why=why, fix=Fix.without("--metrics"))
+            typed = flag_of(flag)
+            raise UsageError(f"--ray and {typed} cannot go together", why=why, fix=Fix.without(typed))
     require_ray()
 
 
@@ -77,15 +76,25 @@ def serve_replicas(
         stack.callback(fleet.close)
         door = Door(fleet.ask)
         log = front.output.note if not flags["quiet"] else lambda _line: None
-        waiting = _Waiting(front, fleet, lambda: _tell(front, selection, fleet, addresses, line.clear))
-        serve(
-            create_front(door, admission, log=log),
-            sockets,
-            lambda stop: stack.enter_context(front.interrupts.stopping(waiting.begin(stop))),
-            door.stop,
-        )
-    if waiting.failure is not None:
-        raise waiting.failure
+        failures: list[BaseException] = []
+
+        def begin(stop: Callable[[], None]) -> None:
+            """Wait for the replicas, while the server answers already that they are being started."""
+
+            def wait() -> None:
+                try:
+                    if fleet.wait_started():
+                        _tell(front, selection, fleet, addresses, line.clear)
+                except BaseException as error:
+                    failures.append(error)
+                    stop()
+
+            threading.Thread(target=wait, name="localllm-waiting", daemon=True).start()
+            stack.enter_context(front.interrupts.stopping(stop))
+
+        serve(create_front(door, admission, log=log), sockets, begin, door.stop)
+    if failures:
+        raise failures[0]
     front.output.note("stopped")
 
 
@@ -97,27 +106,3 @@ def _tell(
     front.output.note(f"serving {selection.files.name} ({many} on Ray Serve) on {' and '.join(addresses)}")
     front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
     front.output.note("run, chat, ps, load and stop do not find this server: its replicas are Ray's processes")
-
-
-class _Waiting:
-    """For the replicas, while the server answers already that they are being started. failure: why they are not."""
-
-    def __init__(self, front: CliContext, fleet: Fleet, started: Callable[[], None]) -> None:
-        self.failure: BaseException | None = None
-        self._front = front
-        self._fleet = fleet
-        self._started = started
-
-    def begin(self, stop: Callable[[], None]) -> Callable[[], None]:
-        """Start to wait; return the function that a signal calls."""
-
-        def wait() -> None:
-            try:
-                if self._fleet.wait_started():
-                    self._started()
-            except BaseException as error:
-                self.failure = error
-                stop()
-
-        threading.Thread(target=wait, name="localllm-waiting", daemon=True).start()
-        return stop

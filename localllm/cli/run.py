@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,15 +20,30 @@ from localllm.chat.recorder import ChatRecorder, Resumed, look_up, recorder_of
 from localllm.chat.session import PendingTurn
 from localllm.chat.tool_words import told_in_words
 from localllm.cli import options
-from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of, print_chosen
+from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of
 from localllm.cli.context import CliContext, cli_context
-from localllm.cli.generate import Printing, print_recorded
-from localllm.cli.names import complete_sessions
-from localllm.cli.options import DEFAULT_MAX_TOKENS, argument, extra_sampling, option, refuse_together, takes
+from localllm.cli.generate import AnswerPrinter, Printing
+from localllm.cli.options import (
+    DEFAULT_MAX_TOKENS,
+    argument,
+    complete_sessions,
+    extra_sampling,
+    number,
+    option,
+    refuse_together,
+    takes,
+)
 from localllm.cli.prompt import argument_text, has_blanks, split_positionals
 from localllm.cli.selection import select_resumed, select_text_only
-from localllm.cli.source import Encoder, Source, read_source
-from localllm.cli.structured import FORM_OPTIONS, refuse_idle_strict, require_met, typed_grammar
+from localllm.cli.source import (
+    FORM_OPTIONS,
+    Encoder,
+    Source,
+    read_source,
+    refuse_idle_strict,
+    require_met,
+    typed_grammar,
+)
 from localllm.errors import Fix, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
@@ -39,10 +55,10 @@ from localllm.text.eviction import Fitted, Message
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.request import Request, SamplingParams
-    from localllm.text.chat_template import ChatInput
+    from localllm.runtime.engine_handle import Inbox
     from localllm.text.grammar.grammar import Grammar
 
-EXAMPLES = """Examples:
+RUN_EXAMPLES = """Examples:
 
 \b
   localllm run "Tell me a tale about a fox who finds a lantern."
@@ -110,12 +126,12 @@ EXCLUSIVE = {
         Path,
     ),
     option("--batch", "Many prompts, a line of JSON each; goes on where it was interrupted. -: stdin.", "FILE", Path),
-    option(
+    number(
         "--parallel",
         f"With --batch: answers at once. Default: {DEFAULT_PARALLEL}, or as many as memory has room for.",
-        "N",
-        int,
-        accepts=options.PARALLEL,
+        1,
+        1024,
+        "8",
     ),
     option("--fresh", "With --batch: what an interrupted run answered counts as nothing."),
     option("-c --continue", "Go on with the last kept chat, and with its model unless one is named.", name="continues"),
@@ -161,11 +177,12 @@ def run_command(context: typer.Context, **flags: Any) -> None:
     """
     flags["continue"] = flags.pop("continues")
     front = cli_context(context)
-    refuse_conflicts(flags)
+    _refuse_conflicts(flags)
     form = typed_grammar(flags, front.output)
     choice = choice_of(flags)
     word, text = _positionals(flags)
-    resumed = _resumed(front, flags)
+    chat = "last" if flags["continue"] else flags["session"]
+    resumed = None if chat is None else look_up(front.output, chat)
     selection = _select(front, word, text, flags, resumed)
     if flags["batch"] is not None:
         from localllm.cli.batch import run_batch
@@ -181,7 +198,9 @@ def run_command(context: typer.Context, **flags: Any) -> None:
         dialogue = _dialogue(selection, source, text, flags["system"], resumed)
         source = Source(chat=ChatInput(dialogue.for_template))
     if flags["show_prompt"]:
-        _show_prompt(front, selection, source)
+        front.output.verbatim(source.render(selection.files.directory, selection.resolved))
+        if source.chat is not None and source.chat.add_generation_prompt is None:
+            front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
         return
     sampling = choice.sampling(selection.sampling(extra_sampling(flags)))
     said = dialogue or Dialogue(selection.resolved)
@@ -191,10 +210,7 @@ def run_command(context: typer.Context, **flags: Any) -> None:
             answers = _answers(front, selection, source, sampling, flags, recorder, form, choice)
         finally:
             recorder.catch_up()
-    endings = [answer.finished for answer in answers if answer.finished is not None]
-    if any(finished.finish_reason == "cancelled" for finished in endings):
-        raise typer.Exit(front.interrupts.exit_code or 130)
-    require_met(front, endings, strict=flags["strict"])
+    require_met(front, [answer.finished for answer in answers if answer.finished], strict=flags["strict"])
 
 
 def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -211,13 +227,7 @@ def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return word, text
 
 
-def _show_prompt(front: CliContext, selection: Selection, source: Source) -> None:
-    front.output.verbatim(source.render(selection.files.directory, selection.resolved))
-    if source.chat is not None and source.chat.add_generation_prompt is None:
-        front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
-
-
-def refuse_conflicts(flags: Mapping[str, Any]) -> None:
+def _refuse_conflicts(flags: Mapping[str, Any]) -> None:
     """Raises UsageError for flags that contradict each other, and for one that would have no effect."""
     refuse_together(flags, EXCLUSIVE)
     refuse_idle_strict(flags)
@@ -229,23 +239,15 @@ def refuse_conflicts(flags: Mapping[str, Any]) -> None:
         raise UsageError(
             "-p/--prompt is given more than once",
             why=why,
-            fix=Fix.command("run", "-f", "FILE", "-f", "FILE", "-p", "TEXT"),
+            fix=Fix.command("run", *["-f", "FILE", "-f", "FILE", "-p", "TEXT"]),
         )
-    for flag in ("parallel", "fresh"):
+    for flag, typed in (("parallel", f"--parallel {flags['parallel']}"), ("fresh", "--fresh")):
         if flags[flag] and flags["batch"] is None:
-            number = f" {flags[flag]}" if flag == "parallel" else ""
-            fix = Fix.command("run", "MODEL", "--batch", "FILE", f"--{flag}", *number.split())
+            fix = Fix.command("run", "MODEL", "--batch", "FILE", *typed.split())
             raise UsageError(f"--{flag} needs --batch", why="one prompt is one answer", fix=fix)
     if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"] or flags["batch"]):
         fix = Fix.command("run", "--json", "--logprobs", "3", "-p", "TEXT")
         raise UsageError("--logprobs needs --json, --jsonl or --batch", why="text alone has no place for them", fix=fix)
-
-
-def _resumed(front: CliContext, flags: Mapping[str, Any]) -> Resumed | None:
-    from localllm.history import LAST
-
-    word = LAST if flags["continue"] else flags["session"]
-    return look_up(front.output, word) if word is not None else None
 
 
 def _dialogue(
@@ -292,8 +294,9 @@ def _answers(
     form: Grammar | None,
     choice: AnswerChoice,
 ) -> list[Answer]:
-    """Return the answers that are printed; the first of them is recorded."""
-    from localllm.cli.load_progress import attaching
+    """Return the answers that are printed; the first of them is recorded. Exits where the user has stopped any."""
+    from localllm.cli.load_progress import loading
+    from localllm.text.eviction import without
 
     printing = Printing(
         as_json=flags["json"],
@@ -303,50 +306,48 @@ def _answers(
         logprobs=flags["logprobs"] is not None,
         shows_thoughts=selection.settings.show_thoughts,
     )
-    with attaching(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load:
-        encoder = Encoder.load(
-            selection.files.directory, selection.resolved, is_raw=source.chat is None, has_form=form is not None
-        )
-        if encoder.effort.note:
-            front.output.note(encoder.effort.note)
+    with loading(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load:
+        encoder = Encoder.of(front, selection, is_raw=source.chat is None, has_form=form is not None)
         ids = encoder.encode(source)
         engine = load.wait()
         request, fitted = _request(engine, source, encoder, ids, sampling, selection.settings.overflow)
         if fitted.evicted.turns:
             front.output.note(evicted_text(fitted.evicted))
-        why = partial(explain, engine, _given(source, encoder, fitted), fitted.prompt_ids, num_out=fitted.floor)
+        given = None
+        if source.chat is not None and encoder.template is not None:
+            chat = replace(source.chat, messages=without(source.chat.messages, fitted.floor))
+            given = encoder.effort.told(told_in_words(encoder.template, chat))
+        why = partial(explain, engine, given, fitted.prompt_ids, num_out=fitted.floor)
         thinking = encoder.thinking(request.prompt_ids)
         if flags["show_thoughts"] and not thinking.splits:
             front.output.note("--show-thoughts: this model's chat template knows no thoughts, and none are shown")
         request = replace(request, grammar=thinking.grammar(form), shown_ids=thinking.shown_ids)
         pending = PendingTurn(request, fitted.evicted, why, thinking=thinking)
-        asked = (front, selection.files, load.service, pending, printing, recorder)
-        answers = [print_recorded(*asked)] if choice.is_plain else print_chosen(*asked, choice)
+        requests = choice.requests(request)
+        answers = [replace(pending, request=each).answer() for each in requests]
+        with recorder.answering(answers[0]) as record:
+            inbox: Inbox = queue.SimpleQueue()
+            streams = [load.service.submit(each, inbox) for each in requests]
+            printer = AnswerPrinter(front, selection.files, pending, printing, record, choice, recorder.session_id)
+            chosen = printer.print(streams, inbox, answers)
+        if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):
+            raise typer.Exit(front.interrupts.exit_code or 130)
         if form is None:
-            _warn_of_cut(front, engine, answers, sampling)
-    return answers
+            _warn_of_cut(front, engine, chosen, sampling)
+    return chosen
 
 
 def _warn_of_cut(front: CliContext, engine: LoadedEngine, answers: Sequence[Answer], sampling: SamplingParams) -> None:
-    endings = [answer.finished for answer in answers if answer.finished is not None]
     num_cut = sum(
-        finished.usage.completion_tokens != sampling.max_tokens and is_cut_by_context(finished, engine.ctx)
-        for finished in endings
+        answer.finished is not None
+        and answer.finished.usage.completion_tokens != sampling.max_tokens
+        and is_cut_by_context(answer.finished, engine.ctx)
+        for answer in answers
     )
     if num_cut:
-        named = "the answer was" if len(endings) == 1 else f"{num_cut} of {len(endings)} answers were"
+        named = "the answer was" if len(answers) == 1 else f"{num_cut} of {len(answers)} answers were"
         larger = "--ctx makes it larger" if can_be_longer(engine) else "it is the longest that the model has"
         front.output.warn(f"{named} cut: the context of {engine.ctx} tokens is full ({larger})")
-
-
-def _given(source: Source, encoder: Encoder, fitted: Fitted) -> ChatInput | None:
-    """The chat as the model is given it."""
-    from localllm.text.eviction import without
-
-    if source.chat is None or encoder.template is None:
-        return None
-    chat = replace(source.chat, messages=without(source.chat.messages, fitted.floor))
-    return encoder.effort.told(told_in_words(encoder.template, chat))
 
 
 def _request(

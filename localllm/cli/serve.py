@@ -8,21 +8,21 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import LoadLine
-from localllm.cli.options import option, refuse_together, takes
+from localllm.cli.options import choice, number, option, refuse_together, takes
 from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select
 from localllm.config import user_directories
 from localllm.errors import BusyError, EngineClosedError, EngineGoneError, Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.selection import Selection, locate, with_defaults
-from localllm.settings import SETTINGS, Accepts, EngineConfig, SamplingSettings
+from localllm.settings import SETTINGS, EngineConfig, SamplingSettings
 
 if TYPE_CHECKING:
     import asyncio
@@ -36,8 +36,15 @@ if TYPE_CHECKING:
 
 DEFAULT_HOST, DEFAULT_PORT, OLLAMA_PORT = "127.0.0.1", 8420, 11434
 DEFAULT_PARALLEL, DEFAULT_QUEUE = 8, 64
+# What a flag's value must match, in words too, and an example.
+_HOST = r"[A-Za-z0-9._-]+(:\d{1,5})?", "it must be a name, or a name and a port", "box.local"
+_ORIGIN = (
+    r"[a-z][a-z0-9+.-]*://[^/\s]+",
+    "it must be a scheme and a host, without a path, as browsers send it",
+    "https://app.example",
+)
 
-EXAMPLES = """Examples:
+SERVE_EXAMPLES = """Examples:
 
 \b
   localllm serve
@@ -56,28 +63,12 @@ EXAMPLES = """Examples:
         "Where to listen. Default: 127.0.0.1, which this machine alone reaches; others need an API key.",
         "ADDRESS",
     ),
-    option(
-        "--port",
-        f"The port; 0: one that is free. Default: {DEFAULT_PORT}.",
-        "N",
-        int,
-        accepts=Accepts("integer", 0, 65535, usual="8420"),
-    ),
+    number("--port", f"The port; 0: one that is free. Default: {DEFAULT_PORT}.", 0, 65535, "8420"),
     option("--also-ollama-port", f"Listen on {OLLAMA_PORT} too, for programs that look nowhere else."),
     option("--alias", "Another name for the model, as clients ask for it. May be repeated.", "NAME", list[str]),
-    option(
-        "--parallel",
-        f"Answers that are computed at once. Default: {DEFAULT_PARALLEL}.",
-        "N",
-        int,
-        accepts=options.PARALLEL,
-    ),
-    option(
-        "--queue",
-        f"Answers that may wait for their turn; more are refused. Default: {DEFAULT_QUEUE}.",
-        "N",
-        int,
-        accepts=Accepts("integer", 0, 10_000, usual="64"),
+    number("--parallel", f"Answers that are computed at once. Default: {DEFAULT_PARALLEL}.", 1, 1024, "8"),
+    number(
+        "--queue", f"Answers that may wait for their turn; more are refused. Default: {DEFAULT_QUEUE}.", 0, 10_000, "64"
     ),
     option(
         "--api-key-file",
@@ -110,28 +101,23 @@ EXAMPLES = """Examples:
         "Unload a model that nobody has asked for so long: 10m, 1h30m. Default: when its room is needed.",
         "TIME",
     ),
-    option(
-        "--pooling",
-        "What an embedding is made of: all tokens, or the last one. Default: mean.",
-        "mean|last",
-        Literal["mean", "last"],
-    ),
+    choice("--pooling", "What an embedding is made of: all tokens, or the last one. Default: mean.", "mean", "last"),
     option("--metrics", "Serve /metrics for Prometheus."),
     option("--quiet", "No line for each request."),
-    option(
+    choice(
         "--overflow",
         "What to do where a chat is longer than the context. stop: an error says what would fit. evict: the oldest "
         "turns leave the model's view. Default: stop.",
-        "stop|evict",
-        Literal["stop", "evict"],
+        "stop",
+        "evict",
     ),
     option("--ray", "Serve replicas of the model on Ray Serve: one for each GPU, or machine of a cluster."),
-    option(
+    number(
         "--replicas",
         "How many, with --ray. Default: one for each GPU; without any, one for each machine.",
-        "N",
-        int,
-        accepts=Accepts("integer", 1, 1024, usual="2"),
+        1,
+        1024,
+        "2",
     ),
     "private",
     option(
@@ -321,8 +307,8 @@ def _admission(front: CliContext, flags: Mapping[str, Any], sockets: Sequence[so
     return Admission(
         ports=tuple(sock.getsockname()[1] for sock in sockets),
         is_local=is_local,
-        hosts=tuple(_host(name) for name in flags["allow_host"] or ()),
-        origins=tuple(_origin(url) for url in flags["allow_origin"] or ()),
+        hosts=_matching("--allow-host", flags["allow_host"], *_HOST),
+        origins=_matching("--allow-origin", flags["allow_origin"], *_ORIGIN),
         key_digest=None if key is None else key.digest,
     )
 
@@ -340,17 +326,9 @@ def _idle_seconds(text: str | None) -> float | None:
     return seconds
 
 
-def _host(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._-]+(:\d{1,5})?", name):
-        why = "it must be a name, or a name and a port"
-        raise UsageError(f"--allow-host is {name[:80]!r}", why=why, fix=Fix.flag("--allow-host", "box.local"))
-    return name
-
-
-def _origin(url: str) -> str:
-    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", url):
-        why = "it must be a scheme and a host, without a path, as browsers send it"
-        raise UsageError(
-            f"--allow-origin is {url[:80]!r}", why=why, fix=Fix.flag("--allow-origin", "https://app.example")
-        )
-    return url
+def _matching(flag: str, values: Sequence[str] | None, pattern: str, why: str, usual: str) -> tuple[str, ...]:
+    """The values of a flag. Raises UsageError for one that is not as it must be."""
+    for value in values or ():
+        if not re.fullmatch(pattern, value):
+            raise UsageError(f"{flag} is {value[:80]!r}", why=why, fix=Fix.flag(flag, usual))
+    return tuple(values or ())

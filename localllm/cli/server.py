@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from localllm.cli import options
 from localllm.cli.context import cli_context
-from localllm.cli.names import complete_installed
+from localllm.cli.options import argument, complete_installed, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes
 from localllm.errors import Fix, LocalLLMError, ModelNotFoundError
@@ -20,12 +20,11 @@ _WHY_NOT_FOUND = (
     "none of this user's listens at its socket; one that was started with --ray, or beside another, is not found here"
 )
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", autocompletion=complete_installed, help="A name, or a folder of yours.")
-]
+_MODEL = argument("model", "MODEL", "A name, or a folder of yours.", completion=complete_installed, required=True)
 
 
-def ps_command(context: typer.Context, as_json: options.AsJson = False) -> None:
+@takes(options.AS_JSON)
+def ps_command(context: typer.Context, as_json: bool) -> None:
     """List the models that the server has loaded.
 
     With the memory that each may come to have by its plan (RESERVED), and until when it stays. A model that has ended
@@ -48,7 +47,8 @@ def ps_command(context: typer.Context, as_json: options.AsJson = False) -> None:
     output.table(header, [_cells(row) for row in rows], optional=("PID", "WEIGHTS"))
 
 
-def load_command(context: typer.Context, model: Model) -> None:
+@takes(_MODEL)
+def load_command(context: typer.Context, model: str) -> None:
     """Have the server load a model, so that the first question need not wait for it.
 
     Others leave where their room is needed.
@@ -61,15 +61,8 @@ def load_command(context: typer.Context, model: Model) -> None:
     output.note(f"{told['name']} is loaded")
 
 
-def stop_command(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", autocompletion=complete_installed, show_default=False, help="Without one: the server."
-        ),
-    ] = None,
-) -> None:
+@takes(argument("model", "MODEL", "Without one: the server.", completion=complete_installed))
+def stop_command(context: typer.Context, model: str | None) -> None:
     """Unload a model, or end the server.
 
     What is being answered ends with an error. A model that is asked for again is loaded again.

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,10 +15,9 @@ from localllm.chat.recorder import moved_text
 from localllm.chat.text_file import replace_file
 from localllm.chat.thoughts import kept_apart
 from localllm.cli import options
-from localllm.cli.commands import PlainCommand, plain_group
-from localllm.cli.confirm import ask_to_delete
+from localllm.cli.app import PlainCommand, plain_group
 from localllm.cli.context import CliContext, cli_context
-from localllm.cli.names import complete_sessions
+from localllm.cli.options import argument, choice, complete_sessions, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.errors import Fix, HistoryError, UsageError
 
@@ -27,43 +26,28 @@ if TYPE_CHECKING:
 
 _MOST_LISTED = 20
 
-Chat = Annotated[
-    str,
-    typer.Argument(
-        metavar="ID",
-        show_default=False,
-        autocompletion=complete_sessions,
-        help="An id of `localllm sessions list`, the beginning of one, a part of a title, or `last`.",
-    ),
-]
-Chats = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="ID...",
-        show_default=False,
-        autocompletion=complete_sessions,
-        help="Ids of `localllm sessions list`, beginnings of them, parts of titles, or `last`.",
-    ),
-]
+_CHAT = argument(
+    "session",
+    "ID",
+    "An id of `localllm sessions list`, the beginning of one, a part of a title, or `last`.",
+    completion=complete_sessions,
+    required=True,
+)
+_CHATS = argument(
+    "sessions",
+    "ID...",
+    "Ids of `localllm sessions list`, beginnings of them, parts of titles, or `last`.",
+    list[str],
+    completion=complete_sessions,
+)
+_EVERY = option("--all", "Every chat that is kept.", name="everything")
 
-sessions_app = plain_group("sessions")
-
-
-@sessions_app.callback(invoke_without_command=True)
-def sessions(context: typer.Context) -> None:
-    """List, read, search, export and delete kept chats."""
-    if context.invoked_subcommand is None:
-        cli_context(context).output.line(context.get_help())
+sessions_app = plain_group("sessions", "List, read, search, export and delete kept chats.")
 
 
 @sessions_app.command("list", cls=PlainCommand)
-def list_sessions(
-    context: typer.Context,
-    everything: Annotated[
-        bool, typer.Option("--all", help=f"All of them, not the latest {_MOST_LISTED} alone.")
-    ] = False,
-    as_json: options.AsJson = False,
-) -> None:
+@takes(option("--all", f"All of them, not the latest {_MOST_LISTED} alone.", name="everything"), options.AS_JSON)
+def list_sessions(context: typer.Context, everything: bool, as_json: bool) -> None:
     """List the chats that were kept.
 
     The one that was gone on with last stands in front.
@@ -84,14 +68,17 @@ def list_sessions(
         front.output.note("no chat is kept yet: `localllm chat` keeps one, unless it is --private")
         return
     front.output.table(
-        ("ID", "WHEN", "MODEL", "MESSAGES", "TITLE"), [_cells(*row) for row in found], optional=("MODEL", "MESSAGES")
+        ("ID", "WHEN", "MODEL", "MESSAGES", "TITLE"),
+        [(each.id, _when(each.updated), _short(each.model), str(num), each.title) for each, num in found],
+        optional=("MODEL", "MESSAGES"),
     )
     if count > len(found):
         front.output.note(f"{count - len(found)} more: localllm sessions list --all")
 
 
 @sessions_app.command("show", cls=PlainCommand)
-def show_session(context: typer.Context, session: Chat, as_json: options.AsJson = False) -> None:
+@takes(_CHAT, options.AS_JSON)
+def show_session(context: typer.Context, session: str, as_json: bool) -> None:
     """Print a chat.
 
     What it shows is what it would go on from; `export --format json` has the other answers and wordings too.
@@ -123,13 +110,10 @@ def show_session(context: typer.Context, session: Chat, as_json: options.AsJson 
 
 
 @sessions_app.command("search", cls=PlainCommand)
-def search_sessions(
-    context: typer.Context,
-    words: Annotated[
-        list[str], typer.Argument(metavar="WORD...", show_default=False, help="All of them; a phrase in double quotes.")
-    ],
-    as_json: options.AsJson = False,
-) -> None:
+@takes(
+    argument("words", "WORD...", "All of them; a phrase in double quotes.", list[str], required=True), options.AS_JSON
+)
+def search_sessions(context: typer.Context, words: Sequence[str], as_json: bool) -> None:
     """Find words in titles and messages, the latest first.
 
     Also in answers that were generated anew and are not shown any more.
@@ -159,38 +143,32 @@ def search_sessions(
 
 
 @sessions_app.command("export", cls=PlainCommand)
-def export_sessions(
-    context: typer.Context,
-    sessions: Chats = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every chat that is kept.")] = False,
-    form: Annotated[
-        Literal["markdown", "json"] | None,
-        typer.Option(
-            "--format",
-            metavar="markdown|json",
-            help="markdown: to be read. json: to be imported again, with every branch. Default: as FILE ends, else "
-            "markdown.",
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Where to write it; must not be there. Default: stdout."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write FILE anew where it is there.")] = False,
-) -> None:
+@takes(
+    _CHATS,
+    _EVERY,
+    choice(
+        "--format",
+        "markdown: to be read. json: to be imported again, with every branch. Default: as FILE ends, else markdown.",
+        "markdown",
+        "json",
+    ),
+    option("-o --output", "Where to write it; must not be there. Default: stdout.", "FILE", Path),
+    option("--force", "Write FILE anew where it is there."),
+)
+def export_sessions(context: typer.Context, **flags: Any) -> None:
     """Write chats as Markdown or JSON."""
     import json
 
     from localllm.history import exchange
 
-    front = cli_context(context)
-    if force and file is None:
+    front, file, form = cli_context(context), flags["output"], flags["format"]
+    if flags["force"] and file is None:
         raise UsageError(
             "--force needs -o FILE", why="stdout is never overwritten", fix=Fix.command("sessions", "export", "--help")
         )
     chosen = form or ("json" if file is not None and file.suffix.casefold() == ".json" else "markdown")
     with _opened(front) as history:
-        found = _chosen(history, sessions, everything, "export")
+        found = _chosen(history, flags["sessions"], flags["everything"], "export")
         if chosen == "json":
             value = exchange.as_json(map(history.conversation, found), kept_apart)
             text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
@@ -199,7 +177,7 @@ def export_sessions(
     if file is None:
         front.output.verbatim(text)
         return
-    if not force and not file.is_dir() and file.exists():
+    if not flags["force"] and not file.is_dir() and file.exists():
         raise UsageError(
             f"{str(file)!r} is there already", why="nothing is overwritten unasked", fix=Fix.flag("--force")
         )
@@ -208,19 +186,18 @@ def export_sessions(
 
 
 @sessions_app.command("import", cls=PlainCommand)
-def import_sessions(
-    context: typer.Context,
-    files: Annotated[
+@takes(
+    argument(
+        "files",
+        "FILE...",
+        "What `export --format json` wrote, or the data that ChatGPT exports: conversations.json, or the archive with "
+        "it.",
         list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            show_default=False,
-            help="What `export --format json` wrote, or the data that ChatGPT exports: conversations.json, or the "
-            "archive with it.",
-        ),
-    ],
-    as_json: options.AsJson = False,
-) -> None:
+        required=True,
+    ),
+    options.AS_JSON,
+)
+def import_sessions(context: typer.Context, files: Sequence[Path], as_json: bool) -> None:
     """Take chats in from another machine, or from ChatGPT.
 
     What is here already is not added again; a chat that has grown gets what is new. An image, a file or a tool at work
@@ -251,12 +228,9 @@ def import_sessions(
 
 
 @sessions_app.command("rm", cls=PlainCommand)
+@takes(_CHATS, _EVERY, options.UNASKED, options.AS_JSON)
 def remove_sessions(
-    context: typer.Context,
-    sessions: Chats = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every chat that is kept.")] = False,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
-    as_json: options.AsJson = False,
+    context: typer.Context, sessions: Sequence[str] | None, everything: bool, yes: bool, as_json: bool
 ) -> None:
     """Delete chats, with every branch of them.
 
@@ -267,7 +241,11 @@ def remove_sessions(
     with _opened(front) as history:
         found = _chosen(history, sessions, everything, "rm")
         if not yes:
-            _ask(front, found, everything=everything)
+            ids = ["--all"] if everything else [session.id for session in found]
+            shown = [f"{session.id}  {_when(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]]
+            if len(found) > _MOST_LISTED:
+                shown.append(f"and {len(found) - _MOST_LISTED} more")
+            front.ask_to_delete(_counted(found), shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]), shown)
         history.remove(found)
     if as_json:
         removed = [session.id for session in found]
@@ -329,21 +307,8 @@ def _chosen(history: History, words: Sequence[str] | None, everything: bool, com
     return list(found.values())
 
 
-def _ask(front: CliContext, found: Sequence[Session], *, everything: bool) -> None:
-    """Raises UsageError where nobody can be asked, and leaves where the answer is no."""
-    ids = ["--all"] if everything else [session.id for session in found]
-    shown = [f"{session.id}  {_when(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]]
-    if len(found) > _MOST_LISTED:
-        shown.append(f"and {len(found) - _MOST_LISTED} more")
-    ask_to_delete(front, _counted(found), shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]), shown)
-
-
 def _counted(found: Sequence[Session]) -> str:
     return f"the chat {found[0].id} ({found[0].title})" if len(found) == 1 else f"{len(found)} chats"
-
-
-def _cells(session: Session, count: int) -> tuple[str, ...]:
-    return (session.id, _when(session.updated), _short(session.model), str(count), session.title)
 
 
 def _short(model: str | None) -> str:

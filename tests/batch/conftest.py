@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli_support import start_cli, write_checkpoint
+from tests.cli_support import fork_cli, write_checkpoint
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             line = ["run", model, "--batch", path, *(arguments or ("--max-tokens", "40")), "--parallel", "3"]
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             # bufsize: what a first reader would read ahead, a second one would miss
-            process = start_cli(tmp_path / "home", *line, **streams, bufsize=0)
+            process = fork_cli(tmp_path / "home", *line, **streams, bufsize=0)
             processes.enter_context(process)
             processes.callback(process.kill)
             return process

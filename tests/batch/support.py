@@ -26,6 +26,11 @@ def batch(model: Path | str, path: Path | str, *arguments: str, stdin: bytes = b
     return run_cli("run", model, "--batch", path, "--max-tokens", "4", "--seed", "1", *arguments, stdin=stdin)
 
 
+def rerun(model: Path, path: Path, *arguments: str) -> Result:
+    """The command of the fixture `start`, in this process."""
+    return run_cli("run", model, "--batch", path, *(arguments or ("--max-tokens", "40")), "--parallel", "3")
+
+
 def answers(result: Result) -> list[dict[str, Any]]:
     """The lines of the output without what the clock says, and what it decides: how much is guessed."""
     lines = [json.loads(line) for line in result.out.splitlines()]

@@ -17,7 +17,7 @@ import pytest
 from localllm.cli.journal import LIFETIME_S, SYNC_S, open_journal
 from localllm.engine.engine import Engine
 from localllm.errors import LocalLLMError, NonFiniteError
-from tests.batch.support import PROMPTS, answers, batch, finish, wait_for_lines
+from tests.batch.support import PROMPTS, answers, batch, finish, rerun, wait_for_lines
 from tests.cli_support import Result, run_cli
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other
@@ -252,13 +252,13 @@ def test_a_job_that_is_killed_again_and_again_prints_what_an_undisturbed_one_doe
         whole_lines = (head + finish(process).out).rpartition(b"\n")[0]
         assert whole_lines.startswith(printed) or printed.startswith(whole_lines)  # with the clock's own words
         printed = max(printed, whole_lines, key=len)
-    resumed = finish(start(slow_model, path, *flags))
+    resumed = rerun(slow_model, path, *flags)
     assert resumed.code == 0, resumed.err
     assert resumed.out.startswith(printed)
     assert was_there(resumed) >= printed.count(b"\n") + 1
     first_seed = answers(resumed)[0]["seed"]
     lines = [{"prompt": prompt, "seed": first_seed + (0 if seed else n)} for n, prompt in enumerate(PROMPTS * 3)]
-    undisturbed = finish(start(slow_model, file(*lines), "--max-tokens", "60"))
+    undisturbed = rerun(slow_model, file(*lines), "--max-tokens", "60")
     assert answers(resumed) == answers(undisturbed)
 
 
@@ -270,7 +270,7 @@ def test_a_job_that_is_killed_goes_on_with_what_it_had(
     printed = wait_for_lines(process, 3)
     process.kill()
     finish(process)
-    resumed = finish(start(slow_model, path))
+    resumed = rerun(slow_model, path)
     assert resumed.code == 0
     assert resumed.out.startswith(printed)  # with the clock's own words
     assert was_there(resumed) >= 3
@@ -291,7 +291,7 @@ def test_a_signal_ends_a_job_and_says_how_it_goes_on(
     told = re.fullmatch(r"interrupted; (\d+) of 18 answers are kept. To go on: the same command\n", stopped.err)
     assert told
     assert 2 <= int(told[1]) < 18
-    resumed = finish(start(slow_model, path))
+    resumed = rerun(slow_model, path)
     assert resumed.code == 0
     assert resumed.out.startswith(head + stopped.out)
     assert was_there(resumed) == int(told[1])
@@ -308,7 +308,7 @@ def test_a_reader_that_goes_away_ends_a_job_in_silence(
     process.stdout = None
     _, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, b"")
-    assert was_there(finish(start(slow_model, path))) >= 1
+    assert was_there(rerun(slow_model, path)) >= 1
 
 
 def test_a_second_process_at_the_same_job_is_refused_with_the_firsts_number(
@@ -319,7 +319,7 @@ def test_a_second_process_at_the_same_job_is_refused_with_the_firsts_number(
     while not list(own_jobs.glob("*/answers")):
         assert first.poll() is None
         time.sleep(0.05)
-    second = finish(start(slow_model, path, "--max-tokens", "400"))
+    second = rerun(slow_model, path, "--max-tokens", "400")
     assert (second.code, second.out, len(second.error_lines)) == (1, b"", 4)
     assert f"process {first.pid} is at it" in second.err
     assert first.poll() is None

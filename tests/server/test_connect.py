@@ -18,7 +18,7 @@ import httpx2
 import pytest
 import yaml
 
-from localllm.cli.names import complete_connections
+from localllm.cli.options import complete_connections
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.runtime.client_configs import CONNECTIONS, YOUR_KEY, Target, ask_models, names
 from tests.cli_support import run_cli, write_checkpoint

@@ -135,8 +135,8 @@ def test_memory_that_ends_while_it_is_loaded_leaves_it_out(
 def test_the_command_line_refuses_what_cannot_guess(own_folders: None) -> None:
     for flags, said in (
         (("--speculate", "eagle"), "auto, off, ngram, skip, or model:NAME"),
-        (("--speculate", "model:"), "no name behind model:"),
-        (("--speculate", "model: "), "no name behind model:"),
+        (("--speculate", "model:"), "or model:NAME"),
+        (("--speculate", "model: "), "or model:NAME"),
         (("--draft-tokens", "16"), "from 0 to 15"),
         (("--draft-tokens", "-1"), "from 0 to 15"),
         (("--speculate", "model:no-such-model"), "--speculate model:no-such-model: there is no model"),

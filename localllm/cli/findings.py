@@ -1,15 +1,60 @@
-"""Commands that put a machine right, for this system and this card. Knows nothing of what is wrong."""
+"""The result of one check of `doctor`, and the commands that put a machine right, for this system and this card."""
 
 from __future__ import annotations
 
 import platform
 import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from localllm.offload.planner.nvml import Gpu
+
+
+@dataclass(frozen=True)
+class Finding:
+    """detail: what was seen, with its numbers. fix: one command to paste, where something is to be done.
+
+    status: warn where it works, but less well than it could; fail where it does not work.
+    """
+
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        assert bool(self.fix) == (self.status != "ok")
+
+
+def examined(check: Callable[[], Finding]) -> Finding:
+    """Return what a check finds. Never raises: the doctor must not fall ill of what it examines."""
+    try:
+        return check()
+    except Exception as error:
+        return warn(f"could not be examined: {type(error).__name__}: {error}", "localllm help failure")
+
+
+def ok(detail: str) -> Finding:
+    return Finding("ok", detail)
+
+
+def warn(detail: str, fix: str) -> Finding:
+    return Finding("warn", detail, fix)
+
+
+def fail(detail: str, fix: str) -> Finding:
+    return Finding("fail", detail, fix)
+
+
+def sm_name(capability: tuple[int, int] | None) -> str:
+    """(8, 6) -> "sm_86"."""
+    return "of an unknown generation" if capability is None else f"sm_{capability[0]}{capability[1]}"
+
+
+# Commands
 
 TRITON = "pip install --force-reinstall 'triton>=3.6,<3.8'"
 _TORCH = "pip install --force-reinstall 'torch>=2.11,<2.14'"

@@ -1,0 +1,168 @@
+"""`localllm pull`, `list`, `show` and `rm`: the models on this disk, and those that can be had."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from localllm.cli import options
+from localllm.cli.context import cli_context
+from localllm.cli.options import option, takes
+from localllm.cli.output import SCHEMA_VERSION
+from localllm.cli.selection import select_text_only
+from localllm.config import format_bytes, load_settings
+from localllm.runtime.download import fetch
+from localllm.runtime.model_catalog import (
+    ModelRow,
+    fact_lines,
+    licence_text,
+    model_facts,
+    model_rows,
+    packed_text,
+    row_fields,
+    size_text,
+)
+
+if TYPE_CHECKING:
+    from localllm.hub import PullProgress
+
+PULL_EXAMPLES = """Examples:
+
+\b
+  localllm pull mistral-7b
+  localllm pull HuggingFaceTB/SmolLM2-135M-Instruct
+  HF_TOKEN=hf_... localllm pull gemma2-2b
+"""
+
+
+@takes(options.REQUIRED_MODEL, "offline", options.AS_JSON)
+def pull_command(context: typer.Context, **flags: Any) -> None:
+    """Fetch a model from the Hugging Face hub.
+
+    A pull that was interrupted goes on where it stopped.
+    """
+    front, model = cli_context(context), flags["model"]
+    resolved = load_settings({"offline": flags["offline"]})
+    front.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(model)}"
+    noted = ""
+    with front.output.progress(f"pulling {model}", plain_lines=True) as line:
+
+        def show(progress: PullProgress) -> None:
+            """Show the total and the current file in one line; what is out of the ordinary as a note."""
+            nonlocal noted
+            if progress.phase in ("waiting", "retrying") and progress.note != noted:
+                noted = progress.note
+                line.interject(noted)
+            if not progress.total_bytes:
+                line.show(f"{progress.phase} {progress.note}")
+                return
+            share = f"{format_bytes(progress.file_done_bytes)}/{format_bytes(progress.file_bytes)}"
+            verb = "verifying " if progress.phase == "verifying" else ""
+            line.update(progress.done_bytes, progress.total_bytes, f"{verb}{progress.file} {share}")
+
+        files = fetch(model, resolved, show)
+    size_bytes = sum(path.stat().st_size for path in files.directory.iterdir() if path.is_file())
+    if flags["as_json"]:
+        fields = {"model": files.name, "repo": files.repo, "revision": files.revision}
+        where = {"directory": str(files.directory), "size_bytes": size_bytes}
+        front.output.json({"schema_version": SCHEMA_VERSION, **fields, **where})
+    else:
+        front.output.line(f"{files.name}: {format_bytes(size_bytes)} in {files.directory}")
+
+
+@takes(
+    option("--all", "Also the models known by a short name, which can be pulled.", name="everything"), options.AS_JSON
+)
+def list_command(context: typer.Context, everything: bool, as_json: bool) -> None:
+    """List the models on this disk.
+
+    With their sizes, what was only partly fetched, and what is packed of each: everything that takes space.
+    """
+    output = cli_context(context).output
+    rows = model_rows(has_available=everything)
+    if as_json:
+        output.json({"schema_version": SCHEMA_VERSION, "models": [row_fields(row) for row in rows]}, indent=2)
+        return
+    if not rows:
+        output.note("no model is on this disk; `localllm list --all` shows what can be pulled")
+        return
+    header = ("NAME", "STATE", "PARAMETERS", "SIZE", "PACKED", "CONTEXT", "LICENCE", "FROM")
+    output.table(header, [_cells(row) for row in rows], optional=("FROM", "LICENCE", "CONTEXT", "PARAMETERS"))
+    if any(packed.state == "orphan" for row in rows for packed in row.packed):
+        output.note("orphan: its checkpoint is gone or has changed; `localllm rm NAME --packed` frees the space")
+
+
+def _cells(row: ModelRow) -> tuple[str, ...]:
+    source = row.repo or {"installed": "built in", "folder": "a folder of yours"}.get(row.state, "")
+    parameters = f"{row.parameters:g}B" if row.parameters else ""
+    packed = ", ".join(packed_text(packed) for packed in row.packed)
+    context = str(row.context or "")
+    return row.name, row.state, parameters, size_text(row), packed, context, licence_text(row), source
+
+
+@takes(
+    options.REQUIRED_MODEL,
+    option("--template", "Print the chat template and nothing else."),
+    options.AS_JSON,
+)
+def show_command(context: typer.Context, model: str, template: bool, as_json: bool) -> None:
+    """Show what is known about one model.
+
+    Where it is, its size, what is packed of it, architecture, context, licence and sampling defaults; without the
+    network.
+    """
+    from localllm import hub
+
+    front = cli_context(context)
+    output = front.output
+    if template:
+        from localllm.text.chat_template import ChatTemplate
+
+        sources = ChatTemplate.load(select_text_only(front, model, {}).files.directory).sources
+        named = [source if len(sources) == 1 else f"--- {name} ---\n{source}" for name, source in sources.items()]
+        text = "\n".join(named)
+        if as_json:
+            output.json({"schema_version": SCHEMA_VERSION, "model": model, "template": text})
+        else:
+            output.verbatim(text if text.endswith("\n") else f"{text}\n")
+        return
+    description = hub.describe(model)
+    if as_json:
+        output.json({"schema_version": SCHEMA_VERSION, **model_facts(description)}, indent=2)
+        return
+    for label, text in fact_lines(description):
+        output.line(f"{label:<16}  {text}")
+
+
+@takes(
+    options.INSTALLED_MODEL,
+    option("--packed", "Only what was packed of it; also of a folder of yours, and of tiny."),
+    options.UNASKED,
+    option("--json", "One JSON object: schema_version, model, freed_bytes.", name="as_json"),
+)
+def rm_command(context: typer.Context, model: str, packed: bool, yes: bool, as_json: bool) -> None:
+    """Delete a model from this disk.
+
+    Its files in the download cache, finished and unfinished ones, and what was packed of it. The files of the built-in
+    model and those in folders of your own are left alone.
+    """
+    from localllm import hub
+
+    front = cli_context(context)
+
+    def confirm(checkpoint_bytes: int, packed_bytes: int) -> None:
+        if not yes:
+            sizes = [] if packed else [format_bytes(checkpoint_bytes)]
+            sizes += [f"{format_bytes(packed_bytes)} packed"] if packed or packed_bytes else []
+            what = f"what is packed of {model}" if packed else model
+            unasked = f"localllm rm {shlex.quote(model)}{' --packed' if packed else ''} --yes"
+            front.ask_to_delete(f"{what} ({', '.join(sizes)})", unasked)
+
+    freed_bytes = hub.remove(model, packed_only=packed, confirm=confirm)
+    if as_json:
+        front.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
+    else:
+        what = f"what was packed of {model}" if packed else model
+        front.output.line(f"removed {what}: {format_bytes(freed_bytes)} freed")
