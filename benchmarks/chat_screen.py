@@ -74,16 +74,15 @@ def child(folder: Path, *, is_peer: bool) -> None:
     os.environ["LOCALLLM_HOME"] = str(folder)
     tune()
     if is_peer:
-        from localllm.tui import stream_throttle
-        from localllm.tui.widgets.clear import Clear, LaidOutOnce
-        from localllm.tui.widgets.document import Document
+        from localllm.tui import answer_worker
+        from localllm.tui.widgets.document import Clear, Document, LaidOutOnce
 
         async def done(_: Document, *, is_whole: bool) -> None:
             pass
 
         del Document.append, Clear.render_lines, LaidOutOnce._size_updated
         Document._grow = done  # type: ignore[assignment]
-        stream_throttle._SHARE = float("inf")
+        answer_worker._SHARE = float("inf")
     from localllm.tui.widgets.message_view import AnswerView
     from tests.tui.support import FakeService, chat_app
 

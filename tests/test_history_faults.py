@@ -9,7 +9,8 @@ import resource
 import signal
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 
@@ -44,6 +45,11 @@ class Talk:
         self.dialogue = Dialogue(ResolvedSettings())
         self.recorder = ChatRecorder(self.dialogue, Output(None, self.errors), path, model)
 
+    def turns(self, *questions: str) -> Talk:
+        for question in questions:
+            self.turn(question)
+        return self
+
     def turn(self, question: str, heard: Callable[[str], None] = lambda _: None) -> None:
         self.dialogue.ask(question)
         with self.recorder.answering(Answer(3)) as record:
@@ -67,6 +73,14 @@ def kept(path: Path) -> list[tuple[str, str, str]]:
         sessions = history.sessions()
         assert len(sessions) <= 1
         return said(history, sessions[0][0]) if sessions else []
+
+
+@contextmanager
+def locked(path: Path, how: str = "IMMEDIATE") -> Iterator[None]:
+    """Another process is in the midst of a transaction."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute(f"BEGIN {how}")
+        yield
 
 
 # Kills
@@ -221,8 +235,7 @@ def test_a_full_disk_is_told_once_and_the_chat_goes_on(path: Path) -> None:
 def test_what_was_said_while_the_disk_was_full_is_kept_when_it_has_room_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = Talk(path)
-    talk.turn(QUESTIONS[0])
+    talk = Talk(path).turns(QUESTIONS[0])
     with monkeypatch.context() as patch:
 
         def full(self: object, patience_s: float) -> None:
@@ -244,14 +257,10 @@ def test_what_was_said_while_the_disk_was_full_is_kept_when_it_has_room_again(
 
 
 def test_a_copy_of_a_chat_has_what_was_not_kept_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    talk = Talk(path)
-    talk.turn(QUESTIONS[0])
-    with monkeypatch.context() as patch:
+    talk = Talk(path).turns(QUESTIONS[0])
+    with monkeypatch.context() as patch, locked(path):
         patch.setattr(database, "PATIENCE_S", 0.1)
-        holder = sqlite3.connect(path, isolation_level=None)
-        holder.execute("BEGIN IMMEDIATE")
         talk.turn(QUESTIONS[1])
-        holder.close()
     name = talk.recorder.fork()
     talk.recorder.close()
     assert name is not None
@@ -261,17 +270,13 @@ def test_a_copy_of_a_chat_has_what_was_not_kept_before(path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("folder", ["/proc/none", "/dev/null/none"])
 def test_a_disk_that_cannot_be_written_is_told_once(folder: str) -> None:
-    talk = Talk(Path(folder) / "conversations.db")
-    talk.turn(QUESTIONS[0])
-    talk.turn(QUESTIONS[1])
+    talk = Talk(Path(folder) / "conversations.db").turns(*QUESTIONS)
     assert len(talk.warnings) == 1 and folder in talk.warnings[0]
 
 
 def test_a_folder_in_the_place_of_the_file_is_told_once(path: Path) -> None:
     path.mkdir(parents=True)
-    talk = Talk(path)
-    talk.turn(QUESTIONS[0])
-    talk.turn(QUESTIONS[1])
+    talk = Talk(path).turns(*QUESTIONS)
     assert len(talk.warnings) == 1 and str(path) in talk.warnings[0]
     assert path.is_dir()
 
@@ -283,19 +288,13 @@ def test_a_lock_that_is_held_is_told_once_and_what_was_said_is_kept_after_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "PATIENCE_S", 0.1)
-    talk = Talk(path)
-    talk.turn(QUESTIONS[0])
-    holder = sqlite3.connect(path, isolation_level=None)
-    try:
-        holder.execute("BEGIN EXCLUSIVE")
+    talk = Talk(path).turns(QUESTIONS[0])
+    with locked(path, "EXCLUSIVE"):
         talk.recorder.close()
         talk.turn("Said meanwhile?")
         with pytest.raises(LockedError, match="locked") as caught, History.open(path, patience_s=0.1) as history:
             ask(history)
         assert str(path) in caught.value.why and "lsof" in caught.value.fix
-        holder.execute("ROLLBACK")
-    finally:
-        holder.close()
     talk.turn(QUESTIONS[1])
     talk.recorder.close()
     assert len(talk.warnings) == 1 and "locked" in talk.warnings[0]
@@ -308,20 +307,14 @@ def test_what_a_lock_kept_from_being_written_is_kept_at_the_end(
 ) -> None:
     monkeypatch.setattr("localllm.history.database.PATIENCE_S", 0.05)
     monkeypatch.setattr("localllm.chat.recorder._PATIENCE_S", 0.05)
-    talk = Talk(path)
-    talk.turn(QUESTIONS[0])
-    holder = sqlite3.connect(path, isolation_level=None)
-    try:
-        holder.execute("BEGIN EXCLUSIVE")
+    talk = Talk(path).turns(QUESTIONS[0])
+    with locked(path, "EXCLUSIVE"):
         talk.recorder.close()
         talk.dialogue.ask(QUESTIONS[1])
         with pytest.raises(KeyboardInterrupt), talk.recorder.answering(Answer(3)) as record:
             record.take(TokenEvent(0, 1, "Half an"))
             raise KeyboardInterrupt
         assert talk.recorder.session_id is None
-        holder.execute("ROLLBACK")
-    finally:
-        holder.close()
     talk.recorder.catch_up()
     if leaves == "this one for another":
         talk.dialogue.clear()
@@ -331,8 +324,7 @@ def test_what_a_lock_kept_from_being_written_is_kept_at_the_end(
 
 
 def test_a_file_that_is_replaced_while_it_is_not_open_is_begun_anew_with_all_of_it(path: Path) -> None:
-    talk = Talk(path)
-    talk.turn(QUESTIONS[0])
+    talk = Talk(path).turns(QUESTIONS[0])
     talk.recorder.close()
     path.rename(path.with_name("old.db"))
     with History.open(path) as other:
@@ -353,9 +345,7 @@ def test_the_title_is_of_a_question_that_was_kept(path: Path) -> None:
 
 
 def test_a_model_whose_name_is_no_text_is_kept_all_the_same(path: Path) -> None:
-    talk = Talk(path, "/models/\udcff")
-    talk.turn(QUESTIONS[0])
-    talk.turn(QUESTIONS[1])
+    talk = Talk(path, "/models/\udcff").turns(*QUESTIONS)
     assert not talk.warnings and len(kept(path)) == 4
 
 
@@ -363,16 +353,11 @@ def test_a_lock_in_the_middle_of_an_answer_costs_nothing(path: Path) -> None:
     with History.open(path) as history:
         session, question = ask(history)
         recording = Recording(history, session, question, "tiny")
-        holder = sqlite3.connect(path, isolation_level=None)
-        try:
-            for number, sentence in enumerate(SENTENCES):
-                if number in (0, 3):
-                    holder.execute("BEGIN IMMEDIATE")
-                recording.hear(sentence)
-                if number in (1, 4):
-                    holder.execute("ROLLBACK")
-        finally:
-            holder.close()
+        for first in (0, 3):
+            with locked(path):
+                for sentence in SENTENCES[first : first + 2]:
+                    recording.hear(sentence)
+            recording.hear(SENTENCES[first + 2])
         assert said(history, session)[-1][1] == WHOLE
         recording.finish("complete", {})
         assert recording.error is None
@@ -413,8 +398,7 @@ def test_a_chat_that_another_process_removes_is_not_brought_back(path: Path) -> 
 
 
 def test_a_file_that_is_deleted_under_a_chat_is_begun_anew_with_all_of_it(path: Path) -> None:
-    talk = Talk(path)
-    talk.turn(QUESTIONS[0])
+    talk = Talk(path).turns(QUESTIONS[0])
     for each in list(path.parent.iterdir()):
         each.unlink()
     talk.turn(QUESTIONS[1])
@@ -450,9 +434,7 @@ def test_a_damaged_file_is_moved_aside_told_of_once_and_a_new_one_begun(
             history.append(session, question, "assistant", WHOLE * 50)
         damage(path)
         damaged = path.read_bytes()
-        talk = Talk(path)
-        talk.turn(QUESTIONS[0])
-        talk.turn(QUESTIONS[1])
+        talk = Talk(path).turns(*QUESTIONS)
         talk.recorder.close()
         aside = path.with_name(f"{path.name}.damaged-{number}")
         assert aside.read_bytes() == damaged
@@ -554,12 +536,9 @@ def test_a_damaged_index_costs_no_chat_and_is_built_anew(path: Path) -> None:
     with History.open(path) as history:
         for number in range(40):
             ask(history, f"{WHOLE} number{number}")
-    raw = sqlite3.connect(path, isolation_level=None)
-    raw.execute("UPDATE message_words_data SET block = x'a5a5a5a5' WHERE id > 10")
-    raw.close()
-    talk = Talk(path)
-    talk.turn("A new lantern?")
-    talk.turn("Another lantern?")
+    with closing(sqlite3.connect(path, isolation_level=None)) as raw:
+        raw.execute("UPDATE message_words_data SET block = x'a5a5a5a5' WHERE id > 10")
+    talk = Talk(path).turns("A new lantern?", "Another lantern?")
     talk.recorder.close()
     with History.open(path) as history:
         assert history.moved_to is None
@@ -577,9 +556,7 @@ def test_a_file_of_a_newer_version_is_left_as_it_is(path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(HistoryError, match=f"version 99; this localllm knows version {schema.VERSION}"):
         History.open(path)
-    talk = Talk(path)
-    talk.turn(QUESTIONS[0])
-    talk.turn(QUESTIONS[1])
+    talk = Talk(path).turns(*QUESTIONS)
     assert len(talk.warnings) == 1 and "99" in talk.warnings[0]
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]

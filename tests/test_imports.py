@@ -113,6 +113,17 @@ def test_a_plan_of_rates_that_are_known_needs_no_torch(tmp_path: Path) -> None:
     assert "torch" not in loaded_by(code, tmp_path)
 
 
+def test_what_a_plan_has_to_measure_is_measured_without_torch_in_its_process(tmp_path: Path) -> None:
+    code = """
+    sys.argv = ["localllm", "plan", "mistral-7b", "--ram", "2GiB", "--device", "cpu"]
+    from localllm.cli import main
+    try: main()
+    except SystemExit as ended: assert not ended.code, ended.code
+    from localllm.offload.planner.profile import kept_profile
+    assert kept_profile().rates("int4-g64") is not None"""
+    assert "torch" not in loaded_by(code, tmp_path)
+
+
 def test_completion_offers_the_registrys_names_and_loads_nothing_heavy(tmp_path: Path) -> None:
     variables = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": "localllm run mistr", "COMP_CWORD": "2"}
     code = "import sys; sys.argv = ['localllm']; from localllm.cli import main; main()"

@@ -34,7 +34,7 @@ from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
 from localllm.tui.plan_worker import AS_IT_RUNS, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
-from localllm.tui.widgets.chat_preview import ChatPreview
+from localllm.tui.widgets.chat_list import ChatPreview
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
 from tests.tui.test_plan_screen import FakePlanner
 
@@ -204,7 +204,7 @@ def _machine() -> Iterator[None]:
         patch.object(hub, "list_models", lambda: here),
         patch("localllm.runtime.fit_check.judge", _judged),
         patch.object(hub, "describe", _described),
-        patch("localllm.tui.widgets.chat_preview.format_time", lambda _: "2026-11-22 14:27"),
+        patch("localllm.tui.widgets.chat_list.format_time", lambda _: "2026-11-22 14:27"),
     ):
         yield
 

@@ -95,6 +95,8 @@ def _asked(
 ) -> dict[str, Any] | None:
     """Ask the server and return its reply; None where there is no server. Raises what it refuses, and LocalLLMError
     where one is needed."""
+    from localllm.hub.names import understand
+    from localllm.registry import load_registry
     from localllm.runtime.server_client import Server, ServerRefusedError
 
     server = Server.find()
@@ -107,6 +109,8 @@ def _asked(
     except ServerRefusedError as error:
         if error.status != 404:
             raise
+        if path == "/load" and body is not None:  # an unknown name is told with the line that has the nearest one
+            understand(body["model"], load_registry())
         raise ModelNotFoundError(error.what, why=error.why, fix=error.fixes or Fix.command("list")) from None
     if is_needed:
         raise LocalLLMError("no server is found", why=_WHY_NOT_FOUND, fix=Fix.command("serve", "MODEL"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -190,6 +193,9 @@ class ModelPlanner:
             is_whole = plan is not None and not plan.streamed and plan.ctx >= (self.wanted.ctx or shape.default_ctx)
             if plan is None or (is_whole and not shape.draft_bytes):
                 return typical
+        if profile.lacks(weights) and "torch" not in sys.modules:
+            self._measure_apart()
+            profile = kept_profile()
         if profile.lacks(weights):
             from localllm.offload.measuring.measurement import measured
 
@@ -198,6 +204,19 @@ class ModelPlanner:
         rates = profile.rates(weights)
         assert rates is not None
         return Machine(memory(), rates, corrections=profile.corrections(weights), has_idle_card=has_idle_card)
+
+    def _measure_apart(self) -> None:
+        """Measure in a process of its own, which keeps what it finds: torch takes seconds and 300 MB of this one."""
+        command = [sys.executable, "-P", "-m", "localllm.offload.measuring", self.weights, DTYPE_NAMES[self.dtype]]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        with suppress(OSError), subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True) as child:
+            assert child.stdout is not None
+            try:
+                for line in child.stdout:
+                    self.say(line.rstrip())
+            except BaseException:
+                child.kill()
+                raise
 
 
 def require_card(device: str, vram: int | None) -> None:

@@ -14,25 +14,9 @@ from localllm.history.records import Conversation, Hit, Message, Said, Session, 
 from localllm.history.store import LAST, GoneError, History, Removed
 
 __all__ = [
-    "LAST",
-    "Conversation",
-    "DamagedError",
-    "GoneError",
-    "History",
-    "Hit",
-    "LockedError",
-    "Message",
-    "Recording",
-    "Removed",
-    "Said",
-    "Session",
-    "State",
-    "clean",
-    "content_of",
-    "history_file",
-    "nothing_is_kept",
-    "title_of",
-]
+    "LAST", "Conversation", "DamagedError", "GoneError", "History", "Hit", "LockedError", "Message", "Recording",
+    "Removed", "Said", "Session", "State", "clean", "content_of", "history_file", "nothing_is_kept", "title_of",
+]  # fmt: skip
 
 
 def history_file() -> Path:

@@ -72,7 +72,6 @@ class Database:
             return False
 
     def rows(self, statement: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """The rows of a SELECT."""
         bound = [clean(value) if isinstance(value, str) else value for value in values]
         with self._explained():
             return self._connection.execute(statement, bound).fetchall()
@@ -255,7 +254,6 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _make_private(path: Path) -> None:
-    """Make the file, empty where it is new, and its folder their owner's alone."""
     if not path.parent.is_dir():
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)

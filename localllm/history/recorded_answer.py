@@ -45,7 +45,6 @@ class Recording:
         self._written_at = -math.inf
 
     def hear(self, text: str) -> None:
-        """Take the next piece."""
         self._text += text
         is_due = not _ENDS.isdisjoint(text) or self._clock() - self._written_at >= MOST_S
         if text and is_due and self.error is None:

@@ -46,7 +46,6 @@ def _rows(connection: sqlite3.Connection, table: str) -> dict[int, _Row]:
 
 
 def _conversation(session: _Row, rows: list[_Row]) -> Conversation:
-    """session: empty where its row was lost."""
     uids: dict[int, str] = {}
     said: list[Said] = []
     for row in rows:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from contextlib import suppress
 
 from localllm.errors import HistoryError
 from localllm.history.database import Database
@@ -15,24 +16,31 @@ _TERMS = re.compile(r'"([^"]*)"|(\S+)')
 _CONTEXT = 40  # characters on each side of what was found
 
 
-def sessions(database: Database, query: str, limit: int) -> list[int]:
-    """The numbers of sessions whose titles have all words of `query`, the latest first."""
-    by_index = """
-        SELECT sessions.number FROM title_words JOIN sessions ON sessions.number = title_words.rowid
-        WHERE title_words MATCH ? ORDER BY sessions.touched DESC LIMIT ?
-    """
-    by_letters = "SELECT number FROM sessions WHERE {} ORDER BY touched DESC LIMIT ?"
-    return [row[0] for row in _found(database, query, limit, by_index, by_letters, "title")]
+# Of each table: its index, the column in that, and the order of what was last.
+_TABLES = {"sessions": ("title_words", "title", "touched"), "messages": ("message_words", "content", "number")}
 
 
-def messages(database: Database, query: str, limit: int) -> list[tuple[int, int]]:
-    """(session, message) for the messages that have all words of `query`, the latest first."""
-    by_index = """
-        SELECT session, number FROM message_words JOIN messages ON number = message_words.rowid
-        WHERE message_words MATCH ? ORDER BY messages.number DESC LIMIT ?
-    """
-    by_letters = "SELECT session, number FROM messages WHERE {} ORDER BY number DESC LIMIT ?"
-    return [(row[0], row[1]) for row in _found(database, query, limit, by_index, by_letters, "content")]
+def numbers(database: Database, table: str, query: str, limit: int) -> list[int]:
+    """Return the numbers of a table's rows that have all words of `query`, the latest first."""
+    wanted = terms(query)
+    if not wanted or limit <= 0:
+        return []
+    index, column, order = _TABLES[table]
+    rows = []
+    if database.has_words and all(term[0].isalnum() and term[-1].isalnum() for term in wanted):  # not for "c++"
+        # The last letters of a word are often another form of it: lantern, lanterns.
+        match = " ".join(f'"{term}"' if " " in term else f'"{term}"*' for term in (t.replace('"', "") for t in wanted))
+        statement = (
+            f"SELECT number FROM {index} JOIN {table} ON number = {index}.rowid "
+            f"WHERE {index} MATCH ? ORDER BY {table}.{order} DESC LIMIT ?"
+        )
+        with suppress(HistoryError):  # the index is damaged, which the next start mends
+            rows = database.rows(statement, (match, limit))
+    if not rows:
+        condition = " AND ".join(f"{column} LIKE ? ESCAPE '\\'" for _ in wanted)
+        statement = f"SELECT number FROM {table} WHERE {condition} ORDER BY {order} DESC LIMIT ?"
+        rows = database.rows(statement, (*(f"%{like(term)}%" for term in wanted), limit))
+    return [row["number"] for row in rows]
 
 
 def excerpt(text: str, query: str) -> str:
@@ -72,23 +80,3 @@ def _plain(letter: str) -> str:
     # Above are scripts whose letters come apart into others: a syllable of Hangul into its sounds.
     base = unicodedata.normalize("NFD", letter)[0] if letter < "\u2000" else letter
     return base.lower()[0]
-
-
-def _found(
-    database: Database, query: str, limit: int, by_index: str, by_letters: str, column: str
-) -> list[tuple[int, ...]]:
-    wanted = terms(query)
-    if not wanted or limit <= 0:
-        return []
-    rows = []
-    if database.has_words and all(term[0].isalnum() and term[-1].isalnum() for term in wanted):  # not for "c++"
-        # The last letters of a word are often another form of it: lantern, lanterns.
-        match = " ".join(f'"{term}"' if " " in term else f'"{term}"*' for term in (t.replace('"', "") for t in wanted))
-        try:
-            rows = database.rows(by_index, (match, limit))
-        except HistoryError:  # the index is damaged, which the next start mends
-            rows = []
-    if not rows:
-        condition = " AND ".join(f"{column} LIKE ? ESCAPE '\\'" for _ in wanted)
-        rows = database.rows(by_letters.format(condition), (*(f"%{like(term)}%" for term in wanted), limit))
-    return [tuple(row) for row in rows]

@@ -130,7 +130,6 @@ class History:
         return self._database.identity
 
     def is_in_place(self) -> bool:
-        """Return whether the file is still where it was opened."""
         return self._database.is_in_place()
 
     @contextmanager
@@ -142,7 +141,6 @@ class History:
     # Sessions
 
     def begin(self, title: str, model: str | None, system: str | None) -> Session:
-        """Return a new session, empty."""
         with self._database.writing() as connection:
             return self._session(_insert_session(connection, _blank(title, model, system)))
 
@@ -151,7 +149,6 @@ class History:
         return [(_as_session(row), row["count"]) for row in self._database.rows(_COUNTED, (limit,))]
 
     def count(self) -> int:
-        """Return the number of sessions."""
         return int(self._database.rows("SELECT count(*) FROM sessions")[0][0])
 
     def find(self, word: str) -> Session:
@@ -342,12 +339,12 @@ class History:
 
     def search(self, query: str, limit: int) -> list[Hit]:
         """Return titles and messages with all words of `query`, the latest first; a phrase is in double quotes."""
-        numbers = search.sessions(self._database, query, limit)
+        found = search.numbers(self._database, "sessions", query, limit)
         # What another process removes meanwhile is left out.
-        hits = [Hit(session, None) for number in numbers for session in self._where("number = ?", number)]
-        for number, message in search.messages(self._database, query, limit - len(hits)):
-            for row in self._database.rows("SELECT * FROM messages WHERE number = ?", (message,)):
-                hits += [Hit(session, _as_message(row)) for session in self._where("number = ?", number)]
+        hits = [Hit(session, None) for number in found for session in self._where("number = ?", number)]
+        for number in search.numbers(self._database, "messages", query, limit - len(hits)):
+            for row in self._database.rows("SELECT * FROM messages WHERE number = ?", (number,)):
+                hits += [Hit(session, _as_message(row)) for session in self._where("number = ?", row["session"])]
         return hits
 
     # Conversations on their way
@@ -391,7 +388,6 @@ class History:
             return self._session(number), num_new + num_mended
 
     def _rescue(self, damaged: Path) -> None:
-        """Add what can be read of a damaged file."""
         found = rescue.conversations(damaged)
         with suppress(HistoryError):
             with self.together():

@@ -4,22 +4,59 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from localllm.chat.answer import Answer, silence
 from localllm.chat.context import grown_text
 from localllm.chat.recorder import AnswerRecording, Resumed
 from localllm.chat.session import ChatSession, PendingTurn
-from localllm.engine.events import Event, GrownEvent, PrefillEvent, TokenEvent
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError
 from localllm.runtime.engine_handle import RequestStream
 from localllm.tui import messages
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Post, Turn
-from localllm.tui.stream_throttle import StreamThrottle
 
 _CUTS = {"cancelled": "stopped", "length": "cut by its length", "error": "ended by an error"}
+_SHORTEST_S = 0.07  # between two batches: what an eye follows
+_LONGEST_S = 0.25
+_SHARE = 0.2  # of a core, for drawing
+_POLL_S = 0.02  # the delay with which the end of an answer is noticed
+
+
+class StreamThrottle:
+    """The interval between two batches: as short as the screen's thread can draw them in a fifth of its time."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the measured costs, before an answer."""
+        self.interval_s = _SHORTEST_S
+        self._spent_s: float | None = None
+
+    def drawn(self) -> None:
+        """Take the cost of the last batch; called on the screen's thread at each batch."""
+        spent_s = time.thread_time()
+        if self._spent_s is not None:
+            self.interval_s = min(max(_SHORTEST_S, (spent_s - self._spent_s) / _SHARE), _LONGEST_S)
+        self._spent_s = spent_s
+
+    def batches(self, stream: RequestStream) -> Iterator[list[Event]]:
+        """The events as they come, those of an interval together; the first at once."""
+        events, flushed_at = iter(stream), 0.0
+        for event in events:
+            batch = [event]
+            while not isinstance(batch[-1], FinishedEvent):
+                if not stream.events.empty():
+                    batch.append(next(events))
+                elif (rest_s := flushed_at + self.interval_s - time.monotonic()) > 0:
+                    time.sleep(min(rest_s, _POLL_S))
+                else:
+                    break
+            flushed_at = time.monotonic()
+            yield batch
 
 
 class AnswerWorker:
@@ -107,7 +144,11 @@ class AnswerWorker:
             text = "".join([record.take(event).text for event in events])
             if not began and any(isinstance(event, TokenEvent) for event in events):
                 began = time.monotonic()
-            self._post_progress(events)
+            for event in events:
+                if isinstance(event, GrownEvent):
+                    self._post(messages.Noted(grown_text(event)))
+            if prefilled := [event for event in events if isinstance(event, PrefillEvent)]:
+                self._post(messages.PrefillProgress(prefilled[-1].done, prefilled[-1].total))
             if text:
                 elapsed_s = time.monotonic() - began if began else 0.0
                 self._post(messages.AnswerDelta(text, len(record.answer.token_ids), elapsed_s))
@@ -119,13 +160,6 @@ class AnswerWorker:
         self._post(messages.AnswerEnded(answer.text, finished, answer.seed))
         if finished is not None and finished.finish_reason == "stop" and said and answer.text == said:
             self._post(messages.Noted("nothing was added: to the model the answer is whole"))
-
-    def _post_progress(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, GrownEvent):
-                self._post(messages.Noted(grown_text(event)))
-        if prefilled := [event for event in events if isinstance(event, PrefillEvent)]:
-            self._post(messages.PrefillProgress(prefilled[-1].done, prefilled[-1].total))
 
     def report(self, session: ChatSession) -> None:
         """Post what the last answer has changed: the place of the blocks, the fullness of the context."""

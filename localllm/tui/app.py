@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from textual.app import SystemCommand
+from textual import events, on, work
+from textual.app import App, SystemCommand
 from textual.message import Message
 from textual.screen import Screen
 from textual.worker import WorkerFailed
@@ -24,12 +25,11 @@ from localllm.tui import drafts, messages
 from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.commands import COMMANDS
 from localllm.tui.download_worker import DownloadChanged, DownloadWorker
-from localllm.tui.fit_worker import FitFound, FitMeasuring, FitWorker
 from localllm.tui.history_worker import HistoryWorker
 from localllm.tui.job_queue import DaemonExecutor, Job
-from localllm.tui.key_queue import KeyQueue
 from localllm.tui.keys import EVERYWHERE, KeyNames
 from localllm.tui.model_loader import Serve, serve
+from localllm.tui.plan_worker import FitFound, FitMeasuring, FitWorker
 from localllm.tui.screens.chat import ChatScreen
 
 if TYPE_CHECKING:
@@ -39,18 +39,15 @@ DARK, LIGHT = "textual-dark", "textual-light"
 _DRAFT_S = 1.0  # between two looks at whether the draft has changed
 _STOP_S = 1.0  # for downloads to stop; their files stay in any case
 _ALONE_S = 2.0  # between two looks at whether the terminal is still there
+_ROUNDS = 4  # of a key, from the widget to the app: one that sends takes three, as each of its messages makes the next
+_STUCK_S = 0.5  # for a round; a widget that goes away takes the message with it
 
 
 @dataclass(frozen=True)
 class Start:
-    """The beginning of a chat.
-
-    resolved: the settings for models chosen later.
-    system: typed in place of a resumed chat's own message.
-    extra: sampling parameters that are no settings.
-    draft: what was typed before the screen was there.
-    follows_terminal: the theme is the terminal's, which may report it later.
-    """
+    """The beginning of a chat. resolved: the settings for models chosen later. system: typed in place of a resumed
+    chat's own message. extra: sampling parameters that are no settings. draft: what was typed before the screen was
+    there. follows_terminal: the theme is the terminal's, which may report it later."""
 
     selection: Selection
     resolved: ResolvedSettings
@@ -64,11 +61,17 @@ class Start:
     follows_terminal: bool = False
 
 
-class ChatApp(KeyQueue):
+class ChatApp(App[None]):
+    """Keys act in the order in which they are pressed, also when many come at once: over ssh, or on a busy machine.
+
+    Textual hands each key to the focused widget and asks the bindings when it has come back from there: a letter behind
+    a key that sends, opens or moves the focus would be written before that has happened.
+    """
+
     TITLE = "localllm"
+    CSS_PATH = "chat.tcss"
     BINDINGS = [*EVERYWHERE]
     ENABLE_COMMAND_PALETTE = True
-    CSS = "Screen:inline { height: 75vh; min-height: 16; border: none; }"
 
     def __init__(
         self, start: Start, serve: Serve = serve, away: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -76,16 +79,20 @@ class ChatApp(KeyQueue):
         """away: entered while another program has the terminal."""
         super().__init__()
         self.animation_level = "none"  # each frame of a scroll is a picture more over ssh
-        self.away = away
         self.failure: Exception | None = None
-        self.unsent = ""  # the text in the composer
         self._start = start
+        self._pressed: asyncio.Queue[events.Key | events.Paste] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._saved_draft = ""
         self._first_theme = start.theme
-        names, post = KeyNames(start.keys), self._post_to_chat
+
+        def post(message: Message) -> None:
+            """Post to the chat, whichever screen is shown."""
+            self.chat.post_message(message)
+
+        names = KeyNames(start.keys)
         self.worker = ChatWorker(start.resolved, dict(start.extra), serve, post, names, self._start_thread)
-        self.chat = ChatScreen(self.worker, self, start.draft, shows_statistics=start.shows_statistics)
+        self.chat = ChatScreen(self.worker, start.draft, away, shows_statistics=start.shows_statistics)
         self.history = HistoryWorker(lambda text: self.call_later(self._warn, text))
         self.downloads = DownloadWorker(self.post_message, self._start_thread)
         self.fits = FitWorker(self, lambda: self.chat.is_busy or self.downloads.is_running)
@@ -97,6 +104,7 @@ class ChatApp(KeyQueue):
         self.theme = self._start.theme
         self.set_keymap(dict(self._start.keys))
         self.push_screen(self.chat)
+        self._hand_on_keys()
         self._start_thread(self.history.run)
         self.call_after_refresh(self._begin)
         if not self._start.selection.private:
@@ -104,22 +112,59 @@ class ChatApp(KeyQueue):
         if not self.is_headless:
             self.set_interval(_ALONE_S, self._leave_if_alone)
 
+    @dataclass
+    class Round(Message):
+        """Takes the way of a key, behind it."""
+
+        done: asyncio.Event
+
+    async def on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.InputEvent | events.Paste) and not self.screen_stack:
+            return  # the program is ending
+        if isinstance(event, events.Key | events.Paste) and not event.is_forwarded:
+            self._pressed.put_nowait(event)
+        else:
+            await super().on_event(event)
+
+    @work(group="keys")
+    async def _hand_on_keys(self) -> None:
+        while True:
+            event = await self._pressed.get()
+            if not self.screen_stack:
+                return
+            focused, is_written = self.focused, isinstance(event, events.Paste)
+            if isinstance(event, events.Key) and event.is_printable and focused is not None:
+                is_written = focused.check_consume_key(event.key, event.character)
+            await super().on_event(event)
+            for _ in range(0 if is_written else _ROUNDS):
+                done = asyncio.Event()
+                target = self.focused or self.screen if self.screen_stack else self
+                if not target.post_message(self.Round(done)):
+                    self.post_message(self.Round(done))
+                try:
+                    await asyncio.wait_for(done.wait(), _STUCK_S)
+                except TimeoutError:
+                    break
+
+    @on(Round)
+    def _on_round(self, message: Round) -> None:
+        message.done.set()
+
     def _begin(self) -> None:
         """Begin once the first picture is there: torch's import holds Python's lock for long stretches."""
         start = self._start
         self._start_thread(partial(self.worker.run, start.selection, start.resumed, start.system))
 
     def _start_thread(self, work: Job) -> None:
-        """Start a thread worker, from any thread."""
         self.call_later(self.run_worker, work, thread=True)
-
-    def _post_to_chat(self, message: Message) -> None:
-        """Post to the chat, whichever screen is shown."""
-        self.chat.post_message(message)
 
     def _warn(self, text: str) -> None:
         """Show a warning on the present screen, or the chat below a dialog."""
         getattr(self.screen, "notice", self.chat.notice).note(text, is_warning=True)
+
+    @property
+    def unsent(self) -> str:
+        return self.chat.unsent
 
     def _save_draft_soon(self) -> None:
         """Save the draft, which then survives a kill."""
@@ -159,8 +204,7 @@ class ChatApp(KeyQueue):
     def _models(self) -> ModelsScreen | None:
         """The models' screen; None while it is not mounted."""
         models = self._models_screen
-        is_there = self.is_running and models is not None and models in self.screen_stack and models.is_mounted
-        return models if is_there else None
+        return models if self.is_running and models in self.screen_stack and models.is_mounted else None
 
     def on_fit_found(self, message: FitFound) -> None:
         if (models := self._models) is not None:
@@ -193,7 +237,7 @@ class ChatApp(KeyQueue):
 
     def action_help(self) -> None:
         from localllm.tui.key_scopes import key_scopes
-        from localllm.tui.screens.help import HelpScreen
+        from localllm.tui.screens.dialogs import HelpScreen
 
         self.push_screen(HelpScreen(key_scopes(), self._start.keys))
 
@@ -209,7 +253,6 @@ class ChatApp(KeyQueue):
             self.push_screen(PlanScreen(self.worker, selection))
 
     def action_models(self) -> None:
-        """Show the models; where they are shown, go back."""
         from localllm.tui.screens.models import ModelsScreen
 
         if isinstance(self.screen, ModelsScreen):
@@ -242,7 +285,7 @@ class ChatApp(KeyQueue):
         else:
             self.chat.take_command(f"/{name}")
 
-    def choose_theme(self, name: str) -> None:
+    def action_theme(self, name: str) -> None:
         if not name:
             self.search_themes()
         elif name in self.available_themes:

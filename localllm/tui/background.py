@@ -35,9 +35,11 @@ class Background:
         self._mode = _asked() if asks else None
 
     def restore(self) -> None:
-        """Restore the mode of the terminal."""
         if self._mode is not None:
-            _set(*self._mode)
+            import termios
+
+            with suppress(termios.error):
+                termios.tcsetattr(self._mode[0], termios.TCSANOW, self._mode[1])
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -51,18 +53,14 @@ class Background:
 
     def is_light(self, environ: Mapping[str, str] = os.environ) -> tuple[bool, str]:
         """Return whether it is light (False until the terminal has answered), and what was typed meanwhile."""
-        found, typed = without_answers(self._answer())
+        answer = b""
+        if self._mode is not None:
+            with suppress(OSError):
+                answer = _read(self._mode[0], self._asked_at + _PATIENCE_S)
+        found, typed = without_answers(answer.decode(errors="ignore"))
         lines = typed.replace("\r", "\n")
         kept = "".join(character for character in lines if character.isprintable() or character == "\n")
         return environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15") if found is None else found, kept
-
-    def _answer(self) -> str:
-        if self._mode is None:
-            return ""
-        try:
-            return _read(self._mode[0], self._asked_at + _PATIENCE_S).decode(errors="ignore")
-        except OSError:
-            return ""
 
 
 def without_answers(text: str) -> tuple[bool | None, str]:
@@ -108,13 +106,6 @@ def _listen(descriptor: int) -> None:
 
     with suppress(termios.error):  # it is gone
         tty.setcbreak(descriptor, termios.TCSANOW)
-
-
-def _set(descriptor: int, mode: list[Any]) -> None:
-    import termios
-
-    with suppress(termios.error):
-        termios.tcsetattr(descriptor, termios.TCSANOW, mode)
 
 
 def _read(descriptor: int, deadline: float) -> bytes:

@@ -48,9 +48,8 @@ class ChatWorker:
         key_names: KeyNames,
         start: Callable[[Job], object],
     ) -> None:
-        """resolved: the settings for models chosen later.
+        """resolved: the settings for models chosen later. extra: sampling parameters that are no settings.
 
-        extra: sampling parameters that are no settings.
         start: starts a thread worker.
         """
         self.key_names = key_names
@@ -100,7 +99,7 @@ class ChatWorker:
     def close(self, timeout_s: float) -> None:
         """End the worker and the engine; the conversation is saved."""
         self.answers.stop()
-        self._jobs.add(self._leave)
+        self._jobs.add(lambda: self._begun.close() if self._begun is not None else None)
         self._jobs.close(timeout_s)
         if self._loader.service is not None:
             self._loader.service.close(timeout_s=timeout_s if self._engine is not None else 0)
@@ -130,14 +129,12 @@ class ChatWorker:
     @property
     def plan(self) -> Plan | None:
         """The plan the model was placed by, or None."""
-        engine = self._engine
-        return None if engine is None else engine.current_plan
+        return None if (engine := self._engine) is None else engine.current_plan
 
     @property
     def host_bytes(self) -> int:
         """The host memory of the loaded model in this process."""
-        engine = self._engine
-        return 0 if engine is None or engine.current_plan is None else engine.facts().host_bytes
+        return 0 if (engine := self._engine) is None or engine.current_plan is None else engine.facts().host_bytes
 
     @property
     def last_answer(self) -> Answer | None:
@@ -201,15 +198,13 @@ class ChatWorker:
         self._reply_to(self.session.editing(question, text))
 
     def go_on(self) -> None:
-        """Continue the last answer where it ends."""
         if self._engine is None:
             raise UsageError("there is no model yet", why="it is being loaded", fix="wait for it, or /model NAME")
         self._answer(self.session.go_on)
 
     def fork_at(self, length: int) -> None:
         """Continue in a copy of the first `length` messages."""
-        name = self.session.recorder.fork()
-        if name is not None:
+        if (name := self.session.recorder.fork()) is not None:
             self.session.dialogue.cut(length)
             self.session.recorder.sync()
         self._show_and_count()
@@ -261,12 +256,10 @@ class ChatWorker:
         self._is_another = True
 
     def detach(self) -> None:
-        """Remove the files that wait for the next question."""
         self.session.dialogue.attached.clear()
         self._show()
 
     def save_code(self, code: str, path: str) -> None:
-        """Write a code block into a new file."""
         write_new(typed_path(path), code)
         self.note(f"wrote {path}: {len(code):,} characters")
 
@@ -287,12 +280,7 @@ class ChatWorker:
         except Exception as error:
             self._post(messages.JobFailed(self._known_error(error)))
 
-    def _leave(self) -> None:
-        if self._begun is not None:
-            self._begun.close()
-
     def _known_error(self, error: Exception) -> LocalLLMError:
-        """Return the error as the chat shows it."""
         begun = self._begun
         resolved = self.resolved if begun is None else begun.dialogue.resolved
         known = told_of(error, None if begun is None else begun.selection.files, resolved)
@@ -312,17 +300,11 @@ class ChatWorker:
     def _show(self) -> None:
         dialogue, recorder = self.session.dialogue, self.session.recorder
         turns = tuple(dialogue.turns)
-        self._post(
-            messages.ConversationChanged(
-                turns,
-                recorder.title,
-                recorder.session_id,
-                recorder.is_private,
-                tuple((file.path, len(file.text)) for file in dialogue.attached),
-                self.answers.ending_of(turns),
-                frozenset(i for i, turn in enumerate(dialogue.turns) if dialogue.begins_in_thought(turn)),
-            )
-        )
+        attached = tuple((file.path, len(file.text)) for file in dialogue.attached)
+        thinking = frozenset(i for i, turn in enumerate(turns) if dialogue.begins_in_thought(turn))
+        about = recorder.title, recorder.session_id, recorder.is_private
+        ending = self.answers.ending_of(turns)
+        self._post(messages.ConversationChanged(turns, *about, attached, ending, thinking))
 
     def _count(self, num_said: int = 0) -> None:
         """Post the use of the context. num_said: tokens of a continued answer, which is no turn meanwhile."""
@@ -372,7 +354,6 @@ class ChatWorker:
         self._typed, self._sent_with = question, [*self.session.dialogue.attached]
 
     def _reply_to(self, change: AbstractContextManager[None]) -> None:
-        """Show a change of the turns, and answer the question that is then the last."""
         try:
             with change:
                 self._show()
@@ -402,14 +383,9 @@ class ChatWorker:
                 self.answers.settle(session)
             session.recorder.sync()
             self._show_and_count()
-            self._give_back(before[-1:])
+            question = before[-1] if before else None
+            if question and question["role"] == "user" and not any(turn is question for turn in dialogue.turns):
+                dialogue.attached = [*self._sent_with]  # it was taken back: what was typed and attached is returned
+                self._show()
+                self._post(messages.QuestionReturned(self._typed))
         self.answers.report(session)
-
-    def _give_back(self, question: list[dict[str, Any]]) -> None:
-        """Return what was typed and attached of a question that was taken back."""
-        dialogue = self.session.dialogue
-        stands = any(turn is question[0] for turn in dialogue.turns) if question else True
-        if not stands and question[0]["role"] == "user":
-            dialogue.attached = [*self._sent_with]
-            self._show()
-            self._post(messages.QuestionReturned(self._typed))

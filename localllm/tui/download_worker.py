@@ -18,6 +18,7 @@ from localllm.chat.text import Pace
 from localllm.config import ResolvedSettings, format_bytes
 from localllm.errors import BugError, LocalLLMError
 from localllm.runtime.download import fetch
+from localllm.tui.messages import Post
 
 if TYPE_CHECKING:
     from localllm.hub import PullProgress
@@ -30,11 +31,8 @@ State = Literal["running", "stopping", "paused", "ended", "failed", "cancelled"]
 
 @dataclass(frozen=True)
 class DownloadStep:
-    """The progress of a download, in bytes; 0 where it is not known.
-
-    file_done, file_total: of the current file.
-    note: what is unusual, or happens before there are figures.
-    """
+    """The progress of a download, in bytes; 0 where it is not known. file_done, file_total: of the current file. note:
+    what is unusual, or happens before there are figures."""
 
     done: int = 0
     total: int = 0
@@ -89,11 +87,10 @@ class DownloadChanged(Message):
 
 Progress = Callable[[DownloadStep], None]
 Work = Callable[[Progress], str]  # runs to its end, and returns the result in words
-Post = Callable[[Message], object]
 
 
 class _StoppedError(Exception):
-    """The download is to stop."""
+    pass
 
 
 class _Run:
@@ -127,8 +124,8 @@ class _Run:
         except LocalLLMError as error:
             self._change(state="failed", error=error)
         except Exception as error:
-            bug = BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))
-            self._change(state="failed", error=bug)
+            what = f"this is a bug in localllm: {type(error).__name__}"
+            self._change(state="failed", error=BugError(what, why=str(error)))
         else:
             self._change(state="ended", result=result)
         finally:
@@ -181,11 +178,13 @@ class DownloadWorker:
         self._begin(Download(name, "pack", weights), lambda progress: _pack(name, weights, resolved, progress))
 
     def pause(self, download: Download) -> None:
-        self._stop(download, "paused")
+        if (run := self._runs.get(download.key)) is not None:
+            run.stop("paused")
 
     def cancel(self, download: Download) -> None:
         """Stop and forget a download. Its files stay on the disk."""
-        if not self._stop(download, "cancelled"):
+        run = self._runs.get(download.key)
+        if run is None or not run.stop("cancelled"):
             self._runs.pop(download.key, None)
             self._post(DownloadChanged(replace(download, state="cancelled")))
 
@@ -194,7 +193,6 @@ class DownloadWorker:
             self._begin(run.download, run.work)
 
     def settle(self, download: Download) -> None:
-        """Forget one that is over."""
         run = self._runs.get(download.key)
         if run is not None and download.is_over and run.download.is_over:
             del self._runs[download.key]
@@ -211,10 +209,6 @@ class DownloadWorker:
         if before is None or not before.download.is_running:
             run = self._runs[download.key] = _Run(download, work, self._post)
             self._start(run.run)
-
-    def _stop(self, download: Download, state: State) -> bool:
-        run = self._runs.get(download.key)
-        return run is not None and run.stop(state)
 
 
 def _pull(name: str, resolved: ResolvedSettings, progress: Progress) -> str:

@@ -41,21 +41,16 @@ class ChatRow:
 
 @dataclass(frozen=True)
 class ChatRows:
-    """All chats in their order, or the hits of `query`. is_cut: there are more."""
+    """All chats in their order, or the hits of a search. is_cut: there are more."""
 
-    query: str
     rows: tuple[ChatRow, ...]
     is_cut: bool = False
 
 
 @dataclass(frozen=True)
 class ChatExcerpt:
-    """Messages of a chat.
-
-    num_before: messages in front of them.
-    at: the one to show, None for the last.
-    is_shown: the hit is on the path that the chat shows.
-    """
+    """Messages of a chat. num_before: in front of them. at: the one to show, None for the last. is_shown: the hit is on
+    the path that the chat shows."""
 
     row: ChatRow
     messages: tuple[SavedMessage, ...]
@@ -84,15 +79,16 @@ class HistoryWorker:
 
         def find() -> ChatRows:
             if nothing_is_kept():
-                return ChatRows(query, ())
+                return ChatRows(())
             with self._opened() as history:
                 if query.strip():
                     hits = history.search(query, _MOST_FOUND)
-                    rows = tuple(ChatRow(hit.session, None, hit.message) for hit in hits)
-                    return ChatRows(query, rows, len(hits) == _MOST_FOUND)
-                found = [ChatRow(*one) for one in history.sessions(most)]
-                by_pin = tuple(sorted(found, key=lambda row: not row.session.is_pinned))
-                return ChatRows(query, by_pin, 0 <= most < history.count())
+                    rows = [ChatRow(hit.session, None, hit.message) for hit in hits]
+                    return ChatRows(tuple(rows), len(hits) == _MOST_FOUND)
+                rows = sorted(
+                    (ChatRow(*found) for found in history.sessions(most)), key=lambda row: not row.session.is_pinned
+                )
+                return ChatRows(tuple(rows), 0 <= most < history.count())
 
         return await self._jobs.result(find, can_be_skipped=True)
 
@@ -114,7 +110,6 @@ class HistoryWorker:
         return await self._jobs.result(read, can_be_skipped=True)
 
     async def refresh(self, session: Session) -> Session:
-        """The session as it is now. Raises GoneError."""
         return await self._change(lambda history: history.refresh(session))
 
     async def rename(self, session: Session, title: str) -> Session:
@@ -140,10 +135,16 @@ class HistoryWorker:
         return await self._jobs.result(restore)
 
     async def export(self, row: ChatRow, path: Path, *, overwrites: bool = False) -> tuple[Path, bool]:
-        """Write the chat. Returns the file, and whether it was written: an existing one is not unless `overwrites`."""
+        """Write the chat; into a folder, as a file named after its title. Returns the file, and whether it was written:
+        an existing one is not unless `overwrites`. Raises UsageError."""
 
         def write(history: History) -> tuple[Path, bool]:
-            file = _file(path, row.session.title)
+            try:
+                file = typed_path(str(path))
+                file = file / f"{proposed_name(row.session.title)}.md" if file.is_dir() else file
+            except (ValueError, OSError) as error:  # a NUL
+                fix = "another folder, or name"
+                raise UsageError(f"{str(path)!r} cannot be written", why=str(error), fix=fix) from None
             text = exported(history, history.refresh(row.session), file)
             try:
                 (replace_file if overwrites else write_new)(file, text)
@@ -169,16 +170,6 @@ class HistoryWorker:
             if history.moved_to is not None:
                 self._warn(moved_text(history.moved_to, history.num_rescued))
             yield history
-
-
-def _file(path: Path, title: str) -> Path:
-    """The file to write; in a folder, one named after the title. Raises UsageError."""
-    try:
-        file = typed_path(str(path))
-        return file / f"{proposed_name(title)}.md" if file.is_dir() else file
-    except (ValueError, OSError) as error:  # a NUL
-        fix = "another folder, or name"
-        raise UsageError(f"{str(path)!r} cannot be written", why=str(error), fix=fix) from None
 
 
 def past_questions() -> tuple[str, ...]:

@@ -28,7 +28,6 @@ class DaemonExecutor(ThreadPoolExecutor):
 
 
 def _run(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Make the call, unless the future is cancelled."""
     if future.running() or future.set_running_or_notify_cancel():
         try:
             future.set_result(call())
@@ -56,7 +55,6 @@ class JobQueue:
             self._ended.set()
 
     def add(self, job: Job) -> None:
-        """Return at once."""
         self._jobs.put(job)
 
     async def result(self, call: Callable[[], _Result], *, can_be_skipped: bool = False) -> _Result:

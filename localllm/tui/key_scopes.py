@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import unicodedata
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from textual.binding import Binding
-from textual.keys import KEY_NAME_REPLACEMENTS, Keys
+from textual.keys import Keys, _character_to_key
 from textual.theme import BUILTIN_THEMES
 from textual.widgets import TextArea
 
@@ -24,7 +24,8 @@ _TOGETHER = frozenset({_EVERYWHERE, "Chat", "Writing", "A message"})  # scopes o
 _FIELD_KEYS = frozenset(
     key for binding in TextArea.BINDINGS if isinstance(binding, Binding) for key in binding.key.split(",")
 )
-_NAMED = frozenset(name for key in Keys for name in key.value.split("+"))
+_LETTERS = frozenset(_character_to_key(character) for character in string.printable if character.isprintable())
+_NAMED = _LETTERS | {name for key in Keys for name in key.value.split("+")}
 
 
 def key_scopes() -> Mapping[str, Sequence[Binding]]:
@@ -34,13 +35,13 @@ def key_scopes() -> Mapping[str, Sequence[Binding]]:
     from localllm.tui.screens.dialogs import LineDialog
     from localllm.tui.screens.models import ModelsScreen
     from localllm.tui.screens.plan import PlanScreen
-    from localllm.tui.widgets.composer import Composer
+    from localllm.tui.widgets.composer import ComposerPanel
     from localllm.tui.widgets.message_view import MessageView
 
     bindings: dict[str, Sequence[Any]] = {
         _EVERYWHERE: EVERYWHERE,
         "Chat": ChatScreen.BINDINGS,
-        "Writing": Composer.BINDINGS,
+        "Writing": ComposerPanel.BINDINGS,
         "A message": MessageView.BINDINGS,
         "Chats": ChatsScreen.BINDINGS,
         "Asked for a line": LineDialog.BINDINGS,
@@ -74,15 +75,13 @@ def checked_keys(resolved: ResolvedSettings) -> Mapping[str, str]:
         for other, (other_scope, binding) in bindings.items():
             both = set(_split(by_default.key)) & set(_split(binding.key))  # esc stops an answer, and closes a notice
             shared = sorted((set(_split(keys[name])) & set(_split(keys.get(other, binding.key)))) - both)
-            if other != name and shared and _are_active_together(scope, other_scope):
+            scopes = {scope, other_scope}
+            are_together = len(scopes) == 1 or _EVERYWHERE in scopes or scopes <= _TOGETHER
+            if other != name and shared and are_together:
                 what = f"{shared[0]!r} is the key of two: {name!r} ({_where(resolved, name)}) and {other!r}"
                 fix = f'another key for one of them: "{other}" = "ctrl+y"'
                 raise SettingsError(what, why=f"{other} is {binding.description!r}", fix=fix)
     return {name: ",".join(_split(pressed)) for name, pressed in keys.items()}
-
-
-def _are_active_together(one: str, other: str) -> bool:
-    return one == other or _EVERYWHERE in (one, other) or {one, other} <= _TOGETHER
 
 
 def _split(pressed: str) -> list[str]:
@@ -100,24 +99,14 @@ def _why_no_key(key: str, scope: str) -> str | None:
         return "a name is empty"
     if wrong := next((name for name in modifiers if name not in _MODIFIERS), None):
         return f"{wrong!r} is not one of {', '.join(_MODIFIERS)}"
-    if len(last) != 1 and last not in _NAMED and not _is_character(last):
+    if len(last) != 1 and last not in _NAMED:
         nearest = difflib.get_close_matches(last, _NAMED, n=1, cutoff=0.0)[0]
         return f"there is no key {last[:40]!r}; the nearest is {nearest!r}"
     if scope == _EVERYWHERE and key in _FIELD_KEYS:
         return f"{key!r} is the key of a text field"
-    is_written = not modifiers and (len(last) == 1 or last == "space" or _is_character(last))
-    if is_written and scope in _TOGETHER - {"A message"}:
+    if not modifiers and (len(last) == 1 or last in _LETTERS) and scope in _TOGETHER - {"A message"}:
         return f"{key!r} is written in messages"
     return None
-
-
-def _is_character(name: str) -> bool:
-    """Return whether it is the Unicode name of a character: "question_mark"."""
-    originals = {short: long for long, short in KEY_NAME_REPLACEMENTS.items()}
-    try:
-        return unicodedata.lookup(originals.get(name, name).replace("_", " ")).isprintable()
-    except KeyError:
-        return name == "minus"
 
 
 def checked_theme(resolved: ResolvedSettings) -> str | None:

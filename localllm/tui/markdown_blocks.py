@@ -28,22 +28,21 @@ class TextPiece:
     rest: Content = field(default_factory=Content)
     is_code: bool = False
 
-    def indented(self, first: Content, rest: Content) -> TextPiece:
-        """The same, indented further."""
-        return replace(self, first=first + self.first, rest=rest + self.rest)
-
-    def is_same(self, other: TextPiece) -> bool:
+    def is_same(self, other: Piece) -> bool:
         """Return whether it looks the same: equal content may not."""
+        if not isinstance(other, TextPiece) or self.is_code != other.is_code:
+            return False
         mine, its = (self.content, self.first, self.rest), (other.content, other.first, other.rest)
-        return self.is_code == other.is_code and all(map(Content.is_same, mine, its))
+        return all(map(Content.is_same, mine, its))
 
     def lines(self, width: int) -> Iterator[Content]:
-        """The lines for a width in columns."""
         prefix, rest, room = _prefixes(self.first, self.rest, width)
         for line in self.content.expand_tabs(_TAB).split(allow_blank=True):
             wrapped = line.fold(room) if self.is_code else line.wrap(room)
             for part in wrapped or [Content()]:
-                yield prefix + (_on_background(part, room) if self.is_code else part)
+                if self.is_code:
+                    part = part.pad_right(room - part.cell_length).stylize_before(".code_block")
+                yield prefix + part
                 prefix = rest
 
 
@@ -51,10 +50,6 @@ def _prefixes(first: Content, rest: Content, width: int) -> tuple[Content, Conte
     """The prefixes of the first line and the others, and the room behind them: at least half the columns."""
     first, rest = (each.truncate(width // 2) for each in (first, rest))
     return first, rest, max(1, width - max(first.cell_length, rest.cell_length))
-
-
-def _on_background(line: Content, columns: int) -> Content:
-    return line.pad_right(columns - line.cell_length).stylize_before(".code_block")
 
 
 @dataclass(frozen=True)
@@ -65,12 +60,7 @@ class TablePiece:
     first: Content = field(default_factory=Content)
     rest: Content = field(default_factory=Content)
 
-    def indented(self, first: Content, rest: Content) -> TablePiece:
-        """The same, indented further."""
-        return replace(self, first=first + self.first, rest=rest + self.rest)
-
     def lines(self, width: int) -> Iterator[Content]:
-        """The lines for a width in columns."""
         count = max(map(len, self.rows), default=0)
         wanted = [max((row[i].cell_length for row in self.rows if i < len(row)), default=0) for i in range(count)]
         prefix, rest, room = _prefixes(self.first, self.rest, width)
@@ -82,6 +72,13 @@ class TablePiece:
             if number == 0:
                 rule = "  ".join("─" * column for column in widths)
                 yield prefix + Content(rule).stylize(".dim")
+
+
+Piece = TextPiece | TablePiece
+
+
+def indented(piece: Piece, first: Content, rest: Content) -> Piece:
+    return replace(piece, first=first + piece.first, rest=rest + piece.rest)
 
 
 def _shared_out(wanted: Sequence[int], room: int) -> list[int]:
@@ -112,9 +109,9 @@ def _row_lines(row: Sequence[Content], widths: Sequence[int]) -> Iterator[Conten
 class MarkdownLayout(Visual):
     """Pieces one below the other; selected by the lines shown."""
 
-    pieces: Sequence[TextPiece | TablePiece]
+    pieces: Sequence[Piece]
+    shown: list[Content] = field(default_factory=list)  # the lines shown last
     _by_piece: list[list[Content]] = field(default_factory=list)
-    _lines: list[Content] = field(default_factory=list)
     _width: int = -1
     _strips: list[Strip] = field(default_factory=list)  # of the first lines, in `_style`
     _style: Style | None = None
@@ -124,9 +121,10 @@ class MarkdownLayout(Visual):
         if earlier._width < 0:
             return
         pairs = zip(self.pieces, earlier.pieces, strict=False)
-        num_same = sum(1 for _ in takewhile(lambda pair: _are_same(*pair), pairs))
+        same_pieces = takewhile(lambda pair: isinstance(pair[0], TextPiece) and pair[0].is_same(pair[1]), pairs)
+        num_same = sum(1 for _ in same_pieces)
         self._lay_out(earlier._width, earlier._by_piece[:num_same])
-        drawn = zip(self._lines, earlier._lines, earlier._strips, strict=False)
+        drawn = zip(self.shown, earlier.shown, earlier._strips, strict=False)
         same = takewhile(lambda row: row[0].is_same(row[1]), drawn)
         self._strips, self._style = [strip for _, _, strip in same], earlier._style
 
@@ -135,21 +133,14 @@ class MarkdownLayout(Visual):
         self._strips = []
 
     def lines(self, width: int) -> list[Content]:
-        """The lines for a width in columns."""
         if width != self._width:
             self._lay_out(width, [])
-        return self._lines
+        return self.shown
 
     def _lay_out(self, width: int, known: list[list[Content]]) -> None:
-        """Lay out for a width. known: the lines of the first pieces."""
         self._by_piece = known + [list(piece.lines(width)) for piece in self.pieces[len(known) :]]
-        self._lines = list(chain.from_iterable(self._by_piece))
+        self.shown = list(chain.from_iterable(self._by_piece))
         self._width, self._strips = width, []
-
-    @property
-    def shown(self) -> list[Content]:
-        """The lines shown last."""
-        return self._lines
 
     def get_optimal_width(self, rules: RulesMap, container_width: int) -> int:
         return container_width
@@ -165,10 +156,6 @@ class MarkdownLayout(Visual):
             self._strips, self._style = [], style
         self._strips += [_strip(y, lines[y], style, options) for y in range(len(self._strips), len(lines))]
         return self._strips[:height]
-
-
-def _are_same(one: TextPiece | TablePiece, other: TextPiece | TablePiece) -> bool:
-    return isinstance(one, TextPiece) and isinstance(other, TextPiece) and one.is_same(other)
 
 
 def _selected(y: int, line: Content, options: RenderOptions) -> Content:

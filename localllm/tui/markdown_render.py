@@ -8,40 +8,106 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock, paragraph
 from markdown_it.token import Token
+from pygments.lexer import Lexer
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
 from textual.content import Content, Span
+from textual.highlight import HighlightTheme
 
 from localllm.chat.text import visible
-from localllm.tui.highlighter import Highlighter
-from localllm.tui.markdown_blocks import TablePiece, TextPiece
+from localllm.tui.markdown_blocks import Piece, TablePiece, TextPiece, indented
+
+_TAB = 4  # columns
+_BACK = (16, 64)  # lines before the new ones at which lexing may begin
+_WAIT = 32  # lines after a failure: within a long string it fails for each line
+
+
+class Highlighter:
+    """Highlights growing code from a few lines before its end, where that gives these lines the colours they have: 200
+    lines of Python take 16 ms as a whole. Later lines may change earlier ones (the end of a comment): a fresh
+    highlighter draws the code once it is complete."""
+
+    def __init__(self) -> None:
+        self._language = ""
+        self._rows: list[str] = []
+        self._lines: list[Content] = []
+        self._whole_until = 0  # lines; before that the end alone is not tried again
+
+    def lines(self, code: str, language: str) -> list[Content]:
+        """The highlighted lines. language: of a fence; an unknown one is plain text. Lines before the part that is new
+        are the objects of the last call."""
+        rows = code.expandtabs(_TAB).split("\n")
+        lexer = _lexer(language)
+        num_known = max(0, len(self._rows) - 1)  # the last may have got longer
+        if language != self._language or rows[:num_known] != self._rows[:num_known]:
+            num_known = self._whole_until = 0
+        self._lines = self._continued(rows, lexer, num_known) or _highlighted(rows, lexer)
+        self._language, self._rows = language, rows
+        return self._lines
+
+    def _continued(self, rows: Sequence[str], lexer: Lexer, num_known: int) -> list[Content]:
+        """The lines from the known ones on; [] where earlier lines may matter for the new ones."""
+        if len(rows) < self._whole_until:
+            return []
+        begins = [num_known - back for back in _BACK if num_known > back]
+        for begin in begins:
+            lines = _highlighted(rows[begin:], lexer)
+            known = self._lines[begin:num_known]
+            if all(line.is_same(before) for line, before in zip(lines, known, strict=False)):
+                return self._lines[:num_known] + lines[len(known) :]
+        self._whole_until = len(rows) + _WAIT if begins else 0
+        return []
+
+
+@cache
+def _lexer(language: str) -> Lexer:
+    options: dict[str, Any] = {"stripnl": False, "ensurenl": True, "tabsize": 0}
+    try:
+        return get_lexer_by_name(language or "text", **options)
+    except ClassNotFound:
+        return get_lexer_by_name("text", **options)
+
+
+def _highlighted(rows: Sequence[str], lexer: Lexer) -> list[Content]:
+    spans = [[Span(0, len(row), "$text")] for row in rows] + [[]]
+    line = column = 0
+    for kind, token in lexer.get_tokens("\n".join(rows)):
+        style = _style(kind)
+        for number, part in enumerate(token.split("\n")):
+            if number:
+                line, column = line + 1, 0
+            if part and style:
+                spans[min(line, len(rows))].append(Span(column, column + len(part), style))
+            column += len(part)
+    return [Content(row, spans=found) for row, found in zip(rows, spans, strict=False)]
+
+
+@cache
+def _style(kind: Any) -> str:
+    """The style of a kind of tokens, or of its parent kind."""
+    found = HighlightTheme.STYLES.get(kind)
+    return found or (_style(kind.parent) if kind.parent is not None else "")
+
 
 _BULLETS = ("• ", "◦ ", "▪ ")
 _MOST_NESTED = 40  # levels, two for a list and one for a quote; signs of what is deeper are text
 _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 
 
-def _commonmark() -> MarkdownIt:
-    """CommonMark with tables and strikethrough. Raw HTML stays text, and so do definitions of links, which CommonMark
-    would hide."""
+@cache
+def parser(*, has_inline: bool = True) -> MarkdownIt:
+    """The parser of a model's Markdown: CommonMark with tables and strikethrough. Raw HTML stays text, and so do
+    definitions of links, which CommonMark would hide. Without inline text, which takes most of the time, blocks alone.
+    """
     options = {"html": False, "maxNesting": _MOST_NESTED + 2}  # which it would leave out
     found = MarkdownIt("commonmark", options).enable(["table", "strikethrough"]).disable(["reference"])
     found.block.ruler.before("table", "too_deep", _too_deep)
-    return found
-
-
-@cache
-def parser() -> MarkdownIt:
-    """The parser of a model's Markdown."""
-    return _commonmark()
-
-
-@cache
-def _outliner() -> MarkdownIt:
-    """A parser of blocks alone: their inline text takes most of the time."""
-    return _commonmark().disable(["inline"])
+    return found if has_inline else found.disable(["inline"])
 
 
 def _too_deep(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:
@@ -69,10 +135,10 @@ def first_line(group: Sequence[Token]) -> int:
 
 def first_lines(text: str) -> list[int]:
     """`first_line` of each block of the text."""
-    return [first_line(group) for group in groups(_outliner().parse(text))]
+    return [first_line(group) for group in groups(parser(has_inline=False).parse(text))]
 
 
-def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[TextPiece | TablePiece]:
+def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[Piece]:
     """The pieces of a block's tokens. highlighters: of the block's earlier code, in order; new ones are appended."""
     return list(_Walk(tokens, [] if highlighters is None else highlighters).blocks(0))
 
@@ -132,7 +198,7 @@ class _Walk:
         self._num_codes = 0
         self._at = 0
 
-    def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[TextPiece | TablePiece]:
+    def blocks(self, depth: int, *, is_tight: bool = False) -> Iterator[Piece]:
         """The pieces up to the closing token. depth: of the surrounding lists."""
         is_first = True
         while self._at < len(self._tokens):
@@ -145,7 +211,7 @@ class _Walk:
             is_first = False
             yield from self._block(token, depth)
 
-    def _block(self, token: Token, depth: int) -> Iterator[TextPiece | TablePiece]:
+    def _block(self, token: Token, depth: int) -> Iterator[Piece]:
         match token.type:
             case "inline":
                 yield TextPiece(inline(token))
@@ -162,7 +228,7 @@ class _Walk:
             case "blockquote_open":
                 bar = Content("▎ ").stylize(".quote")
                 for piece in self.blocks(depth):
-                    yield piece.indented(bar, bar)
+                    yield indented(piece, bar, bar)
             case "bullet_list_open" | "ordered_list_open":
                 yield from self._list(token, depth)
             case "table_open":
@@ -171,9 +237,11 @@ class _Walk:
                 if token.content:
                     yield TextPiece(Content(visible(token.content)))
 
-    def _list(self, token: Token, depth: int) -> Iterator[TextPiece | TablePiece]:
+    def _list(self, token: Token, depth: int) -> Iterator[Piece]:
         is_ordered = token.type == "ordered_list_open"
-        is_tight, is_first = _is_tight(self._tokens, self._at), True
+        first_paragraph = next((token for token in self._tokens[self._at :] if token.type == "paragraph_open"), None)
+        is_tight = first_paragraph is None or first_paragraph.hidden  # no blank lines between the items
+        is_first = True
         while self._at < len(self._tokens):
             item = self._tokens[self._at]
             self._at += 1
@@ -185,14 +253,14 @@ class _Walk:
                 yield TextPiece(Content())
             is_first = False
             for number, piece in enumerate(self.blocks(depth + 1, is_tight=is_tight)):
-                yield piece.indented(first if number == 0 else rest, rest)
+                yield indented(piece, first if number == 0 else rest, rest)
 
     def _code(self, token: Token) -> Iterator[TextPiece]:
         if self._num_codes == len(self._highlighters):
             self._highlighters.append(Highlighter())
         highlighter = self._highlighters[self._num_codes]
         self._num_codes += 1
-        language = token.info.split()[0] if token.info.split() else ""
+        language = (token.info.split() or [""])[0]
         margin = Content("  ")
         for line in highlighter.lines(visible(token.content.removesuffix("\n")), language):
             yield TextPiece(line, margin, margin, is_code=True)
@@ -207,12 +275,6 @@ class _Walk:
                 rows[-1].append(inline(token))
         self._at += 1
         return TablePiece(rows)
-
-
-def _is_tight(tokens: Sequence[Token], at: int) -> bool:
-    """Return whether there are no blank lines between a list's items: CommonMark then hides their paragraphs."""
-    paragraph = next((token for token in tokens[at:] if token.type == "paragraph_open"), None)
-    return paragraph is None or paragraph.hidden
 
 
 @dataclass(frozen=True)

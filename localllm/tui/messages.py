@@ -41,9 +41,8 @@ class ModelFailed(Message):
 class ConversationChanged(Message):
     """The conversation as it is now. Turns that did not change are the same objects.
 
-    attached: names of files that wait for the next question, and their characters.
-    ending: why the last answer ends where it does; "" for a complete one.
-    thinking: the turns that are answers beginning in a thought.
+    attached: names of files that wait for the next question, and their characters. ending: why the last answer ends
+    where it does; "" for a complete one. thinking: the turns that are answers beginning in a thought.
     """
 
     turns: tuple[Turn, ...]
@@ -65,7 +64,7 @@ class ChatStarted(Message):
 
 @dataclass
 class QuestionReturned(Message):
-    """A question could not be answered. text: as it was typed."""
+    """A question could not be answered."""
 
     text: str
 
@@ -122,8 +121,6 @@ class UsageCounted(Message):
 
 @dataclass
 class Noted(Message):
-    """A line to read."""
-
     text: str
     severity: Literal["information", "warning"] = "information"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from textual.message import Message
 
@@ -26,27 +27,25 @@ if TYPE_CHECKING:
 _PAUSE_S = 0.1  # between two messages of progress
 
 
-class Serve(Protocol):
-    """Begins to load a model; `before` releases the previous one."""
+Serve = Callable[[Selection, Post, Callable[[], None]], EngineHandle]  # the call releases the model before
 
-    def __call__(self, selection: Selection, post: Post, before: Callable[[], None]) -> EngineHandle: ...
+
+def _note(post: Post, text: str, severity: Literal["information", "warning"] = "information") -> None:
+    post(Noted(text, severity))
 
 
 def serve_attached(selection: Selection, post: Post, before: Callable[[], None]) -> EngineHandle:
     """Use the engine of this user's running server; without a server as `serve`."""
 
-    def note(text: str) -> None:
-        post(Noted(text))
-
     def tell(kind: str, arguments: tuple[Any, ...]) -> None:
         if kind in ("noting", "warning"):
             post(Noted(str(arguments[0]), "warning" if kind == "warning" else "information"))
 
-    service = attached(selection, note, tell)
+    service = attached(selection, partial(_note, post), tell)
     if service is None:
         return serve(selection, post, before)
     before()
-    note("the running server answers")
+    post(Noted("the running server answers"))
     return service
 
 
@@ -58,10 +57,8 @@ def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Engin
 
     def load() -> Engine:
         before()
-        return open_engine(selection, Opening(keeps_pages=True), _watcher(selection.files.name, post), warn)
-
-    def warn(text: str) -> None:
-        post(Noted(text, "warning"))
+        watcher = _watcher(selection.files.name, post)
+        return open_engine(selection, Opening(keeps_pages=True), watcher, partial(_note, post, severity="warning"))
 
     return EngineThread(load)
 
@@ -70,7 +67,6 @@ class ModelLoader:
     """Loads one model at a time, and posts the progress of that one alone. service: its own, or None."""
 
     def __init__(self, serve: Serve, post: Post, start: Callable[[Job], object]) -> None:
-        """start: starts a thread worker."""
         self._serve = serve
         self._post = post
         self._start = start
@@ -121,7 +117,7 @@ def _watcher(name: str, post: Post) -> Watcher:
 
     posted_at, waits_for = 0.0, ""
 
-    def progress(text: str, done: int, total: int) -> None:
+    def progress(text: str, done: int = 0, total: int = 0) -> None:
         nonlocal posted_at
         now = time.monotonic()
         if now - posted_at >= _PAUSE_S or done >= total:
@@ -134,16 +130,10 @@ def _watcher(name: str, post: Post) -> Watcher:
             waits_for = process
             post(Noted(f"process {process} is packing {name}; waiting for that"))
 
-    def measuring(text: str) -> None:
-        post(ModelLoading(text))
-
-    def noting(text: str) -> None:
-        post(Noted(text))
-
     return Watcher(
         lambda done, total: progress(f"loading {name}", done, total),
         lambda done, total: progress(f"packing {name}, once: {format_bytes(total)}", done, total),
         waiting,
-        measuring,
-        noting,
+        progress,
+        partial(_note, post),
     )

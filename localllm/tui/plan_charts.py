@@ -12,7 +12,7 @@ from localllm.chat import plan_text as words
 from localllm.chat.text import error_rows, one_line, visible
 from localllm.config import format_bytes, format_figure
 from localllm.errors import LocalLLMError
-from localllm.tui.bars import bar, split_bar
+from localllm.tui.widgets.bars import bar, split_bar
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Planned
@@ -183,7 +183,6 @@ def _total(plan: Plan, tier: Tier) -> str:
 
 
 def _num_moved(plan: Plan, before: Plan) -> int:
-    """Blocks that would be placed or computed elsewhere."""
     places = {block.name: (block.tier, block.exec) for block in before.blocks}
     return sum(places.get(block.name) != (block.tier, block.exec) for block in plan.blocks)
 
@@ -203,13 +202,11 @@ def _indented(rows: Sequence[Content]) -> list[Content]:
 
 
 def _paragraph(label: str, content: Content, columns: int) -> list[Content]:
-    """The content wrapped beside its label."""
     first, *others = content.wrap(max(20, columns - _LABEL))
     return [_labelled(label, first), *_indented(others)]
 
 
 def _flowing(parts: Sequence[Content], columns: int, gap: int = 3) -> list[Content]:
-    """The parts one after another, on as many lines as they take."""
     rows: list[Content] = []
     for part in parts:
         if rows and rows[-1].cell_length + gap + part.cell_length <= columns:

@@ -1,15 +1,21 @@
-"""Plans of a model under changed settings, made by a worker: of quick changes only the last is planned."""
+"""Plans of a model under changed settings, and how models would fit this machine: found by workers.
+
+Of quick changes only the last is planned; verdicts are cached while the program runs.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from textual.app import App
 from textual.message import Message
 from textual.worker import get_current_worker
 
+from localllm.config import ResolvedSettings
 from localllm.errors import LocalLLMError
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.plan_request import Goal, considered, with_changes
@@ -18,6 +24,8 @@ from localllm.tui.chat_worker import ChatWorker
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Considered, Planned
+    from localllm.runtime.fit_check import Verdict
+    from localllm.runtime.model_catalog import ModelRow
 
 _LOOK_S = 0.1  # between two looks at what a plan waits for
 _REST_S = 0.15  # without another wish, before advice is computed: that takes longer than a plan
@@ -66,7 +74,7 @@ class PlanDelayed(Message):
 
 
 class _CancelledError(Exception):
-    """Another wish has come, or the screen was left."""
+    """The worker was cancelled: another wish has come, or the screen was left."""
 
 
 class PlanWorker:
@@ -140,3 +148,80 @@ class PlanWorker:
         if self._chat.is_loading:
             return "the model to be loaded"
         return "the answer to end" if measures and self._chat.answers.is_under_way else ""
+
+
+_PAUSE_S = 0.2  # between two looks at whether the machine is idle
+
+# The name, whether the model is here, its packed formats, and the settings.
+_Key = tuple[str, bool, tuple[str, ...], str]
+
+
+@dataclass
+class FitFound(Message):
+    name: str
+
+
+@dataclass
+class FitMeasuring(Message):
+    """text: the measurement that runs; "" once it is done."""
+
+    text: str
+
+
+class FitWorker:
+    """Posts FitFound for each model, and FitMeasuring around a measurement of the machine."""
+
+    def __init__(self, app: App[None], is_busy: Callable[[], bool]) -> None:
+        """is_busy: whether the machine computes, when a measurement would be wrong."""
+        self._app = app
+        self._is_busy = is_busy
+        self._known: dict[_Key, Verdict] = {}
+        self._one_at_a_time = threading.Lock()
+        self._is_measuring = False
+
+    def of(self, row: ModelRow, resolved: ResolvedSettings) -> Verdict | None:
+        """The verdict on a model; None while it is not known."""
+        return self._known.get(_key(row, resolved))
+
+    def want(self, rows: Iterable[ModelRow], resolved: ResolvedSettings) -> None:
+        """Find the missing verdicts in the order of the rows. Returns at once."""
+        keys = [_key(row, resolved) for row in rows]
+        work = partial(self._find, [key for key in keys if key not in self._known], resolved)
+        self._app.run_worker(work, thread=True, exclusive=True, group="fit")
+
+    def _find(self, keys: list[_Key], resolved: ResolvedSettings) -> None:
+        from localllm.runtime.fit_check import Verdict, judge
+
+        worker = get_current_worker()
+        for key in keys:
+            with self._one_at_a_time:  # a cancelled worker ends its model first
+                if worker.is_cancelled:
+                    return
+                if key in self._known:
+                    continue
+                try:
+                    self._known[key] = judge(key[0], resolved, self._wait_for_quiet)
+                except _CancelledError:
+                    return
+                except Exception as error:
+                    self._known[key] = Verdict("unknown", why=f"{type(error).__name__}: {error}")
+                if self._is_measuring:
+                    self._is_measuring = False
+                    self._app.post_message(FitMeasuring(""))
+                self._app.post_message(FitFound(key[0]))
+
+    def _wait_for_quiet(self, text: str) -> None:
+        worker = get_current_worker()
+        self._is_measuring = True
+        if self._is_busy():
+            self._app.post_message(FitMeasuring("this machine is measured once it has nothing else to do"))
+        while self._is_busy() and not worker.cancelled_event.wait(_PAUSE_S):
+            pass
+        if worker.is_cancelled:
+            raise _CancelledError
+        self._app.post_message(FitMeasuring(text))
+
+
+def _key(row: ModelRow, resolved: ResolvedSettings) -> _Key:
+    packed = tuple(packed.weights for packed in row.packed if packed.state == "whole")
+    return row.name, row.is_here, packed, repr(resolved.settings)

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from localllm.cli.dispatch import _with_flags
+from localllm.cli.dispatch import _to_paste
 from localllm.cli.serve import _serve
-from localllm.errors import LocalLLMError
+from localllm.errors import Fix, LocalLLMError
 from tests.cli_support import run_cli, start_cli
 from tests.patience import PATIENCE_S, wait_for
 from tests.server.support import OWL, running
@@ -184,7 +184,8 @@ def test_where_ollama_itself_runs_its_port_is_left_alone() -> None:
 
 def test_a_fix_leaves_a_switch_out_and_keeps_what_follows_it() -> None:
     line = ["serve", "--new-key", "--api-key-file", "key.txt", "qwen3-8b"]
-    assert _with_flags(line, "leave --new-key out") == "localllm serve --api-key-file key.txt qwen3-8b"
+    fix = _to_paste(Fix.without("--new-key"), line)
+    assert str(fix) == "localllm serve --api-key-file key.txt qwen3-8b"
 
 
 def test_a_server_that_is_stopped_has_not_failed() -> None:

@@ -26,6 +26,10 @@ from localllm.tui.app import ChatApp, Start
 from localllm.tui.messages import Post
 from tests.patience import PATIENCE_S
 
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 _OF_PLANS = ("ledger", "limits", "bound_by", "streamed_bytes")
 
 
@@ -61,13 +65,10 @@ class FakeTokenizer:
 class FakeEngine:
     ctx: int = 4096
     current_plan: Any = None
-    template: ChatTemplate = field(default_factory=lambda: ChatTemplate("a template"))
+    template: ChatTemplate = field(default_factory=lambda: ChatTemplate(TEMPLATE))
     weights: str = "int4-g64"
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     config: Any = field(default_factory=lambda: SimpleNamespace(longest_context=8192))
-
-    def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        return self.tokenizer.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
 
     def check(self, request: Request) -> None:
         """Everything fits."""
@@ -135,6 +136,10 @@ class FakeService:
         answer = self.answers[min(number, len(self.answers) - 1)]
         threading.Thread(target=self._say, args=(number, request, answer, stream.events), daemon=True).start()
         return stream
+
+    def opens_thought(self) -> None:
+        """Has the template open a thought."""
+        self.engine.template = ChatTemplate("<assistant><think>{{ '\n' }}")
 
     def close(self, timeout_s: float = 4.0) -> None:
         self.is_closed = True
@@ -222,6 +227,14 @@ async def send(pilot: Pilot[Any], text: str) -> None:
     assert isinstance(pilot.app, ChatApp)
     pilot.app.chat.composer.write(text)
     await pilot.press("enter")
+
+
+async def begin(pilot: Pilot[Any], text: str, length: int = 50) -> None:
+    """Asks, and waits until so many characters were said."""
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    await send(pilot, text)
+    await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > length)
 
 
 async def say(pilot: Pilot[Any], text: str) -> None:

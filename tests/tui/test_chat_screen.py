@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from textual.command import CommandList
-from textual.pilot import Pilot
 from textual.widgets import Input
 
 from localllm.chat.recorder import look_up
@@ -18,11 +16,10 @@ from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp
 from localllm.tui.key_scopes import key_scopes
 from localllm.tui.keys import DEFAULTS
-from localllm.tui.screens.dialogs import CodeDialog
-from localllm.tui.screens.help import HelpScreen
+from localllm.tui.screens.dialogs import CodeDialog, HelpScreen
 from localllm.tui.widgets.message_view import Thought
 from tests.history_support import said
-from tests.tui.support import FakeService, chatting, say, send, shown, texts, until
+from tests.tui.support import FakeService, begin, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -34,12 +31,6 @@ def kept() -> list[tuple[str, str, str]]:
     with History.peek(history_file()) as history:
         session, _ = history.sessions()[0]
         return said(history, session)
-
-
-async def begin(pilot: Pilot[Any], app: ChatApp, text: str, length: int = 50) -> None:
-    """Asks, and waits until so many characters were said."""
-    await send(pilot, text)
-    await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > length)
 
 
 # Answers
@@ -68,7 +59,7 @@ async def test_a_question_that_comes_before_the_model_is_kept_and_answered_when_
 @pytest.mark.parametrize("key", ["escape", "ctrl+c"])
 async def test_a_key_stops_an_answer_and_keeps_what_was_said(key: str) -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
-        await begin(pilot, app, "Go on")
+        await begin(pilot, "Go on")
         await pilot.press(key)
         await until(pilot, lambda: not app.chat.is_answering and app.chat.num_turns == 2)
         text = texts(app)[-1][1]
@@ -79,11 +70,11 @@ async def test_a_key_stops_an_answer_and_keeps_what_was_said(key: str) -> None:
 
 async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.05)) as (app, pilot):
-        await begin(pilot, app, "Go on", 0)
+        await begin(pilot, "Go on", 0)
         await pilot.press(*"next", "enter")
         assert app.chat.composer.text == "next" and "esc stops it" in shown(app)
         await pilot.press("escape")
-        await until(pilot, lambda: not app.chat.is_answering)
+        await until(pilot, lambda: not app.chat.is_answering and "an answer is being written" not in shown(app))
         await pilot.press("enter")
         await until(pilot, lambda: app.chat.num_turns == 3)
         assert texts(app)[2] == ("user", "next")
@@ -91,7 +82,7 @@ async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() 
 
 async def test_the_keys_of_a_message_do_no_harm_while_it_is_being_written() -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.02)) as (app, pilot):
-        await begin(pilot, app, "Go on", 0)
+        await begin(pilot, "Go on", 0)
         await pilot.press("ctrl+up", "e", "r", "f", "c", "y", "escape")
         await until(pilot, lambda: not app.chat.is_answering and app.chat.num_turns == 2)
 
@@ -150,7 +141,8 @@ async def test_a_model_that_cannot_be_loaded_is_told_of_and_the_question_waits_f
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert "no model" in shown(app) and "tiny does not fit" in shown(app)
         await send(pilot, "Anyone?")
-        await until(pilot, lambda: app.chat.num_turns == 1)
+        await until(pilot, lambda: "there is no model: the question waits" in shown(app))
+        assert app.chat.num_turns == 1
         service.failure = None
         await send(pilot, "/model tiny")
         await until(pilot, lambda: app.chat.num_turns == 2)
@@ -195,8 +187,11 @@ async def test_an_earlier_question_is_edited_and_what_followed_it_leaves_the_scr
 async def test_an_edit_is_given_up_with_escape() -> None:
     async with chatting() as (app, pilot):
         await say(pilot, "first")
+        app.chat.composer.write("half a sentence")
         await pilot.press("ctrl+up", "ctrl+up", "e", "escape")
         assert app.chat.composer.text == "" and len(texts(app)) == 2
+        await pilot.press("up", "up")
+        assert app.chat.composer.text == "half a sentence"
         await say(pilot, "second")
         assert len(texts(app)) == 4
 
@@ -237,11 +232,12 @@ async def test_the_last_question_is_taken_back() -> None:
         assert "localllm" in shown(app) and texts(app) == []
 
 
-async def test_a_new_conversation_leaves_the_old_one_in_the_history() -> None:
+@pytest.mark.parametrize("keys", [("ctrl+n",), ("f4", "n")])
+async def test_a_new_conversation_leaves_the_old_one_in_the_history(keys: tuple[str, ...]) -> None:
     async with chatting() as (app, pilot):
         await say(pilot, "first")
-        await pilot.press("ctrl+n")
-        await until(pilot, lambda: app.chat.num_turns == 0)
+        await pilot.press(*keys)
+        await until(pilot, lambda: app.screen is app.chat and app.chat.num_turns == 0)
         await say(pilot, "second")
     with History.peek(history_file()) as history:
         assert [session.title for session, _ in history.sessions()] == ["second", "first"]
@@ -250,9 +246,15 @@ async def test_a_new_conversation_leaves_the_old_one_in_the_history() -> None:
 # Copying and saving
 
 
-async def test_the_last_answer_a_code_block_and_the_selection_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[str] = []
-    monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts in the clipboard, in turn."""
+    found: list[str] = []
+    monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: found.append(text))
+    return found
+
+
+async def test_the_last_answer_a_code_block_and_the_selection_are_copied(copied: list[str]) -> None:
     async with chatting(FakeService([CODE])) as (app, pilot):
         await say(pilot, "Code")
         app.chat.take_command("/copy")
@@ -267,13 +269,9 @@ async def test_the_last_answer_a_code_block_and_the_selection_are_copied(monkeyp
         assert "print('fox')" in copied[-1]
 
 
-async def test_the_answer_alone_is_copied_without_what_was_thought(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    copied: list[str] = []
-    monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
+async def test_the_answer_alone_is_copied_without_what_was_thought(tmp_path: Path, copied: list[str]) -> None:
     service = FakeService([f"```\nhm\n```\n</think>\n\n{CODE}"])
-    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    service.opens_thought()
     async with chatting(service) as (app, pilot):
         await say(pilot, "Code")
         for line in ("/copy", "/copy 1", f"/save {tmp_path / 'a.json'}"):
@@ -289,9 +287,7 @@ async def test_the_answer_alone_is_copied_without_what_was_thought(
         assert copied[2:] == [CODE] and "1  python" in shown(app) and "hm" not in shown(app)
 
 
-async def test_an_answer_without_a_thought_is_copied_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[str] = []
-    monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
+async def test_an_answer_without_a_thought_is_copied_as_it_stands(copied: list[str]) -> None:
     plain = "\n\n The mark </think> ends a thought."
     async with chatting(FakeService([plain])) as (app, pilot):
         await say(pilot, "What ends it?")
@@ -300,9 +296,7 @@ async def test_an_answer_without_a_thought_is_copied_as_it_stands(monkeypatch: p
         await until(pilot, lambda: copied == [plain, plain])
 
 
-async def test_the_picker_copies_or_saves_a_code_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    copied: list[str] = []
-    monkeypatch.setattr(ChatApp, "copy_to_clipboard", lambda _, text: copied.append(text))
+async def test_the_picker_copies_or_saves_a_code_block(copied: list[str], tmp_path: Path) -> None:
     async with chatting(FakeService([CODE])) as (app, pilot):
         await say(pilot, "Code")
         await pilot.press("f7")
@@ -328,11 +322,15 @@ async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
             app.chat.take_command(line)
         await until(pilot, lambda: (tmp_path / "a.md").exists())
         assert "## You\n\nHello" in (tmp_path / "a.md").read_text()
-        app.chat.take_command(f"/export {tmp_path / 'a.md'}")
-        await until(pilot, lambda: app.chat.notice.error is not None)
+        for name in ("a.md", "a.json"):
+            before = (tmp_path / name).read_bytes()
+            app.chat.take_command(f"/{'export' if name == 'a.md' else 'save'} {tmp_path / name}")
+            await until(pilot, lambda: app.chat.notice.error is not None and "a-2." in app.chat.notice.error.fix)
+            assert (tmp_path / name).read_bytes() == before
         app.chat.take_command("/clear")
+        await until(pilot, lambda: "new conversation" in shown(app))
         app.chat.take_command(f"/load {tmp_path / 'a.json'}")
-        await until(pilot, lambda: app.chat.num_turns == 2)
+        await until(pilot, lambda: app.chat.num_turns == 2 and "localllm  Hello" in shown(app))
 
 
 # The rest of the screen
@@ -371,7 +369,7 @@ async def test_thoughts_are_folded_when_the_answer_begins_and_unfold() -> None:
 
 async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
-        await begin(pilot, app, "Go on")
+        await begin(pilot, "Go on")
     async with chatting(FakeService(["Again."]), resumed=look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: len(texts(app)) == 2)
         assert texts(app)[0] == ("user", "Go on") and "interrupted: F6 goes on" in shown(app)
@@ -414,7 +412,7 @@ async def test_hints_name_the_users_own_keys() -> None:
     async with chatting(FakeService(["word " * 400], pause_s=0.02), keys=keys, size=(100, 160)) as (app, pilot):
         await until(pilot, lambda: "F9 shows the models" in shown(app))
         assert "/ for commands, ctrl+o for help" in shown(app)
-        await begin(pilot, app, "one")
+        await begin(pilot, "one")
         await send(pilot, "two")
         await until(pilot, lambda: "an answer is being written: F12 stops it" in shown(app))
         await pilot.press("f4", "n")
@@ -466,7 +464,7 @@ async def test_ctrl_c_leaves_at_the_second_time_and_ctrl_d_at_once() -> None:
 
 async def test_settings_and_the_system_message_are_changed() -> None:
     service = FakeService()
-    async with chatting(service) as (app, pilot):
+    async with chatting(service, temperature=0.5) as (app, pilot):
         for line in ("/set temperature 0.25", "/system Be brief."):
             app.chat.take_command(line)
         await say(pilot, "one")
@@ -482,6 +480,11 @@ async def test_settings_and_the_system_message_are_changed() -> None:
             await until(pilot, lambda: "unknown key" in shown(app))
         app.chat.take_command("/set temperature hot")
         await until(pilot, lambda: app.chat.notice.error is not None)
+        for line in ("/set temperature -", "/set max_tokens 5", "/set max_tokens -"):
+            app.chat.take_command(line)
+        await until(pilot, lambda: "max_tokens = -" in shown(app))
+        settings = app.worker.session.dialogue.resolved.settings
+        assert (settings.temperature, settings.max_tokens) == (0.5, None)
 
 
 async def test_a_private_chat_is_not_kept_and_says_so() -> None:

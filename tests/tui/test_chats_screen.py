@@ -21,7 +21,7 @@ from localllm.history import History, LockedError, Session, history_file
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.dialogs import LineDialog
-from localllm.tui.widgets.key_bar import KeyBar
+from localllm.tui.widgets.bars import KeyBar
 from localllm.tui.widgets.message_view import MessageView
 from tests.history_support import said
 from tests.patience import PATIENCE_S
@@ -93,6 +93,17 @@ def head(app: ChatApp) -> str:
     return str(found.first(Static).render()) if found else "reading"
 
 
+async def line(pilot: Pilot[None], app: ChatApp, key: str, value: str | None = None) -> Input:
+    """The field of the dialog that a key opens; with a value, it is written there and accepted."""
+    await pilot.press(key)
+    await until(pilot, lambda: isinstance(app.screen, LineDialog))
+    field = app.screen.query_one(Input)
+    if value is not None:
+        field.value = value
+        await pilot.press("enter")
+    return field
+
+
 async def search(pilot: Pilot[None], app: ChatApp, words: str) -> None:
     await pilot.press("slash")
     screen_of(app).query_one(Input).value = words
@@ -145,8 +156,7 @@ async def test_what_strangers_wrote_is_shown_and_never_obeyed() -> None:
         await until(pilot, lambda: screen.chats.has_focus and shown(app).count("[@click=app.leave]x[/]") == 2)
         assert shown(app).count("red[/] [bold]") == 2
         for key in ("r", "e"):
-            await pilot.press(key)
-            await until(pilot, lambda: isinstance(app.screen, LineDialog))
+            await line(pilot, app, key)
             assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown(app))
             await pilot.press("escape")
         await pilot.pause()
@@ -243,11 +253,8 @@ async def test_a_chat_is_renamed_from_its_old_title_and_keeps_the_new_one_when_i
     async with chatting(FakeService(["One.", "Two."])) as (app, pilot):
         await say(pilot, "Hello")
         await enter(pilot, app)
-        await pilot.press("r")
-        await until(pilot, lambda: isinstance(app.screen, LineDialog))
-        assert "▸ Hello" in shown(app)
-        field = app.screen.query_one(Input)
-        assert field.value == "Hello"
+        field = await line(pilot, app, "r")
+        assert "▸ Hello" in shown(app) and field.value == "Hello"
         field.value = "  The   [red] fox "
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, ChatsScreen) and titles(app) == ["The [red] fox"])
@@ -341,14 +348,12 @@ async def test_a_chat_is_written_as_markdown_or_json_into_a_file_named_after_it(
     monkeypatch.chdir(tmp_path)
     keep("Wo ist der Fuchs? [../x]", "Where?", "Home.")
     async with listing() as (app, pilot, _):
-        await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, LineDialog))
+        await line(pilot, app, "e")
         await pilot.press("enter")
         path = tmp_path / "wo-ist-der-fuchs-x.md"
         await until(pilot, lambda: path.exists() and "wrote" in shown(app))
         assert "Home." in path.read_text()
-        await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, LineDialog))
+        await line(pilot, app, "e")
         await pilot.press("ctrl+t", "enter")
         await until(pilot, path.with_suffix(".json").exists)
         assert json.loads(path.with_suffix(".json").read_text())["sessions"][0]["title"].startswith("Wo ist")
@@ -362,30 +367,14 @@ async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_can
     path.write_text("precious")
     async with listing() as (app, pilot, _):
         for answer, text in (("escape", "precious"), ("enter", "# Foxes")):
-            await pilot.press("e")
-            await until(pilot, lambda: isinstance(app.screen, LineDialog))
-            app.screen.query_one(Input).value = str(path)
-            await pilot.press("enter")
+            await line(pilot, app, "e", str(path))
             await until(pilot, lambda: "already" in "".join(shown(app).split()))
             assert path.read_text() == "precious"
             await pilot.press(answer)
             await until(pilot, lambda text=text: path.read_text().startswith(text))  # type: ignore[misc]
             await until(pilot, lambda: isinstance(app.screen, ChatsScreen))
-        await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, LineDialog))
-        app.screen.query_one(Input).value = "~nobody-of-that-name/x.md"
-        await pilot.press("enter")
+        await line(pilot, app, "e", "~nobody-of-that-name/x.md")
         await until(pilot, lambda: "thereisno" in "".join(shown(app).split()) and "why:" in shown(app))
-
-
-async def test_n_begins_a_new_conversation() -> None:
-    async with chatting(FakeService(["One.", "Two."])) as (app, pilot):
-        await say(pilot, "First")
-        await enter(pilot, app)
-        await pilot.press("n")
-        await until(pilot, lambda: app.screen is app.chat and app.chat.num_turns == 0)
-        await say(pilot, "Second")
-    assert kept_titles() == ["Second", "First"]
 
 
 async def test_a_chat_that_another_process_deleted_is_told_of_and_goes_from_the_list(

@@ -13,15 +13,14 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from localllm import hub
-from localllm.errors import AccessError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.errors import AccessError, LocalLLMError, UsageError
 from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress
 from localllm.registry import load_registry
 from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.dialogs import ChoiceDialog
 from localllm.tui.screens.models import ModelsScreen
-from localllm.tui.widgets.download_list import DownloadView
-from localllm.tui.widgets.model_table import ModelDetails, ModelTable
+from localllm.tui.widgets.model_table import DownloadView, ModelDetails, ModelTable
 from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chatting, say, send, shown, texts, until
 
@@ -88,11 +87,22 @@ def disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDisk:
 
 
 @pytest.fixture
-def machine(disk: FakeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
-        return VERDICTS.get(name, Verdict("fits", 12.3, 8192, "int4-g64"))
+def judge(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], None]:
+    """Has `act(name, say)` come before each verdict."""
 
-    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
+    def judging(act: Callable[..., object]) -> None:
+        def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
+            act(name, say)
+            return VERDICTS.get(name, Verdict("fits", 12.3, 8192, "int4-g64"))
+
+        monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
+
+    return judging
+
+
+@pytest.fixture
+def machine(disk: FakeDisk, judge: Any) -> None:
+    judge(lambda *_: None)
 
 
 def screen_of(app: ChatApp) -> ModelsScreen:
@@ -168,15 +178,9 @@ async def test_the_least_important_columns_go_where_there_is_no_room() -> None:
         assert "tiny" in shown(app) and "fits" in shown(app)
 
 
-async def test_rows_are_there_before_their_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_are_there_before_their_verdicts(judge: Any) -> None:
     gate = threading.Event()
-
-    def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
-        say("measuring the disk")
-        gate.wait(PATIENCE_S)
-        return Verdict("fits")
-
-    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
+    judge(lambda _, say: (say("measuring the disk"), gate.wait(PATIENCE_S)))
     async with models() as (app, pilot, _):
         await until(pilot, lambda: "measuring the disk" in shown(app))
         assert "qwen3-8b" in shown(app) and "fits" not in shown(app)
@@ -184,17 +188,9 @@ async def test_rows_are_there_before_their_verdicts(monkeypatch: pytest.MonkeyPa
         await until(pilot, lambda: "fits" in shown(app) and "measuring" not in shown(app))
 
 
-async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_written(judge: Any) -> None:
     measured = threading.Event()
-
-    def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
-        say("measuring the disk")
-        measured.set()
-        return Verdict("fits")
-
-    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
+    judge(lambda _, say: (say("measuring the disk"), measured.set()))
     async with chatting(FakeService(["word " * 400], pause_s=0.05)) as (app, pilot):
         await send(pilot, "Go on")
         await until(pilot, lambda: app.chat.is_answering)
@@ -207,14 +203,9 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
         await until(pilot, measured.is_set)
 
 
-async def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_verdict_is_found_out_once(judge: Any) -> None:
     judged: list[str] = []
-
-    def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
-        judged.append(name)
-        return Verdict("fits")
-
-    monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
+    judge(lambda name, _: judged.append(name))
     async with models() as (app, pilot, screen):
         count = screen.query_one(ModelTable).num_shown
         await until(pilot, lambda: len(judged) == count)
@@ -238,17 +229,13 @@ async def test_what_is_typed_filters_and_enter_chooses_an_installed_model_for_th
         assert texts(app) == [("user", "Hello"), ("assistant", "One.")]
 
 
-async def test_a_name_that_no_model_has_is_said_to_be_one() -> None:
-    async with models() as (app, pilot, _):
+async def test_a_name_that_no_model_has_is_said_to_be_one_and_escape_leaves_the_filter_then_the_screen() -> None:
+    async with models() as (app, pilot, screen):
         await pilot.press("slash", *"qqq")
         await until(pilot, lambda: "no name has 'qqq' in it" in shown(app))
         await pilot.press("backspace", "backspace", "backspace")
         await until(pilot, lambda: "in all" in shown(app))
-
-
-async def test_escape_leaves_the_filter_then_the_screen() -> None:
-    async with models() as (app, pilot, screen):
-        await pilot.press("slash", *"phi", "down")
+        await pilot.press(*"phi", "down")
         assert highlighted(app).startswith("phi") and screen.query_one(ModelTable).num_shown == 3
         await pilot.press("escape")
         assert screen.query_one(ModelTable).num_shown > 20
@@ -397,16 +384,6 @@ async def test_details_tell_what_is_known_of_a_model() -> None:
         await until(pilot, lambda: screen.query_one(ModelDetails).model == "qwen3-8b")
         await pilot.press("i")
         assert not screen.query_one(ModelDetails).display
-
-
-async def test_a_list_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def list_models() -> list[InstalledModel]:
-        raise ModelNotFoundError("the folder is gone", why="a disk was taken out", fix="put it in")
-
-    monkeypatch.setattr(hub, "list_models", list_models)
-    async with chatting() as (app, pilot):
-        await pilot.press("f3")
-        await until(pilot, lambda: "the folder is gone" in shown(app))
 
 
 async def test_a_click_highlights_and_another_one_chooses_which_asks_where_the_model_is_not_here(

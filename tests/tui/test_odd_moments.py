@@ -16,13 +16,14 @@ from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import HistoryError, LocalLLMError, TemplateError, UnsupportedModelError
 from localllm.history import History, history_file
 from localllm.runtime.selection import Selection
+from localllm.text.chat_template import ChatTemplate
 from localllm.tui import history_worker, messages
 from localllm.tui.screens import models
 from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.chat_list import ChatList
 from tests.history_support import said
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeEngine, FakeService, chatting, say, send, shown, texts, until
+from tests.tui.support import TEMPLATE, FakeEngine, FakeService, begin, chatting, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 FAILURE = LocalLLMError("it broke", why="a test", fix="again")
@@ -34,12 +35,12 @@ def kept() -> list[list[tuple[str, str, str]]]:
         return [said(history, session) for session, _ in history.sessions()]
 
 
-class Slow(FakeEngine):
+class Slow(ChatTemplate):
     """Takes its time with a prompt."""
 
-    def encode(self, messages: Any) -> list[int]:
+    def with_marks(self, *about: Any) -> Any:
         time.sleep(0.3)
-        return super().encode(messages)
+        return super().with_marks(*about)
 
 
 # Another chat
@@ -174,7 +175,7 @@ async def test_of_a_model_that_was_left_nothing_is_told_and_its_load_ends() -> N
 
 async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
     service = FakeService(["word " * 500], pause_s=0.01)
-    service.engine = Slow()
+    service.engine.template = Slow(TEMPLATE)
     async with chatting(service) as (app, pilot):
         await until(pilot, lambda: not app.chat.is_busy)
         await send(pilot, "one")
@@ -186,7 +187,7 @@ async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
 
 async def test_f5_pressed_twice_answers_once() -> None:
     service = FakeService(["A", "B", "C", "D"])
-    service.engine = Slow()
+    service.engine.template = Slow(TEMPLATE)
     async with chatting(service) as (app, pilot):
         await say(pilot, "one")
         await pilot.press("f5", "f5")
@@ -228,12 +229,11 @@ async def test_the_files_of_a_question_that_was_taken_back_wait_for_it(tmp_path:
         assert texts(app)[0] == ("user", "NOTE\n\none")
 
 
-async def test_a_thought_that_is_gone_on_with_stays_a_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thought_that_is_gone_on_with_stays_a_thought() -> None:
     service = FakeService(["It may be a fox. " * 200, "So.</think>A fox."], pause_s=0.01)
-    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    service.opens_thought()
     async with chatting(service) as (app, pilot):
-        await send(pilot, "Who?")
-        await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
+        await begin(pilot, "Who?")
         await pilot.press("escape")
         await until(pilot, lambda: not app.chat.is_answering)
         await pilot.press("f6")
@@ -241,11 +241,9 @@ async def test_a_thought_that_is_gone_on_with_stays_a_thought(monkeypatch: pytes
         assert "thought: " in shown(app) and "may be" not in shown(app)
 
 
-async def test_a_thought_that_was_saved_is_gone_on_with_where_the_template_opens_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_thought_that_was_saved_is_gone_on_with_where_the_template_opens_it(tmp_path: Path) -> None:
     service = FakeService([" a fox.</think>A fox."])
-    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    service.opens_thought()
     answer = {"role": "assistant", "content": "", "reasoning_content": "It may be"}
     (tmp_path / "a.json").write_text(json.dumps([{"role": "user", "content": "Who?"}, answer]))
     async with chatting(service) as (app, pilot):
@@ -260,14 +258,11 @@ async def test_a_thought_that_was_saved_is_gone_on_with_where_the_template_opens
     assert saved == {"role": "assistant", "content": "A fox.", "reasoning_content": "It may be a fox."}
 
 
-async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_opened_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_opened_again() -> None:
     service = FakeService(["It may be a fox. " * 200], pause_s=0.01)
-    monkeypatch.setattr(service.engine, "encode", lambda _: [ord(character) for character in "<assistant><think>\n"])
+    service.opens_thought()
     async with chatting(service) as (app, pilot):
-        await send(pilot, "Who?")
-        await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > 20)
+        await begin(pilot, "Who?")
         with History.peek(history_file()) as history:  # what a kill at this moment would leave
             while_written = history.path(history.find("last"))[-1]
         await pilot.press("escape")

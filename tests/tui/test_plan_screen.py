@@ -29,7 +29,7 @@ from localllm.tui.app import ChatApp
 from localllm.tui.model_loader import serve
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanWish, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
-from localllm.tui.widgets.key_bar import KeyBar
+from localllm.tui.widgets.bars import KeyBar
 from tests.patience import PATIENCE_S
 from tests.tui.support import FakeService, chatting, say, shown, texts, until
 
@@ -148,6 +148,17 @@ async def planning(
         yield app, pilot, screen
 
 
+@asynccontextmanager
+async def unapplied(
+    fake: FakePlanner, *service: Any, **more: Any
+) -> AsyncIterator[tuple[ChatApp, Pilot[None], PlanScreen]]:
+    """`planning`, at whose end no model but the first was loaded."""
+    said = service[0] if service else FakeService()
+    async with planning(fake, said, **more) as found:
+        yield found
+    assert said.loads == ["tiny"]
+
+
 async def settled(pilot: Pilot[None], screen: PlanScreen) -> Plan | None:
     """The plan for what the sliders say."""
     await until(pilot, lambda: screen.sliders and screen.shown_wish == screen.wish)
@@ -188,8 +199,7 @@ async def test_the_plan_is_there_before_its_advice() -> None:
 
 
 async def test_a_slider_shows_what_would_change_before_anything_is_applied() -> None:
-    service = FakeService()
-    async with planning(FakePlanner(), service, size=(128, 45)) as (app, pilot, screen):
+    async with unapplied(FakePlanner(), size=(128, 45)) as (app, pilot, screen):
         await pilot.press("down", "down", "down", *["left"] * 5)
         assert screen.wish == PlanWish({"ram": "768MiB"})
         plan = await settled(pilot, screen)
@@ -203,7 +213,6 @@ async def test_a_slider_shows_what_would_change_before_anything_is_applied() -> 
             " blocks elsewhere",
         ):
             assert piece in picture, picture
-        assert service.loads == ["tiny"]
 
 
 async def test_of_quick_changes_the_first_and_the_last_alone_are_planned() -> None:
@@ -246,8 +255,7 @@ async def test_a_setting_is_given_back_to_the_plan_where_one_was_set() -> None:
 
 
 async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -> None:
-    service = FakeService()
-    async with planning(FakePlanner(), service) as (app, pilot, screen):
+    async with unapplied(FakePlanner()) as (app, pilot, screen):
         await pilot.press("end", "down", "end")
         assert screen.wish == PlanWish({"ctx": 20_000, "kv": "int4"})
         await pilot.press("r")
@@ -256,23 +264,19 @@ async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -
         assert "as it runs now" in shown(app)
         await pilot.press("enter")
         assert app.screen is screen and "nothing is changed" in shown(app)
-    assert service.loads == ["tiny"]
 
 
 @pytest.mark.parametrize("key", ["escape", "f2"])
 async def test_leaving_changes_nothing(key: str) -> None:
-    service = FakeService()
-    async with planning(FakePlanner(), service) as (app, pilot, screen):
+    async with unapplied(FakePlanner()) as (app, pilot, screen):
         await pilot.press("right")
         await settled(pilot, screen)
         await pilot.press(key)
         assert app.screen is app.chat
-    assert service.loads == ["tiny"]
 
 
 async def test_where_nothing_fits_the_refusal_is_shown_and_nothing_is_applied() -> None:
-    service = FakeService()
-    async with planning(FakePlanner(advice=("localllm plan tiny: fits into this memory",)), service) as (
+    async with unapplied(FakePlanner(advice=("localllm plan tiny: fits into this memory",))) as (
         app,
         pilot,
         screen,
@@ -285,12 +289,10 @@ async def test_where_nothing_fits_the_refusal_is_shown_and_nothing_is_applied() 
             assert label in picture
         await pilot.press("enter")
         assert app.screen is screen and "nothing is applied" in shown(app)
-    assert service.loads == ["tiny"]
 
 
 async def test_a_wish_that_cannot_be_honoured_is_a_notice_and_another_wish_closes_it() -> None:
-    service = FakeService()
-    async with planning(FakePlanner(error=UsageError("no [b]such[/b] thing", why="so", fix="--ctx 1")), service) as (
+    async with unapplied(FakePlanner(error=UsageError("no [b]such[/b] thing", why="so", fix="--ctx 1"))) as (
         app,
         pilot,
         screen,
@@ -304,7 +306,6 @@ async def test_a_wish_that_cannot_be_honoured_is_a_notice_and_another_wish_close
         await until(pilot, lambda: screen.notice.error is None)
         await pilot.press("escape")
         assert app.screen is app.chat
-    assert service.loads == ["tiny"]
 
 
 async def test_everything_can_be_done_with_the_mouse() -> None:
@@ -342,15 +343,13 @@ async def test_a_cap_on_the_memory_of_a_gpu_is_offered_where_there_is_one(vram_b
 
 
 async def test_the_goal_changes_the_picture_but_nothing_that_a_chat_could_be_loaded_with() -> None:
-    service = FakeService()
-    async with planning(FakePlanner(), service) as (app, pilot, screen):
+    async with unapplied(FakePlanner()) as (app, pilot, screen):
         await pilot.press("up", "right")
         plan = await settled(pilot, screen)
         assert plan is not None and plan.sequences == 4
         assert "of 4 sequences together" in shown(app) and "localllm run --batch" in shown(app)
         await pilot.press("enter")
         assert app.screen is screen
-    assert service.loads == ["tiny"]
 
 
 async def test_a_measurement_is_told_and_waits_for_what_would_disturb_it() -> None:
@@ -368,14 +367,13 @@ async def test_a_measurement_is_told_and_waits_for_what_would_disturb_it() -> No
 
 async def test_nothing_is_applied_while_an_answer_is_written() -> None:
     service = FakeService(["word " * 2000], pause_s=0.01)
-    async with planning(FakePlanner(), service) as (app, pilot, screen):
+    async with unapplied(FakePlanner(), service) as (app, pilot, screen):
         app.worker.do(lambda: app.worker.say("Go on"))
         await until(pilot, lambda: app.worker.answers.is_under_way)
         await pilot.press("right", "enter")
         await until(pilot, lambda: "an answer is being written" in shown(app))
         assert app.screen is screen
         app.worker.answers.stop()
-    assert service.loads == ["tiny"]
 
 
 async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from textual import getters, work
 from textual.app import ComposeResult, SuspendNotSupported
@@ -27,11 +27,9 @@ from localllm.tui.commands import COMMANDS
 from localllm.tui.drafts import edited
 from localllm.tui.job_queue import Job
 from localllm.tui.markdown_render import code_blocks
-from localllm.tui.widgets.composer import Composer
-from localllm.tui.widgets.composer_panel import ComposerPanel
+from localllm.tui.widgets.composer import Composer, ComposerPanel
 from localllm.tui.widgets.message_view import MessageView, Thought
-from localllm.tui.widgets.notice import Activity, Notice
-from localllm.tui.widgets.status import AnswerRun, Status
+from localllm.tui.widgets.status import Activity, AnswerRun, Notice, Status
 from localllm.tui.widgets.transcript import Transcript
 
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
@@ -39,30 +37,7 @@ _BETWEEN_ANSWERS = ("undo", "clear", "fork", "load")  # commands that change the
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
 
 
-class Shell(Protocol):
-    """The parts of the program that the chat uses. unsent: the text in the composer, set by the chat."""
-
-    unsent: str
-    away: Callable[[], AbstractContextManager[None]]
-
-    def leave(self) -> None: ...
-    def choose_theme(self, name: str) -> None: ...
-    def action_help(self) -> None: ...
-    def action_models(self) -> None: ...
-    def action_chats(self) -> None: ...
-    def action_plan(self) -> None: ...
-
-
 class ChatScreen(Screen[None]):
-    CSS = """
-    ChatScreen {
-        & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
-        &.-low Suggestions, &.-low Composer { max-height: 4; }
-        &.-low Notice { max-height: 6; }
-        &.-narrow.-high Status { height: 3; }
-        &.-narrow FooterKey.-command-palette { display: none; }
-    }
-    """
     VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]
     BINDINGS = [
@@ -91,11 +66,19 @@ class ChatScreen(Screen[None]):
     activity = getters.query_one(Activity)
     status = getters.query_one(Status)
 
-    def __init__(self, worker: ChatWorker, shell: Shell, draft: str, *, shows_statistics: bool = False) -> None:
-        """draft: the composer's first text."""
+    def __init__(
+        self,
+        worker: ChatWorker,
+        draft: str,
+        away: Callable[[], AbstractContextManager[None]],
+        *,
+        shows_statistics: bool = False,
+    ) -> None:
+        """draft: the composer's first text. away: entered while another program has the terminal."""
         super().__init__()
         self.worker = worker
-        self._shell = shell
+        self.unsent = ""  # the text in the composer
+        self._away = away
         self._busy = f"an answer is being written: {worker.key_names['chat.stop']} stops it"
         self._draft = draft
         self._shows_statistics = shows_statistics
@@ -116,7 +99,6 @@ class ChatScreen(Screen[None]):
 
     @property
     def num_turns(self) -> int:
-        """The number of messages of the conversation."""
         return len(self._turns)
 
     @property
@@ -221,7 +203,7 @@ class ChatScreen(Screen[None]):
         else:
             await view.end()
             if self._shows_statistics:
-                view.show_figures(self._statistics())
+                view.show_meta(figures=self._statistics())
         if finished is not None:
             self.status.run_now = AnswerRun(finished.usage.completion_tokens, 0.0, finished)
         self.refresh_bindings()
@@ -254,13 +236,11 @@ class ChatScreen(Screen[None]):
             self._answer(lambda: self.worker.say(text) if question is None else self.worker.edit(question, text))
 
     def on_text_area_changed(self) -> None:
-        self._shell.unsent = self.panel.unsent
+        self.unsent = self.panel.unsent
 
-    def on_composer_wanted(self, event: Composer.Wanted) -> None:
-        if event.what != "edit":
-            return
+    def action_edit(self) -> None:
         try:
-            with self.app.suspend(), self._shell.away():
+            with self.app.suspend(), self._away():
                 try:  # inside: the screen comes back by what stands behind the `with`
                     self.composer.write(edited(self.composer.whole))
                 except LocalLLMError as error:
@@ -291,27 +271,30 @@ class ChatScreen(Screen[None]):
     @property
     def _actions(self) -> Mapping[str, Callable[[str], object]]:
         """The actions of the screen's own commands, given the text behind them. Actions raise LocalLLMError."""
-        worker, shell, do, usage = self.worker, self._shell, self.worker.do, self.status.usage
+        worker, do, usage = self.worker, self.worker.do, self.status.usage
         return {
-            "help": lambda _: shell.action_help(),
+            "help": lambda _: self._run("help"),
             "regen": lambda _: self.action_regenerate(),
             "continue": lambda _: self.action_continue(),
             "edit": lambda _: self.begin_edit(self.num_turns - 1),
             "copy": self._copy_command,
             "code": self._code_command,
             "detach": lambda _: do(worker.detach),
-            "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else shell.action_models(),
-            "sessions": lambda _: shell.action_chats(),
-            "plan": lambda _: shell.action_plan(),
+            "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else self._run("models"),
+            "sessions": lambda _: self._run("chats"),
+            "plan": lambda _: self._run("plan"),
             "export": lambda path: do(lambda: worker.export(path)),
             "show": lambda _: do(worker.note_all),
             "stats": lambda _: self.notice.note(self._statistics() or "there is no answer yet"),
             "tokens": lambda _: self.notice.lines(
                 usage_lines(usage) if usage is not None else ["there is no model yet"]
             ),
-            "theme": shell.choose_theme,
-            "bye": lambda _: shell.leave(),
+            "theme": lambda name: self._run(f"theme({name!r})"),
+            "bye": lambda _: self._run("leave"),
         }
+
+    def _run(self, action: str) -> None:
+        self.call_later(self.run_action, f"app.{action}")
 
     def _copy_command(self, number: str) -> None:
         if number:
@@ -328,7 +311,8 @@ class ChatScreen(Screen[None]):
         elif not path.strip():
             raise UsageError("/code needs a path", why=f"only {number!r} is behind it", fix="/code 1 example.py")
         else:
-            self._save_code(self._code_block(number, "/code"), path.strip())
+            code = self._code_block(number, "/code")
+            self.worker.do(lambda: self.worker.save_code(code, path.strip()))
 
     def _code_block(self, number: str, command: str) -> str:
         """The code of the last answer's block of this number. Raises UsageError."""
@@ -340,7 +324,6 @@ class ChatScreen(Screen[None]):
         return blocks[int(number) - 1].code
 
     def _statistics(self) -> str:
-        """The figures of the last answer; "" where there is none."""
         last = self.worker.last_answer
         return statistics(last) if last is not None and last.finished is not None else ""
 
@@ -368,7 +351,7 @@ class ChatScreen(Screen[None]):
         elif composer.text:
             composer.put_away()
         elif time.monotonic() - self._interrupted_at < _LEAVE_S:
-            self._shell.leave()
+            self._run("leave")
         else:
             self._interrupted_at = time.monotonic()
             self.notice.note("Ctrl-C again leaves; so do /bye and Ctrl-D", for_s=_LEAVE_S)
@@ -377,7 +360,7 @@ class ChatScreen(Screen[None]):
         if self.composer.text and self.composer.has_focus:
             self.composer.action_delete_right()
         else:
-            self._shell.leave()
+            self._run("leave")
 
     def action_select(self, step: int) -> None:
         """Focus the message before or after; behind the last one is the composer."""
@@ -430,9 +413,13 @@ class ChatScreen(Screen[None]):
 
     # Messages
 
-    def on_message_view_wanted(self, event: MessageView.Wanted) -> None:
-        view = event.view
-        match event.what:
+    def action_want(self, what: str) -> None:
+        """Copy, edit, fork or answer anew the chosen message, show another wording of it, or its code blocks."""
+        around = () if self.focused is None else self.focused.ancestors_with_self
+        view = next((each for each in around if isinstance(each, MessageView)), None)
+        if view is None:
+            return
+        match what:
             case "copy":
                 self.copy(view.copy_text, "the message")
             case "code":
@@ -469,10 +456,9 @@ class ChatScreen(Screen[None]):
     @property
     def answer_text(self) -> str:
         """The last answer without its thought."""
-        for index, turn in reversed([*enumerate(self._turns)]):
-            if turn["role"] == "assistant":
-                return kept_apart(content_of(turn)[0], is_thinking=index in self._thinking)[1]
-        return ""
+        answers = [index for index, turn in enumerate(self._turns) if turn["role"] == "assistant"]
+        text = content_of(self._turns[answers[-1]])[0] if answers else ""
+        return kept_apart(text, is_thinking=answers[-1] in self._thinking)[1] if answers else ""
 
     @work
     async def pick_code(self, text: str) -> None:
@@ -485,7 +471,4 @@ class ChatScreen(Screen[None]):
             if path is None:
                 self.copy(blocks[number].code, f"code block {number + 1}")
             else:
-                self._save_code(blocks[number].code, path)
-
-    def _save_code(self, code: str, path: str) -> None:
-        self.worker.do(lambda: self.worker.save_code(code, path))
+                self.worker.do(lambda: self.worker.save_code(blocks[number].code, path))

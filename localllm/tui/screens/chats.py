@@ -23,10 +23,9 @@ from localllm.runtime.selection import told_of
 from localllm.tui.history_worker import ChatRow, ChatRows, HistoryWorker
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.dialogs import LineDialog
-from localllm.tui.widgets.chat_list import ChatList
-from localllm.tui.widgets.chat_preview import ChatPreview
-from localllm.tui.widgets.key_bar import KeyBar
-from localllm.tui.widgets.notice import Notice
+from localllm.tui.widgets.bars import KeyBar
+from localllm.tui.widgets.chat_list import ChatList, ChatPreview
+from localllm.tui.widgets.status import Notice
 
 _SEARCH_S = 0.15  # after the last letter
 _FIRST = 200  # chats that are listed before all are: a screenful, where thousands take a quarter of a second
@@ -36,22 +35,6 @@ _ENDINGS = (".md", ".json")
 
 
 class ChatsScreen(Screen[None]):
-    CSS = """
-    ChatsScreen {
-        & > #head { height: 1; background: $panel; }
-        & #title { width: 1fr; height: 1; padding: 0 1; color: $text-muted; }
-        & #head KeyBar { width: 12; }
-        & > Input { height: 1; border: none; padding: 0 1; background: $surface; }
-        & > Input:focus { border: none; background: $boost; }
-        & #empty { padding: 1 2; color: $text-muted; width: 1fr; height: 1fr; display: none; }
-        & ChatPreview { width: 1fr; display: none; }
-        &.-wide ChatPreview { display: block; }
-        &.-wide.-turned ChatPreview { display: none; }
-        &.-narrow.-turned ChatPreview { display: block; border-left: none; }
-        &.-narrow.-turned ChatList, &.-empty ChatList { display: none; }
-        &.-empty #empty { display: block; }
-    }
-    """
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE, "-wide")]
     BINDINGS = [
         Binding("enter", "open", "go on with the chat", id="chats.open"),
@@ -178,14 +161,14 @@ class ChatsScreen(Screen[None]):
         self.set_class(not count, "-empty")
 
     def on_input_changed(self) -> None:
-        self._after("search", _SEARCH_S, self._search)
+        def search() -> None:
+            self._query = self.field.value.strip()
+            self._list()
 
-    def _search(self) -> None:
-        self._query = self.field.value.strip()
-        self._list()
+        self._after("search", _SEARCH_S, search)
 
-    def on_chat_list_highlighted(self, event: ChatList.Highlighted) -> None:
-        if event.row is None:
+    def on_chat_list_highlighted(self) -> None:
+        if self.chats.row is None:
             self.preview.clear()
         else:
             self._after("preview", _PREVIEW_S, self._read)
@@ -253,13 +236,13 @@ class ChatsScreen(Screen[None]):
         self.field.focus()
 
     def action_turn(self) -> None:
-        self.toggle_class("-turned")
-        self.call_after_refresh(self._turned)
+        def turned() -> None:
+            (self.chats if self.chats.display else self.preview).focus()
+            self._previewed = None
+            self._read()
 
-    def _turned(self) -> None:
-        (self.chats if self.chats.display else self.preview).focus()
-        self._previewed = None
-        self._read()
+        self.toggle_class("-turned")
+        self.call_after_refresh(turned)
 
     def action_back(self) -> None:
         field = self.field

@@ -1,8 +1,8 @@
-"""Dialogs over a screen: a choice, a line of text, a code block of an answer."""
+"""Dialogs over a screen: a choice, a line of text, a code block of an answer, the help."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -18,8 +18,10 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.chat.text import one_line, printable, visible
+from localllm.tui.commands import COMMANDS
+from localllm.tui.keys import KeyNames
 from localllm.tui.markdown_render import CodeBlock
-from localllm.tui.widgets.key_bar import KeyBar
+from localllm.tui.widgets.bars import KeyBar
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,6 @@ class Dialog(ModalScreen[Any]):
 
 class ChoiceDialog(Dialog):
     """Returns the value of the chosen reply."""
-
-    CSS = """
-    ChoiceDialog {
-        align: center middle; background: $background 60%;
-        & > Vertical {
-            width: 90%; max-width: 88; height: auto; max-height: 90%;
-            border: round $border; background: $surface; padding: 0 1;
-        }
-        & OptionList { height: auto; max-height: 8; border: none; margin-top: 1; background: $surface; }
-        & OptionList:focus { background-tint: $foreground 0%; }
-        & #hint { color: $text-muted; height: 1; margin-top: 1; }
-    }
-    """
 
     def __init__(self, title: str, lines: Sequence[Content], replies: Sequence[DialogReply], chosen: int = 0) -> None:
         """chosen: the number of the highlighted reply."""
@@ -83,16 +72,6 @@ class ChoiceDialog(Dialog):
 class LineDialog(Dialog, inherit_bindings=False):
     """Returns the line, None where it is empty."""
 
-    CSS = """
-    LineDialog {
-        align: center middle; background: $background 60%;
-        & > Vertical { width: 90%; max-width: 90; height: auto; border: round $border; background: $surface; }
-        & Static { padding: 0 1; height: auto; }
-        & #hint { color: $text-muted; }
-        & Input { height: 1; border: none; padding: 0 1; margin: 1 0; background: $boost; }
-        & Input:focus { border: none; }
-    }
-    """
     BINDINGS = [
         Binding("escape", "close", "close", id="prompt.close"),
         Binding("ctrl+t", "swap", "another ending", id="prompt.ending"),
@@ -134,18 +113,6 @@ class LineDialog(Dialog, inherit_bindings=False):
 class CodeDialog(Dialog):
     """Returns the block's number and the file to write, None for the clipboard."""
 
-    CSS = """
-    CodeDialog {
-        align: center middle;
-        & > Vertical {
-            width: 90%; max-width: 110; height: auto; max-height: 80%; border: round $border; background: $surface;
-        }
-        & OptionList { height: auto; max-height: 8; border: none; }
-        & VerticalScroll { height: auto; max-height: 24; border-top: solid $border-blurred; }
-        & Input { display: none; }
-        & #hint { color: $text-muted; height: 1; }
-    }
-    """
     BINDINGS = [Binding("s", "save", "save into a file")]
 
     def __init__(self, blocks: Sequence[CodeBlock]) -> None:
@@ -155,8 +122,7 @@ class CodeDialog(Dialog):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "code blocks"
-            labels = (_label(number, block) for number, block in enumerate(self._blocks, 1))
-            yield OptionList(*map(Option, labels), markup=False)
+            yield OptionList(*map(_option, range(1, len(self._blocks) + 1), self._blocks), markup=False)
             with VerticalScroll(can_focus=False):
                 yield Static("", id="code", markup=False)
             yield Input(placeholder="a file's path")
@@ -185,8 +151,61 @@ class CodeDialog(Dialog):
         path.focus()
 
 
-def _label(number: int, block: CodeBlock) -> Content:
+def _option(number: int, block: CodeBlock) -> Option:
     lines = block.code.splitlines()
     first = next((line.strip() for line in lines if line.strip()), "")
     count = "1 line" if len(lines) == 1 else f"{len(lines)} lines"
-    return Content(f"{number}  {one_line(visible(block.language or 'text'))}, {count}: {one_line(visible(first))[:80]}")
+    language = one_line(visible(block.language or "text"))
+    return Option(Content(f"{number}  {language}, {count}: {one_line(visible(first))[:80]}"))
+
+
+_COLUMN = 26
+_UNBOUND = {  # keys of a text field, which no config.toml changes
+    "Writing": [
+        ("up, down", "what was asked before, from the first and the last line on"),
+        ("tab", "complete a command"),
+    ],
+    "Chat": [("esc, esc", "close what is open, and back to the writing")],
+}
+_OPENED_BY = {"A message": "chat.earlier", "Chats": "app.chats", "Models": "app.models", "Plan": "app.plan"}
+
+
+class HelpScreen(Dialog, inherit_bindings=False):
+    BINDINGS = [
+        Binding("escape,q", "close", "close"),
+        Binding("f1", "close", "close", id="app.help"),  # whichever key opened it
+    ]
+
+    def __init__(self, scopes: Mapping[str, Sequence[Binding]], keymap: Mapping[str, str]) -> None:
+        """scopes: the bindings by their title. keymap: the user's keys by a binding's id."""
+        super().__init__()
+        self._scopes = scopes
+        self._keymap = keymap
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = "help"
+            box.border_subtitle = "esc closes"
+            hint = "In brackets: what a key is called under [keys] in config.toml."
+            yield Static(Content("\n").join([Content.styled(hint, "$foreground-muted"), *self._keys(), *_commands()]))
+
+    def _keys(self) -> Iterator[Content]:
+        key_names = KeyNames(self._keymap)
+        for title, bindings in self._scopes.items():
+            opened_by = f" ({key_names[_OPENED_BY[title]]})" if title in _OPENED_BY else ""
+            yield Content.styled(f"{title}{opened_by}", "bold")
+            for binding in bindings:
+                keys = self._keymap.get(str(binding.id), binding.key).split(",")
+                shown = ", ".join(self.app.get_key_display(binding.with_key(key.strip())) for key in keys)
+                name = Content.styled(f"  ({binding.id})", "$foreground-muted")
+                yield Content.styled(shown.ljust(_COLUMN), "$text-accent") + Content(binding.description) + name
+            for pressed, what in _UNBOUND.get(title, ()):
+                yield Content.styled(pressed.ljust(_COLUMN), "$text-accent") + Content(what)
+            yield Content()
+
+
+def _commands() -> Iterator[Content]:
+    yield Content.styled("Commands", "bold")
+    for name, command in COMMANDS.items():
+        line = f"/{name} {command.parameters}".ljust(_COLUMN)
+        yield Content.styled(line, "$text-accent") + Content(command.summary)

@@ -15,41 +15,42 @@ from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
 
 from localllm import hub
-from localllm.chat.text import one_line
+from localllm.chat.text import one_line, visible
 from localllm.config import format_bytes
 from localllm.registry import REPO_ID, REVISION
-from localllm.runtime.model_catalog import ModelRow, fact_lines, freed_by, model_rows
+from localllm.runtime.fit_check import Verdict
+from localllm.runtime.model_catalog import ModelRow, fact_lines, freed_by, licence_text, model_rows, packed_text
 from localllm.runtime.selection import told_of
 from localllm.tui.download_worker import Download, DownloadWorker
-from localllm.tui.fit_worker import FitWorker
+from localllm.tui.plan_worker import FitWorker
 from localllm.tui.screens.chat import ChatScreen
-from localllm.tui.screens.model_choices import EVERYTHING, NO, PACKED, ask_how_to_pack, ask_to_delete, ask_to_pull
-from localllm.tui.widgets.download_list import DownloadList, DownloadView
-from localllm.tui.widgets.key_bar import KeyBar
-from localllm.tui.widgets.model_table import ModelDetails, ModelLine, ModelTable
-from localllm.tui.widgets.notice import Notice
+from localllm.tui.screens.dialogs import ChoiceDialog, DialogReply
+from localllm.tui.widgets.bars import KeyBar
+from localllm.tui.widgets.model_table import (
+    DownloadList,
+    DownloadView,
+    ModelDetails,
+    ModelLine,
+    ModelTable,
+    about_bytes,
+)
+from localllm.tui.widgets.status import Notice
 
 _WIDE = 130  # columns, from which on the details have room beside the table
-
+_NO = "no"
+_EVERYTHING = "everything"
+_PACKED = "packed"
+_FORMATS = {
+    "int4-g64": "4 bits: small, and mostly the fastest",
+    "int8": "8 bits: nearly exact",
+    "nf4": "4 bits, as bitsandbytes has them",
+    "bf12": "12 bits: exact, 3/4 of the bytes",
+}
 
 _Result = TypeVar("_Result")
 
 
 class ModelsScreen(Screen[None]):
-    CSS = """
-    ModelsScreen {
-        & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
-        & > #filter { height: 1; border: none; padding: 0 1; display: none; }
-        & #header { height: 1; padding: 0 1; color: $text-muted; text-style: underline; }
-        & > #body { height: 1fr; layout: vertical; }
-        & #models { height: 1fr; width: 1fr; layout: vertical; }
-        & > #measuring { height: 1; padding: 0 1; color: $text-muted; display: none; }
-        &.-details ModelDetails { display: block; height: 50%; border-left: none; border-top: solid $border-blurred; }
-        &.-wide #body { layout: horizontal; }
-        &.-wide ModelDetails { width: 38%; max-width: 70; height: 1fr; border-top: none; }
-        &.-wide.-details ModelDetails { border-left: solid $border-blurred; }
-    }
-    """
     BINDINGS = [
         Binding("enter", "choose", "choose", id="models.choose"),
         Binding("slash", "filter", "filter", id="models.filter"),
@@ -84,8 +85,9 @@ class ModelsScreen(Screen[None]):
         yield Input(placeholder="part of a name; or ORG/REPOSITORY, of the hub", id="filter")
         with Container(id="body"):
             with Container(id="models"):
-                yield Static("", id="header", markup=False)
-                yield ModelTable()
+                table = ModelTable()
+                yield table.header
+                yield table
             yield ModelDetails()
         yield Static("", id="measuring", markup=False)
         yield DownloadList()
@@ -122,7 +124,6 @@ class ModelsScreen(Screen[None]):
         self._describe_highlighted()
 
     def show_fit(self, name: str) -> None:
-        """Show the verdict on a model."""
         self._change_line(name)
         if name == self.details.model:
             self._show_facts(name)
@@ -154,11 +155,11 @@ class ModelsScreen(Screen[None]):
 
     # The table
 
-    def on_model_table_arranged(self, event: ModelTable.Arranged) -> None:
-        self.query_one("#header", Static).update(event.header)
-
-    def on_option_list_option_highlighted(self) -> None:
-        self._describe_highlighted()
+    @on(OptionList.OptionHighlighted)
+    def _describe_highlighted(self) -> None:
+        line = self.table.line
+        if line is not None and self.has_class("-details"):
+            self._describe(line.name)
 
     @on(OptionList.OptionSelected)
     @on(Input.Submitted)
@@ -197,8 +198,10 @@ class ModelsScreen(Screen[None]):
     def _show_lines(self) -> None:
         words = self.filter_input.value.strip()
         lines = [self._line(row) for row in self._rows]
-        if not any(line.matches(words) for line in lines) and _is_repository(words):
-            lines.append(ModelLine(ModelRow(words, "available", words.partition("@")[0])))
+        repo, at, revision = words.partition("@")
+        is_repository = REPO_ID.fullmatch(repo) and (not at or REVISION.fullmatch(revision))
+        if is_repository and not any(line.matches(words) for line in lines):
+            lines.append(ModelLine(ModelRow(words, "available", repo)))
         self.table.show(lines, words)
         here = sum(row.is_here for row in self._rows)
         found = f"{here} on this disk, {len(self._rows)} in all"
@@ -244,7 +247,7 @@ class ModelsScreen(Screen[None]):
             self._toggle(download)
         elif row.repo is None:
             self.notice.note(f"{row.name} was a folder of yours, which is gone: d deletes what was packed of it")
-        elif await self.app.push_screen_wait(ask_to_pull(row, self._fits.of(row, self._worker.resolved))) == "pull":
+        elif await self.app.push_screen_wait(_ask_to_pull(row, self._fits.of(row, self._worker.resolved))) == "pull":
             self.notice.note("p pauses it, c cancels it; it goes on behind the chat, too")
             self._downloads.pull(row.name, self._worker.resolved)
 
@@ -257,7 +260,7 @@ class ModelsScreen(Screen[None]):
             self.notice.note(f"{row.name} is not on this disk: p fetches it")
         elif any(download.kind == "pack" and download.is_running for download in self._downloads.all):
             self.notice.note("another model is being packed: two would need the memory of both")
-        elif (weights := await self.app.push_screen_wait(ask_how_to_pack(row))) is not None:
+        elif (weights := await self.app.push_screen_wait(_ask_how_to_pack(row))) is not None:
             self.notice.close()
             self._downloads.pack(row.name, weights, self._worker.resolved)
 
@@ -272,11 +275,8 @@ class ModelsScreen(Screen[None]):
         else:
             self.notice.note("nothing is fetched or packed")
 
-    def on_download_view_toggled(self, event: DownloadView.Toggled) -> None:
-        self._toggle(event.download)
-
-    def on_download_view_cancelled(self, event: DownloadView.Cancelled) -> None:
-        self._downloads.cancel(event.download)
+    def on_download_view_clicked(self, event: DownloadView.Clicked) -> None:
+        (self._toggle if event.what == "toggle" else self._downloads.cancel)(event.download)
 
     def _toggle(self, download: Download) -> None:
         if download.is_running:
@@ -298,22 +298,22 @@ class ModelsScreen(Screen[None]):
         elif row.state == "available":
             self.notice.note(f"nothing of {row.name} is on this disk")
         else:
-            self._ask_to_delete(row)
+            self._ask_to_delete_(row)
 
     @work(exclusive=True, group="delete")
-    async def _ask_to_delete(self, row: ModelRow) -> None:
+    async def _ask_to_delete_(self, row: ModelRow) -> None:
         sizes = await self._in_thread(lambda: freed_by(row))
         if sizes is None:
             return
-        choice = ask_to_delete(row, *sizes, is_loaded=row.name == self._worker.model_name)
+        choice = _ask_to_delete(row, *sizes, is_loaded=row.name == self._worker.model_name)
         answer = await self.app.push_screen_wait(choice)
-        if answer == NO:
+        if answer == _NO:
             self.notice.note("nothing was deleted")
-        if answer not in (EVERYTHING, PACKED):
+        if answer not in (_EVERYTHING, _PACKED):
             return
         if (paused := self._downloads.of(row.name)) is not None:
             self._downloads.cancel(paused)
-        self._delete(row.name, packed_only=answer == PACKED)
+        self._delete(row.name, packed_only=answer == _PACKED)
 
     @work
     async def _delete(self, name: str, *, packed_only: bool) -> None:
@@ -334,11 +334,6 @@ class ModelsScreen(Screen[None]):
         self.set_class(wants, "-details")
         self._describe_highlighted()
 
-    def _describe_highlighted(self) -> None:
-        line = self.table.line
-        if line is not None and self.has_class("-details"):
-            self._describe(line.name)
-
     @work(exclusive=True, group="details")
     async def _describe(self, name: str) -> None:
         try:
@@ -356,7 +351,57 @@ class ModelsScreen(Screen[None]):
         self.details.show(name, self._facts, verdict)
 
 
-def _is_repository(words: str) -> bool:
-    """Return whether it is ORG/REPOSITORY, with a revision or without."""
-    repo, at, revision = words.partition("@")
-    return REPO_ID.fullmatch(repo) is not None and (not at or REVISION.fullmatch(revision) is not None)
+def _ask_to_pull(row: ModelRow, verdict: Verdict | None) -> ChoiceDialog:
+    about = about_bytes(row)
+    size = "not known before the hub is asked" if about is None else f"about {format_bytes(about)}"
+    if row.partial_bytes:
+        size += f"; {format_bytes(row.partial_bytes)} of it are here, and are gone on from"
+    facts = [("from", row.repo or ""), ("size", size), ("licence", licence_text(row).replace(" (gated)", ""))]
+    if verdict is not None:
+        facts.append(("here", verdict.text))
+    lines = [_fact(label, text) for label, text in facts if text]
+    if row.gated:
+        lines += [
+            Content.styled("gated: its maker asks for the licence to be accepted first, at", "$text-warning"),
+            Content(f"  https://huggingface.co/{row.repo}"),
+            Content.styled("and for a token: HF_TOKEN, or `hf auth login`", "$text-warning"),
+        ]
+    verb = "go on with the pull" if row.partial_bytes else "pull it"
+    return ChoiceDialog(f"{row.name} is not here", lines, [DialogReply("pull", verb), DialogReply(_NO, "no")])
+
+
+def _ask_how_to_pack(row: ModelRow) -> ChoiceDialog:
+    packed = {model.weights: model for model in row.packed}
+    replies = []
+    for name, meaning in _FORMATS.items():
+        if (there := packed.get(name)) is not None:
+            meaning += f" ({'there' if there.state == 'whole' else 'begun'}: {format_bytes(there.size_bytes)})"
+        replies.append(DialogReply(name, name, meaning))
+    lines = [
+        Content("The first use does it, too; ahead of time nobody waits for it."),
+        Content("What is packed already is verified, what was begun is gone on with."),
+    ]
+    return ChoiceDialog(f"pack {row.name}", lines, replies)
+
+
+def _ask_to_delete(row: ModelRow, checkpoint_bytes: int, packed_bytes: int, *, is_loaded: bool) -> ChoiceDialog:
+    """A dialog that returns _EVERYTHING, _PACKED, or _NO. checkpoint_bytes: 0 where its files are not deleted."""
+    lines: list[Content] = []
+    replies: list[DialogReply] = []
+    where = row.repo or row.directory or row.name
+    if checkpoint_bytes:
+        lines.append(_fact("files", f"{format_bytes(checkpoint_bytes)} of {where}, finished and unfinished ones"))
+    lines += [_fact("packed", packed_text(packed)) for packed in row.packed]
+    if is_loaded:
+        lines.append(Content.styled("It is the model that is loaded: the chat could not load it again.", "$text-error"))
+    if checkpoint_bytes:
+        replies.append(DialogReply(_EVERYTHING, "delete it", f"frees {format_bytes(checkpoint_bytes + packed_bytes)}"))
+    if packed_bytes:
+        text = "delete what is packed" + (" alone" if checkpoint_bytes else "")
+        replies.append(DialogReply(_PACKED, text, f"frees {format_bytes(packed_bytes)}"))
+    replies.append(DialogReply(_NO, "keep it"))
+    return ChoiceDialog(f"delete {row.name}?", lines, replies, chosen=len(replies) - 1)
+
+
+def _fact(label: str, text: str) -> Content:
+    return Content.styled(f"{label:<8} ", "$foreground-muted") + Content(visible(one_line(text)))

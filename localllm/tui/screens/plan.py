@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from textual import getters, work
+from textual import events, getters, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
+from textual.message import Message
+from textual.reactive import reactive
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
@@ -22,9 +25,119 @@ from localllm.settings import KV_FORMATS, Settings
 from localllm.tui import plan_charts as charts
 from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanDelayed, PlanFound, PlanRefused, PlanWish, PlanWorker
-from localllm.tui.widgets.key_bar import KeyBar
-from localllm.tui.widgets.notice import Activity, Notice
-from localllm.tui.widgets.slider import Slider, SliderStop
+from localllm.tui.widgets.bars import KeyBar
+from localllm.tui.widgets.status import Activity, Notice
+
+_LABEL = 11  # columns
+_VALUE = 11  # columns
+_MOST_TRACK = 44
+_GAP = 2  # between two words
+
+
+@dataclass(frozen=True)
+class SliderStop:
+    """A value of a slider; None where the model or the machine decides."""
+
+    value: Any
+    text: str
+
+
+class Slider(Widget, can_focus=True):
+    """Words side by side, or a track with a knob."""
+
+    index: reactive[int] = reactive(0)
+
+    class Moved(Message):
+        pass
+
+    def __init__(self, key: str, label: str, stops: Sequence[SliderStop], index: int, *, is_scale: bool) -> None:
+        """key: of the setting. index: the present stop. is_scale: the stops are amounts, shown as a track."""
+        super().__init__(id=key)
+        self.key = key
+        self.stops = stops
+        self._label = label
+        self._is_scale = is_scale
+        self._at_first = index
+        self.set_reactive(Slider.index, index)
+
+    @property
+    def value(self) -> Any:
+        return self.stops[self.index].value
+
+    @property
+    def is_moved(self) -> bool:
+        return self.index != self._at_first
+
+    def move(self, step: int) -> None:
+        self._go(self.index + step)
+
+    def reset(self) -> None:
+        self._go(self._at_first)
+
+    def _go(self, index: int) -> None:
+        index = max(0, min(len(self.stops) - 1, index))
+        if index != self.index:
+            self.index = index
+            self.set_class(self.is_moved, "-moved")
+            self.post_message(self.Moved())
+
+    def render(self) -> Content:
+        sign = "▸" if self.has_focus else " "
+        label = Content.styled(f"{sign} {self._label}".ljust(_LABEL), "bold $text-accent" if self.has_focus else "")
+        return label + (self._track() if self._is_scale else self._words())
+
+    def _track(self) -> Content:
+        columns = self._columns
+        knob, first = self._column_of(self.index), self._column_of(self._at_first)
+        line = ["━" if column < knob else "─" for column in range(columns)]
+        line[first] = "┃"  # as it is at present
+        line[knob] = "●"
+        drawn = Content("".join(line)).stylize("$primary", 0, knob).stylize("bold $text-accent", knob, knob + 1)
+        return drawn + Content.styled(f"  {self.stops[self.index].text}", "bold")
+
+    def _words(self) -> Content:
+        styles = {self._at_first: "underline", self.index: "bold $text-primary on $primary-muted"}
+        words = [Content.styled(stop.text, styles.get(index, "")) for index, stop in enumerate(self.stops)]
+        return Content(" " * _GAP).join(words)
+
+    @property
+    def _columns(self) -> int:
+        return max(2, min(_MOST_TRACK, self.content_size.width - _LABEL - _VALUE))
+
+    def _column_of(self, index: int) -> int:
+        return round(index * (self._columns - 1) / max(1, len(self.stops) - 1))
+
+    def _index_at(self, column: int) -> int | None:
+        """The stop nearest to a column of the widget; None beside all of them."""
+        column -= _LABEL
+        if column < 0:
+            return None
+        if self._is_scale:
+            return round(min(column, self._columns - 1) * (len(self.stops) - 1) / (self._columns - 1))
+        end = 0
+        for index, stop in enumerate(self.stops):
+            end += len(stop.text) + _GAP
+            if column < end:
+                return index
+        return None
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        self.focus()
+        self.capture_mouse()
+        self._draw_to(event.x)
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        if self.app.mouse_captured is self:
+            self._draw_to(event.x)
+
+    def on_mouse_up(self, event: events.MouseUp) -> None:
+        self.release_mouse()
+
+    def _draw_to(self, x: int) -> None:
+        index = self._index_at(x - self.gutter.left)
+        if index is not None:
+            self._go(index)
+
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Planned
@@ -47,7 +160,6 @@ _KEYS = {
 class Chart(Widget):
     """Content drawn anew for each width; hidden where there is none."""
 
-    DEFAULT_CSS = "Chart { height: auto; width: 1fr; display: none; }"
     _draw: Callable[[int], Content] | None = None
 
     def show(self, draw: Callable[[int], Content] | None) -> None:
@@ -57,31 +169,14 @@ class Chart(Widget):
         self.refresh(layout=True)
 
     def render(self) -> Content:
-        return self._drawn(self.content_size.width)
+        columns = self.content_size.width
+        return Content() if self._draw is None or columns < 1 else self._draw(columns)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(self._drawn(width).wrap(width)) if width else 0
-
-    def _drawn(self, columns: int) -> Content:
-        return Content() if self._draw is None or columns < 1 else self._draw(columns)
+        return 0 if self._draw is None or width < 1 else len(self._draw(width).wrap(width))
 
 
 class PlanScreen(Screen[None]):
-    CSS = """
-    PlanScreen {
-        & > #title { height: 1; padding: 0 1; background: $panel; color: $text-muted; }
-        & > #body { height: 1fr; layout: vertical; }
-        & #wishes { height: auto; max-height: 70%; }
-        & #sliders { height: auto; padding: 0 1; border-bottom: solid $border-blurred; }
-        & #predicted, & #changed { padding: 0 1; }
-        & #picture { height: 1fr; padding: 0 1; border-top: solid $border-blurred; }
-        & #picture Chart { margin: 0 0 1 0; }
-        &.-stale #predicted, &.-stale #changed, &.-stale #picture { text-opacity: 50%; }
-        &.-wide #body { layout: horizontal; }
-        &.-wide #wishes { width: 2fr; max-width: 90; height: 1fr; max-height: 100%; }
-        &.-wide #picture { width: 3fr; border-top: none; border-left: solid $border-blurred; }
-    }
-    """
     BINDINGS = [
         Binding("up", "choose(-1)", "the setting above", id="plan.up"),
         Binding("down", "choose(1)", "the setting below", id="plan.down"),
@@ -125,7 +220,6 @@ class PlanScreen(Screen[None]):
 
     @property
     def sliders(self) -> dict[str, Slider]:
-        """The sliders by their setting."""
         return {slider.key: slider for slider in self.query(Slider)}
 
     @property
@@ -133,11 +227,13 @@ class PlanScreen(Screen[None]):
         """The settings of the sliders that differ from what runs."""
         moved = {key: slider.value for key, slider in self.sliders.items() if slider.is_moved}
         goal = moved.pop("goal", AS_IT_RUNS.goal)
-        return PlanWish({key: _as_in_a_file(key, value) for key, value in moved.items()}, goal)
+        for cap in ("ram", "vram"):
+            if moved.get(cap) is not None:
+                moved[cap] = f"{moved[cap] >> 20}MiB"  # as in a file
+        return PlanWish(moved, goal)
 
     @property
     def planned(self) -> Planned | None:
-        """The plan that is shown."""
         return None if self._shown is None else self._shown.planned
 
     @property
@@ -203,7 +299,6 @@ class PlanScreen(Screen[None]):
             self.query_one(f"#{name}", Chart).show(draw)
 
     def _notes(self, found: PlanFound) -> Iterator[Content]:
-        """Notes on a plan before it is applied."""
         plan, usage = found.planned.plan, self._chat.usage
         assert plan is not None
         if usage is not None and usage.used >= plan.ctx:
@@ -295,7 +390,3 @@ def _caps(most_bytes: int) -> Iterator[int]:
     while power <= most_bytes:
         yield from (cap for cap in (power, power * 3 // 2) if cap <= most_bytes)
         power *= 2
-
-
-def _as_in_a_file(key: str, value: Any) -> Any:
-    return f"{value >> 20}MiB" if key in ("ram", "vram") and value is not None else value

@@ -1,14 +1,15 @@
-"""The saved chats, one a row: only the visible rows are drawn, so that thousands cost what a screenful does."""
+"""The saved chats, and the messages of one to read. Only the visible rows are drawn: thousands cost what few do."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from textual import events
+from textual.app import ComposeResult
 from textual.binding import Binding
+from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.geometry import Region, Size
 from textual.message import Message
@@ -16,10 +17,14 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.visual import Visual
+from textual.widgets import Static
 
 from localllm.chat.text import format_ago, one_line, visible
+from localllm.chat.thoughts import split
+from localllm.config import format_time
+from localllm.history import Message as SavedMessage
 from localllm.history import search
-from localllm.tui.history_worker import ChatRow
+from localllm.tui.history_worker import ChatExcerpt, ChatRow
 
 _WHEN = 10  # columns of "59 min ago" and "2026-11-21"
 _COUNT = 5
@@ -30,17 +35,7 @@ _ROLES = {"user": "you", "assistant": "model"}
 
 
 class ChatList(ScrollView, can_focus=True):
-    DEFAULT_CSS = """
-    ChatList {
-        height: 1fr; width: 1fr; background: $background; scrollbar-size-vertical: 1; overflow-x: hidden;
-        & > .chat-list--cursor { background: $block-cursor-blurred-background; }
-        &:focus > .chat-list--cursor {
-            background: $block-cursor-background; color: $block-cursor-foreground; text-style: $block-cursor-text-style;
-        }
-        & > .chat-list--hover { background: $block-hover-background; }
-    }
-    """
-    COMPONENT_CLASSES = {"chat-list--cursor", "chat-list--hover"}
+    COMPONENT_CLASSES = {"chat-list--cursor"}
     BINDINGS = [
         Binding("up", "move(-1)", "chat above", show=False),
         Binding("down", "move(1)", "chat below", show=False),
@@ -50,13 +45,9 @@ class ChatList(ScrollView, can_focus=True):
         Binding("end", "move_to(-1)", "to the last", show=False),
     ]
     cursor: reactive[int] = reactive(0)
-    hovered: reactive[int | None] = reactive(None)
 
-    @dataclass
     class Highlighted(Message):
-        """Another chat is chosen; row: None where there is none."""
-
-        row: ChatRow | None
+        """Another chat is chosen, or none."""
 
     class Opened(Message):
         """The chosen chat was clicked once more."""
@@ -70,7 +61,6 @@ class ChatList(ScrollView, can_focus=True):
 
     @property
     def row(self) -> ChatRow | None:
-        """The chosen row."""
         return self.rows[self.cursor] if self.cursor < len(self.rows) else None
 
     @property
@@ -104,7 +94,7 @@ class ChatList(ScrollView, can_focus=True):
     def _choose(self, at: int) -> None:
         self.set_reactive(ChatList.cursor, max(0, min(at, len(self.rows) - 1)))
         self._to_cursor()
-        self.post_message(self.Highlighted(self.row))
+        self.post_message(self.Highlighted())
         self.refresh()
 
     def _resize(self) -> None:
@@ -117,7 +107,7 @@ class ChatList(ScrollView, can_focus=True):
 
     def watch_cursor(self) -> None:
         self._to_cursor()
-        self.post_message(self.Highlighted(self.row))
+        self.post_message(self.Highlighted())
 
     def _to_cursor(self) -> None:
         region = Region(0, self.cursor * self.row_height, 1, self.row_height)
@@ -132,23 +122,12 @@ class ChatList(ScrollView, can_focus=True):
     def action_move_to(self, at: int) -> None:
         self.cursor = at if at >= 0 else len(self.rows) + at
 
-    def _row_at(self, y: int) -> int | None:
-        at = (y + self.scroll_offset.y) // self.row_height
-        return at if 0 <= at < len(self.rows) else None
-
     def on_click(self, event: events.Click) -> None:
-        at = self._row_at(event.y)
-        if at is None:
-            return
-        if at == self.cursor and event.chain > 1:
-            self.post_message(self.Opened())
-        self.cursor = at
-
-    def on_mouse_move(self, event: events.MouseMove) -> None:
-        self.hovered = self._row_at(event.y)
-
-    def on_leave(self) -> None:
-        self.hovered = None
+        at = (event.y + self.scroll_offset.y) // self.row_height
+        if at < len(self.rows):
+            if at == self.cursor and event.chain > 1:
+                self.post_message(self.Opened())
+            self.cursor = at
 
     # Drawing
 
@@ -157,11 +136,7 @@ class ChatList(ScrollView, can_focus=True):
         at, line = divmod(y + self.scroll_offset.y, self.row_height)
         if at >= len(self.rows):
             return Strip.blank(columns, self.rich_style)
-        style = self.visual_style
-        if at == self.cursor:
-            style = self.get_visual_style("chat-list--cursor")
-        elif at == self.hovered:
-            style = self.get_visual_style("chat-list--hover")
+        style = self.get_visual_style("chat-list--cursor") if at == self.cursor else self.visual_style
         content = self._line(self.rows[at], line, columns)
         return Visual.to_strips(self, content, columns, 1, style, pad=True)[0]
 
@@ -175,7 +150,6 @@ class ChatList(ScrollView, can_focus=True):
         return (Content.styled(f"   {visible(one_line(role))}: ", "dim") + found).truncate(columns, ellipsis=True)
 
     def _title_line(self, row: ChatRow, columns: int) -> Content:
-        """Pin, title, number of messages, model and time, as far as there is room."""
         session = row.session
         then = row.message.created if row.message is not None else session.updated
         right = Content(format_ago(then, time.time()).rjust(_WHEN))
@@ -201,5 +175,63 @@ def highlighted(text: str, query: str) -> Content:
 
 
 def _short(model: str | None) -> str:
-    """The model's name; only the last part of a folder."""
     return visible(one_line(PurePath(model).name if model is not None and model.startswith("/") else model or ""))
+
+
+_MOST = 3000  # characters of a message
+_BEFORE = 400  # of those in front of a word that was found
+
+
+class ChatPreview(VerticalScroll):
+    def compose(self) -> ComposeResult:
+        yield Static("", id="about")
+        yield Static("", id="before")
+        yield Static("", id="rest")
+
+    def show(self, found: ChatExcerpt, query: str) -> None:
+        """Show the messages from the hit on, or the end of the chat."""
+        at = found.at or 0
+        parts = [_said(message, query) for message in found.messages]
+        self._part("#about").update(Content("\n").join(_about(found)) + "\n")
+        self._part("#before").update(Content("\n").join(parts[:at]))
+        self._part("#before").display = bool(parts[:at])
+        self._part("#rest").update(Content("\n").join(parts[at:]))
+        if found.at is None:
+            self.call_after_refresh(self.scroll_end, animate=False, immediate=True)
+        else:
+            rest = self._part("#rest")
+            self.call_after_refresh(self.scroll_to_widget, rest, animate=False, top=True, immediate=True)
+
+    def clear(self) -> None:
+        for name in ("#about", "#before", "#rest"):
+            self._part(name).update("")
+
+    def _part(self, name: str) -> Static:
+        return self.query_one(name, Static)
+
+
+def _about(found: ChatExcerpt) -> list[Content]:
+    session = found.row.session
+    facts = (format_time(session.updated), session.model or "", session.id)
+    lines = [
+        Content.styled(visible(one_line(session.title)), "bold"),
+        Content.styled("  ".join(one_line(fact) for fact in facts if fact), "$foreground-muted"),
+    ]
+    if not found.is_shown:
+        lines.append(Content.styled("in a branch that the chat does not show any more", "$text-warning"))
+    if found.num_before:
+        lines.append(Content.styled(f"↑ {found.num_before:,} earlier messages", "$foreground-muted"))
+    return lines
+
+
+def _said(message: SavedMessage, query: str) -> Content:
+    """A message: only the part around the first hit of a long one, and an answer without its thought."""
+    text = message.content
+    if message.role == "assistant" and not query:
+        text = split(text, is_thinking=message.begins_in_thought)[1].strip() or text
+    places = search.places(text, query)
+    first = max(0, places[0][0] - _BEFORE) if places and len(text) > _MOST else 0
+    shown = ("…" if first else "") + text[first : first + _MOST] + ("…" if first + _MOST < len(text) else "")
+    role = {"user": "you", "assistant": "model"}.get(message.role, message.role)
+    style = "bold $text-primary" if message.role == "user" else "bold $text-accent"
+    return Content.styled(one_line(role), style) + "\n" + highlighted(visible(shown.strip("\n")), query) + "\n"

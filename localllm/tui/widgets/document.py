@@ -7,28 +7,53 @@ where this takes 10.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from markdown_it.token import Token
 from textual import events
 from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
+from textual.geometry import Region, Size
 from textual.reactive import reactive
 from textual.selection import Selection
+from textual.strip import Strip
 from textual.widgets import Markdown
 from textual.widgets._markdown import MarkdownBlock
 from textual.widgets.markdown import MarkdownStream
 
 from localllm.tui import markdown_render
-from localllm.tui.highlighter import Highlighter
 from localllm.tui.markdown_blocks import MarkdownLayout
-from localllm.tui.widgets.clear import Clear, LaidOutOnce
+from localllm.tui.markdown_render import Highlighter
+
+if TYPE_CHECKING:
+    from textual.widget import Widget
+else:  # a widget would stand before the widget among those whose styles are inherited
+    Widget = object
+
+
+class LaidOutOnce(Widget):
+    """A container whose content depends on its width alone, or on its size where its height is given. Textual lays the
+    screen out again whenever a size has changed: 27 times a second where 15 are enough, while an answer streams."""
+
+    def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
+        old, new = self._size, size
+        if self.styles.is_auto_height:
+            old, new = old.with_height(0), new.with_height(0)
+        return super()._size_updated(size, virtual_size, container_size, layout and old != new)
+
+
+class Clear(LaidOutOnce):
+    """A container that shows what is below it. Textual draws a background line by line under all that covers it, and
+    again when its height changes: three nested containers took half of each picture of an answer that streams."""
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        return super().render_lines(crop) if self.has_focus else []
 
 
 class DocumentBlock(LaidOutOnce, MarkdownBlock):
     """One block of the top level: a paragraph, a heading, a list, a table or code."""
 
     COMPONENT_CLASSES = set()
-    DEFAULT_CSS = "DocumentBlock { width: 1fr; height: auto; margin: 0 0 1 0; }"
 
     auto_links = reactive(False)  # nothing can be clicked, and looking for it took a fifth of the drawing
 
@@ -64,23 +89,6 @@ class Document(Clear, Markdown):
         "em", "strong", "s", "code_inline", "code_block", "link", "dim", "quote", "bullet", "h1", "h2", "h3", "h4",
         "h5", "h6",
     }  # fmt: skip
-    DEFAULT_CSS = """
-    Document {
-        padding: 0;
-        & > .em { text-style: italic; }
-        & > .strong { text-style: bold; }
-        & > .s { text-style: strike; }
-        & > .code_inline { background: $boost; color: $text-warning; }
-        & > .link { text-style: underline; color: $text-primary; }
-        & > .dim { color: $foreground-muted; }
-        & > .code_block { background: $foreground 7%; }
-        & > .bullet { color: $text-primary; }
-        & > .quote { color: $text-secondary; }
-        & > .h1 { text-style: bold underline; color: $markdown-h1-color; }
-        & > .h2 { text-style: bold; color: $markdown-h2-color; }
-        & > .h3, & > .h4, & > .h5, & > .h6 { text-style: bold; color: $text; }
-    }
-    """
 
     def __init__(self, text: str = "", *, classes: str | None = None) -> None:
         super().__init__(classes=classes, parser_factory=markdown_render.parser, open_links=False)
@@ -90,7 +98,6 @@ class Document(Clear, Markdown):
         self._stream: MarkdownStream | None = None
 
     async def write(self, text: str) -> None:
-        """Append text."""
         if self._stream is None:
             self._stream = Markdown.get_stream(self)
         await self._stream.write(text)

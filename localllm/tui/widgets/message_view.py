@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
@@ -18,23 +15,12 @@ from localllm.chat.text import visible
 from localllm.chat.thoughts import Splitter, kept_apart, split
 from localllm.history import content_of
 from localllm.tui.messages import Turn
-from localllm.tui.widgets.clear import Clear
-from localllm.tui.widgets.document import Document
+from localllm.tui.widgets.document import Clear, Document
 
 
 class Thought(Clear, Vertical):
     """A model's thought before its answer: open while it streams and where `stays_open`, else a line that unfolds."""
 
-    DEFAULT_CSS = """
-    Thought {
-        height: auto; margin: 0 0 1 0; color: $text-muted;
-        & > .fold { width: auto; color: $text-muted; }
-        & > .fold:hover { text-style: underline; }
-        & > .fold:focus { text-style: reverse; }
-        & > Document { padding: 0 0 0 2; display: none; color: $text-muted; }
-        &.-open > Document { display: block; }
-    }
-    """
     is_open = reactive(False)
 
     def __init__(self, text: str = "", *, is_live: bool = False, stays_open: bool = False) -> None:
@@ -53,7 +39,6 @@ class Thought(Clear, Vertical):
         self._refold()
 
     async def append(self, text: str) -> None:
-        """Append text."""
         self._is_thinking = True
         self._num_words += len(text.split())
         self._refold()
@@ -95,29 +80,13 @@ _MOST_CHARACTERS = 4000
 class MessageView(Widget, can_focus=True):
     """turn: the message; None while it streams. index: its place among the turns."""
 
-    DEFAULT_CSS = """
-    MessageView {
-        height: auto; padding: 0 1; margin: 0 0 1 0; border-left: blank;
-        & > .meta { color: $text-muted; height: auto; }
-        &:focus { border-left: outer $accent; background: $boost; }
-        &.-found { border-left: outer $accent; }
-    }
-    """
-
-    @dataclass
-    class Wanted(Message):
-        """what: "edit", "copy", "fork", "regenerate", "code" or "other"."""
-
-        view: MessageView
-        what: str
-
     BINDINGS = [
-        Binding("c", "want('copy')", "copy", id="message.copy"),
-        Binding("y", "want('code')", "code", id="message.code"),
-        Binding("e", "want('edit')", "edit", id="message.edit"),
-        Binding("r", "want('regenerate')", "regenerate", id="message.regenerate"),
-        Binding("o", "want('other')", "other wording", id="message.other"),
-        Binding("f", "want('fork')", "fork here", id="message.fork"),
+        Binding("c", "screen.want('copy')", "copy", id="message.copy"),
+        Binding("y", "screen.want('code')", "code", id="message.code"),
+        Binding("e", "screen.want('edit')", "edit", id="message.edit"),
+        Binding("r", "screen.want('regenerate')", "regenerate", id="message.regenerate"),
+        Binding("o", "screen.want('other')", "other wording", id="message.other"),
+        Binding("f", "screen.want('fork')", "fork here", id="message.fork"),
     ]
 
     def __init__(self, index: int, turn: Turn | None) -> None:
@@ -131,7 +100,6 @@ class MessageView(Widget, can_focus=True):
 
     @property
     def text(self) -> str:
-        """The whole message, as it is saved."""
         return "" if self.turn is None else content_of(self.turn)[0]
 
     @property
@@ -139,14 +107,9 @@ class MessageView(Widget, can_focus=True):
         """The text to copy: an answer without its thought."""
         return self.text
 
-    def action_want(self, what: str) -> None:
-        self.post_message(self.Wanted(self, what))
-
 
 class QuestionView(MessageView):
     """A question, or any other message that is no answer."""
-
-    DEFAULT_CSS = "QuestionView { border-left: outer $primary; background: $primary-muted; }"
 
     def render(self) -> Content:
         text = self.text
@@ -165,8 +128,6 @@ class QuestionView(MessageView):
 class AnswerView(Clear, MessageView):
     """An answer; `append` takes its words while it streams."""
 
-    DEFAULT_CSS = "AnswerView { layout: vertical; }"
-
     def __init__(
         self,
         index: int,
@@ -176,11 +137,8 @@ class AnswerView(Clear, MessageView):
         shows_thoughts: bool = False,
         ending: str = "",
     ) -> None:
-        """
-        is_thinking: the prompt has opened a thought.
-        shows_thoughts: thoughts are not folded.
-        ending: why it ends where it does, shown below it.
-        """
+        """is_thinking: the prompt has opened a thought. shows_thoughts: thoughts are not folded. ending: why it ends
+        where it does, shown below it."""
         super().__init__(index, turn)
         self._is_thinking, self._shows_thoughts = is_thinking, shows_thoughts
         self._splitter = Splitter(is_thinking=is_thinking)
@@ -211,7 +169,6 @@ class AnswerView(Clear, MessageView):
             yield self._meta
 
     async def append(self, text: str) -> None:
-        """Append the next words."""
         self._said.append(text)
         await self._take(self._splitter.feed(text))
 
@@ -222,18 +179,13 @@ class AnswerView(Clear, MessageView):
         if self._thought is not None:
             await self._thought.end()
 
-    def end_with(self, text: str) -> None:
-        """Show below the answer why it ends where it does; "" for nothing."""
-        if text != self._ending:
-            self._ending = text
-            self._show_meta()
-
-    def show_figures(self, text: str) -> None:
-        """Show figures below the answer."""
-        self._figures = text
-        self._show_meta()
-
-    def _show_meta(self) -> None:
+    def show_meta(self, *, ending: str | None = None, figures: str | None = None) -> None:
+        """Show below the answer why it ends where it does ("" for nothing), and its figures."""
+        before = self._ending, self._figures
+        self._ending = self._ending if ending is None else ending
+        self._figures = self._figures if figures is None else figures
+        if before == (self._ending, self._figures):
+            return
         text = Content("\n".join(filter(None, (self._ending, self._figures))))
         if self._meta is not None:
             self._meta.update(text)

@@ -1,4 +1,4 @@
-"""All models, one a line, and the details of the one that is highlighted."""
+"""All models, one a line, the details of the one that is highlighted, and what is on its way."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
+from textual.reactive import reactive
+from textual.style import Style
+from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.chat.text import one_line, visible
+from localllm.chat.text import format_seconds, one_line, visible
 from localllm.config import format_bytes
 from localllm.runtime.fit_check import Verdict
 from localllm.runtime.model_catalog import ModelRow, packed_text
 from localllm.tui.download_worker import Download
+from localllm.tui.widgets.bars import bar, fitting
 
 _GAP = "  "
 _SHORTEST_NAME, _LONGEST_NAME = 12, 44  # columns; a folder's path is cut
@@ -78,7 +82,6 @@ def _state(line: ModelLine) -> Content:
 
 
 def about_bytes(row: ModelRow) -> int | None:
-    """The estimated size of a model that is not here, or None."""
     return None if row.parameters is None else int(row.parameters * 1e9 * _CHECKPOINT_BYTES)
 
 
@@ -87,10 +90,6 @@ def _size(line: ModelLine) -> Content:
     if here or (about := about_bytes(line.row)) is None:
         return Content(format_bytes(here) if here else "")
     return Content.styled(f"~{format_bytes(about)}", "$foreground-muted")
-
-
-def _packed(line: ModelLine) -> Content:
-    return Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
 
 
 def _verdict(line: ModelLine, *, is_short: bool = False) -> Content:
@@ -105,7 +104,9 @@ _STATE = _Column("state", 2, _state, len("pulling 99%"))
 _SIZE = _Column("size", 3, _size)
 _VERDICT = _Column("on this machine", 1, _verdict, len("fits with offload, about 0.12 tok/s"))
 _SHORT_VERDICT = _Column("on this machine", 1, partial(_verdict, is_short=True), len("fits, offload ~0.12 tok/s"))
-_PACKED = _Column("packed", 4, _packed)
+_PACKED = _Column(
+    "packed", 4, lambda line: Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
+)
 _ROOMY = (_NAME, _STATE, _SIZE, _VERDICT, _PACKED)
 _NARROW = (_NAME, _STATE, _SIZE, _SHORT_VERDICT, _PACKED)
 
@@ -113,22 +114,9 @@ _NARROW = (_NAME, _STATE, _SIZE, _SHORT_VERDICT, _PACKED)
 class ModelTable(OptionList):
     """A click highlights a line; a second one, or enter, chooses it."""
 
-    DEFAULT_CSS = """
-    ModelTable {
-        height: 1fr; background: $background; scrollbar-gutter: stable;
-        &.-textual-compact { padding: 0 1; }
-        &:focus { background-tint: $foreground 0%; }
-    }
-    """
-
-    @dataclass
-    class Arranged(Message):
-        """header: the titles of the visible columns."""
-
-        header: Content
-
     def __init__(self) -> None:
         super().__init__(markup=False, compact=True)
+        self.header = Static("", id="header", markup=False)  # the titles of the visible columns
         self._every: list[ModelLine] = []
         self._shown: list[ModelLine] = []
         self._words = ""
@@ -137,7 +125,6 @@ class ModelTable(OptionList):
 
     @property
     def line(self) -> ModelLine | None:
-        """The highlighted line."""
         at = self.highlighted
         return self._shown[at] if at is not None and at < len(self._shown) else None
 
@@ -152,7 +139,6 @@ class ModelTable(OptionList):
         self._redraw()
 
     def change(self, line: ModelLine) -> None:
-        """Replace the line of one model."""
         self._every = [line if other.name == line.name else other for other in self._every]
         for index, other in enumerate(self._shown):
             if other.name == line.name and other != line:
@@ -187,7 +173,7 @@ class ModelTable(OptionList):
         names = [line.name for line in self._shown]
         self.highlighted = (names.index(name) if name in names else 0) if names else None
         titles = [Content(column.title).truncate(width, pad=True) for column, width in self._columns]
-        self.post_message(self.Arranged(Content(_GAP).join(titles)))
+        self.header.update(Content(_GAP).join(titles))
 
     def watch_highlighted(self, highlighted: int | None) -> None:
         before, self._marked = self._marked, highlighted
@@ -233,8 +219,6 @@ _LABEL = 16  # columns; "attention heads" has room
 class ModelDetails(VerticalScroll, can_focus=False):
     """Facts about the model named `model`."""
 
-    DEFAULT_CSS = "ModelDetails { padding: 0 1; border-left: solid $border-blurred; display: none; }"
-
     def __init__(self) -> None:
         super().__init__()
         self.model = ""
@@ -256,13 +240,83 @@ class ModelDetails(VerticalScroll, can_focus=False):
         self._redraw()
 
     def _redraw(self) -> None:
-        columns = self.scrollable_content_region.width
-        lines = (line for label, text in self._facts for line in _lines(label, text, columns))
+        columns = max(10, self.scrollable_content_region.width - _LABEL)
+        lines = [
+            Content.styled(f"{'' if number else label:<{_LABEL}}", "$foreground-muted") + Content(piece)
+            for label, text in self._facts
+            for number, piece in enumerate(textwrap.wrap(visible(one_line(text)), columns) or [""])
+        ]
         self.query_one(Static).update(Content("\n").join(lines))
 
 
-def _lines(label: str, text: str, columns: int) -> Iterator[Content]:
-    """The text wrapped beside its label."""
-    for piece in textwrap.wrap(visible(one_line(text)), max(10, columns - _LABEL)) or [""]:
-        yield Content.styled(f"{label:<{_LABEL}}", "$foreground-muted") + Content(piece)
-        label = ""
+_BAR_COLUMNS = 20  # columns
+
+
+class DownloadView(Widget):
+    """Two lines: the whole download, and its current file."""
+
+    download: reactive[Download] = reactive(Download("", "pull"))
+
+    @dataclass
+    class Clicked(Message):
+        """what: "toggle" (pause it, or resume), "cancel"."""
+
+        download: Download
+        what: str
+
+    def __init__(self, download: Download) -> None:
+        super().__init__()
+        self.set_reactive(DownloadView.download, download)
+
+    def render(self) -> Content:
+        columns = self.content_size.width
+        lines = (fitting(list(parts), columns) for parts in (self._first(), self._second()))
+        return Content("\n").join(lines)
+
+    def action_want(self, what: str) -> None:
+        self.post_message(self.Clicked(self.download, what))
+
+    def _first(self) -> Iterator[tuple[int, Content]]:
+        download, step = self.download, self.download.step
+        verb = "pull" if download.kind == "pull" else f"pack to {download.weights}"
+        yield 0, Content(visible(one_line(f"{verb} {download.name}"))).stylize("bold")
+        if download.state != "running":
+            yield 0, Content.styled(download.state, "$text-error" if download.state == "failed" else "$text-warning")
+        if download.share is not None:
+            yield 2, bar(download.share, _BAR_COLUMNS)
+            yield 1, Content(f"{download.share:4.0%}")
+            yield 4, Content(f"{format_bytes(step.done)} of {format_bytes(step.total)}")
+        if download.state == "running" and download.rate_bytes_s > 0:
+            yield 5, Content(f"{format_bytes(int(download.rate_bytes_s))}/s")
+        if (left_s := download.left_s) is not None:
+            yield 3, Content(f"{format_seconds(left_s)} left")
+
+    def _second(self) -> Iterator[tuple[int, Content]]:
+        download, step = self.download, self.download.step
+        if step.file_total:
+            yield 3, Content.styled(f"  {visible(one_line(step.file))}", "$foreground-muted")
+            yield 4, bar(step.file_done / step.file_total, _BAR_COLUMNS // 2, "$secondary")
+            figures = f"{format_bytes(step.file_done)} of {format_bytes(step.file_total)}"
+            yield 5, Content.styled(figures, "$foreground-muted")
+        is_new = download.state == "running" and not (step.total or step.file)
+        if note := step.note or ("beginning" if is_new else ""):
+            indent = "" if step.file_total else "  "
+            yield 2, Content.styled(f"{indent}{visible(one_line(note))}", "$foreground-muted")
+        toggle = {"running": "pause", "paused": "resume", "failed": "again"}.get(download.state)
+        if toggle is not None:
+            yield 0, Content(toggle).stylize(Style.from_meta({"@click": "want('toggle')"}))
+        if download.state != "stopping":
+            yield 1, Content("cancel").stylize(Style.from_meta({"@click": "want('cancel')"}))
+
+
+class DownloadList(VerticalScroll, can_focus=False):
+    """All downloads; hidden where there are none."""
+
+    def show(self, downloads: Sequence[Download]) -> None:
+        views = list(self.query(DownloadView))
+        for view, download in zip(views, downloads, strict=False):
+            view.download = download
+        for view in views[len(downloads) :]:
+            view.remove()
+        self.mount(*(DownloadView(download) for download in downloads[len(views) :]))
+        self.display = bool(downloads)

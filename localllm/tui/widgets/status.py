@@ -1,19 +1,128 @@
-"""The status lines: model, context, speed, memory, and why it is slow."""
+"""The lines around the composer: progress, notes that go by themselves, an error that stays; below it the status:
+model, context, speed, memory, and why it is slow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from textual import events
 from textual.content import Content
 from textual.reactive import reactive
+from textual.timer import Timer
 from textual.widget import Widget
+from textual.widgets import Static
 
 from localllm.chat.context import ContextUsage
+from localllm.chat.text import error_rows, one_line
 from localllm.config import format_bytes, format_figure
 from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import FinishedEvent
-from localllm.tui.bars import bar, fitting, split_bar
+from localllm.errors import LocalLLMError
+from localllm.tui.widgets.bars import bar, fitting, split_bar
+
+_ACTIVITY_BAR = 24  # columns
+
+
+class Activity(Widget):
+    """One line of progress; hidden where nothing runs."""
+
+    text = reactive("")
+    share: reactive[float | None] = reactive(None)
+
+    def progress(self, text: str, done: int = 0, total: int = 0) -> None:
+        """Show `done` of `total`; 0 where they are not known."""
+        self.text = one_line(text)
+        self.share = done / total if total else None
+        self.display = True
+
+    def clear(self) -> None:
+        self.display = False
+
+    def render(self) -> Content:
+        if self.share is None:
+            return Content(f"{self.text} …")
+        return bar(self.share, _ACTIVITY_BAR) + Content(f" {self.share:4.0%}  {self.text}")
+
+
+_NOTE_S = 8.0
+_MOST_NOTES = 4  # lines; the oldest go
+
+
+class Notice(Static):
+    def __init__(self) -> None:
+        super().__init__()
+        self._timer: Timer | None = None
+        self._notes: list[Content] = []
+        self.error: LocalLLMError | None = None
+
+    def note(self, text: str, *, is_warning: bool = False, for_s: float = _NOTE_S) -> None:
+        """Show a line, below an error that is shown."""
+        note = Content.styled(one_line(text), "$text-warning" if is_warning else "")
+        self._show_notes([*self._notes, note][-_MOST_NOTES:], for_s)
+
+    def lines(self, lines: list[str]) -> None:
+        """Show several lines in place of the present ones."""
+        self._show_notes([Content(one_line(line)) for line in lines], _NOTE_S)
+
+    def show_error(self, error: LocalLLMError) -> None:
+        self.error = error
+        self._draw()
+
+    def withdraw(self, text: str) -> None:
+        """Remove a note that is no longer true."""
+        kept = [note for note in self._notes if note.plain != text]
+        if len(kept) < len(self._notes):
+            self._notes = kept
+            self._draw()
+
+    def close_error(self) -> None:
+        """Remove the error. Notes stay until their time is over: a warning is shown once."""
+        self.error = None
+        self._draw()
+
+    def close(self) -> bool:
+        """Remove the error, or without one the notes. Returns False where nothing was shown."""
+        if self.error is not None:
+            self.close_error()
+            return True
+        was_shown = bool(self._notes)
+        self._end_notes()
+        return was_shown
+
+    def clear(self) -> None:
+        self.error = None
+        self._end_notes()
+
+    def on_click(self, event: events.Click) -> None:
+        event.stop()
+        self.close()
+
+    def _show_notes(self, notes: list[Content], for_s: float) -> None:
+        self._notes = notes
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer = self.set_timer(for_s, self._end_notes)
+        self._draw()
+
+    def _end_notes(self) -> None:
+        self._notes = []
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+        self._draw()
+
+    def _draw(self) -> None:
+        rows = self._notes
+        if self.error is not None:
+            shown = [
+                Content.styled(f"{label + ':':<7}", "bold") + Content(value) for label, value in error_rows(self.error)
+            ]
+            rows = [*shown, Content.styled("esc closes", "$foreground-muted"), *rows]
+        self.update(Content("\n").join(rows))
+        self.set_class(bool(rows), "-shown")
+        self.set_class(self.error is not None, "-error")
+
 
 _BAR = 10  # columns
 _SLOW = 0.1  # of the time of the steps, from which on waiting is told of
@@ -47,7 +156,8 @@ def model_line(model: str, usage: ContextUsage | None) -> list[tuple[int, Conten
     """Model and context, each part with its rank: those of the highest rank are dropped first."""
     parts = [(0, Content.styled(model, "bold"))]
     if usage is not None:
-        parts.append((1, _context(usage)))
+        shares = {name: usage.parts.get(name, 0) / usage.limit for name in _PARTS}
+        parts.append((1, split_bar(shares, _BAR, _PARTS)))
         share = usage.used / usage.limit
         style = "$text-error" if share > 0.95 else "$text-warning" if share >= 0.8 else ""
         parts.append((1, Content.styled(f"{min(usage.used, usage.limit):,}/{usage.limit:,}", style)))
@@ -61,8 +171,13 @@ def speed_line(run: AnswerRun) -> list[tuple[int, Content]]:
     parts = []
     if (rate := run.tok_s) is not None:
         parts.append((1, Content(f"{format_figure(rate)} tok/s")))
-    if run.finished is not None:
-        parts += _finished(run.finished)
+    if (finished := run.finished) is not None:
+        if finished.timings.ttft_s is not None:
+            parts.append((3, Content(f"first {finished.timings.ttft_s:.2f} s")))
+        parts.append((4, Content(f"cached {finished.usage.cached_tokens:,}/{finished.usage.prompt_tokens:,}")))
+        speculation = finished.speculation
+        if speculation is not None and speculation.drafted and speculation.tokens_per_pass is not None:
+            parts.append((5, Content(f"{format_figure(speculation.tokens_per_pass)}/pass")))
     return parts
 
 
@@ -72,21 +187,6 @@ def growing(usage: ContextUsage, run: AnswerRun) -> ContextUsage:
         return usage
     answer = usage.parts.get("answer", 0) + run.num_tokens
     return replace(usage, used=usage.used + run.num_tokens, parts={**usage.parts, "answer": answer})
-
-
-def _context(usage: ContextUsage) -> Content:
-    return split_bar({name: usage.parts.get(name, 0) / usage.limit for name in _PARTS}, _BAR, _PARTS)
-
-
-def _finished(finished: FinishedEvent) -> list[tuple[int, Content]]:
-    parts = []
-    if finished.timings.ttft_s is not None:
-        parts.append((3, Content(f"first {finished.timings.ttft_s:.2f} s")))
-    parts.append((4, Content(f"cached {finished.usage.cached_tokens:,}/{finished.usage.prompt_tokens:,}")))
-    speculation = finished.speculation
-    if speculation is not None and speculation.drafted and speculation.tokens_per_pass is not None:
-        parts.append((5, Content(f"{format_figure(speculation.tokens_per_pass)}/pass")))
-    return parts
 
 
 def memory_line(facts: EngineFacts | None, run: AnswerRun, columns: int) -> Content:
@@ -137,7 +237,6 @@ def why_slow(facts: EngineFacts, finished: FinishedEvent | None, *, is_short: bo
 
 
 class Status(Widget):
-    DEFAULT_CSS = "Status { height: 2; padding: 0 1; background: $panel; color: $foreground; }"
     facts: reactive[EngineFacts | None] = reactive(None)
     usage: reactive[ContextUsage | None] = reactive(None)
     run_now: reactive[AnswerRun] = reactive(AnswerRun())

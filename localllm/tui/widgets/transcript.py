@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from itertools import takewhile
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -15,12 +16,11 @@ from localllm.chat.text import one_line
 from localllm.registry import BUILT_IN
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn
-from localllm.tui.widgets.clear import Clear
+from localllm.tui.widgets.document import Clear
 from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
 
 
 class Welcome(Widget):
-    DEFAULT_CSS = "Welcome { height: auto; padding: 1 2; }"
     machine = reactive("", layout=True)
     model = reactive("", layout=True)
 
@@ -49,13 +49,6 @@ _MOST = 64  # mounted; those at the other end go
 
 
 class Transcript(Clear, VerticalScroll, can_focus=False):
-    DEFAULT_CSS = """
-    Transcript {
-        height: 1fr; padding: 0 1; scrollbar-size-vertical: 1;
-        & > .edge { color: $text-muted; text-align: center; width: 1fr; }
-    }
-    """
-
     def __init__(self, key_names: KeyNames, *, shows_thoughts: bool = False) -> None:
         super().__init__()
         self._shows_thoughts = shows_thoughts
@@ -79,7 +72,6 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
 
     @property
     def views(self) -> list[MessageView]:
-        """The mounted messages, in order."""
         return [child for child in self.children if isinstance(child, MessageView)]
 
     async def show(self, turns: Sequence[Turn], ending: str = "", thinking: Set[int] = frozenset()) -> None:
@@ -89,12 +81,11 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         await self._show(turns)
         for view in self.views:
             if isinstance(view, AnswerView):
-                view.end_with(self._ending_of(view.index))
+                view.show_meta(ending=self._ending_of(view.index))
 
     async def _show(self, turns: Sequence[Turn]) -> None:
-        same = 0
-        while same < min(len(turns), len(self._turns)) and turns[same] is self._turns[same]:
-            same += 1
+        pairs = zip(turns, self._turns, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
         self.welcome.display = not turns
         with self.app.batch_update():
             if self.live is not None and len(turns) > same and turns[same]["role"] == "assistant":
@@ -125,7 +116,6 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         return self.live
 
     async def drop_answer(self) -> None:
-        """Remove an answer that stayed empty."""
         if self.live is not None:
             await self.live.remove()
             self.live = None
@@ -135,12 +125,9 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         if turn["role"] != "assistant":
             return QuestionView(index, turn)
         return AnswerView(
-            index,
-            turn,
-            is_thinking=index in self._thinking,
-            shows_thoughts=self._shows_thoughts,
+            index, turn, is_thinking=index in self._thinking, shows_thoughts=self._shows_thoughts,
             ending=self._ending_of(index),
-        )
+        )  # fmt: skip
 
     def _ending_of(self, index: int) -> str:
         return self._ending if index == len(self._turns) - 1 else ""
@@ -156,42 +143,33 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         if self._is_moving or not self.is_mounted:
             return
         near = self.size.height  # more is there before it is scrolled to
-        if new_value <= near and self._first > 0:
+        is_earlier = new_value <= near and self._first > 0
+        if is_earlier or (new_value >= self.max_scroll_y - near and self._last < len(self._turns)):
             self._is_moving = True
-            self.call_later(self._mount_earlier)
-        elif new_value >= self.max_scroll_y - near and self._last < len(self._turns):
-            self._is_moving = True
-            self.call_later(self._mount_later)
+            self.call_later(self._mount_more, is_earlier=is_earlier)
 
-    async def _mount_earlier(self) -> None:
-        first = max(0, self._first - _MORE)
-        anchor = next(iter(self.views), None)
+    async def _mount_more(self, *, is_earlier: bool) -> None:
+        """Mount some messages at an end of the window; too many at the other end go."""
+        first, last = self._first, self._last
+        anchor = next(iter(self.views) if is_earlier else reversed(self.views), None)
         offset = anchor.virtual_region.y - self.scroll_y if anchor is not None else 0
         with self.app.batch_update():
-            await self.mount_all(map(self._view, range(first, self._first)), after=self._earlier)
-            self._first = first
-            if self._last - self._first > _MOST and self.live is None:
-                self._last = self._first + _MOST
-                await self.remove_children([view for view in self.views if view.index >= self._last])
-            self._show_earlier()
-        self.call_after_refresh(self._keep, anchor, offset)
-
-    async def _mount_later(self) -> None:
-        last = min(len(self._turns), self._last + _MORE)
-        anchor = next(reversed(self.views), None)
-        offset = anchor.virtual_region.y - self.scroll_y if anchor is not None else 0
-        with self.app.batch_update():
-            await self.mount_all(map(self._view, range(self._last, last)), before=self.live)
-            self._last = last
-            self._show_live()
-            if self._last - self._first > _MOST:
-                self._first = self._last - _MOST
-                await self.remove_children([view for view in self.views if view.index < self._first])
+            if is_earlier:
+                self._first = max(0, first - _MORE)
+                await self.mount_all(map(self._view, range(self._first, first)), after=self._earlier)
+                if self.live is None:
+                    self._last = min(last, self._first + _MOST)
+            else:
+                self._last = min(len(self._turns), last + _MORE)
+                await self.mount_all(map(self._view, range(last, self._last)), before=self.live)
+                self._show_live()
+                self._first = max(first, self._last - _MOST)
+            gone = [view for view in self.views if not self._first <= view.index < self._last and view is not self.live]
+            await self.remove_children(gone)
             self._show_earlier()
         self.call_after_refresh(self._keep, anchor, offset)
 
     def _keep(self, anchor: Widget | None, offset: float) -> None:
-        """Keep what was seen where it was."""
         if anchor is not None and anchor.is_mounted:
             self.scroll_to(y=anchor.virtual_region.y - offset, animate=False, immediate=True)
         self._is_moving = False
@@ -211,7 +189,6 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         return view
 
     async def go_home(self) -> None:
-        """Scroll to the first message."""
         if self._first > 0:
             await self._window(0)
         self.scroll_home(animate=False)

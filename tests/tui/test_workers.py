@@ -1,26 +1,123 @@
-"""Pulls and conversions on their threads: stopped anywhere, they keep what they have and go on from there."""
+"""Behind the screen: a queue of jobs, how often an answer is drawn, pulls and conversions that keep what they have."""
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from textual._compositor import Compositor
 from textual.message import Message
 
 from localllm import hub
+from localllm.chat.answer import Answer
 from localllm.config import ResolvedSettings
+from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import BugError
 from localllm.hub import HubSettings
 from localllm.hub.packed import packed_recipes
-from localllm.tui import download_worker
+from localllm.runtime.engine_handle import RequestStream
+from localllm.tui import answer_worker, download_worker
+from localllm.tui.answer_worker import StreamThrottle
 from localllm.tui.download_worker import Download, DownloadChanged, DownloadWorker, State
+from localllm.tui.job_queue import DaemonExecutor, JobQueue
 from tests.fake_hub import FakeHub, serve
 from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_for
+from tests.tui.support import FakeService, chatting, until
+
+
+def started(jobs: JobQueue, first: object = None) -> threading.Thread:
+    thread = threading.Thread(target=jobs.run, args=(first,), daemon=True)
+    thread.start()
+    wait_for(lambda: jobs._is_begun)
+    return thread
+
+
+def test_the_first_is_done_before_what_was_asked_for_while_it_was_not_known_and_all_before_the_end() -> None:
+    done: list[str] = []
+    jobs = JobQueue()
+    jobs.add(lambda: done.append("early"))
+    started(jobs, lambda: done.append("first"))
+    jobs.add(lambda: time.sleep(0.1))
+    jobs.add(lambda: done.append("late"))
+    jobs.close(5.0)
+    assert done == ["first", "early", "late"]
+
+
+def test_a_job_that_takes_too_long_holds_nobody_up_and_one_that_never_began_neither() -> None:
+    ended = threading.Event()
+    jobs = JobQueue()
+    started(jobs, ended.wait)
+    jobs.close(0.05)
+    ended.set()
+    JobQueue().close(5.0)
+
+
+def test_a_thread_of_a_worker_is_not_waited_for_at_the_end() -> None:
+    ended = threading.Event()
+    with DaemonExecutor() as executor:  # which waits for the threads of the library's own
+        future = executor.submit(ended.wait)
+    assert not future.done()
+    ended.set()
+    assert future.result(5.0)
+
+
+@pytest.mark.parametrize(("cost_s", "interval_s"), [(0.001, 0.07), (0.03, 0.15), (2.0, 0.25)])
+def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
+    cost_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent_s = 5.0
+    monkeypatch.setattr(answer_worker.time, "thread_time", lambda: spent_s)
+    throttle = StreamThrottle()
+    throttle.drawn()
+    spent_s += cost_s
+    throttle.drawn()
+    assert throttle.interval_s == pytest.approx(interval_s)
+    throttle.begin()  # what has been drawn since, of the prompt's progress too, was not the answer
+    spent_s += cost_s
+    throttle.drawn()
+    assert throttle.interval_s == pytest.approx(0.07)
+
+
+def test_the_end_of_an_answer_is_not_waited_for_as_its_words_are() -> None:
+    stream, throttle = RequestStream(0, lambda _: None), StreamThrottle()
+    throttle.interval_s = PATIENCE_S
+    end = FinishedEvent(0, "stop", Usage(1, 0, 2), Timings())
+    stream.events.put(TokenEvent(0, 1, "one"))
+    threading.Timer(0.1, lambda: stream.events.put(TokenEvent(0, 2, "two"))).start()
+    threading.Timer(0.2, lambda: stream.events.put(end)).start()
+    answer, began = Answer(1), time.monotonic()
+    for batch in throttle.batches(stream):
+        for event in batch:
+            answer.take(event)
+    assert answer.text == "onetwo" and answer.finished is end and time.monotonic() - began < PATIENCE_S
+
+
+@pytest.mark.usefixtures("home")
+async def test_a_line_more_lays_the_screen_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chatting(FakeService(), size=(80, 24)) as (app, pilot):
+        await until(pilot, lambda: app.chat.status.facts is not None)
+        view = await app.chat.transcript.begin_answer(is_thinking=False)
+        await view.append("line\\\n" * 20 + "end")
+        for _ in range(5):
+            await pilot.pause(0.02)
+        layouts: list[int] = []
+        reflow = Compositor.reflow
+        monkeypatch.setattr(Compositor, "reflow", lambda *arguments: (layouts.append(1), reflow(*arguments))[1])
+        height = view.region.height
+        await view.append(" and\\\nmore")
+        await until(pilot, lambda: view.region.height > height)
+        for _ in range(5):
+            await pilot.pause(0.02)
+        assert len(layouts) == 1
+        assert view.region.bottom <= app.chat.transcript.region.bottom  # the end is to be seen
+        await view.end()
+
 
 SETTINGS = ResolvedSettings()
 

@@ -1,0 +1,18 @@
+"""Measures this machine for plans of one format, and keeps it: `python -m localllm.offload.measuring int4-g64 bf16`.
+
+The planner runs it where torch is not loaded yet. A line is printed before each measurement.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from localllm.offload.measuring.measurement import measured
+from localllm.offload.planner.profile import kept_profile
+from localllm.quant.layouts import torch_dtype
+from localllm.quant.recipe import RECIPES
+
+if __name__ == "__main__":
+    weights, dtype = sys.argv[1:]
+    measured(kept_profile(), weights, RECIPES[weights].blocks, torch_dtype(dtype), partial(print, flush=True))
