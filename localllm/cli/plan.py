@@ -81,7 +81,7 @@ def _fields(planned: Planned) -> dict[str, Any]:
         "at": None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds"),
         "while_busy": list(planned.measured_busy),
     }
-    said = {"advice": planned.advice, "guesses": list(planned.guesses), "measured": measured}
+    said = {"advice": planned.advice, "estimates": list(planned.estimates), "measured": measured}
     if plan is None:
         assert planned.refusal is not None
         error = {"what": planned.refusal.what, "why": planned.refusal.why, "fix": planned.refusal.fix}
@@ -140,8 +140,8 @@ def _show(output: Output, planned: Planned) -> None:
         output.line(f"{'drafts' if number == 0 else '':<11}  {plan_text.drafting(found)}")
     if measured := plan_text.measured(planned):
         output.line(f"measured     {measured}")
-    for guess in planned.guesses:
-        output.line(f"a guess      {guess}")
+    for estimate in planned.estimates:
+        output.line(f"estimated    {estimate}")
     for number, advice in enumerate(planned.advice):
         output.line(f"{'better' if number == 0 else '':<11}  {advice}")
 
