@@ -67,6 +67,7 @@ class PackingProgress:
         if self._is_first_use and not self._has_begun and not self._left:
             from localllm.hub.packed import packed_root
 
+            self._interrupts.farewell = self._farewell  # before a reader of the line can press Ctrl-C
             self._line.interject(f"{self._label}, once: {format_bytes(total)} in {packed_root()}")
         self.begin()
         self._line.update(done, total)
