@@ -153,9 +153,9 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
 
 def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
     from localllm.runtime.model_pool import ModelPool
+    from localllm.server.admin_routes import Doors, endpoints
     from localllm.server.app import create_app, create_router
     from localllm.server.http_server import bound, serve
-    from localllm.server.local import Doors, endpoints
     from localllm.server.model_server import Capacity, ModelServer
 
     parallel, queue = flags["parallel"] or DEFAULT_PARALLEL, flags["queue"]
