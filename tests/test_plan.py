@@ -442,16 +442,16 @@ def test_when_the_rates_were_measured_is_told_and_whether_beside_other_work(own_
     keep(replace(quiet, taken={**quiet.taken, "disk": Taken(1.8e9, others=3.5, times=4)}))
     busy = planned(*arguments)[1]
     assert busy["measured"] == {"at": "2027-01-15T08:00:00+00:00", "while_busy": ["disk"]}
-    assert "measured on a busy machine: disk" in str(busy["guesses"])
+    assert "measured on a busy machine: disk" in str(busy["estimates"])
     told = run_cli("plan", *arguments).out.decode()
     assert f"measured     {date:%Y-%m-%d %H:%M}, while the machine was busy: disk\n" in told
 
 
 @pytest.mark.usefixtures("small_process")
 def test_a_disk_that_could_not_be_measured_is_said_to_be_a_guess(own_cache: Path) -> None:
-    assert planned("mistral-7b", "--ram", "1200MiB")[1]["guesses"] == []
+    assert planned("mistral-7b", "--ram", "1200MiB")[1]["estimates"] == []
     keep(replace(kept_profile(), disk_read_gbs=UNKNOWN_DISK_GBS))
-    guesses = planned("mistral-7b", "--ram", "1200MiB")[1]["guesses"]
+    guesses = planned("mistral-7b", "--ram", "1200MiB")[1]["estimates"]
     assert guesses == ["the disk is taken to read 0.5 GB/s: no file could be written to measure it"]
     assert guesses[0] in run_cli("plan", "mistral-7b", "--ram", "1200MiB").out.decode()
 

@@ -133,7 +133,7 @@ def test_a_plan_leaves_out_a_second_model_as_a_run_would(tmp_path: Path, own_fol
         assert refused.error_lines[2].endswith("--speculate auto")
     (other / "tokenizer.json").unlink()
     found = run_cli("plan", "tiny", "--speculate", f"model:{other}", "--json").json
-    assert any("no tokenizer.json of" in guess for guess in found["guesses"])
+    assert any("no tokenizer.json of" in guess for guess in found["estimates"])
 
 
 def test_an_embedding_that_is_looked_up_on_the_disk_is_no_block_to_leave_out() -> None:
