@@ -8,6 +8,8 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +26,17 @@ from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_byte_tokenizer
 
 Locate = Callable[[str], Path]
+Model = tuple[ChatTemplate, Tokenizer]
 CASES = 27  # the page of cases says so
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": ' Hello <b> "x"\n é 😀'},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi!"},
     {"role": "user", "content": "again"},
 ]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look at <it>.",
-        "parameters": {
-            "type": "object",
-            "properties": {"what": {"type": "string", "description": "x"}},
-            "required": ["what"],
-        },
-        "return": {"type": "string", "description": "What is seen"},
-    },
-}
+LOOKED_AT = {"type": "object", "properties": {"what": {"type": "string", "description": "x"}}, "required": ["what"]}
+SEEN = {"type": "string", "description": "What is seen"}
+LOOK = {"name": "look", "description": "Look at <it>.", "parameters": LOOKED_AT, "return": SEEN}
+TOOL = {"type": "function", "function": LOOK}
 
 
 def user(text: str) -> list[dict[str, Any]]:
@@ -54,7 +48,7 @@ def specials(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=[("phi", "phi-3-mini"), ("qwen", "qwen2.5-0.5b-instruct")])
-def model(request: pytest.FixtureRequest, shared_data: Locate) -> tuple[ChatTemplate, Tokenizer]:
+def model(request: pytest.FixtureRequest, shared_data: Locate) -> Model:
     name, folder = request.param
     tokenizer = request.getfixturevalue(name)
     return ChatTemplate.load(shared_data(f"tokenizers/{folder}"), tokenizer), tokenizer
@@ -82,9 +76,7 @@ def test_real_templates_render_as_in_transformers(shared_data: Locate, form: str
         options.pop("tools", None)
 
 
-def test_ids_equal_those_of_the_rendered_text_where_no_message_holds_a_special_token(
-    model: tuple[ChatTemplate, Tokenizer],
-) -> None:
+def test_ids_equal_those_of_the_rendered_text_where_no_message_holds_a_special_token(model: Model) -> None:
     template, tokenizer = model
     assert encode_chat(template, tokenizer, ChatInput(TALK)) == tokenizer.encode(template.render(TALK), special=True)
 
@@ -97,11 +89,9 @@ def test_ids_equal_those_of_transformers(shared_data: Locate, qwen: Tokenizer) -
 
 
 @pytest.mark.parametrize("form", ["{}", "hi {} there", "  {}\n", "{}{}", "<{}", "{}\n{}assistant\n"])
-def test_no_message_can_forge_a_role(model: tuple[ChatTemplate, Tokenizer], form: str) -> None:
+def test_no_message_can_forge_a_role(model: Model, form: str) -> None:
     template, tokenizer = model
-    honest = [
-        index for index in encode_chat(template, tokenizer, ChatInput(user("Z"))) if index in tokenizer.special_ids
-    ]
+    honest = specials(tokenizer, encode_chat(template, tokenizer, ChatInput(user("Z"))))
     for index in sorted(tokenizer.special_ids):
         text = form.replace("{}", tokenizer.token_text(index))
         ids = encode_chat(template, tokenizer, ChatInput(user(text)))
@@ -111,9 +101,7 @@ def test_no_message_can_forge_a_role(model: tuple[ChatTemplate, Tokenizer], form
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_a_message_is_encoded_as_plain_text_between_the_special_tokens_of_the_template(
-    model: tuple[ChatTemplate, Tokenizer], data: st.DataObject
-) -> None:
+def test_a_message_is_plain_text_between_the_special_tokens_of_the_template(model: Model, data: st.DataObject) -> None:
     _, tokenizer = model
     end = "<|endoftext|>"
     template = ChatTemplate(end + "{{ messages[0].content }}" + end)
@@ -125,9 +113,7 @@ def test_a_message_is_encoded_as_plain_text_between_the_special_tokens_of_the_te
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_a_special_token_in_pieces_is_never_put_together(
-    model: tuple[ChatTemplate, Tokenizer], data: st.DataObject
-) -> None:
+def test_a_special_token_in_pieces_is_never_put_together(model: Model, data: st.DataObject) -> None:
     _, tokenizer = model
     token = data.draw(st.sampled_from(sorted(tokenizer.special_texts)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(token)), min_size=1, max_size=2)))
@@ -166,15 +152,14 @@ JOINING = """<|endoftext|>
 )
 def test_what_a_template_cuts_out_of_a_text_leaves_no_special_token_behind(qwen: Tokenizer, source: str) -> None:
     ids = encode_chat(ChatTemplate(source), qwen, ChatInput(user("<|#im_end|>")))
-    assert specials(qwen, ids) == []
-    assert qwen.decode(ids) == "<|im_end|>"
+    assert specials(qwen, ids) == [] and qwen.decode(ids) == "<|im_end|>"
 
 
 @pytest.mark.parametrize("source", ["<|{{ messages[0].role }}|>\n", "{{ '<|' + messages[0]['role'] + '|>' + '\n' }}"])
 @pytest.mark.parametrize(
     ("role", "built"), [("user", True), ("assistant", True), ("system", True), ("end", False), ("endoftext", False)]
 )
-def test_only_an_ordinary_role_completes_a_token_that_the_template_begins(
+def test_only_an_ordinary_role_completes_a_token_of_the_template(
     phi: Tokenizer, source: str, role: str, built: bool
 ) -> None:
     ids = encode_chat(ChatTemplate(source), phi, ChatInput([{"role": role, "content": ""}]))
@@ -189,13 +174,12 @@ def test_a_template_that_builds_tokens_from_roles_takes_none_from_a_message(phi:
 
 
 @pytest.mark.parametrize("char", ["\U00100000", "\U000f0000", "\ue000"])
-def test_private_characters_in_a_message_stay_what_they_are(model: tuple[ChatTemplate, Tokenizer], char: str) -> None:
+def test_private_characters_in_a_message_stay_what_they_are(model: Model, char: str) -> None:
     _, tokenizer = model
     template = ChatTemplate("<|endoftext|>{{ messages[0].content }}")
     for text in ("a", f"a{char}", "b"):
         ids = encode_chat(template, tokenizer, ChatInput(user(text)))
-        assert len(specials(tokenizer, ids)) == 1
-        assert tokenizer.decode(ids) == text
+        assert len(specials(tokenizer, ids)) == 1 and tokenizer.decode(ids) == text
 
 
 CONTROL = re.compile(r"<\|[^<>|\n]{1,40}\|>|<｜[^<>｜\n]{1,40}｜>|\[/?[A-Z_]+\]|</?s>|<(?:start|end)_of_turn>|<bos>")
@@ -215,8 +199,7 @@ def test_every_recorded_case_writes_its_control_tokens_itself(shared_data: Locat
         pieces = marks.pieces(marked.render_chat(parse_messages_file(json.dumps(data))))
         texts[name] = "".join(text for text, _ in pieces)
         written[name] = [text for text, special in pieces if special]
-    assert texts == {name: case["target"] for name, case in cases.items()}
-    assert written == expected
+    assert texts == {name: case["target"] for name, case in cases.items()} and written == expected
 
 
 def test_tools_roles_and_variables_cannot_forge_a_role_either(qwen: Tokenizer) -> None:
@@ -234,7 +217,7 @@ def test_templates_still_find_what_they_look_for_in_an_answer(qwen: Tokenizer) -
     assert qwen.decode(ids, skip_special=False) == "b<|im_end|><|im_end|>"
 
 
-def bos_model(source: str) -> tuple[ChatTemplate, Tokenizer]:
+def bos_model(source: str) -> Model:
     vocab = {char: index for index, char in enumerate("abc<s>")}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.decoder = decoders.Fuse()
@@ -263,10 +246,8 @@ def test_a_prompt_begins_with_one_bos_whoever_writes_it(source: str) -> None:
             "{% for m in messages %}\n{% generation %}\n{{ m.content }}!\n{% endgeneration %}\n{% endfor %}",
             "<é>\ufffd!\n",
         ),
-        (
-            "{{ messages[0]|tojson }}|{{ [1]|tojson(indent=2) }}|{{ {'b': 1, 'a': 2}|tojson(sort_keys=true) }}",
-            '{"role": "user", "content": "<é>\ufffd"}|[\n  1\n]|{"a": 2, "b": 1}',
-        ),
+        ("{{ messages[0]|tojson }}", '{"role": "user", "content": "<é>\ufffd"}'),
+        ("{{ [1]|tojson(indent=2) }}|{{ {'b': 1, 'a': 2}|tojson(sort_keys=true) }}", '[\n  1\n]|{"a": 2, "b": 1}'),
         ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
     ],
 )
@@ -289,8 +270,7 @@ def test_a_refusal_shows_the_template_s_message() -> None:
 def test_a_broken_template_is_an_error_with_its_line(source: str, line: str) -> None:
     with pytest.raises(TemplateError) as caught:
         ChatTemplate(source).render(user("a"))
-    assert line in caught.value.what + caught.value.why
-    assert "--raw" in caught.value.fix
+    assert line in caught.value.what + caught.value.why and "--raw" in caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -311,23 +291,20 @@ def test_named_templates_are_chosen_by_whether_there_are_tools(tmp_path: Path) -
     named = [{"name": "default", "template": "plain {{ bos_token }}"}, {"name": "tool_use", "template": "tools"}]
     write(tmp_path, tokenizer_config={"chat_template": named})
     template = ChatTemplate.load(tmp_path, bos_model("")[1])
-    assert template.render([]) == "plain <s>"
-    assert template.render([], tools=[TOOL]) == "tools"
+    assert template.render([]) == "plain <s>" and template.render([], tools=[TOOL]) == "tools"
 
 
 @pytest.mark.parametrize("default", ["chat_template", "tokenizer_config"])
 def test_a_template_for_tools_is_one_of_the_additional_ones(tmp_path: Path, default: str) -> None:
     write_byte_tokenizer(tmp_path)
     write(tmp_path, tokenizer_config={"bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"})
-    write(
-        tmp_path, **{default: "plain" if default == "chat_template" else {"chat_template": "plain", "bos_token": "<s>"}}
-    )
+    in_config = {"chat_template": "plain", "bos_token": "<s>"}
+    write(tmp_path, **{default: "plain" if default == "chat_template" else in_config})
     (tmp_path / "additional_chat_templates").mkdir()
     write(tmp_path / "additional_chat_templates", chat_template="another")
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ bos_token }}")
     template = ChatTemplate.load(tmp_path, Tokenizer.load(tmp_path))
-    assert template.render([]) == "plain"
-    assert template.render([], tools=[TOOL]) == "tools <s>"
+    assert template.render([]) == "plain" and template.render([], tools=[TOOL]) == "tools <s>"
     oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert oracle.apply_chat_template(user("hi"), tools=[TOOL], tokenize=False) == "tools <s>"
 
@@ -372,16 +349,11 @@ def test_a_file_is_an_array_of_messages_or_an_object_whose_other_keys_are_variab
         ([{"type": "text", "text": "one"}, {"type": "image"}], None),
     ],
 )
-def test_parts_are_joined_where_all_are_text_and_the_template_fails_on_them(
-    parts: list[object], expected: str | None
-) -> None:
+def test_parts_are_joined_where_all_are_text_and_templates_fail(parts: list[object], expected: str | None) -> None:
     template = ChatTemplate("{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}")
     messages = [{"role": "user", "content": parts}]
-    if expected is not None:
+    with nullcontext() if expected else pytest.raises(TemplateError, match="fails"):
         assert template.render(messages) == expected
-        return
-    with pytest.raises(TemplateError, match="fails"):
-        template.render(messages)
 
 
 def test_an_object_that_says_nothing_about_it_has_a_generation_prompt_for_generation_only(phi: Tokenizer) -> None:
@@ -451,13 +423,9 @@ def test_messages_nested_without_end_are_a_template_error(levels: int) -> None:
         deep = [deep]
     template, tokenizer = bos_model("{{ messages }}")
     for chat in (ChatInput([{"role": "user", "content": deep}]), ChatInput([], variables={"x": deep})):
-        if levels < 100:
-            template.render_chat(chat)
-            continue
-        with pytest.raises(TemplateError, match="nested too deeply"):
-            encode_chat(template, tokenizer, chat)
-        with pytest.raises(TemplateError, match="nested too deeply"):
-            template.render_chat(chat)
+        for render in (template.render_chat, partial(encode_chat, template, tokenizer)):
+            with nullcontext() if levels < 100 else pytest.raises(TemplateError, match="nested too deeply"):
+                render(chat)
 
 
 def test_a_variable_that_is_no_json_value_is_a_usage_error() -> None:

@@ -62,10 +62,8 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 def test_the_special_tokens_are_those_of_the_folder(tmp_path: Path) -> None:
-    config = {
-        "bos_token": {"content": "<s>"},
-        "chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
-    }
+    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    config = {"bos_token": {"content": "<s>"}, "chat_template": source}
     result = show_prompt(tmp_path, HELLO, tokenizer_config=config, special_tokens_map={"eos_token": "</s>"})
     assert result.out == b"<s>hi</s>"
 
@@ -77,8 +75,7 @@ def test_what_a_template_writes_is_printed_as_the_model_is_given_it(tmp_path: Pa
 
 def test_half_a_character_as_a_special_token_is_an_error_of_four_lines(tmp_path: Path) -> None:
     result = show_prompt(tmp_path, HELLO, chat_template="{{ bos_token }}", tokenizer_config={"bos_token": "\ud800"})
-    assert result.code == 1
-    assert len(result.error_lines) == 4
+    assert result.code == 1 and len(result.error_lines) == 4
     assert "tokenizer_config.json" in result.err
 
 
@@ -99,11 +96,8 @@ def test_an_answer_ends_with_the_turn_where_the_template_alone_knows_its_end(tmp
 
 
 TOOL = {"type": "function", "function": {"name": "clock", "description": "The time.", "parameters": {"type": "object"}}}
-CALL: dict[str, Any] = {
-    "id": "call_1",
-    "type": "function",
-    "function": {"name": "clock", "arguments": '{"zone": "Łódź"}'},
-}
+IN_LODZ = '{"zone": "Łódź"}'
+CALL = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": IN_LODZ}}
 ASKED = [{"role": "user", "content": [{"type": "text", "text": "What time is it?"}]}]
 CALLED = [
     {"role": "user", "content": "What time is it?"},
@@ -128,7 +122,7 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words_as_by_the_serve
         assert '<assistant><tool_call>\n{"name": "clock", "arguments": {"zone": "Łódź"}}\n</tool_call>\n<user>' in text
         assert "<tool_response>\nNoon.\n</tool_response>\nThanks.\n" in text
     tools = toolset([Tool("clock", "The time.", {"type": "object"})]) if has_tools else None
-    call = call_of("call_1", "clock", CALL["function"]["arguments"])
+    call = call_of("call_1", "clock", IN_LODZ)
     calls = [{"tool_calls": [call]} if "tool_calls" in each else {} for each in messages]
     made = [{**each, "content": text_of(each), **more} for each, more in zip(messages, calls, strict=True)]
     words, _ = prompt_of(made, tools, GENERIC)

@@ -57,8 +57,16 @@ def chats(path: Path) -> list[tuple[Session, list[tuple[str, str, str]]]]:
         return [(session, said(history, session)) for session, _ in history.sessions()]
 
 
+def titles(path: Path) -> list[str]:
+    return [session.title for session, _ in chats(path)]
+
+
 def questions(path: Path, index: int = 0) -> list[str]:
     return [content for role, content, _ in chats(path)[index][1] if role == "user"]
+
+
+def sessions(*words: str | Path) -> Result:
+    return run_cli("sessions", *words)
 
 
 # chat
@@ -77,9 +85,7 @@ def test_an_answer_that_begins_in_a_thought_is_kept_as_that(tmp_path: Path, path
     assert found == [[False, True], [False, True], [False, False]]
 
 
-def test_a_chat_is_kept_with_its_model_system_message_and_what_is_known_of_its_answers(
-    talk, model: Path, path: Path
-) -> None:
+def test_a_chat_is_kept_with_model_system_message_and_the_facts_of_its_answers(talk, model: Path, path: Path) -> None:
     result = talk("the fox", "the owl", flags=("-s", "be brief"))
     assert result.code == 0 and "warning" not in result.err
     ((session, shown),) = chats(path)
@@ -106,8 +112,7 @@ def test_regen_and_undo_make_siblings_and_destroy_nothing(talk, path: Path) -> N
 
 def test_clear_and_load_begin_another_chat_and_fork_a_copy(talk, path: Path) -> None:
     talk("one", "/fork", "two", "/title The  copy", "/clear", "three", "/save chat.json", "/load chat.json", "four")
-    titles = [session.title for session, _ in chats(path)]
-    assert titles == ["three", "three", "The copy", "one"]
+    assert titles(path) == ["three", "three", "The copy", "one"]
     assert [questions(path, index) for index in range(4)] == [["three", "four"], ["three"], ["one", "two"], ["one"]]
 
 
@@ -124,9 +129,7 @@ def test_a_resumed_chat_goes_on_with_its_model_system_message_and_messages(talk,
     assert shown[:4] == before and len(shown) == 6 and session.model == str(model)
 
 
-def test_a_chat_is_resumed_by_its_id_the_beginning_of_it_or_its_title_and_with_another_model(
-    talk, path: Path, tmp_path: Path
-) -> None:
+def test_a_chat_is_resumed_by_its_id_or_its_title_and_with_another_model(talk, path: Path, tmp_path: Path) -> None:
     talk("the fox")
     talk("the owl")
     (_, _), (fox, _) = chats(path)
@@ -202,11 +205,10 @@ def test_regen_that_fails_leaves_question_and_answer(talk, path: Path, monkeypat
     talk("the fox")
     before = chats(path)[0][1]
     result = talk("/system " + "x " * 150, "/regen", "/system -", flags=("--resume", "--ctx", "128"))
-    assert result.code == 5 and "the context" in result.err
-    assert chats(path)[0][1] == before
+    assert result.code == 5 and "the context" in result.err and chats(path)[0][1] == before
 
 
-def test_an_answer_that_was_stopped_before_its_first_word_is_none(
+def test_an_answer_stopped_before_its_first_word_is_none(
     model: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(_thread: EngineThread, _request: object, inbox: Any) -> RequestStream:
@@ -232,29 +234,24 @@ def test_what_stdout_refuses_is_kept(model: Path, path: Path, flags: tuple[str, 
 
 
 def test_a_chat_that_was_undone_altogether_is_titled_by_what_is_asked_next(talk, path: Path) -> None:
-    result = talk("the fox", "/undo", "/fork", "the owl")
-    assert "there is nothing to copy" in result.err
-    assert [session.title for session, _ in chats(path)] == ["the owl"]
+    assert "there is nothing to copy" in talk("the fox", "/undo", "/fork", "the owl").err
+    assert titles(path) == ["the owl"]
     talk("/title a hare", flags=("--resume",))
     talk("/undo", "the dog", flags=("--resume",))
-    assert [session.title for session, _ in chats(path)] == ["a hare"]
+    assert titles(path) == ["a hare"]
 
 
-def test_who_resumes_a_chat_with_another_model_and_says_nothing_changes_nothing(
-    talk, path: Path, tmp_path: Path
-) -> None:
+def test_who_resumes_with_another_model_and_says_nothing_changes_nothing(talk, path: Path, tmp_path: Path) -> None:
     talk("the fox", flags=("-s", "be brief"))
     before = chats(path)
     other = write_checkpoint(tmp_path / "other")
     line = ("chat", other, "--resume", "--plain", *SHORT, "-s", "be loud")
-    assert run_cli(*line, stdin=b"/help\n/tokens\n").code == 0
-    assert chats(path) == before
+    assert run_cli(*line, stdin=b"/help\n/tokens\n").code == 0 and chats(path) == before
 
 
 def test_a_question_that_does_not_fit_is_not_kept(talk, path: Path) -> None:
     result = talk("one", "x " * 150, flags=("--ctx", "128"))
-    assert result.code == 5
-    assert questions(path) == ["one"]
+    assert result.code == 5 and questions(path) == ["one"]
 
 
 def broken_off(submit: Any, tokens: int) -> Any:
@@ -289,8 +286,7 @@ def test_what_was_said_before_an_error_stays_and_a_question_without_a_word_is_ta
     result = run_cli(*line, stdin=b"" if command == "run" else b"the fox\n")
     assert result.code == 1 and "a file vanished" in result.err
     ((session, shown),) = chats(path)
-    assert [role for role, _, _ in shown] == kept
-    assert session.title == "the fox"
+    assert [role for role, _, _ in shown] == kept and session.title == "the fox"
     if kept:
         assert shown[-1][2] == "interrupted" and shown[-1][1] == result.out.decode().removesuffix("\n")
 
@@ -323,12 +319,11 @@ def test_a_private_chat_leaves_nothing(talk, model: Path, tmp_path: Path, monkey
 def test_a_private_chat_may_go_on_from_a_kept_one_and_adds_nothing(talk, path: Path) -> None:
     talk("the fox")
     before = chats(path)
-    assert talk("the owl", flags=("--resume", "--private")).code == 0
-    assert chats(path) == before
+    assert talk("the owl", flags=("--resume", "--private")).code == 0 and chats(path) == before
 
 
 @pytest.mark.parametrize("flags", [("--private",), ()])
-def test_private_makes_no_sense_for_a_job_whose_answers_lie_in_a_journal(
+def test_private_is_refused_of_a_job_for_its_journal(
     model: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("LOCALLLM_PRIVATE", "0" if flags else "1")
@@ -338,16 +333,10 @@ def test_private_makes_no_sense_for_a_job_whose_answers_lie_in_a_journal(
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        ("chat", "--plain", "--private"),
-        ("run", "-p", "x", "--private"),
-        ("run", "--batch", "-"),
-        ("run", "-p", "x", "--show-prompt"),
-    ],
+    "line", ["chat --plain --private", "run -p x --private", "run --batch -", "run -p x --show-prompt"]
 )
-def test_a_size_of_the_disk_cache_that_would_have_no_effect_is_refused(line: tuple[str, ...]) -> None:
-    result = run_cli(*line, "--cache-disk", "1GiB")
+def test_a_size_of_the_disk_cache_that_would_have_no_effect_is_refused(line: str) -> None:
+    result = run_cli(*line.split(), "--cache-disk", "1GiB")
     assert result.code == 2 and "--cache-disk cannot go together" in result.err
 
 
@@ -370,11 +359,9 @@ def test_run_keeps_question_and_answer_and_continues_the_last_chat(model: Path, 
 def test_run_goes_on_with_a_chat_that_is_named(model: Path, path: Path) -> None:
     first = run_cli("run", model, "the fox", *SHORT, "--json").json["session"]
     run_cli("run", model, "the owl", *SHORT)
-    events = [
-        json.loads(line) for line in run_cli("run", "--session", first, "-p", "go", "--jsonl", *SHORT).out.splitlines()
-    ]
-    assert events[0]["session"] == first
-    assert [session.title for session, _ in chats(path)] == ["the fox", "the owl"]
+    events = run_cli("run", "--session", first, "-p", "go", "--jsonl", *SHORT).out.splitlines()
+    assert json.loads(events[0])["session"] == first
+    assert titles(path) == ["the fox", "the owl"]
     assert questions(path) == ["the fox", "go"]
 
 
@@ -388,21 +375,14 @@ def test_a_piped_text_is_titled_by_what_was_asked_about_it(model: Path, path: Pa
 def test_what_is_no_chat_is_not_kept(model: Path, path: Path, flags: tuple[str, ...]) -> None:
     Path("m.json").write_text('[{"role": "user", "content": "the fox"}]')
     Path("b.jsonl").write_text('"the fox"\n')
-    assert run_cli("run", model, *flags, "--max-tokens", "2").code == 0
-    assert not path.exists()
+    assert run_cli("run", model, *flags, "--max-tokens", "2").code == 0 and not path.exists()
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ("-c", "--raw", "-p", "x"),
-        ("-c", "--messages", "m.json"),
-        ("--session", "x", "--batch", "b.jsonl"),
-        ("-c", "--session", "x", "-p", "y"),
-    ],
+    "flags", ["-c --raw -p x", "-c --messages m.json", "--session x --batch b.jsonl", "-c --session x -p y"]
 )
-def test_going_on_refuses_what_contradicts_it(model: Path, flags: tuple[str, ...]) -> None:
-    result = run_cli("run", model, *flags)
+def test_going_on_refuses_what_contradicts_it(model: Path, flags: str) -> None:
+    result = run_cli("run", model, *flags.split())
     assert result.code == 2 and "cannot go together" in result.err
 
 
@@ -427,15 +407,14 @@ def test_what_was_said_is_kept_whatever_ends_the_program(tmp_path: Path, path: P
         process.send_signal(number)
         process.stdout.read()
     ((_, shown),) = chats(path)
-    assert shown[0] == ("user", "the fox", "complete")
-    assert shown[1][2] == "interrupted"
+    assert shown[0] == ("user", "the fox", "complete") and shown[1][2] == "interrupted"
     assert len(shown[1][1]) > 8 and begun.decode(errors="replace")[:8] == shown[1][1][:8]
 
 
 # The history refuses
 
 
-def test_without_a_disk_to_write_on_chat_and_run_answer_and_say_so_once(
+def test_without_a_disk_to_write_on_they_answer_and_say_so_once(
     talk, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCALLLM_HOME", "/proc/none")
@@ -454,7 +433,7 @@ def test_a_history_of_a_newer_version_is_left_alone_and_named(talk, path: Path) 
     result = talk("the owl", "the hare")
     assert result.code == 0 and result.err.count("warning:") == 1 and "version 99" in result.err
     for line in (["list"], ["show", "last"], ["rm", "--all", "--yes"], ["export", "--all"]):
-        listed = run_cli("sessions", *line)
+        listed = sessions(*line)
         assert listed.code == 1 and "version 99; this localllm knows version 1" in listed.error_lines[0]
     assert path.read_bytes() == before
 
@@ -487,12 +466,12 @@ def two(path: Path) -> list[Session]:
 
 
 def test_list_shows_the_latest_first(two: list[Session]) -> None:
-    lines = run_cli("sessions", "list").out.decode().splitlines()
+    lines = sessions("list").out.decode().splitlines()
     assert lines[0].split() == ["ID", "WHEN", "MODEL", "MESSAGES", "TITLE"]
     assert [line.split()[0] for line in lines[1:]] == [two[1].id, two[0].id]
     assert "\\x1b[31mowl\\x07" in lines[1]
     assert lines[2].split()[3:] == ["tiny", "2", "Where", "is", "the", "fox?"]
-    fields = run_cli("sessions", "list", "--json").json
+    fields = sessions("list", "--json").json
     assert fields["total"] == 2 and [row["messages"] for row in fields["sessions"]] == [1, 2]
     assert set(fields["sessions"][0]) == {"id", "title", "model", "created", "updated", "messages", "facts"}
 
@@ -506,7 +485,7 @@ def test_completion_offers_the_ids_of_kept_chats(two: list[Session], monkeypatch
 
 def test_no_word_is_a_bug_because_it_is_no_text(two: list[Session], model: Path) -> None:
     for line in (["show"], ["search"], ["export"], ["rm", "--yes"]):
-        result = run_cli("sessions", *line, "\udcff")
+        result = sessions(*line, "\udcff")
         assert result.code in (0, 1) and "bug" not in result.err
     assert run_cli("chat", model, "--plain", "--resume", "\udcff", stdin=b"").code == 1
 
@@ -515,7 +494,7 @@ def test_no_word_is_a_bug_because_it_is_no_text(two: list[Session], model: Path)
 def test_a_folder_that_may_not_be_entered_is_named(two: list[Session], path: Path) -> None:
     path.parent.chmod(0)
     try:
-        result = run_cli("sessions", "list")
+        result = sessions("list")
         assert result.code == 1 and "the history cannot be opened" in result.err
         assert complete_sessions("") == []
     finally:
@@ -524,8 +503,8 @@ def test_a_folder_that_may_not_be_entered_is_named(two: list[Session], path: Pat
 
 def test_looking_makes_no_history(path: Path) -> None:
     for line in (["list"], ["search", "fox"], ["show", "last"], ["export", "--all"], ["rm", "--all", "--yes"]):
-        assert "no chat is kept yet" in run_cli("sessions", *line).err
-    assert run_cli("sessions", "list").out == b"" and run_cli("sessions", "list", "--json").json["sessions"] == []
+        assert "no chat is kept yet" in sessions(*line).err
+    assert sessions("list").out == b"" and sessions("list", "--json").json["sessions"] == []
     assert not path.parent.exists()
 
 
@@ -533,28 +512,28 @@ def test_list_says_how_many_it_left_out(path: Path) -> None:
     with History.open(path) as history:
         for number in range(23):
             ask(history, f"question {number}")
-    short, whole = run_cli("sessions", "list"), run_cli("sessions", "list", "--all")
+    short, whole = sessions("list"), sessions("list", "--all")
     assert len(short.out.splitlines()) == 21 and "3 more: localllm sessions list --all" in short.err
     assert len(whole.out.splitlines()) == 24 and whole.err == ""
 
 
 def test_show_prints_what_a_chat_shows(two: list[Session]) -> None:
-    text = run_cli("sessions", "show", "fox").out.decode()
+    text = sessions("show", "fox").out.decode()
     assert "## You\n\nWhere is the fox?\n\n## Model\n\nIn the hut.\n\n*(interrupted)*\n" in text
     assert "shed" not in text
-    fields = run_cli("sessions", "show", two[0].id, "--json").json
+    fields = sessions("show", two[0].id, "--json").json
     assert [message["state"] for message in fields["messages"]] == ["complete", "interrupted"]
     assert fields["session"]["id"] == two[0].id
 
 
 def test_search_finds_words_in_what_is_shown_no_more_too(two: list[Session]) -> None:
-    result = run_cli("sessions", "search", "lantern")
+    result = sessions("search", "lantern")
     assert result.out.decode().splitlines()[1].split()[0] == two[0].id
     assert "In the shed with a lantern." in result.out.decode()
-    assert [hit["role"] for hit in run_cli("sessions", "search", "fox", "--json").json["hits"]] == ["title", "user"]
-    assert run_cli("sessions", "search", "a lantern", "shed").out
-    assert "nothing was found" in run_cli("sessions", "search", "hedgehog").err
-    assert run_cli("sessions", "search", " ").code == 2
+    assert [hit["role"] for hit in sessions("search", "fox", "--json").json["hits"]] == ["title", "user"]
+    assert sessions("search", "a lantern", "shed").out
+    assert "nothing was found" in sessions("search", "hedgehog").err
+    assert sessions("search", " ").code == 2
 
 
 def test_a_phrase_is_found_as_it_is_and_signs_are_no_words(path: Path) -> None:
@@ -563,7 +542,7 @@ def test_a_phrase_is_found_as_it_is_and_signs_are_no_words(path: Path) -> None:
             ask(history, text)
 
     def found(*words: str) -> list[str]:
-        return [hit["text"] for hit in run_cli("sessions", "search", *words, "--json").json["hits"][::2]]
+        return [hit["text"] for hit in sessions("search", *words, "--json").json["hits"][::2]]
 
     assert found('"red lantern"') == found("red lantern") == ["a red lantern"]
     assert found("c++") == found("C#") == ["I write C++ and C#"]
@@ -571,27 +550,26 @@ def test_a_phrase_is_found_as_it_is_and_signs_are_no_words(path: Path) -> None:
 
 
 def test_an_export_is_imported_elsewhere_as_it_was(two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_cli("sessions", "export", "--all", "-o", "all.json").code == 0
+    assert sessions("export", "--all", "-o", "all.json").code == 0
     assert oct(Path("all.json").stat().st_mode)[-3:] == "600"
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "elsewhere"))
-    assert run_cli("sessions", "import", "all.json").out == (
-        b"imported 2 chats with 4 messages; 0 had grown, 0 were here already\n"
-    )
-    again = run_cli("sessions", "import", "all.json", "--json").json
+    told = b"imported 2 chats with 4 messages; 0 had grown, 0 were here already\n"
+    assert sessions("import", "all.json").out == told
+    again = sessions("import", "all.json", "--json").json
     assert again == {"schema_version": 1, "read": 2, "new": 0, "grown": 0, "messages": 0}
-    assert run_cli("sessions", "export", "--all", "--format", "json").json == json.loads(Path("all.json").read_text())
+    assert sessions("export", "--all", "--format", "json").json == json.loads(Path("all.json").read_text())
 
 
 def test_an_export_goes_to_stdout_or_into_a_file_that_is_not_there(two: list[Session]) -> None:
-    printed = run_cli("sessions", "export", two[0].id, "owl").out
+    printed = sessions("export", two[0].id, "owl").out
     assert printed.startswith(b"# Where is the fox?") and b"# An " in printed
     Path("chats.md").write_text("mine")
-    refused = run_cli("sessions", "export", "--all", "-o", "chats.md")
+    refused = sessions("export", "--all", "-o", "chats.md")
     assert refused.code == 2 and "is there already" in refused.err and Path("chats.md").read_text() == "mine"
-    assert run_cli("sessions", "export", two[0].id, "owl", "-o", "chats.md", "--force").code == 0
+    assert sessions("export", two[0].id, "owl", "-o", "chats.md", "--force").code == 0
     assert Path("chats.md").read_bytes() == printed
     assert sorted(each.name for each in Path().iterdir()) == ["chats.md", "home"]
-    absent = run_cli("sessions", "export", "--all", "-o", "no/such/folder/x.md")
+    absent = sessions("export", "--all", "-o", "no/such/folder/x.md")
     assert absent.code == 2 and "cannot be written" in absent.err
 
 
@@ -630,29 +608,27 @@ def test_an_export_onto_a_full_disk_leaves_no_half_file(two: list[Session], tmp_
         (["import", "nothing.json"], 2, "'nothing.json' cannot be imported"),
     ],
 )
-def test_bad_input_is_refused_by_name_and_nothing_is_changed(
-    two: list[Session], path: Path, line: list[str], code: int, words: str
+def test_bad_input_is_refused_by_name_and_changes_nothing(
+    two, path: Path, line: list[str], code: int, words: str
 ) -> None:
-    result = run_cli("sessions", *line)
+    result = sessions(*line)
     assert (result.code, result.out) == (code, b"")
-    assert words in result.err and len(result.error_lines) == 4
-    assert len(chats(path)) == 2
+    assert words in result.err and len(result.error_lines) == 4 and len(chats(path)) == 2
 
 
 def test_an_import_of_several_files_is_made_as_a_whole_or_not_at_all(two: list[Session], path: Path) -> None:
-    run_cli("sessions", "export", "--all", "-o", "all.json")
-    run_cli("sessions", "rm", "--all", "--yes")
+    sessions("export", "--all", "-o", "all.json")
+    sessions("rm", "--all", "--yes")
     Path("broken.json").write_text('{"format": "localllm-chats", "format_version": 1, "sessions": [{}]}')
-    assert run_cli("sessions", "import", "all.json", "broken.json").code == 2
-    assert chats(path) == []
+    assert sessions("import", "all.json", "broken.json").code == 2 and chats(path) == []
 
 
 def test_rm_deletes_for_good_what_it_names(two: list[Session], path: Path) -> None:
-    result = run_cli("sessions", "rm", two[0].id, two[0].id, "--yes")
+    result = sessions("rm", two[0].id, two[0].id, "--yes")
     assert result.out.decode() == f"removed the chat {two[0].id} (Where is the fox?)\n"
     assert [session.id for session, _ in chats(path)] == [two[1].id]
     assert all(b"lantern" not in each.read_bytes() for each in path.parent.iterdir())
-    assert run_cli("sessions", "rm", "--all", "--yes", "--json").json == {"schema_version": 1, "removed": [two[1].id]}
+    assert sessions("rm", "--all", "--yes", "--json").json == {"schema_version": 1, "removed": [two[1].id]}
     assert chats(path) == []
 
 
@@ -672,5 +648,4 @@ def test_the_terminals_line_history_has_nothing_of_a_private_chat(tmp_path: Path
         assert terminal.end() == 0
     finally:
         terminal.close()
-    assert not (tmp_path / "home" / "data").exists()
-    assert os.name
+    assert not (tmp_path / "home" / "data").exists() and os.name

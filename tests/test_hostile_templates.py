@@ -150,8 +150,7 @@ def outcomes() -> dict[str, tuple[str, float]]:
 @pytest.mark.parametrize("source", ESCAPES + BOMBS + ENDLESS, ids=lambda source: source[:50])
 def test_a_hostile_template_is_refused_in_time(outcomes: dict[str, tuple[str, float]], source: str) -> None:
     outcome, seconds = outcomes[source]
-    assert outcome.startswith("refused: ")
-    assert "out of memory" not in outcome
+    assert outcome.startswith("refused: ") and "out of memory" not in outcome
     assert seconds < LIMIT_S
 
 

@@ -22,6 +22,7 @@ from localllm.text.grammar.grammar import Grammar
 from tests.cli_support import Result, run_cli
 from tests.speaker import EFFORT, KEEPING, OPENING, SWITCHED, THINKS, write_speaker
 
+Thinkers = dict[str, Path]
 THOUGHT, ANSWER = "Hm, an owl.", "Once upon a time."
 TEMPLATES = {"switched": SWITCHED, "opening": OPENING, "effort": EFFORT, "keeping": KEEPING}
 HARMONY = (
@@ -33,21 +34,20 @@ HARMONY_SAID = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistan
 
 
 @pytest.fixture(scope="module")
-def thinkers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def thinkers(tmp_path_factory: pytest.TempPathFactory) -> Thinkers:
     """Models that think and answer always the same, by what their templates know of it."""
     folder = tmp_path_factory.mktemp("thinkers")
     return {name: write_speaker(folder / name, THINKS, template) for name, template in TEMPLATES.items()}
 
 
 @pytest.fixture(params=["switched", "opening"])
-def thinker(request: pytest.FixtureRequest, thinkers: dict[str, Path]) -> Path:
+def thinker(request: pytest.FixtureRequest, thinkers: Thinkers) -> Path:
     return thinkers[request.param]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "home"
 
 
@@ -114,14 +114,14 @@ def test_show_thoughts_is_refused_where_it_would_show_nothing(thinker: Path, how
     assert result.code == 2 and "--show-thoughts" in result.err
 
 
-def test_a_raw_prompt_has_all_of_its_answer(thinkers: dict[str, Path]) -> None:
+def test_a_raw_prompt_has_all_of_its_answer(thinkers: Thinkers) -> None:
     model = thinkers["switched"]
     assert run(model, "--raw").out.decode() == f"{''.join(THINKS)}\n"
     assert "reasoning" not in run(model, "--raw", "--json").json
     assert run(model, "--raw", "--think", "on").code == 2
 
 
-def test_an_answer_that_is_cut_in_its_thought_is_empty_and_that_is_told(thinkers: dict[str, Path]) -> None:
+def test_an_answer_that_is_cut_in_its_thought_is_empty_and_that_is_told(thinkers: Thinkers) -> None:
     for name, most in (("switched", "3"), ("opening", "1")):
         for how in ((), ("--no-stream",), ("--beams", "2")):
             result = run(thinkers[name], "--max-tokens", most, *how)
@@ -161,14 +161,13 @@ def test_the_form_is_the_answers_and_not_the_thoughts(thinker: Path, tmp_path: P
         ("effort", "high", "<|assistant|>"),
     ],
 )
-def test_think_reaches_the_template(thinkers: dict[str, Path], name: str, think: str, ending: str) -> None:
+def test_think_reaches_the_template(thinkers: Thinkers, name: str, think: str, ending: str) -> None:
     prompt = prompt_of(thinkers[name], "--think", think)
-    assert prompt.endswith(ending)
-    assert ("Reasoning: high" in prompt) is (think == "high")
+    assert prompt.endswith(ending) and ("Reasoning: high" in prompt) is (think == "high")
 
 
 @pytest.mark.parametrize(("name", "think"), [("switched", "low"), ("opening", "off"), ("opening", "high")])
-def test_what_a_template_has_no_switch_for_is_refused(thinkers: dict[str, Path], name: str, think: str) -> None:
+def test_what_a_template_has_no_switch_for_is_refused(thinkers: Thinkers, name: str, think: str) -> None:
     for how in ((), ("--show-prompt",)):
         result = run(thinkers[name], "--think", think, *how)
         assert result.code == 2 and f"--think {think} cannot be had from this model" in result.err
@@ -179,9 +178,7 @@ def test_a_model_that_does_not_think_is_not_made_to() -> None:
     assert run_cli("run", "tiny", "-p", "Hi.", "--max-tokens", "2", "--think", "off").code == 0
 
 
-def test_a_setting_that_a_model_has_no_use_for_is_told_of(
-    thinkers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_that_a_model_has_no_use_for_is_told_of(thinkers: Thinkers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_THINK", "off")
     assert prompt_of(thinkers["switched"]).endswith("</think>\n\n")
     result = run(thinkers["opening"])
@@ -190,15 +187,15 @@ def test_a_setting_that_a_model_has_no_use_for_is_told_of(
     assert run(thinkers["opening"]).code == 2
 
 
-def test_thoughts_are_shown_by_a_setting(thinkers: dict[str, Path], own_home: Path) -> None:
+def test_thoughts_are_shown_by_a_setting(thinkers: Thinkers, own_home: Path) -> None:
     (own_home / "config").mkdir(parents=True)
     (own_home / "config" / "config.toml").write_text("show_thoughts = true\n")
     assert f"{THOUGHT}\n" in run(thinkers["switched"]).err
     assert run(thinkers["switched"], "--json").code == 0
 
 
-def test_a_messages_file_goes_before_a_setting_and_a_flag_before_both(
-    thinkers: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_goes_before_a_setting_and_a_flag_before_both(
+    thinkers: Thinkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "messages.json"
     asked = {"enable_thinking": True, "add_generation_prompt": True}
@@ -212,7 +209,7 @@ def test_a_messages_file_goes_before_a_setting_and_a_flag_before_both(
     assert not closes() and closes("--think", "off")
 
 
-def test_a_job_asks_the_template_too(thinkers: dict[str, Path], tmp_path: Path) -> None:
+def test_a_job_asks_the_template_too(thinkers: Thinkers, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
 
     def prompt_tokens(think: str) -> int:
@@ -226,27 +223,22 @@ def test_a_job_asks_the_template_too(thinkers: dict[str, Path], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["switched", "opening", "keeping"])
-def test_the_next_question_has_no_thoughts_in_front(thinkers: dict[str, Path], own_home: Path, name: str) -> None:
+def test_the_next_question_has_no_thoughts_in_front(thinkers: Thinkers, name: str) -> None:
     for most in ("40", "3" if name == "switched" else "1"):  # whole, and cut in its thought
         first = run(thinkers[name], "--max-tokens", most)
         assert first.code == 0, first.err
-        prompt = run_cli("run", thinkers[name], "-c", "-p", "And then?", "--show-prompt").out.decode()
+        prompt = next_prompt(thinkers[name])
         assert THOUGHT not in prompt and prompt.count(ANSWER) == (most == "40") and "And then?" in prompt
 
 
-def test_a_plain_chat_tells_them_apart_and_changes_how_much_is_thought(thinkers: dict[str, Path]) -> None:
+def test_a_plain_chat_tells_them_apart_and_changes_how_much_is_thought(thinkers: Thinkers) -> None:
     lines = "Hi.\n/think off\nHi.\n/think low\n/set think high\n/think maybe\n/think -\n/think\n"
     result = run_cli("chat", thinkers["switched"], "--plain", stdin=lines.encode())
     assert result.out.decode() == f"{ANSWER}\n{ANSWER}\n" and THOUGHT not in result.err
-    for told in (
-        "thinking: off",
-        "error: /think low cannot be had",
-        "error: /think high cannot be had",
-        "fix:   /think on",
-        "thinking: as the model does",
-    ):
+    refused = ("/think low cannot be had", "/think high cannot be had", "/think knows no 'maybe'")
+    for told in (*(f"error: {each}" for each in refused), "fix:   /think on", "thinking: as the model does"):
         assert told in result.err
-    assert "error: /think knows no 'maybe'" in result.err and "/set" not in result.err
+    assert "thinking: off" in result.err and "/set" not in result.err
     shown = run_cli("chat", thinkers["switched"], "--plain", "--show-thoughts", stdin=b"Hi.\n")
     assert THOUGHT in shown.err and shown.out.decode() == f"{ANSWER}\n"
     cut = run_cli("chat", thinkers["opening"], "--plain", "--max-tokens", "1", stdin=b"Hi.\n")
@@ -254,7 +246,7 @@ def test_a_plain_chat_tells_them_apart_and_changes_how_much_is_thought(thinkers:
     assert run_cli("chat", thinkers["opening"], "--plain", "--think", "off", stdin=b"Hi.\n").code == 2
 
 
-def test_a_chat_that_is_gone_on_with_shows_its_last_answer_alone(thinkers: dict[str, Path], own_home: Path) -> None:
+def test_a_chat_that_is_gone_on_with_shows_its_last_answer_alone(thinkers: Thinkers) -> None:
     run_cli("chat", thinkers["opening"], "--plain", stdin=b"Hi.\n")
     resumed = run_cli("chat", "--resume", "--plain", stdin=b"")
     assert ANSWER in resumed.err and THOUGHT not in resumed.err
@@ -263,10 +255,9 @@ def test_a_chat_that_is_gone_on_with_shows_its_last_answer_alone(thinkers: dict[
 # What is written of it
 
 
-def talk(model: Path, *lines: str, flags: tuple[str, ...] = ()) -> Result:
+def talk(model: Path, *lines: str, flags: tuple[str, ...] = ()) -> None:
     result = run_cli("chat", model, "--plain", *flags, stdin="".join(f"{line}\n" for line in lines).encode())
     assert result.code == 0 and "error" not in result.err, result.err
-    return result
 
 
 def next_prompt(model: Path) -> str:
@@ -275,9 +266,7 @@ def next_prompt(model: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["switched", "opening", "keeping"])
-def test_a_saved_chat_has_the_answer_alone_and_goes_on_as_if_it_was_never_saved(
-    thinkers: dict[str, Path], own_home: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_saved_chat_has_the_answer_alone_and_goes_on_as_it_was(thinkers: Thinkers, tmp_path: Path, name: str) -> None:
     model, first, second = thinkers[name], tmp_path / "a.json", tmp_path / "b.json"
     talk(model, "Hi.", f"/save {first}", "And?")
     prompt = next_prompt(model)
@@ -295,8 +284,8 @@ def test_a_saved_chat_has_the_answer_alone_and_goes_on_as_if_it_was_never_saved(
 
 
 @pytest.mark.parametrize(("name", "most"), [("switched", "3"), ("opening", "1")])
-def test_an_answer_that_was_cut_in_its_thought_is_saved_as_that(
-    thinkers: dict[str, Path], own_home: Path, tmp_path: Path, name: str, most: str
+def test_an_answer_cut_in_its_thought_is_saved_as_that(
+    thinkers: Thinkers, tmp_path: Path, name: str, most: str
 ) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     talk(thinkers[name], "Hi.", f"/save {first}", flags=("--max-tokens", most))
@@ -324,9 +313,7 @@ def test_a_message_is_saved_as_it_was_loaded(message: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["switched", "opening"])
-def test_a_kept_chat_is_shown_and_exported_with_the_answer_alone(
-    thinkers: dict[str, Path], own_home: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_kept_chat_is_shown_with_the_answer_alone(thinkers: Thinkers, tmp_path: Path, name: str) -> None:
     talk(thinkers[name], "Hi.")
     shown = run_cli("sessions", "show", "last").out.decode()
     assert f"## Model\n\n> {THOUGHT}\n\n{ANSWER}\n" in shown and "think>" not in shown
@@ -341,7 +328,7 @@ def test_a_kept_chat_is_shown_and_exported_with_the_answer_alone(
 
 
 def test_an_imported_chat_goes_on_as_the_one_that_was_exported(
-    thinkers: dict[str, Path], own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    thinkers: Thinkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("switched", "opening", "keeping"):
         file = tmp_path / f"{name}.json"
@@ -369,12 +356,12 @@ def harmony(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return model
 
 
-def test_harmony_is_told_apart(harmony: Path, own_home: Path) -> None:
+def test_harmony_is_told_apart(harmony: Path) -> None:
     result = run(harmony, "--show-thoughts")
     assert (result.code, result.out.decode()) == (0, f"{ANSWER}\n") and f"{THOUGHT}\n" in result.err
     told = run(harmony, "--json").json
     assert (told["text"], told["reasoning"]) == (ANSWER, THOUGHT)
-    prompt = run_cli("run", harmony, "-c", "-p", "And then?", "--show-prompt").out.decode()
+    prompt = next_prompt(harmony)
     assert THOUGHT not in prompt and f"<|channel|>final<|message|>{ANSWER}<|end|>" in prompt
     cut = run(harmony, "--max-tokens", "12")
     assert cut.out == b"" and "the answer is empty" in cut.err
@@ -389,13 +376,8 @@ def test_harmony_thinks_as_much_as_is_asked_for(harmony: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "told"),
     [
-        ("assistant", "assistant"),
-        ("to=", "to="),
-        ("as", "as"),
-        ("<|chan", ""),
-        ("<|channel|>fin", ""),
-        (" \n", ""),
-        ("", ""),
+        *((text, text) for text in ("assistant", "to=", "as")),
+        *((text, "") for text in ("<|chan", "<|channel|>fin", " \n", "")),
     ],
 )
 def test_a_short_answer_without_a_header_is_said_and_a_header_that_was_cut_is_not(written: str, told: str) -> None:
@@ -417,7 +399,7 @@ def test_a_short_answer_without_a_header_is_said_and_a_header_that_was_cut_is_no
     ],
 )
 def test_real_templates_are_told_what_they_know(
-    shared_data: Callable[[str], Path], name: str, known: dict[str, dict[str, Any]]
+    shared_data: Callable[[str], Path], name: str, known: dict[str, Any]
 ) -> None:
     template = ChatTemplate(shared_data(f"chat_templates/jinja/{name}.jinja").read_text(encoding="utf-8"))
     for effort in ("on", "off", "low"):

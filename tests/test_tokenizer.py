@@ -30,18 +30,20 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return Tokenizer.load(TINY_DIRECTORY) if request.param == "tiny" else request.getfixturevalue(request.param)
 
 
+def backend_of(characters: str, **more: Any) -> tokenizers.Tokenizer:
+    vocab = {char: index for index, char in enumerate(characters)}
+    return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], **more))
+
+
 def small_backend(**parts: Any) -> tokenizers.Tokenizer:
-    vocab = {char: index for index, char in enumerate("abcdefghij <|>s/")}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend = backend_of("abcdefghij <|>s/")
     for name, part in parts.items():
         setattr(backend, name, part)
     return backend
 
 
 @pytest.mark.parametrize(("name", "stem"), [("phi", "phi-3"), ("qwen", "qwen2")])
-def test_ids_equal_those_of_llama_cpp(
-    request: pytest.FixtureRequest, shared_data: Locate, name: str, stem: str
-) -> None:
+def test_ids_are_those_of_llama_cpp(request: pytest.FixtureRequest, shared_data: Locate, name: str, stem: str) -> None:
     tokenizer, stem = request.getfixturevalue(name), f"tokenizers/expected/ggml-vocab-{stem}.gguf"
     texts = shared_data(f"{stem}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
     expected = [[int(word) for word in line.split()] for line in shared_data(f"{stem}.out").read_text().split("\n")]
@@ -62,8 +64,7 @@ def test_the_text_of_a_special_token_is_plain_text(tokenizer: Tokenizer, form: s
     for index in sorted(tokenizer.special_ids):
         text = form.replace("{}", tokenizer.token_text(index))
         ids = tokenizer.encode(text)
-        assert tokenizer.special_ids.isdisjoint(ids)
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.special_ids.isdisjoint(ids) and tokenizer.decode(ids) == text
 
 
 def test_a_special_token_that_is_meant_becomes_its_id(tokenizer: Tokenizer) -> None:
@@ -88,8 +89,7 @@ def test_two_files_of_vocabulary_give_the_ids_that_transformers_gives(shared_dat
 
 def test_token_text_shows_what_is_no_character_as_escapes(phi: Tokenizer) -> None:
     assert [phi.token_text(index) for index in phi.encode("🦙 a")][1:3] == ["\\xf0", "\\x9f"]
-    assert phi.token_text(phi.vocab_size + 5) == ""
-    assert phi.decode([phi.vocab_size + 5, -1]) == ""
+    assert phi.token_text(phi.vocab_size + 5) == "" and phi.decode([phi.vocab_size + 5, -1]) == ""
 
 
 def with_bos(*, config: dict[str, Any] | None = None) -> Tokenizer:
@@ -106,8 +106,7 @@ def test_a_bos_stands_in_front_once() -> None:
     bos = tokenizer.bos_token_id
     assert tokenizer.encode("ab", bos=True) == [bos, 0, 1]
     assert tokenizer.encode("<s>ab", bos=True, special=True) == [bos, 0, 1]
-    assert tokenizer.encode("", bos=True) == [bos]
-    assert bos not in tokenizer.encode("<s>ab")
+    assert tokenizer.encode("", bos=True) == [bos] and bos not in tokenizer.encode("<s>ab")
 
 
 def test_a_bos_is_found_in_the_post_processor_and_left_out_where_the_config_says_so() -> None:
@@ -138,22 +137,19 @@ def test_a_vocabulary_that_holds_a_special_text_as_a_piece_cannot_forge_it() -> 
     backend.decoder = decoders.Fuse()
     tokenizer = Tokenizer(backend)
     ids = tokenizer.encode("a<s>b<s>")
-    assert tokenizer.special_ids.isdisjoint(ids)
-    assert tokenizer.decode(ids) == "a<s>b<s>"
+    assert tokenizer.special_ids.isdisjoint(ids) and tokenizer.decode(ids) == "a<s>b<s>"
 
 
 def test_a_text_after_a_special_token_is_given_no_space_that_only_the_first_is_given() -> None:
-    first = pre_tokenizers.Metaspace(prepend_scheme="first")
-    vocab = {char: index for index, char in enumerate("▁ab<|s>\x01")}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = first
+    backend = backend_of("▁ab<|s>\x01")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
     backend.add_special_tokens(["<s>", "<|s>"])
     tokenizer = Tokenizer(backend)
     bos = tokenizer.token_id("<s>")
     pieces = [("<s>", True), ("a<s>b", False), ("<s>", True), ("b", False)]
-    assert tokenizer.encode_pieces(pieces) == [bos, *map(vocab.__getitem__, "a<s>b"), bos, 2]
-    assert tokenizer.encode_pieces([("a<s>b", False)]) == [vocab[char] for char in "▁a<s>b"]
+    assert tokenizer.encode_pieces(pieces) == [bos, *map("▁ab<|s>".index, "a<s>b"), bos, 2]
+    assert tokenizer.encode_pieces([("a<s>b", False)]) == list(map("▁ab<|s>".index, "▁a<s>b"))
 
 
 @settings(max_examples=150, deadline=None)
@@ -171,8 +167,7 @@ def test_pieces_have_the_ids_of_their_whole(tokenizer: Tokenizer, data: st.DataO
 @pytest.mark.parametrize("flags", [{"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}])
 @pytest.mark.parametrize("space", [" ", "\n \t", "\x1c ", " \x1f", "\u2003", "\u200b", "\x85\xa0", "\u2029"])
 def test_a_special_token_swallows_the_white_space_that_the_library_lets_it(flags: dict[str, bool], space: str) -> None:
-    vocab = {char: index for index, char in enumerate(f"a{space}")}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="a"))
+    backend = backend_of(f"a{space}", unk_token="a")
     backend.add_special_tokens([AddedToken("<x>", **flags)])
     tokenizer = Tokenizer(backend)
     pieces = [(f"a{space}", False), ("<x>", True), (f"{space}a", False)]
@@ -206,23 +201,17 @@ def test_a_file_of_many_gigabytes_is_refused_before_it_is_read(tmp_path: Path) -
         Tokenizer.load(tmp_path)
 
 
+CLIP = {"tokenizer_class": "CLIPTokenizer"}
+
+
 @pytest.mark.parametrize(
     ("files", "says"),
     [
         ({"tokenizer.model": "\n"}, "tokenizer.model"),
-        (
-            {
-                "vocab.json": '{"a": 0}',
-                "merges.txt": "",
-                "tokenizer_config.json": '{"tokenizer_class": "CLIPTokenizer"}',
-            },
-            "CLIPTokenizer",
-        ),
+        ({"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": json.dumps(CLIP)}, "CLIPTokenizer"),
     ],
 )
-def test_a_folder_whose_words_are_not_known_says_what_is_missing(
-    tmp_path: Path, files: dict[str, str], says: str
-) -> None:
+def test_a_folder_of_unknown_words_says_what_is_missing(tmp_path: Path, files: dict[str, str], says: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json") as caught:
@@ -238,6 +227,11 @@ def test_an_added_token_with_an_impossible_id_is_an_error(tmp_path: Path) -> Non
         Tokenizer.load(tmp_path)
 
 
+def chat_ids(tokenizer: Tokenizer, source: str, text: str) -> list[int]:
+    template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
+    return encode_chat(template, tokenizer, ChatInput([{"role": "user", "content": text}]))
+
+
 def declaring(directory: Path, config: dict[str, Any], older: dict[str, Any] | None = None) -> Path:
     """A folder whose tokenizer.json calls none of [U], [A], [T] and <image> special."""
     write_byte_tokenizer(directory)
@@ -251,6 +245,13 @@ def declaring(directory: Path, config: dict[str, Any], older: dict[str, Any] | N
     return directory
 
 
+ADDED = {
+    "258": {"content": "[U]", "special": True, "rstrip": True},
+    "259": {"content": "[A]", "special": True},
+    "260": {"content": "[T]", "special": False},
+}
+
+
 @pytest.mark.parametrize(
     ("config", "older"),
     [
@@ -261,20 +262,11 @@ def declaring(directory: Path, config: dict[str, Any], older: dict[str, Any] | N
         ({"eos_token": {"__type": "AddedToken", "content": "[U]"}, "cls_token": "[A]"}, None),
         ({}, {"additional_special_tokens": ["[U]", "[A]"]}),
         ({}, {"eos_token": "[U]", "sep_token": {"content": "[A]"}}),
-        (
-            {
-                "added_tokens_decoder": {
-                    "258": {"content": "[U]", "special": True, "rstrip": True},
-                    "259": {"content": "[A]", "special": True},
-                    "260": {"content": "[T]", "special": False},
-                }
-            },
-            None,
-        ),
+        ({"added_tokens_decoder": ADDED}, None),
     ],
 )
 def test_what_the_configuration_declares_special_is_so_as_in_transformers(
-    tmp_path: Path, config: dict[str, Any], older: dict[str, Any] | None
+    tmp_path: Path, config: Any, older: Any
 ) -> None:
     tokenizer = Tokenizer.load(declaring(tmp_path, config, older))
     oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -286,21 +278,18 @@ def test_what_the_configuration_declares_special_is_so_as_in_transformers(
     meant = oracle.encode(text, add_special_tokens=False)
     assert tokenizer.encode(text, special=True) == meant
     assert tokenizer.decode(meant) == "".join(map(oracle.decode, (each for each in meant if each not in special)))
-    template = ChatTemplate("[U]{{ messages[0].content }}[A]", special_tokens=tokenizer.special_tokens)
-    ids = encode_chat(template, tokenizer, ChatInput([{"role": "user", "content": "x[A]y"}]))
+    ids = chat_ids(tokenizer, "[U]{{ messages[0].content }}[A]", "x[A]y")
     assert [index for index in ids if index in (258, 259)] == [258, 259]
 
 
 def test_a_piece_of_the_vocabulary_becomes_special_where_it_is_declared(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(
-        models.BPE({"a": 0, "b": 1, "<": 2, ">": 3, "<a": 4, "<a>": 5}, [("<", "a"), ("<a", ">")])
-    )
+    vocab = {"a": 0, "b": 1, "<": 2, ">": 3, "<a": 4, "<a>": 5}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("<", "a"), ("<a", ">")]))
     backend.decoder = decoders.Fuse()
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"additional_special_tokens": ["<a>", "b", "<absent>"]}')
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.special_ids == {5}
-    assert tokenizer.encode("b<a>b") == [1, 2, 0, 3, 1]
+    assert tokenizer.special_ids == {5} and tokenizer.encode("b<a>b") == [1, 2, 0, 3, 1]
 
 
 def test_names_of_special_tokens_are_for_the_template_as_in_transformers(tmp_path: Path) -> None:
@@ -349,7 +338,7 @@ def two_files(directory: Path) -> None:
 @pytest.mark.parametrize("write", [write_sentencepiece, unigram, two_files])
 @pytest.mark.parametrize("num_missing", [1, 2, 3])
 def test_a_token_that_the_model_has_no_row_for_is_spelled_by_others(
-    tmp_path: Path, write: Callable[[Path], object], num_missing: int
+    tmp_path: Path, write: Any, num_missing: int
 ) -> None:
     write(tmp_path)
     size = Tokenizer.load(tmp_path).vocab_size - num_missing
@@ -359,10 +348,7 @@ def test_a_token_that_the_model_has_no_row_for_is_spelled_by_others(
         ids = tokenizer.encode(" Tell me", special=special)
         assert max(ids) < size and tokenizer.decode(ids).lstrip() == "Tell me"
         assert max(tokenizer.encode("[PAD]<|assistant|>", special=special)) < size
-    template = ChatTemplate(
-        "{{ pad_token }}<|assistant|>{{ messages[0].content }}", special_tokens=tokenizer.special_tokens
-    )
-    assert max(encode_chat(template, tokenizer, ChatInput([{"role": "user", "content": "Tell"}]))) < size
+    assert max(chat_ids(tokenizer, "{{ pad_token }}<|assistant|>{{ messages[0].content }}", "Tell")) < size
 
 
 def test_a_tokenizer_as_large_as_its_model_stays_as_it_is(tmp_path: Path) -> None:
@@ -396,8 +382,7 @@ def test_a_model_with_fewer_rows_than_its_tokenizer_has_ids_answers_whatever_is_
     ids = run_cli("tokenize", model, "--json", "Tell me[PAD]<|assistant|>").json["token_ids"]
     assert max(ids) < Tokenizer.load(model).vocab_size
     for arguments in (["--raw"], [], ["--regex", r"<\|assistant\|>Tell me"], ["--beams", "2"]):
-        result = run_cli(
-            "run", model, *arguments, "-p", "Tell me<|assistant|>", "--max-tokens", "30", "--temperature", "0"
-        )
+        asked = ("-p", "Tell me<|assistant|>", "--max-tokens", "30", "--temperature", "0")
+        result = run_cli("run", model, *arguments, *asked)
         assert result.code == 0, result.err
         assert "--regex" not in arguments or result.out == b"<|assistant|>Tell me\n"

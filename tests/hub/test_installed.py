@@ -46,8 +46,7 @@ def test_a_description_has_the_numbers_of_the_config(hub, fetch, registry):
 
 def test_a_model_that_is_not_here_is_described_by_its_entry(hub, registry):
     described = describe("gemma-2-9b", registry=registry, hub=hub)
-    assert described.files is None
-    assert described.entry is not None
+    assert described.files is None and described.entry is not None
     assert (described.entry.gated, described.context) == (True, 8192)
 
 
@@ -76,8 +75,7 @@ def test_removing_a_linked_repository_removes_the_link(hub, registry, tmp_path):
     moved = folder.rename(tmp_path / "moved")
     folder.symlink_to(moved)
     assert locate("maker/sharded", registry=registry, hub=hub).directory.is_dir()
-    assert remove("maker/sharded", registry=registry, hub=hub) == 0
-    assert not folder.is_symlink()
+    assert remove("maker/sharded", registry=registry, hub=hub) == 0 and not folder.is_symlink()
     assert (moved / "snapshots" / COMMIT / "config.json").is_file()
 
 

@@ -50,8 +50,7 @@ def test_a_hostile_name_is_refused_before_anything_outside_the_cache_is_opened(f
     finally:
         active = False
     assert [path for path in opened if not path.startswith(str(hub.cache_dir))] == []
-    assert caught.value.exit_code in (2, 3)
-    assert "\x1b" not in caught.value.what + caught.value.why
+    assert caught.value.exit_code in (2, 3) and "\x1b" not in caught.value.what + caught.value.why
     assert fake.requests == []
 
 
@@ -87,8 +86,7 @@ def test_a_registry_name_beats_a_folder_that_is_no_model(fake, registry, hub, tm
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError) as caught:
         locate("qwen3-8b", registry=registry, hub=hub)
-    assert caught.value.fix == "localllm pull qwen3-8b"
-    assert "no config.json" in caught.value.why
+    assert caught.value.fix == "localllm pull qwen3-8b" and "no config.json" in caught.value.why
 
 
 def test_a_short_name_leads_to_its_repository(fake, hub, registry):
@@ -102,8 +100,7 @@ def test_a_short_name_leads_to_its_repository(fake, hub, registry):
 def test_a_misspelled_name_is_answered_with_the_nearest(hub, registry):
     with pytest.raises(ModelNotFoundError) as caught:
         locate("mistrall-7b", registry=registry, hub=hub)
-    assert "mistral-7b" in caught.value.why
-    assert caught.value.exit_code == 3
+    assert "mistral-7b" in caught.value.why and caught.value.exit_code == 3
 
 
 def test_the_built_in_model_needs_no_cache(registry, tmp_path, monkeypatch):

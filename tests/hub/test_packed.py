@@ -97,8 +97,7 @@ def test_a_folder_that_has_changed_does_not_find_what_was_packed_of_it(folder, c
             weights.rename(folder / "other.safetensors")
         case "index":
             (folder / "model.safetensors.index.json").write_text("{}")
-    assert packed_recipes(files_of(folder)) == []
-    assert source_id(files_of(folder)) != before
+    assert packed_recipes(files_of(folder)) == [] and source_id(files_of(folder)) != before
 
 
 def test_a_folder_is_known_by_a_link_and_with_other_files_but_a_copy_is_another_one(folder, tmp_path):
@@ -171,8 +170,7 @@ def test_what_was_packed_before_a_folder_changed_is_listed_with_it_as_an_orphan(
     (folder / "config.json").write_text(CONFIG + "\n")
     pack(files_of(folder), "int8")
     state, packed = rows(registry, hub)[str(folder)]
-    assert state == "folder"
-    assert sorted(packed) == [("int4-g64", "orphan"), ("int8", "whole")]
+    assert state == "folder" and sorted(packed) == [("int4-g64", "orphan"), ("int8", "whole")]
 
 
 def test_a_listed_size_counts_the_files_and_no_links(registry, hub, folder, tmp_path):
@@ -239,8 +237,7 @@ def test_removing_one_revision_keeps_what_was_packed_of_another(registry, hub):
     other = pack(of_the_hub(SHARDED, "f" * 40))
     pack(of_the_hub(SHARDED))
     remove(f"{SHARDED}@{COMMIT}", registry=registry, hub=hub)
-    assert packed_recipes(of_the_hub(SHARDED)) == []
-    assert (other / "index.json").exists()
+    assert packed_recipes(of_the_hub(SHARDED)) == [] and (other / "index.json").exists()
 
 
 def test_only_what_is_packed_can_be_removed(registry, hub):
@@ -257,8 +254,7 @@ def test_the_files_of_a_folder_are_never_touched(registry, hub, folder):
     pack(files_of(folder), size_bytes=5000)
     with pytest.raises(UsageError) as refused:
         remove(str(folder), registry=registry, hub=hub)
-    assert "--packed" in refused.value.fix
-    assert packed_recipes(files_of(folder)) == ["int4-g64"]
+    assert "--packed" in refused.value.fix and packed_recipes(files_of(folder)) == ["int4-g64"]
     assert remove(str(folder), packed_only=True, registry=registry, hub=hub) == 5002
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -290,8 +286,7 @@ def test_a_link_in_the_place_of_packed_weights_is_deleted_and_not_followed(regis
     inside = pack(of_the_hub(), "nf4")
     (inside / "linked").symlink_to(outside)
     remove(REPO, packed_only=True, registry=registry, hub=hub)
-    assert names_in(outside) == {"index.json", "precious"}
-    assert not link.is_symlink()
+    assert names_in(outside) == {"index.json", "precious"} and not link.is_symlink()
     assert not inside.exists()
 
 
@@ -339,10 +334,8 @@ def test_what_another_process_packs_is_not_deleted_and_neither_is_the_rest(regis
     snapshot = other_tools_snapshot(hub)
     with exclusive(busy, lambda _: None), pytest.raises(LocalLLMError) as refused:
         remove(SHARDED, registry=registry, hub=hub)
-    assert str(os.getpid()) in refused.value.why
-    assert (busy / "index.json").exists() == whole
-    assert (idle / "index.json").exists()
-    assert (snapshot / "config.json").exists()
+    assert str(os.getpid()) in refused.value.why and (busy / "index.json").exists() == whole
+    assert (idle / "index.json").exists() and (snapshot / "config.json").exists()
     assert remove(SHARDED, packed_only=True, registry=registry, hub=hub) > 2000
 
 

@@ -45,8 +45,7 @@ def test_a_pull_brings_the_wanted_files_and_nothing_else(fake, hub, fetch, regis
     directory = fetch(repo)
     assert_whole(directory, fake.repositories[repo])
     assert directory == locate(repo, registry=registry, hub=hub).directory
-    assert directory.name == COMMIT
-    assert leftovers(hub) == []
+    assert directory.name == COMMIT and leftovers(hub) == []
 
 
 def test_a_pull_brings_the_additional_chat_templates(fake, hub, fetch, registry):
@@ -86,8 +85,7 @@ def test_progress_counts_verified_bytes_up_to_the_total(fake, hub, registry):
     pull(REPO, registry=registry, hub=hub, progress=seen.append)
     wanted = sum(len(data) for name, data in fake.repositories[REPO].items() if name not in UNWANTED)
     counts = [event.done_bytes for event in seen if event.phase == "downloading"]
-    assert counts == sorted(counts)
-    assert (counts[-1], seen[-1].total_bytes) == (wanted, wanted)
+    assert counts == sorted(counts) and (counts[-1], seen[-1].total_bytes) == (wanted, wanted)
 
 
 def test_links_fall_back_to_copies(fake, fetch, monkeypatch):
@@ -162,8 +160,7 @@ def test_a_pull_outlives_a_server_and_throws_no_byte_away_for_its_ranges(fake, h
     assert leftovers(hub) == []
     if requests:
         starts = [record.range_start for record in fake.file_requests("model.safetensors")]
-        assert len(starts) == requests
-        assert all(start > 0 for start in starts[1:2])
+        assert len(starts) == requests and all(start > 0 for start in starts[1:2])
         assert not any(starts[2:])
 
 
@@ -274,8 +271,7 @@ def test_a_gated_repository_names_its_page_and_the_state_of_the_token(fake, hub,
     fake.requires_token = "another"
     with pytest.raises(AccessError, match="refuses") as caught:
         pull(REPO, registry=registry, hub=replace(hub, token=token))
-    assert caught.value.exit_code == 6
-    assert f"{fake.endpoint}/{REPO}" in caught.value.fix
+    assert caught.value.exit_code == 6 and f"{fake.endpoint}/{REPO}" in caught.value.fix
     assert state in caught.value.why
 
 
@@ -344,20 +340,13 @@ def test_offline_nothing_is_asked_of_the_network(fake, hub, fetch, registry):
     assert fake.requests == []
     directory = fetch()
     fake.requests.clear()
-    assert pull(REPO, registry=registry, hub=offline).directory == directory
-    assert fake.requests == []
+    assert pull(REPO, registry=registry, hub=offline).directory == directory and fake.requests == []
 
 
 def test_the_environment_of_huggingface_hub_is_honoured(fake, tmp_path):
     fake.requires_token = "hf_environment"
-    environment = {
-        "PYTHONPATH": str(REPOSITORY),
-        "HF_ENDPOINT": fake.endpoint,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_TOKEN": "hf_environment",
-        "LOCALLLM_HOME": str(tmp_path),
-        "NO_PROXY": "*",
-    }
+    of_the_hub = {"HF_ENDPOINT": fake.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_environment"}
+    environment = {"PYTHONPATH": str(REPOSITORY), **of_the_hub, "LOCALLLM_HOME": str(tmp_path), "NO_PROXY": "*"}
     code = f"from localllm.hub import locate, pull; assert pull({REPO!r}) == locate({REPO!r})"
     subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, check=True)
     snapshot = tmp_path / "home" / "hub" / "models--maker--model" / "snapshots" / COMMIT
@@ -372,10 +361,8 @@ def test_space_is_checked_before_a_byte_is_fetched(fake, fetch, monkeypatch):
     monkeypatch.setattr("localllm.hub.repo_cache.shutil.disk_usage", lambda _: type("Usage", (), {"free": 2 * PIECE}))
     with pytest.raises(DoesNotFitError) as caught:
         fetch()
-    assert caught.value.exit_code == 4
-    assert "768.1 KiB" in caught.value.why
-    assert "512.0 KiB" in caught.value.why
-    assert len(fake.requests) == 1
+    assert caught.value.exit_code == 4 and "768.1 KiB" in caught.value.why
+    assert "512.0 KiB" in caught.value.why and len(fake.requests) == 1
 
 
 def test_a_disk_that_fills_up_on_the_way_keeps_what_was_fetched(fake, fetch, hub, monkeypatch):

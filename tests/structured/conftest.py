@@ -14,9 +14,13 @@ from localllm.text.grammar.compiled import Grammars
 from localllm.text.tokenizer import Tokenizer
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(TINY_DIRECTORY)
+
+
 @pytest.fixture
-def grammars() -> Grammars:
-    tokenizer = Tokenizer.load(TINY_DIRECTORY)
+def grammars(tokenizer: Tokenizer) -> Grammars:
     assert tokenizer.eos_token_id is not None
     return Grammars(tokenizer, {tokenizer.eos_token_id}, tokenizer.vocab_size)
 

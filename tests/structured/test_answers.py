@@ -74,8 +74,7 @@ def test_what_is_forced_is_guessed_and_always_right(engine: Engine) -> None:
 def test_eight_answers_at_once_are_those_of_each_alone(engine: Engine) -> None:
     guess_with(engine, "ngram", 4)
     wishes = [wish(engine, grammar, seed=3, max_tokens=20) for grammar in GRAMMARS.values()]
-    assert len(wishes) == 8
-    assert said(engine, *wishes) == [said(engine, each)[0] for each in wishes]
+    assert len(wishes) == 8 and said(engine, *wishes) == [said(engine, each)[0] for each in wishes]
 
 
 def test_answers_to_one_request_are_held_each_by_itself(engine: Engine) -> None:

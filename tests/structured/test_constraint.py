@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import GrammarError
-from localllm.hub.names import TINY_DIRECTORY
 from localllm.text.grammar.compiled import MAX_CACHED, Grammars
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
@@ -31,14 +30,8 @@ REAL = ("phi", pytest.param("qwen", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(TINY_DIRECTORY)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Grammars]:
+def shared(tokenizer: Tokenizer) -> Iterator[Grammars]:
     """That looks ahead, as beside a GPU."""
-    tokenizer = Tokenizer.load(TINY_DIRECTORY)
     grammars = Grammars(tokenizer, {2}, SIZE, looks_ahead=True)
     yield grammars
     grammars.close()
@@ -61,9 +54,8 @@ def test_a_token_is_forced_or_allowed_where_a_mask_allows_it(shared: Grammars, g
         while len(said) < 20 and not constraint.has_ended(said):
             mask = allowed(constraint, said, SIZE).tolist()[:4096]
             forced = constraint.forced(said)[:1]
-            assert mask == [
-                token_id in forced if forced else constraint.allows(said, token_id) for token_id in range(4096)
-            ], said
+            allows = [each in forced if forced else constraint.allows(said, each) for each in range(4096)]
+            assert mask == allows, said
             said.append(choose.choice([token_id for token_id, may in enumerate(mask) if may]))
             if said[-1] == 2:  # the end of a sequence, which is never forced
                 assert not forced
@@ -87,9 +79,8 @@ def test_any_order_of_saying_and_taking_back_equals_a_fresh_state(
         if move == "back":
             del said[number % (len(said) + 1) :]
         elif move == "guess":
-            assert constraint.cut(said, [number % 4096, number % 7]) == shared.constraint(grammar).cut(
-                said, [number % 4096, number % 7]
-            )
+            guesses = [number % 4096, number % 7]
+            assert constraint.cut(said, guesses) == shared.constraint(grammar).cut(said, guesses)
         elif not constraint.has_ended(said):
             mask = allowed(constraint, said, SIZE)
             if move == "say":
@@ -137,7 +128,7 @@ def test_a_mask_behind_what_is_forbidden_is_refused_and_harms_nothing(shared: Gr
 
 
 @pytest.mark.parametrize("is_thinking", [False, True])
-def test_everything_may_be_thought_and_the_grammar_holds_behind_it(
+def test_all_may_be_thought_and_the_grammar_holds_behind(
     shared: Grammars, tokenizer: Tokenizer, is_thinking: bool
 ) -> None:
     constraint = shared.constraint(Grammar(PERSON.kind, PERSON.source, THOUGHT, is_thinking))
@@ -202,6 +193,5 @@ def test_as_many_are_kept_as_may_be_and_refusals_too(tokenizer: Tokenizer, tried
 def test_answers_that_share_what_was_learnt_do_not_share_their_state(shared: Grammars, tokenizer: Tokenizer) -> None:
     one, other = shared.constraint(PERSON), shared.constraint(PERSON)
     assert accepts(one, tokenizer, OWL) and one.has_ended(tokenizer.encode(OWL))
-    assert not other.has_ended([]) and torch.equal(
-        allowed(other, [], SIZE), allowed(shared.constraint(PERSON), [], SIZE)
-    )
+    fresh = allowed(shared.constraint(PERSON), [], SIZE)
+    assert not other.has_ended([]) and torch.equal(allowed(other, [], SIZE), fresh)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from localllm.errors import GrammarError
 from localllm.text.grammar.definition import defined
-from localllm.text.grammar.grammar import Grammar
+from tests.structured.support import BYTES, json_schema
 
-BYTES = LLTokenizer("byte")
 DEFS = ("A", "B")
 VALUES: tuple[Any, ...] = (1, "a", 'é"\\', None, True, [1, 2], {"a": 1}, 2.5, "", -3)
 MOST_BYTES = 500
@@ -116,7 +115,7 @@ def test_what_is_drawn_of_schemas_by_chance_validates(num_schemas: int) -> None:
         has_defs = choose.random() < 0.4
         asked = {"allOf": [schema(choose, 3, has_defs)], "$defs": {name: schema(choose, 2, has_defs) for name in DEFS}}
         try:
-            definition = defined(Grammar("json_schema", json.dumps(asked)))
+            definition = defined(json_schema(asked))
         except GrammarError:
             num_refused += 1
             continue

@@ -16,12 +16,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from localllm.errors import GrammarError
-from localllm.hub.names import TINY_DIRECTORY
 from localllm.text.grammar.compiled import Grammars
 from localllm.text.grammar.schema_parts import SUPPORTED
 from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import accepts, drawn, json_schema
 
+Locate = Callable[[str], Path]
 SUITE = "adversarial/json_schema_2020_12"
 FILES = (
     "additionalProperties", "allOf", "anchor", "anyOf", "boolean_schema", "const", "contains", "content", "default",
@@ -70,12 +70,7 @@ def named(schema: Any) -> Iterator[str]:
         yield from named(value)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(TINY_DIRECTORY)
-
-
-def groups(shared_data: Callable[[str], Path], name: str) -> Iterator[dict[str, Any]]:
+def groups(shared_data: Locate, name: str) -> Iterator[dict[str, Any]]:
     yield from json.loads(shared_data(f"{SUITE}/{name}.json").read_text())
 
 
@@ -89,8 +84,8 @@ def keywords(schema: Any) -> Iterator[str]:
 
 @pytest.mark.usefixtures("tried_here")
 @pytest.mark.parametrize("name", FILES)
-def test_a_schema_is_enforced_or_refused_by_the_name_of_a_keyword(
-    shared_data: Callable[[str], Path], grammars: Grammars, tokenizer: Tokenizer, name: str
+def test_a_schema_is_enforced_or_refused_by_a_keyword(
+    shared_data: Locate, grammars: Grammars, tokenizer: Tokenizer, name: str
 ) -> None:
     for group in groups(shared_data, name):
         schema = group["schema"]
@@ -112,16 +107,12 @@ def test_a_schema_is_enforced_or_refused_by_the_name_of_a_keyword(
 
 @pytest.mark.usefixtures("tried_here")
 @pytest.mark.parametrize("draws", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_what_is_drawn_validates(
-    shared_data: Callable[[str], Path], grammars: Grammars, tokenizer: Tokenizer, draws: int
-) -> None:
+def test_what_is_drawn_validates(shared_data: Locate, grammars: Grammars, tokenizer: Tokenizer, draws: int) -> None:
     """1,500 answers, where there is the time."""
     assert sum(require_valid(shared_data, grammars, tokenizer, name, draws) for name in FILES) >= 75 * draws
 
 
-def require_valid(
-    shared_data: Callable[[str], Path], grammars: Grammars, tokenizer: Tokenizer, name: str, draws: int
-) -> int:
+def require_valid(shared_data: Locate, grammars: Grammars, tokenizer: Tokenizer, name: str, draws: int) -> int:
     """How many answers were whole, every one of them valid."""
     count = 0
     for group in groups(shared_data, name):
@@ -150,6 +141,6 @@ def test_an_unsupported_keyword_is_refused_by_its_name_and_place(grammars: Gramm
     assert f"{keyword!r} is not supported (#/properties/a/b/items/0/{keyword})" in refused.value.why
 
 
-def test_every_file_of_the_suite_is_looked_at(shared_data: Callable[[str], Path]) -> None:
+def test_every_file_of_the_suite_is_looked_at(shared_data: Locate) -> None:
     assert sorted(path.stem for path in shared_data(SUITE).glob("*.json")) == sorted(FILES)
     assert SUPPORTED.isdisjoint(UNSUPPORTED)
