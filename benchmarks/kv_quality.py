@@ -33,7 +33,6 @@ from localllm.kernels.attention import attention
 from localllm.kernels.kv_page import PAGE_TOKENS, Coding
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
-from localllm.layers.segment import Segment
 from localllm.models.decoder import Block, Decoder
 from localllm.models.families import load_config
 from localllm.quant.recipe import RECIPES, Recipe
@@ -71,10 +70,9 @@ class RoundedAttention(Attention):
         self.rounding = rounding
 
     def _mixed(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        return self._mixed_by_operators(qk, v, batch)
-
-    def _attend(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert segment.past == 0 and len(q) == segment.end - segment.begin, "a window is one batch"
+        (segment,) = batch.segments
+        assert segment.past == 0, "a window is one batch"
+        q, k = qk[:, : self.shape.num_heads], qk[:, self.shape.num_heads :]
         keys, values = (
             (x.transpose(0, 1), self.rounding.of(x, coding).transpose(0, 1))
             for x, coding in ((k, self.rounding.keys), (v, self.rounding.values))

@@ -103,7 +103,7 @@ FORMATS: tuple[WeightFormat, ...] = (
 class Exactly(Dense):
     """The values of `weights` in fp32, times activations in fp32, or in INT8 by groups of `activation_group`."""
 
-    dtype: torch.dtype = torch.float32
+    name: str = "fp32"
     weights: WeightFormat = field(default_factory=Dense)
     activation_group: int | None = None
 

@@ -73,3 +73,11 @@ def test_the_readme_has_commands_to_run() -> None:
 def test_every_file_that_the_readme_links_to_is_there() -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
     assert [link for link in links if not (REPOSITORY / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "CONTRIBUTING.md"])
+def test_every_source_file_that_a_page_names_is_there(page: str) -> None:
+    named = set(re.findall(r"[\w/]+\.py\b", (REPOSITORY / page).read_text(encoding="utf-8"))) - {"cli/NAME.py"}
+    folders = [REPOSITORY, REPOSITORY / "localllm"]
+    sources = {str(path.relative_to(folder)) for folder in folders for path in folder.glob("[!.]*/**/*.py")}
+    assert [name for name in named if not any(f"/{source}".endswith(f"/{name}") for source in sources)] == []

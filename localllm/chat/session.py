@@ -123,7 +123,7 @@ class ChatSession:
         if resumed is not None:
             resumed.restore(self.dialogue, system)
         self.recorder = recorder_of(self.dialogue, notifier, selection, resumed)
-        self._service: EngineHandle | None = None
+        self._handle: EngineHandle | None = None
         self.engine: LoadedEngine | None = None
         self.pending: PendingTurn | None = None
         self.answer: Answer | None = None
@@ -140,10 +140,10 @@ class ChatSession:
         assert self.engine is not None
         return self.engine
 
-    def use_engine(self, service: EngineHandle, engine: LoadedEngine) -> None:
+    def use_engine(self, handle: EngineHandle, engine: LoadedEngine) -> None:
         """Take the engine that answers from now on. Raises TemplateError where it has no template."""
         _ = engine.template
-        self._service, self.engine = service, engine
+        self._handle, self.engine = handle, engine
         self._reset()
 
     def use_model(self, selection: Selection) -> None:
@@ -184,8 +184,8 @@ class ChatSession:
 
     def submit(self, pending: PendingTurn) -> RequestStream:
         """Begin the answer."""
-        assert self._service is not None
-        return self._service.submit(pending.request)
+        assert self._handle is not None
+        return self._handle.submit(pending.request)
 
     @contextmanager
     def answering(self, pending: PendingTurn) -> Iterator[AnswerRecording]:

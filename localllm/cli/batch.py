@@ -49,23 +49,23 @@ _TEXT_FILES = (
 )  # fmt: skip
 
 
-def run_batch(front: CliContext, selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None) -> None:
+def run_batch(cli: CliContext, selection: Selection, flags: Mapping[str, Any], grammar: Grammar | None) -> None:
     """Answers every line of a file. Raises what is wrong with lines or with the engine; typer.Exit(1) if one failed;
     SchemaError with --strict if one has not the form of `grammar`."""
     parallel = flags["parallel"] or DEFAULT_PARALLEL
     rules = _line_rules(selection, flags, grammar)
-    prompts = read_prompts(flags["batch"], rules, front.output)
+    prompts = read_prompts(flags["batch"], rules, cli.output)
     longest_answer = rules.sampling.max_tokens or DEFAULT_MAX_TOKENS
-    with loading(front, selection, Opening(_job_shape(prompts, longest_answer, parallel))) as load:
-        encoder = Encoder.of(front, selection, is_raw=rules.raw, has_form=grammar is not None)
+    with loading(cli, selection, Opening(_job_shape(prompts, longest_answer, parallel))) as load:
+        encoder = Encoder.of(cli, selection, is_raw=rules.raw, has_form=grammar is not None)
         lengths, highest_ids = _measure(prompts, encoder, load.shown.line)
         engine = cast("Engine", load.wait())
         _require_room(prompts, lengths, highest_ids, encoder, engine)
         key = _job_key(selection, rules, prompts, engine)
         with open_journal(key, len(prompts), secrets.randbelow(SEEDS), fresh=flags["fresh"]) as journal:
-            job = Job(front, selection.files, prompts, encoder, journal)
-            job.run(load.service, window=_WINDOW * parallel)
-            _report(front, selection, job, engine if flags["stats"] else None, strict=flags["strict"])
+            job = Job(cli, selection.files, prompts, encoder, journal)
+            job.run(load.handle, window=_WINDOW * parallel)
+            _report(cli, selection, job, engine if flags["stats"] else None, strict=flags["strict"])
     if job.tally.num_failed:
         raise typer.Exit(1)
     if job.tally.num_incomplete and flags["strict"]:
@@ -172,9 +172,9 @@ def _job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: E
     return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _report(front: CliContext, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
+def _report(cli: CliContext, selection: Selection, job: Job, engine: Engine | None, *, strict: bool) -> None:
     """Print how a job ended; with `engine`, its statistics too. strict: an error says which answers have no form."""
-    tally, output, total = job.tally, front.output, len(job.prompts)
+    tally, output, total = job.tally, cli.output, len(job.prompts)
     if tally.num_cut_by_max_tokens and selection.settings.max_tokens is None:
         cut = f"{tally.num_cut_by_max_tokens} of {total} answers were cut at {DEFAULT_MAX_TOKENS} tokens"
         output.warn(f"{cut}: the most that --batch gives where nobody says (--max-tokens N)")

@@ -76,10 +76,10 @@ def bench_command(context: typer.Context, **flags: Any) -> None:
     Each rate stands beside what bounds it, measured in the same minute: reading memory and disk, copying to and on a
     GPU, multiplying matrices. Medians of several rounds, with the slowest and the fastest.
     """
-    front = cli_context(context)
+    cli = cli_context(context)
     if flags["compare"] is not None:
         _refuse_beside_compare(flags)
-        _compare(front.output, *flags["compare"])
+        _compare(cli.output, *flags["compare"])
         return
     from localllm.bench.workload import Workload
 
@@ -88,7 +88,7 @@ def bench_command(context: typer.Context, **flags: Any) -> None:
     workload, output = Workload.of(prompt, generated, flags["depth"] or (), rounds), flags["output"]
     if output is not None:
         _require_writable(output)
-    bench = _chosen(front, flags["model"], flags, workload)
+    bench = _chosen(cli, flags["model"], flags, workload)
     if not flags["random_weights"]:  # random ones were trained for no context: their speed can be measured at any depth
         workload.check(bench.shape.name, bench.shape.config)
     report = bench.measure()
@@ -99,37 +99,37 @@ def bench_command(context: typer.Context, **flags: Any) -> None:
             why = error.strerror or str(error)
             raise LocalLLMError(f"{output} could not be written", why=why, fix=f"df -h {output.parent}") from None
     if flags["as_json"]:
-        front.output.json(report.fields())
+        cli.output.json(report.fields())
         return
     from localllm.bench import table
 
-    front.output.line(table.headline(report))
+    cli.output.line(table.headline(report))
     rounds = report.runs[0].rounds
-    front.output.line("one round" if rounds == 1 else f"medians of {rounds} rounds, with the slowest and the fastest")
-    front.output.line()
-    front.output.table(table.HEADER, table.rows(report))
+    cli.output.line("one round" if rounds == 1 else f"medians of {rounds} rounds, with the slowest and the fastest")
+    cli.output.line()
+    cli.output.table(table.HEADER, table.rows(report))
 
 
-def _chosen(front: CliContext, word: str | None, flags: Mapping[str, Any], workload: Workload) -> _Bench:
+def _chosen(cli: CliContext, word: str | None, flags: Mapping[str, Any], workload: Workload) -> _Bench:
     if flags["random_weights"]:
         from localllm.models.shapes import find_shape
 
-        settings = read_settings(front, flags).settings
-        return _Bench(front, find_shape(settings.model if word is None else word), settings, None, workload)
+        settings = read_settings(cli, flags).settings
+        return _Bench(cli, find_shape(settings.model if word is None else word), settings, None, workload)
     from localllm.models.families import load_config
     from localllm.models.shapes import Shape
 
-    selection = select(front, word, flags)
+    selection = select(cli, word, flags)
     files = selection.files
     shape = Shape(files.name, load_config(files.directory), {})
-    return _Bench(front, shape, selection.settings, files, workload)
+    return _Bench(cli, shape, selection.settings, files, workload)
 
 
 @dataclass(frozen=True)
 class _Bench:
     """files: None where the weights are random."""
 
-    front: CliContext
+    cli: CliContext
     shape: Shape
     settings: Settings
     files: ModelFiles | None
@@ -138,10 +138,10 @@ class _Bench:
     def measure(self) -> BenchmarkReport:
         from localllm.bench.random_folder import random_folder, remove_abandoned
 
-        packing = PackingProgress(self.front, f"packing {self.shape.name}", again="the same command", is_first_use=True)
+        packing = PackingProgress(self.cli, f"packing {self.shape.name}", again="the same command", is_first_use=True)
         held = contextlib.ExitStack()
         label = f"{'loading' if self.files else 'making'} {self.shape.name}"
-        with self.front.output.progress(label) as line:
+        with self.cli.output.progress(label) as line:
             try:
                 setup = on_a_thread(lambda: self._set_up(line))
                 remove_abandoned()
@@ -153,7 +153,7 @@ class _Bench:
                 raise
             finally:
                 # Deleting gigabytes takes longer than a process that was asked to end is waited for.
-                with self.front.interrupts.stopping(lambda: None):
+                with self.cli.interrupts.stopping(lambda: None):
                     held.close()
 
     def _set_up(self, line: ProgressLine) -> TargetSetup:
@@ -167,8 +167,8 @@ class _Bench:
 
         settings, shape, workload = self.settings, self.shape, self.workload
         device, dtype = choose_device(settings.device), choose_dtype(settings.dtype)
-        assert self.front.resolved is not None
-        vram = engine_config(self.front.resolved, line.interject).vram
+        assert self.cli.resolved is not None
+        vram = engine_config(self.cli.resolved, line.interject).vram
         packed = packed_recipes(self.files) if self.files else ()
         chosen = recipe(choose_recipe(settings.weights, shape.config, packed, dtype_name(settings.dtype)))
         setup = TargetSetup(chosen, dtype, device, workload.ctx, workload.kv_tokens, settings.kv, settings.ram, vram)
@@ -205,10 +205,10 @@ class _Bench:
             return installed_target(files, setup, line.update, name=shape.name, is_random=self.files is None)
 
         def notify(text: str) -> None:
-            if self.front.output.animated:
+            if self.cli.output.animated:
                 line.show(f"{text} ...")
             else:
-                self.front.output.note(text)
+                self.cli.output.note(text)
 
         return run_benchmark(load, self.workload, device=setup.device, disk=packed_root(), notify=notify)
 

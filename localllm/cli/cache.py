@@ -63,7 +63,7 @@ def clear(context: typer.Context, model: str | None, yes: bool, as_json: bool) -
         root_folders,
     )
 
-    front, directory = cli_context(context), kv_root()
+    cli, directory = cli_context(context), kv_root()
     kept = kept_pages(directory)
     chosen = _of_model(kept, model) if model is not None else kept
     size_bytes = sum(pages.num_bytes for pages in chosen) + (
@@ -73,7 +73,7 @@ def clear(context: typer.Context, model: str | None, yes: bool, as_json: bool) -
     what = "what is kept of conversations" + (f" with {model}" if model is not None else "")
     if size_bytes and not yes:
         of_model = f" --model {shlex.quote(model)}" if model is not None else ""
-        front.ask_to_delete(f"{what} ({format_bytes(size_bytes)})", f"localllm cache clear{of_model} --yes")
+        cli.ask_to_delete(f"{what} ({format_bytes(size_bytes)})", f"localllm cache clear{of_model} --yes")
     try:
         freed_bytes = remove_pages(directory, roots) + (remove_quarantined(directory) if model is None else 0)
     except OSError as error:
@@ -83,11 +83,11 @@ def clear(context: typer.Context, model: str | None, yes: bool, as_json: bool) -
             fix=f"ls -lR {shlex.quote(str(directory))}",
         ) from None
     if as_json or _typed_before(context):
-        front.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
+        cli.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
     elif size_bytes:
-        front.output.line(f"removed {what}: {format_bytes(freed_bytes)} freed")
+        cli.output.line(f"removed {what}: {format_bytes(freed_bytes)} freed")
     else:
-        front.output.note(f"nothing is kept in {directory}")
+        cli.output.note(f"nothing is kept in {directory}")
 
 
 def _typed_before(context: typer.Context) -> bool:
@@ -95,7 +95,7 @@ def _typed_before(context: typer.Context) -> bool:
     return context.parent is not None and bool(context.parent.params.get("as_json"))
 
 
-def _info(front: CliContext, as_json: bool) -> None:
+def _info(cli: CliContext, as_json: bool) -> None:
     from localllm.cache.page_folder import default_limit_bytes, free_bytes, kept_pages, kv_root, quarantined_sizes
 
     directory = kv_root()
@@ -116,11 +116,11 @@ def _info(front: CliContext, as_json: bool) -> None:
             "quarantined_bytes": sum(quarantined),
             "models": [_fields(pages) for pages in kept],
         }
-        front.output.json(fields, indent=2)
+        cli.output.json(fields, indent=2)
         return
     why = "cache_disk is off" if asked_bytes == 0 else "its disk has no room, or cannot be written"
     limit = f"at most {format_bytes(limit_bytes)}" if limit_bytes else f"and nothing is added: {why}"
-    front.output.line(f"{format_bytes(size_bytes)} in {directory}, {limit}")
+    cli.output.line(f"{format_bytes(size_bytes)} in {directory}, {limit}")
     if kept:
         header = ("MODEL", "FORMAT", "TOKENS", "SIZE", "LAST USED")
         rows = [
@@ -133,11 +133,11 @@ def _info(front: CliContext, as_json: bool) -> None:
             )
             for pages in kept
         ]
-        front.output.table(header, rows, optional=("LAST USED", "FORMAT"))
+        cli.output.table(header, rows, optional=("LAST USED", "FORMAT"))
     if quarantined:
         count = "1 damaged file" if len(quarantined) == 1 else f"{len(quarantined)} damaged files"
         verb = "is" if len(quarantined) == 1 else "are"
-        front.output.note(f"{count} ({format_bytes(sum(quarantined))}) {verb} set aside there")
+        cli.output.note(f"{count} ({format_bytes(sum(quarantined))}) {verb} set aside there")
 
 
 def _fields(pages: KeptPages) -> dict[str, Any]:

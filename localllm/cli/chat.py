@@ -93,47 +93,47 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
     """
     from localllm.cli.load_progress import loading
 
-    front = cli_context(context)
+    cli = cli_context(context)
     refuse_together(flags, EXCLUSIVE)
     if not flags["plain"] and not has_screen():
-        front.output.note("no terminal that shows a screen: this is the line mode, as with --plain")
+        cli.output.note("no terminal that shows a screen: this is the line mode, as with --plain")
         flags["plain"] = True
     if flags["system"] is not None:
         flags["system"] = argument_text(flags["system"], "--system")
     resumed = None
     if (chat := flags["resume"]) is not None:
         try:
-            resumed = look_up(front.output, chat)
+            resumed = look_up(cli.output, chat)
         except HistoryError as error:
             if is_model(chat):  # which is a positional
                 error.fix = Fix.command("chat", chat, "--resume")
             raise
-    selection = _select(front, flags["model"], flags, resumed)
+    selection = _select(cli, flags["model"], flags, resumed)
     selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
     if not flags["plain"]:
-        assert front.resolved is not None
-        run_screen(front, selection, front.resolved, flags, resumed)
-    reader = LineReader(front.output, user_directories().data / "history")
+        assert cli.resolved is not None
+        run_screen(cli, selection, cli.resolved, flags, resumed)
+    reader = LineReader(cli.output, user_directories().data / "history")
     with (
-        loading(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load,
+        loading(cli, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load,
         contextlib.ExitStack() as stack,
     ):
-        session = ChatSession(selection, front.output, extra_sampling(flags), resumed, flags["system"])
+        session = ChatSession(selection, cli.output, extra_sampling(flags), resumed, flags["system"])
         stack.callback(session.close)
         if not selection.private:
             stack.callback(reader.save_history)
         engine = load.wait()
         effort_of(selection.resolved, engine.template, "--think")  # raises UsageError for what cannot be had
-        session.use_engine(load.service, engine)
+        session.use_engine(load.handle, engine)
         if resumed is not None:
-            _show_resumed(front.output, resumed)
-        LineChat(front, session, reader, shows_statistics=flags["stats"]).run()
+            _show_resumed(cli.output, resumed)
+        LineChat(cli, session, reader, shows_statistics=flags["stats"]).run()
 
 
-def _select(front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
+def _select(cli: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
     try:
         again = Fix.command("chat", BUILT_IN, "--resume", resumed.session.id) if resumed else None
-        return select_resumed(front, word, flags, resumed, again)
+        return select_resumed(cli, word, flags, resumed, again)
     except ModelNotFoundError as error:
         if word is not None and has_blanks(word):
             error.fix = [*error.fixes, f"if it is a prompt: {Fix.command('run', '-p', word)}"]
@@ -164,9 +164,9 @@ def _show_resumed(output: Output, resumed: Resumed) -> None:
 class LineChat:
     """The chat line by line: a message or a command in, an answer out. Errors are shown, and the chat goes on."""
 
-    def __init__(self, front: CliContext, session: ChatSession, reader: LineReader, *, shows_statistics: bool) -> None:
-        self._front = front
-        self._output = front.output
+    def __init__(self, cli: CliContext, session: ChatSession, reader: LineReader, *, shows_statistics: bool) -> None:
+        self._front = cli
+        self._output = cli.output
         self._session = session
         self._reader = reader
         self._shows_statistics = shows_statistics

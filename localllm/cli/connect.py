@@ -57,13 +57,13 @@ def connect_command(
     Settings that were tested, for the server's address, model and key: those for a file to stdout, where they go and
     all else to stderr. Nothing is written anywhere.
     """
-    front = cli_context(context)
+    cli = cli_context(context)
     if name is None:
         for flag, value in (("--url", url), ("--model", model)):
             if value is not None:
                 why = "the list is the same for every server"
                 raise UsageError(f"{flag} needs a NAME", why=why, fix=Fix.without(flag))
-        _list(front, as_json=as_json)
+        _list(cli, as_json=as_json)
         return
     connection, address = _connection(name), _address(url or own_url() or DEFAULT_URL)
     if model is not None and (not model.strip() or not model.isprintable()):
@@ -87,21 +87,21 @@ def connect_command(
         parts = [vars(part) for part in connection.filled(target)]
         told = {"name": connection.name, "speaks": connection.speaks, "tested": connection.tested}
         known = {"url": target.url, "model": target.model, "server": answering.state}
-        front.output.json({"schema_version": SCHEMA_VERSION, **told, **known, "parts": parts}, indent=2)
+        cli.output.json({"schema_version": SCHEMA_VERSION, **told, **known, "parts": parts}, indent=2)
     else:
-        _print(front, connection.filled(target))
-    _tell(front, connection, answering, served, target)
+        _print(cli, connection.filled(target))
+    _tell(cli, connection, answering, served, target)
 
 
-def _list(front: CliContext, *, as_json: bool) -> None:
+def _list(cli: CliContext, *, as_json: bool) -> None:
     keys = ("name", "title", "speaks", "tested")
     if as_json:
         rows = [{key: getattr(each, key) for key in keys} for each in CONNECTIONS]
-        front.output.json({"schema_version": SCHEMA_VERSION, "connections": rows}, indent=2)
+        cli.output.json({"schema_version": SCHEMA_VERSION, "connections": rows}, indent=2)
         return
     cells = [[getattr(each, key) for key in keys] for each in CONNECTIONS]
-    front.output.table(("NAME", "PROGRAM", "SPEAKS", "TESTED"), cells, optional=("SPEAKS", "TESTED"))
-    front.output.note("localllm connect NAME prints what to put where")
+    cli.output.table(("NAME", "PROGRAM", "SPEAKS", "TESTED"), cells, optional=("SPEAKS", "TESTED"))
+    cli.output.note("localllm connect NAME prints what to put where")
 
 
 def _connection(name: str) -> ClientConfig:
@@ -133,23 +133,21 @@ def _address(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def _print(front: CliContext, parts: Sequence[Part]) -> None:
+def _print(cli: CliContext, parts: Sequence[Part]) -> None:
     """Print the text of the (first) file to stdout, so that it can be redirected, and all else to stderr."""
     whole = next((part for part in parts if part.language != "sh"), parts[0])
     for part in parts:
-        front.output.note(f"# {part.where}")
+        cli.output.note(f"# {part.where}")
         if part is whole:
-            front.output.line(part.text)
+            cli.output.line(part.text)
         else:
             for line in part.text.split("\n"):
-                front.output.note(line)
-        front.output.note("")
+                cli.output.note(line)
+        cli.output.note("")
 
 
-def _tell(
-    front: CliContext, connection: ClientConfig, answering: Answering, served: ProbedModel, target: Target
-) -> None:
-    note, warn = front.output.note, front.output.warn
+def _tell(cli: CliContext, connection: ClientConfig, answering: Answering, served: ProbedModel, target: Target) -> None:
+    note, warn = cli.output.note, cli.output.warn
     note(f"{connection.tested}; docs/connect.md says how")
     if answering.state == "ready":
         known = [each.name for each in answering.models]

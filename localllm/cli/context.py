@@ -45,6 +45,6 @@ class CliContext:
 
 def cli_context(context: typer.Context) -> CliContext:
     """The CliContext that `dispatch` has put into the context."""
-    front = context.obj
-    assert isinstance(front, CliContext)
-    return front
+    cli = context.obj
+    assert isinstance(cli, CliContext)
+    return cli

@@ -40,9 +40,9 @@ def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
     """The exit code of one command line. 0 too where the reader of stdout went away: it had what it wanted."""
     output = Output.of_process()
     arguments, debug = _without_debug(arguments)
-    front = CliContext(output, interrupts)
+    cli = CliContext(output, interrupts)
     try:
-        return _run(arguments, front)
+        return _run(arguments, cli)
     except KeyboardInterrupt:
         return _interrupted(output, interrupts)
     except ReaderGoneError:
@@ -51,9 +51,9 @@ def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
     except Exception as error:
         if debug:
             output.traceback(traceback.format_exc())
-        known = _as_known(error, arguments, front.model)
-        if front.resolved is not None:
-            with_origins(known, front.resolved)
+        known = _as_known(error, arguments, cli.model)
+        if cli.resolved is not None:
+            with_origins(known, cli.resolved)
         known = _with_command(known, arguments)
         output.error(known)
         return known.exit_code
@@ -70,12 +70,12 @@ def end_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _run(arguments: Sequence[str], front: CliContext) -> int:
+def _run(arguments: Sequence[str], cli: CliContext) -> int:
     from localllm.cli.app import root_command
 
-    result = root_command().main(args=list(arguments), prog_name="localllm", standalone_mode=False, obj=front)
-    if front.interrupts.exit_code is not None and result == 130:  # typer's own reading of KeyboardInterrupt
-        return _interrupted(front.output, front.interrupts)
+    result = root_command().main(args=list(arguments), prog_name="localllm", standalone_mode=False, obj=cli)
+    if cli.interrupts.exit_code is not None and result == 130:  # typer's own reading of KeyboardInterrupt
+        return _interrupted(cli.output, cli.interrupts)
     return result if isinstance(result, int) else 0
 
 

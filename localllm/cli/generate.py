@@ -86,7 +86,7 @@ class AnswerPrinter:
     session: the saved chat that the JSON forms name.
     """
 
-    front: CliContext
+    cli: CliContext
     files: ModelFiles
     pending: PendingTurn
     printing: Printing
@@ -99,7 +99,7 @@ class AnswerPrinter:
 
     def print(self, streams: Sequence[RequestStream], inbox: Inbox, answers: Sequence[Answer]) -> list[Answer]:
         """Print them to their ends, and return the chosen ones. Raises the error that ended one of them."""
-        choice, printing, output = self.choice, self.printing, self.front.output
+        choice, printing, output = self.choice, self.printing, self.cli.output
         in_turn = choice.beams == 1 and not choice.is_best_of
         is_live = printing.streams and in_turn and not (printing.as_json or printing.as_events)
         others: list[Answer] = []  # the next best of a search
@@ -109,7 +109,7 @@ class AnswerPrinter:
             several = {} if choice.is_plain else {"answers": choice.n}
             output.json({**start, **about, **several, **evicted_fields(self.pending.evicted)})
         with output.progress("answering") as line:
-            for place, event in follow(streams, inbox, answers, self.front.interrupts):
+            for place, event in follow(streams, inbox, answers, self.cli.interrupts):
                 piece = answers[place].take(event)
                 if in_turn and place == 0:
                     self.record.write(piece.text)
@@ -145,14 +145,14 @@ class AnswerPrinter:
             fields["index"] = place
         if isinstance(event, FinishedEvent) and place == 0:
             fields["cache_miss"] = miss_fields(self.pending.explained(event))
-        self.front.output.json(fields)
+        self.cli.output.json(fields)
         for index, events in enumerate(event.others if isinstance(event, FinishedEvent) else (), start=1):
             told = Answer(0, thinking=self.pending.thinking)
             for other in events:
-                self.front.output.json({**event_fields(self.files, other, told.take(other)), "index": index})
+                self.cli.output.json({**event_fields(self.files, other, told.take(other)), "index": index})
 
     def _print_piece(self, line: ProgressLine, answer: Answer, event: Event, piece: Piece) -> None:
-        output, folds = self.front.output, not self.printing.shows_thoughts
+        output, folds = self.cli.output, not self.printing.shows_thoughts
         self.num_thought_words += len(piece.thought.split())
         if isinstance(event, PrefillEvent) and event.done < event.total:
             line.show(self._progress(event, [answer]))
@@ -169,7 +169,7 @@ class AnswerPrinter:
 
     def _print_whole(self, answers: Sequence[Answer]) -> None:
         """Print the answers that are whole, in order, up to the first that is not."""
-        output = self.front.output
+        output = self.cli.output
         while self.num_printed < len(answers) and answers[self.num_printed].finished is not None:
             answer = answers[self.num_printed]
             if self.num_printed:
@@ -189,7 +189,7 @@ class AnswerPrinter:
         return "answering" if len(answers) == 1 else f"answering: {num_whole} of {len(answers)} are whole"
 
     def _end(self, chosen: Sequence[Answer], *, is_printed: bool) -> None:
-        output, printing = self.front.output, self.printing
+        output, printing = self.cli.output, self.printing
         explanation = self.pending.explained(_ending(chosen[0]))
         if printing.as_json:
             about = {**evicted_fields(self.pending.evicted), "cache_miss": miss_fields(explanation)}

@@ -69,13 +69,13 @@ class Job:
     """
 
     def __init__(
-        self, front: CliContext, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal
+        self, cli: CliContext, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal
     ) -> None:
         self.tally = JobTally()
         self.prompts = prompts
         self.num_before = len(journal)
         self.first_seed = journal.seed
-        self._front = front
+        self._front = cli
         self._files = files
         self._encoder = encoder
         self._journal = journal
@@ -89,7 +89,7 @@ class Job:
         """The number of answers of this run and the ones before."""
         return len(self._journal)
 
-    def run(self, service: EngineHandle, *, window: int) -> None:
+    def run(self, handle: EngineHandle, *, window: int) -> None:
         """Answers what is not answered; at most `window` prompts are in the engine's hands.
 
         The journal is removed when every prompt has its answer and all are printed. Raises Interrupted, what broke the
@@ -104,7 +104,7 @@ class Job:
                 interrupts.stopping(lambda: self._inbox.put(Interrupted(interrupts.exit_code or 130))),
                 output.progress("answering") as line,
             ):
-                self._answer(service, window, line)
+                self._answer(handle, window, line)
         except ReaderGoneError:
             raise
         except Exception:
@@ -115,13 +115,13 @@ class Job:
             output.settle()
             self._journal.remove()
 
-    def _answer(self, service: EngineHandle, window: int, line: ProgressLine) -> None:
+    def _answer(self, handle: EngineHandle, window: int, line: ProgressLine) -> None:
         waiting = (index for index in range(len(self.prompts)) if index not in self._journal)
         began = shown_at = time.monotonic()
         output = self._front.output
         self._print()
         while self._num_printed < len(self.prompts):
-            self._submit(service, waiting, window)
+            self._submit(handle, waiting, window)
             try:
                 item = self._inbox.get(timeout=SYNC_S)
             except queue.Empty:
@@ -143,7 +143,7 @@ class Job:
                 )
             self._print()
 
-    def _submit(self, service: EngineHandle, waiting: Iterator[int], window: int) -> None:
+    def _submit(self, handle: EngineHandle, waiting: Iterator[int], window: int) -> None:
         while len(self._running) < window and (index := next(waiting, None)) is not None:
             line = self.prompts[index]
             # The seed that was named, as `run` would take it; else one for each line, so that a prompt may be repeated.
@@ -156,7 +156,7 @@ class Job:
                 ids, sampling, opens_turn=line.source.opens_turn, grammar=form, shown_ids=thinking.shown_ids
             )
             answer = Answer(len(ids), seed, thinking=thinking)
-            request_id = service.submit(request, self._inbox).request_id
+            request_id = handle.submit(request, self._inbox).request_id
             self._running[request_id] = _Running(index, line.id, sampling, answer)
 
     def _take(self, event: Event) -> None:

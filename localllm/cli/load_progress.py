@@ -44,14 +44,14 @@ def on_a_thread(work: Callable[[], Result]) -> Result:
 class PackingProgress:
     """The progress of a conversion, if there is one: nothing is said before it begins. Threads may share it."""
 
-    def __init__(self, front: CliContext, label: str, *, again: str, is_first_use: bool) -> None:
+    def __init__(self, cli: CliContext, label: str, *, again: str, is_first_use: bool) -> None:
         """label: "packing tiny to int4". again: what goes on after an interruption. is_first_use: it was not asked for
         by name, so that its place and size are told."""
-        self._interrupts = front.interrupts
+        self._interrupts = cli.interrupts
         self._label = label
         self._farewell = f"interrupted; what was packed is kept. To go on: {again}"
         self._is_first_use = is_first_use
-        self._line = front.output.progress(label, plain_lines=not is_first_use)
+        self._line = cli.output.progress(label, plain_lines=not is_first_use)
         self._process = ""
         self._has_begun = self._left = False
 
@@ -67,6 +67,7 @@ class PackingProgress:
         if self._is_first_use and not self._has_begun and not self._left:
             from localllm.hub.packed import packed_root
 
+            self._interrupts.farewell = self._farewell  # before a reader of the line can press Ctrl-C
             self._line.interject(f"{self._label}, once: {format_bytes(total)} in {packed_root()}")
         self.begin()
         self._line.update(done, total)
@@ -93,11 +94,11 @@ class PackingProgress:
 class LoadLine:
     """The line on stderr that shows how far a load is."""
 
-    def __init__(self, front: CliContext, selection: Selection) -> None:
+    def __init__(self, cli: CliContext, selection: Selection) -> None:
         name, weights = selection.files.name, selection.settings.weights
-        self.line = front.output.progress(f"loading {name}")
+        self.line = cli.output.progress(f"loading {name}")
         label = f"packing {name} to {'int4' if weights == 'auto' else weights}"
-        self.packing = PackingProgress(front, label, again="the same command", is_first_use=True)
+        self.packing = PackingProgress(cli, label, again="the same command", is_first_use=True)
         # By the fields of `Watcher`.
         self.hearers: Mapping[str, Callable[..., None]] = {
             "reading": self._reading,
@@ -106,7 +107,7 @@ class LoadLine:
             "measuring": self.line.show,
             "noting": self.line.interject,
         }
-        self._warn = front.output.warn
+        self._warn = cli.output.warn
         self.line.show(f"loading {name} ...")
 
     def hear(self, kind: str, arguments: tuple[Any, ...]) -> None:
@@ -126,53 +127,51 @@ class LoadLine:
 class EngineLoad:
     """An engine that is being loaded, by this process or by the server."""
 
-    service: EngineHandle
+    handle: EngineHandle
     shown: LoadLine
 
     def wait(self) -> LoadedEngine:
         """Return the engine: an `Engine` where this process loads it. Raises what stopped the load."""
-        engine = self.service.wait_loaded()
+        engine = self.handle.wait_loaded()
         assert engine is not None
         self.shown.line.clear()
         return engine
 
 
 @contextlib.contextmanager
-def loading(
-    front: CliContext, selection: Selection, opening: Opening, *, attaches: bool = False
-) -> Iterator[EngineLoad]:
+def loading(cli: CliContext, selection: Selection, opening: Opening, *, attaches: bool = False) -> Iterator[EngineLoad]:
     """Begin to load; what is done inside (reading the prompt) happens meanwhile. Ends the engine's thread.
 
     attaches: the engine of this user's server is used where one runs.
     """
     from localllm.runtime.engine_thread import EngineThread
 
-    shown = LoadLine(front, selection)
+    shown = LoadLine(cli, selection)
 
     def load() -> Engine:
         from localllm.engine.loader import Watcher
 
         try:
-            return open_engine(selection, opening, Watcher(**shown.hearers), front.output.warn)
+            return open_engine(selection, opening, Watcher(**shown.hearers), cli.output.warn)
         finally:
             shown.packing.end()
 
     with shown.line:
-        service: EngineHandle | None = None
+        handle: EngineHandle | None = None
         if attaches:
             from localllm.runtime.server_client import attached
 
-            service = attached(selection, front.output.note, shown.hear)
-        if service is None:
+            handle = attached(selection, cli.output.note, shown.hear)
+        if handle is None:
             check(selection)
-            service = EngineThread(load)
+            handle = EngineThread(load)
         try:
-            yield EngineLoad(service, shown)
+            yield EngineLoad(handle, shown)
         except typer.Exit:  # an end like any other
-            service.close()
+            handle.close()
             raise
         except BaseException:
             shown.packing.leave()
-            service.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
+            handle.close(timeout_s=0)  # its thread is a daemon: nobody waits for a step that is being computed
             raise
-        service.close()
+        handle.close()

@@ -43,11 +43,11 @@ def pull_command(context: typer.Context, **flags: Any) -> None:
 
     A pull that was interrupted goes on where it stopped.
     """
-    front, model = cli_context(context), flags["model"]
+    cli, model = cli_context(context), flags["model"]
     resolved = load_settings({"offline": flags["offline"]})
-    front.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(model)}"
+    cli.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(model)}"
     noted = ""
-    with front.output.progress(f"pulling {model}", plain_lines=True) as line:
+    with cli.output.progress(f"pulling {model}", plain_lines=True) as line:
 
         def show(progress: PullProgress) -> None:
             """Show the total and the current file in one line; what is out of the ordinary as a note."""
@@ -67,9 +67,9 @@ def pull_command(context: typer.Context, **flags: Any) -> None:
     if flags["as_json"]:
         fields = {"model": files.name, "repo": files.repo, "revision": files.revision}
         where = {"directory": str(files.directory), "size_bytes": size_bytes}
-        front.output.json({"schema_version": SCHEMA_VERSION, **fields, **where})
+        cli.output.json({"schema_version": SCHEMA_VERSION, **fields, **where})
     else:
-        front.output.line(f"{files.name}: {format_bytes(size_bytes)} in {files.directory}")
+        cli.output.line(f"{files.name}: {format_bytes(size_bytes)} in {files.directory}")
 
 
 @takes(
@@ -115,12 +115,12 @@ def show_command(context: typer.Context, model: str, template: bool, as_json: bo
     """
     from localllm import hub
 
-    front = cli_context(context)
-    output = front.output
+    cli = cli_context(context)
+    output = cli.output
     if template:
         from localllm.text.chat_template import ChatTemplate
 
-        sources = ChatTemplate.load(select_text_only(front, model, {}).files.directory).sources
+        sources = ChatTemplate.load(select_text_only(cli, model, {}).files.directory).sources
         named = [source if len(sources) == 1 else f"--- {name} ---\n{source}" for name, source in sources.items()]
         text = "\n".join(named)
         if as_json:
@@ -150,7 +150,7 @@ def rm_command(context: typer.Context, model: str, packed: bool, yes: bool, as_j
     """
     from localllm import hub
 
-    front = cli_context(context)
+    cli = cli_context(context)
 
     def confirm(checkpoint_bytes: int, packed_bytes: int) -> None:
         if not yes:
@@ -158,11 +158,11 @@ def rm_command(context: typer.Context, model: str, packed: bool, yes: bool, as_j
             sizes += [f"{format_bytes(packed_bytes)} packed"] if packed or packed_bytes else []
             what = f"what is packed of {model}" if packed else model
             unasked = f"localllm rm {shlex.quote(model)}{' --packed' if packed else ''} --yes"
-            front.ask_to_delete(f"{what} ({', '.join(sizes)})", unasked)
+            cli.ask_to_delete(f"{what} ({', '.join(sizes)})", unasked)
 
     freed_bytes = hub.remove(model, packed_only=packed, confirm=confirm)
     if as_json:
-        front.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
+        cli.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
     else:
         what = f"what was packed of {model}" if packed else model
-        front.output.line(f"removed {what}: {format_bytes(freed_bytes)} freed")
+        cli.output.line(f"removed {what}: {format_bytes(freed_bytes)} freed")

@@ -56,21 +56,21 @@ def plan_command(context: typer.Context, **flags: Any) -> None:
     Nothing is downloaded or loaded: a model's shape is enough. What this machine can do is measured once, in a few
     seconds; predictions are corrected by what later runs measure.
     """
-    front = cli_context(context)
-    resolved = read_settings(front, flags)
+    cli = cli_context(context)
+    resolved = read_settings(cli, flags)
     name = resolved.settings.model if flags["model"] is None else flags["model"]
-    with front.output.progress("planning") as line:
+    with cli.output.progress("planning") as line:
         planned = considered(name, resolved, flags["goal"], line.show, line.interject).advised()
     if flags["as_json"]:
         if planned.refusal is not None:
             with_origins(planned.refusal, resolved)
-        front.output.json({"schema_version": SCHEMA_VERSION, **_fields(planned)}, indent=2)
+        cli.output.json({"schema_version": SCHEMA_VERSION, **_fields(planned)}, indent=2)
         if planned.refusal is not None:
             raise typer.Exit(planned.refusal.exit_code)
         return
     if planned.refusal is not None:
         raise planned.refusal
-    _show(front.output, planned)
+    _show(cli.output, planned)
 
 
 def _fields(planned: Planned) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _fields(planned: Planned) -> dict[str, Any]:
         "at": None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds"),
         "while_busy": list(planned.measured_busy),
     }
-    said = {"advice": planned.advice, "guesses": list(planned.guesses), "measured": measured}
+    said = {"advice": planned.advice, "estimates": list(planned.estimates), "measured": measured}
     if plan is None:
         assert planned.refusal is not None
         error = {"what": planned.refusal.what, "why": planned.refusal.why, "fix": planned.refusal.fix}
@@ -140,8 +140,8 @@ def _show(output: Output, planned: Planned) -> None:
         output.line(f"{'drafts' if number == 0 else '':<11}  {plan_text.drafting(found)}")
     if measured := plan_text.measured(planned):
         output.line(f"measured     {measured}")
-    for guess in planned.guesses:
-        output.line(f"a guess      {guess}")
+    for estimate in planned.estimates:
+        output.line(f"estimated    {estimate}")
     for number, advice in enumerate(planned.advice):
         output.line(f"{'better' if number == 0 else '':<11}  {advice}")
 

@@ -65,27 +65,27 @@ def quantize_command(context: typer.Context, **flags: Any) -> None:
     from localllm import hub
     from localllm.hub.packed import own_bytes, packed_directory, packed_recipes
 
-    front = cli_context(context)
+    cli = cli_context(context)
     weights = flags["weights"]
     if weights is not None and weights not in WEIGHTS:
         accepted("weights", weights, "--weights", _PACKED)
-    selection = select(front, flags["model"], flags)
+    selection = select(cli, flags["model"], flags)
     name = recipe_name(weights, selection.settings.weights, flags["group"], flags["method"])
     files = selection.files
     target = packed_directory(files, name)
     was_there = name in packed_recipes(files)
-    was_packed = not _convert(front, files, name, selection.settings.ram, was_there=was_there)
+    was_packed = not _convert(cli, files, name, selection.settings.ram, was_there=was_there)
     sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(flags["model"]).size_bytes}
     if flags["as_json"]:
         fields = {"model": files.name, "weights": name, "was_packed": was_packed, "directory": str(target)}
-        front.output.json({"schema_version": SCHEMA_VERSION, **fields, **sizes})
+        cli.output.json({"schema_version": SCHEMA_VERSION, **fields, **sizes})
         return
     packed, checkpoint = (format_bytes(count) for count in sizes.values())
     if was_packed:
         done = "was packed already, and is whole"
     else:
         done = "was damaged, or packed by another version, and is mended" if was_there else "is packed"
-    front.output.line(f"{files.name} {done}: {name}, {packed}, of a checkpoint of {checkpoint}, in {target}")
+    cli.output.line(f"{files.name} {done}: {name}, {packed}, of a checkpoint of {checkpoint}, in {target}")
 
 
 def recipe_name(weights: str | None, setting: str, group: int | None, method: str | None) -> str:
@@ -104,7 +104,7 @@ def recipe_name(weights: str | None, setting: str, group: int | None, method: st
     return asked
 
 
-def _convert(front: CliContext, files: ModelFiles, name: str, ram_bytes: int | None, *, was_there: bool) -> bool:
+def _convert(cli: CliContext, files: ModelFiles, name: str, ram_bytes: int | None, *, was_there: bool) -> bool:
     """Makes the packed model, or verifies the one that is there and mends it; returns whether anything was written."""
     from localllm.hub.packed import packed_directory
     from localllm.models.families import load_config
@@ -113,10 +113,10 @@ def _convert(front: CliContext, files: ModelFiles, name: str, ram_bytes: int | N
     target = packed_directory(files, name)
     label = f"packing {files.name} to {name}"
     if was_there:
-        front.output.note(f"{files.name} is packed to {name} already; verifying it")
+        cli.output.note(f"{files.name} is packed to {name} already; verifying it")
         label = f"verifying {files.name} in {name}"
     again = f"localllm quantize {shlex.quote(files.name)} --weights {name}"
-    packing = PackingProgress(front, label, again=again, is_first_use=False)
+    packing = PackingProgress(cli, label, again=again, is_first_use=False)
     packing.begin()
     try:
         from localllm.engine.weights import pack_model
@@ -127,7 +127,7 @@ def _convert(front: CliContext, files: ModelFiles, name: str, ram_bytes: int | N
         pack_model(files, weights, packing.update, packing.wait, ram_bytes)
     finally:
         packing.leave()
-    front.interrupts.farewell = ""
+    cli.interrupts.farewell = ""
     return _last_written(target) != before
 
 

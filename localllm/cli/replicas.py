@@ -40,7 +40,7 @@ def require_sense(flags: Mapping[str, Any]) -> None:
 
 
 def serve_replicas(
-    front: CliContext,
+    cli: CliContext,
     selection: Selection,
     flags: Mapping[str, Any],
     capacity: Capacity,
@@ -66,16 +66,16 @@ def serve_replicas(
 
     def changed(count: int) -> None:
         lost = "" if count >= fleet.num_replicas else "; Ray starts what is missing"
-        front.output.note(f"{count} of {fleet.num_replicas} replicas answer{lost}")
+        cli.output.note(f"{count} of {fleet.num_replicas} replicas answer{lost}")
 
     with contextlib.ExitStack() as stack:
-        line = stack.enter_context(front.output.progress("starting Ray"))
+        line = stack.enter_context(cli.output.progress("starting Ray"))
         line.show(f"starting Ray, and replicas of {selection.files.name} on it ...")
         # Half as many more as one computes at once: what a prefix saves is worth a short wait, not a queue.
         fleet = Fleet(role, flags["replicas"], most_more=max(2, capacity.parallel // 2), changed=changed)
         stack.callback(fleet.close)
         door = Door(fleet.ask)
-        log = front.output.note if not flags["quiet"] else lambda _line: None
+        log = cli.output.note if not flags["quiet"] else lambda _line: None
         failures: list[BaseException] = []
 
         def begin(stop: Callable[[], None]) -> None:
@@ -84,25 +84,25 @@ def serve_replicas(
             def wait() -> None:
                 try:
                     if fleet.wait_started():
-                        _tell(front, selection, fleet, addresses, line.clear)
+                        _tell(cli, selection, fleet, addresses, line.clear)
                 except BaseException as error:
                     failures.append(error)
                     stop()
 
             threading.Thread(target=wait, name="localllm-waiting", daemon=True).start()
-            stack.enter_context(front.interrupts.stopping(stop))
+            stack.enter_context(cli.interrupts.stopping(stop))
 
         serve(create_front(door, admission, log=log), sockets, begin, door.stop)
     if failures:
         raise failures[0]
-    front.output.note("stopped")
+    cli.output.note("stopped")
 
 
 def _tell(
-    front: CliContext, selection: Selection, fleet: Fleet, addresses: Sequence[str], clear: Callable[[], None]
+    cli: CliContext, selection: Selection, fleet: Fleet, addresses: Sequence[str], clear: Callable[[], None]
 ) -> None:
     clear()
     many = "1 replica" if fleet.num_replicas == 1 else f"{fleet.num_replicas} replicas"
-    front.output.note(f"serving {selection.files.name} ({many} on Ray Serve) on {' and '.join(addresses)}")
-    front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
-    front.output.note("run, chat, ps, load and stop do not find this server: its replicas are Ray's processes")
+    cli.output.note(f"serving {selection.files.name} ({many} on Ray Serve) on {' and '.join(addresses)}")
+    cli.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
+    cli.output.note("run, chat, ps, load and stop do not find this server: its replicas are Ray's processes")

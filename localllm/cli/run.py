@@ -176,21 +176,21 @@ def run_command(context: typer.Context, **flags: Any) -> None:
     on this disk alone, but those of --raw, --messages and --batch.
     """
     flags["continue"] = flags.pop("continues")
-    front = cli_context(context)
+    cli = cli_context(context)
     _refuse_conflicts(flags)
-    form = typed_grammar(flags, front.output)
+    form = typed_grammar(flags, cli.output)
     choice = choice_of(flags)
     word, text = _positionals(flags)
     chat = "last" if flags["continue"] else flags["session"]
-    resumed = None if chat is None else look_up(front.output, chat)
-    selection = _select(front, word, text, flags, resumed)
+    resumed = None if chat is None else look_up(cli.output, chat)
+    selection = _select(cli, word, text, flags, resumed)
     if flags["batch"] is not None:
         from localllm.cli.batch import run_batch
 
         refuse_together({"batch": True, "private": selection.private}, KEPT_JOB)
-        run_batch(front, selection, flags, form)
+        run_batch(cli, selection, flags, form)
         return
-    source = read_source(front.output, text, flags, selection.settings.system)
+    source = read_source(cli.output, text, flags, selection.settings.system)
     dialogue = None
     if not flags["raw"] and flags["messages"] is None:
         from localllm.text.chat_template import ChatInput
@@ -198,19 +198,19 @@ def run_command(context: typer.Context, **flags: Any) -> None:
         dialogue = _dialogue(selection, source, text, flags["system"], resumed)
         source = Source(chat=ChatInput(dialogue.for_template))
     if flags["show_prompt"]:
-        front.output.verbatim(source.render(selection.files.directory, selection.resolved))
+        cli.output.verbatim(source.render(selection.files.directory, selection.resolved))
         if source.chat is not None and source.chat.add_generation_prompt is None:
-            front.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
+            cli.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
         return
     sampling = choice.sampling(selection.sampling(extra_sampling(flags)))
     said = dialogue or Dialogue(selection.resolved)
-    recorder = recorder_of(said, front.output, selection, resumed, records=dialogue is not None)
+    recorder = recorder_of(said, cli.output, selection, resumed, records=dialogue is not None)
     with contextlib.closing(recorder):
         try:
-            answers = _answers(front, selection, source, sampling, flags, recorder, form, choice)
+            answers = _answers(cli, selection, source, sampling, flags, recorder, form, choice)
         finally:
             recorder.catch_up()
-    require_met(front, [answer.finished for answer in answers if answer.finished], strict=flags["strict"])
+    require_met(cli, [answer.finished for answer in answers if answer.finished], strict=flags["strict"])
 
 
 def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -266,14 +266,14 @@ def _dialogue(
 
 
 def _select(
-    front: CliContext, word: str | None, text: str | None, flags: Mapping[str, Any], resumed: Resumed | None
+    cli: CliContext, word: str | None, text: str | None, flags: Mapping[str, Any], resumed: Resumed | None
 ) -> Selection:
     again = Fix.command("run", BUILT_IN, "--session", resumed.session.id, "-p", "TEXT") if resumed else None
     try:
         if flags["show_prompt"]:
             held_with = resumed.session.model if resumed else None
-            return select_text_only(front, word or held_with, flags)
-        return select_resumed(front, word, flags, resumed, again)
+            return select_text_only(cli, word or held_with, flags)
+        return select_resumed(cli, word, flags, resumed, again)
     except ModelNotFoundError as error:
         if word is None or flags["messages"] is not None:
             raise
@@ -285,7 +285,7 @@ def _select(
 
 
 def _answers(
-    front: CliContext,
+    cli: CliContext,
     selection: Selection,
     source: Source,
     sampling: SamplingParams,
@@ -306,13 +306,13 @@ def _answers(
         logprobs=flags["logprobs"] is not None,
         shows_thoughts=selection.settings.show_thoughts,
     )
-    with loading(front, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load:
-        encoder = Encoder.of(front, selection, is_raw=source.chat is None, has_form=form is not None)
+    with loading(cli, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load:
+        encoder = Encoder.of(cli, selection, is_raw=source.chat is None, has_form=form is not None)
         ids = encoder.encode(source)
         engine = load.wait()
         request, fitted = _request(engine, source, encoder, ids, sampling, selection.settings.overflow)
         if fitted.evicted.turns:
-            front.output.note(evicted_text(fitted.evicted))
+            cli.output.note(evicted_text(fitted.evicted))
         given = None
         if source.chat is not None and encoder.template is not None:
             chat = replace(source.chat, messages=without(source.chat.messages, fitted.floor))
@@ -320,24 +320,24 @@ def _answers(
         why = partial(explain, engine, given, fitted.prompt_ids, num_out=fitted.floor)
         thinking = encoder.thinking(request.prompt_ids)
         if flags["show_thoughts"] and not thinking.splits:
-            front.output.note("--show-thoughts: this model's chat template knows no thoughts, and none are shown")
+            cli.output.note("--show-thoughts: this model's chat template knows no thoughts, and none are shown")
         request = replace(request, grammar=thinking.grammar(form), shown_ids=thinking.shown_ids)
         pending = PendingTurn(request, fitted.evicted, why, thinking=thinking)
         requests = choice.requests(request)
         answers = [replace(pending, request=each).answer() for each in requests]
         with recorder.answering(answers[0]) as record:
             inbox: Inbox = queue.SimpleQueue()
-            streams = [load.service.submit(each, inbox) for each in requests]
-            printer = AnswerPrinter(front, selection.files, pending, printing, record, choice, recorder.session_id)
+            streams = [load.handle.submit(each, inbox) for each in requests]
+            printer = AnswerPrinter(cli, selection.files, pending, printing, record, choice, recorder.session_id)
             chosen = printer.print(streams, inbox, answers)
         if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):
-            raise typer.Exit(front.interrupts.exit_code or 130)
+            raise typer.Exit(cli.interrupts.exit_code or 130)
         if form is None:
-            _warn_of_cut(front, engine, chosen, sampling)
+            _warn_of_cut(cli, engine, chosen, sampling)
     return chosen
 
 
-def _warn_of_cut(front: CliContext, engine: LoadedEngine, answers: Sequence[Answer], sampling: SamplingParams) -> None:
+def _warn_of_cut(cli: CliContext, engine: LoadedEngine, answers: Sequence[Answer], sampling: SamplingParams) -> None:
     num_cut = sum(
         answer.finished is not None
         and answer.finished.usage.completion_tokens != sampling.max_tokens
@@ -347,7 +347,7 @@ def _warn_of_cut(front: CliContext, engine: LoadedEngine, answers: Sequence[Answ
     if num_cut:
         named = "the answer was" if len(answers) == 1 else f"{num_cut} of {len(answers)} answers were"
         larger = "--ctx makes it larger" if can_be_longer(engine) else "it is the longest that the model has"
-        front.output.warn(f"{named} cut: the context of {engine.ctx} tokens is full ({larger})")
+        cli.output.warn(f"{named} cut: the context of {engine.ctx} tokens is full ({larger})")
 
 
 def _request(

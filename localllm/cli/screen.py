@@ -44,7 +44,7 @@ def tune() -> None:
 
 
 def run_screen(
-    front: CliContext,
+    cli: CliContext,
     selection: Selection,
     resolved: ResolvedSettings,
     flags: Mapping[str, Any],
@@ -54,23 +54,23 @@ def run_screen(
     tune()
     background = Background(asks=resolved.settings.theme == "auto")
     try:
-        app = _app(front, selection, resolved, flags, resumed, background)
-        front.interrupts.terminal_reset = "" if flags["inline"] else _RESET
-        with front.interrupts.stopping(app.leave_soon):
+        app = _app(cli, selection, resolved, flags, resumed, background)
+        cli.interrupts.terminal_reset = "" if flags["inline"] else _RESET
+        with cli.interrupts.stopping(app.leave_soon):
             app.run(inline=flags["inline"], inline_no_clear=True)
     finally:
         background.restore()
-    front.interrupts.terminal_reset = ""
+    cli.interrupts.terminal_reset = ""
     app.close(_END_S)
     if app.failure is not None:
         raise app.failure
     if app.chat.session_id is not None:
-        front.output.note(f"localllm chat --resume {app.chat.session_id} goes on with this chat")
-    raise typer.Exit(front.interrupts.exit_code or 0)
+        cli.output.note(f"localllm chat --resume {app.chat.session_id} goes on with this chat")
+    raise typer.Exit(cli.interrupts.exit_code or 0)
 
 
 def _app(
-    front: CliContext,
+    cli: CliContext,
     selection: Selection,
     resolved: ResolvedSettings,
     flags: Mapping[str, Any],
@@ -105,7 +105,7 @@ def _app(
 
     @contextmanager
     def away() -> Iterator[None]:
-        with front.interrupts.elsewhere(), background.elsewhere():
+        with cli.interrupts.elsewhere(), background.elsewhere():
             yield
 
     return ChatApp(start, serve if flags["no_attach"] else serve_attached, away)

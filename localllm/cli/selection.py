@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from localllm.chat.recorder import Resumed
 
 
-def select(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
-    """The model `word`, or the one that the settings name, and the settings under these flags; `front` hears of it.
+def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
+    """The model `word`, or the one that the settings name, and the settings under these flags; `cli` hears of it.
 
     Raises ModelNotFoundError, SettingsError, CheckpointError. Uses no network.
     """
-    resolved = read_settings(front, flags)
-    front.model = locate(resolved, word)
-    return with_defaults(resolved, front.model)
+    resolved = read_settings(cli, flags)
+    cli.model = locate(resolved, word)
+    return with_defaults(resolved, cli.model)
 
 
-def select_text_only(front: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
+def select_text_only(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
     """Select a model of which only tokenizer and template are needed: a folder with these will do."""
-    resolved = read_settings(front, flags)
-    front.model = locate(resolved, word, needs_config=False)
-    return Selection(front.model, resolved)
+    resolved = read_settings(cli, flags)
+    cli.model = locate(resolved, word, needs_config=False)
+    return Selection(cli.model, resolved)
 
 
 def select_resumed(
-    front: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: Fix | None
+    cli: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None, again: Fix | None
 ) -> Selection:
     """Select the model `word`, also by a name that the server alone has for it where its engine may be used, or
     the one that the resumed chat was held with.
@@ -43,7 +43,7 @@ def select_resumed(
     """
     held_with = resumed.session.model if resumed is not None and word is None else None
     try:
-        return select(front, held_with or word, flags)
+        return select(cli, held_with or word, flags)
     except ModelNotFoundError as error:
         if held_with is not None:
             error.why = f"the chat was held with it; {error.why}"
@@ -53,19 +53,19 @@ def select_resumed(
         there = None if word is None or flags["no_attach"] else named_at_server(word)
         if there is None:
             raise
-        return select(front, there, flags)
+        return select(cli, there, flags)
 
 
-def read_settings(front: CliContext, flags: Mapping[str, Any]) -> ResolvedSettings:
-    """The settings under the flags of a command; `front` hears of them. Raises SettingsError, UsageError."""
-    front.resolved = load_settings(setting_flags(flags))
-    _warn_of_idle_drafts(front, flags)
-    if front.resolved.settings.device == "cpu":  # whether there is a GPU is known when torch is there
-        refuse_idle_vram(front.resolved)
-    return front.resolved
+def read_settings(cli: CliContext, flags: Mapping[str, Any]) -> ResolvedSettings:
+    """The settings under the flags of a command; `cli` hears of them. Raises SettingsError, UsageError."""
+    cli.resolved = load_settings(setting_flags(flags))
+    _warn_of_idle_drafts(cli, flags)
+    if cli.resolved.settings.device == "cpu":  # whether there is a GPU is known when torch is there
+        refuse_idle_vram(cli.resolved)
+    return cli.resolved
 
 
-def _warn_of_idle_drafts(front: CliContext, flags: Mapping[str, Any]) -> None:
+def _warn_of_idle_drafts(cli: CliContext, flags: Mapping[str, Any]) -> None:
     """Warn of a flag without effect beside one that turns drafting off. No error: both mean plain decoding."""
     who, count = flags.get("speculate"), flags.get("draft_tokens")
     if who is None or count is None or (who == "off") == (count == 0):
@@ -73,4 +73,4 @@ def _warn_of_idle_drafts(front: CliContext, flags: Mapping[str, Any]) -> None:
     off, idle = f"--speculate {who}", f"--draft-tokens {count}"
     if count == 0:
         off, idle = idle, off
-    front.output.warn(f"{idle} has no effect: with {off} nothing is drafted")
+    cli.output.warn(f"{idle} has no effect: with {off} nothing is drafted")

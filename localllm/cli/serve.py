@@ -135,9 +135,9 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
 
     OpenAI's, Anthropic's and Ollama's clients are answered at the same address. Ctrl-C ends it.
     """
-    front = cli_context(context)
+    cli = cli_context(context)
     require_sense(flags)
-    selection = select(front, flags["model"], flags)
+    selection = select(cli, flags["model"], flags)
     if "" in (flags["alias"] or ()):
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix=Fix.flag("--alias", "NAME"))
     flags["idle_s"] = _idle_seconds(flags["idle_unload"])
@@ -148,14 +148,14 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
         raise UsageError("a server's context cannot grow", why=why, fix=Fix.flag("--overflow", "evict"))
     port = DEFAULT_PORT if flags["port"] is None else flags["port"]
     ports = dict.fromkeys([port, *([OLLAMA_PORT] if flags["also_ollama_port"] else [])])
-    _serve(front, selection, flags, flags["host"] or DEFAULT_HOST, tuple(ports))
+    _serve(cli, selection, flags, flags["host"] or DEFAULT_HOST, tuple(ports))
 
 
-def _serve(front: CliContext, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
+def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
     from localllm.runtime.model_pool import ModelPool
+    from localllm.server.admin_routes import Doors, endpoints
     from localllm.server.app import create_app, create_router
     from localllm.server.http_server import bound, serve
-    from localllm.server.local import Doors, endpoints
     from localllm.server.model_server import Capacity, ModelServer
 
     parallel, queue = flags["parallel"] or DEFAULT_PARALLEL, flags["queue"]
@@ -168,43 +168,43 @@ def _serve(front: CliContext, selection: Selection, flags: Mapping[str, Any], ho
             except LocalLLMError as error:
                 error.fix = Fix.without("--also-ollama-port")  # or stop what listens there, which the error names
                 raise
-        admission = _admission(front, flags, sockets)
+        admission = _admission(cli, flags, sockets)
         if flags["ray"]:
             addresses = [f"http://{_shown(sock)}" for sock in sockets]
-            serve_replicas(front, selection, flags, capacity, sockets, admission, addresses)
+            serve_replicas(cli, selection, flags, capacity, sockets, admission, addresses)
             return
         check(selection)
-        assert front.resolved is not None
+        assert cli.resolved is not None
         pool = ModelPool(
             selection,
-            front.resolved,
-            _launch(front, Opening(keeps_pages=True, parallel=parallel)),
+            cli.resolved,
+            _launch(cli, Opening(keeps_pages=True, parallel=parallel)),
             aliases=flags["alias"] or (),
-            also=[with_defaults(front.resolved, locate(front.resolved, word)) for word in flags["also"] or ()],
+            also=[with_defaults(cli.resolved, locate(cli.resolved, word)) for word in flags["also"] or ()],
             idle_s=flags["idle_s"],
-            note=front.output.note,
+            note=cli.output.note,
         )
         server = ModelServer(pool, capacity, flags["pooling"] or "mean")
         stack.callback(server.close)
-        first = _First(front, server, [f"http://{_shown(sock)}" for sock in sockets])
-        log = front.output.note if not flags["quiet"] else lambda _line: None
+        first = _First(cli, server, [f"http://{_shown(sock)}" for sock in sockets])
+        log = cli.output.note if not flags["quiet"] else lambda _line: None
         inner = create_router(endpoints(first.addresses, first.stop), server)
         app = Doors(create_app(server, admission, log=log, with_metrics=flags["metrics"]), inner)
-        local = _local_socket(front, stack)
+        local = _local_socket(cli, stack)
         listened = [*sockets, *([] if local is None else [local])]
         serve(app, listened, lambda stop: stack.enter_context(first.stopping(stop)), pool.stop, first.begin)
     if first.failure is not None:
         raise first.failure
-    front.output.note("stopped")
+    cli.output.note("stopped")
 
 
-def _launch(front: CliContext, opening: Opening) -> LaunchEngine:
+def _launch(cli: CliContext, opening: Opening) -> LaunchEngine:
     """Loads a model in a process of its own, of which a line tells, as of its end where nobody wanted that."""
 
     def launch(selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
         from localllm.runtime.engine_process import LoadObserver, start_engine
 
-        shown = LoadLine(front, selection)
+        shown = LoadLine(cli, selection)
 
         def ended() -> None:
             with contextlib.suppress(Exception):  # of which who asked for it is told
@@ -212,7 +212,7 @@ def _launch(front: CliContext, opening: Opening) -> LaunchEngine:
             shown.end()
             if isinstance(failure := process.wait_ended(), EngineGoneError):
                 again = "the next request loads it again"
-                front.output.warn(f"the engine of {selection.files.name} has ended: {failure.why}; {again}")
+                cli.output.warn(f"the engine of {selection.files.name} has ended: {failure.why}; {again}")
 
         process = start_engine(selection, opening, caps, LoadObserver(foreseen, shown.hear))
         threading.Thread(target=ended, name="localllm-watching", daemon=True).start()
@@ -221,7 +221,7 @@ def _launch(front: CliContext, opening: Opening) -> LaunchEngine:
     return launch
 
 
-def _local_socket(front: CliContext, stack: contextlib.ExitStack) -> socket.socket | None:
+def _local_socket(cli: CliContext, stack: contextlib.ExitStack) -> socket.socket | None:
     """At which this user's own programs reach the server; None where another of this user's has it."""
     from localllm.runtime.sockets import IS_SUPPORTED, forget, identity, listening, runtime_folder, server_socket
 
@@ -231,7 +231,7 @@ def _local_socket(front: CliContext, stack: contextlib.ExitStack) -> socket.sock
         runtime_folder()
         sock = stack.enter_context(listening(server_socket()))
     except LocalLLMError as error:
-        front.output.note(f"run, chat, ps, load and stop do not find this server: {error.what} ({error.why})")
+        cli.output.note(f"run, chat, ps, load and stop do not find this server: {error.what} ({error.why})")
         return None
     sock.setblocking(False)
     stack.callback(forget, server_socket(), identity(server_socket()))
@@ -242,10 +242,10 @@ class _First:
     """The load of the model that the server was started with, while it answers already; a server that has none ends.
     failure: why there is none."""
 
-    def __init__(self, front: CliContext, server: ModelServer, addresses: list[str]) -> None:
+    def __init__(self, cli: CliContext, server: ModelServer, addresses: list[str]) -> None:
         self.failure: BaseException | None = None
         self.addresses = addresses
-        self._front = front
+        self._front = cli
         self._server = server
         self._stop: Callable[[], None] = lambda: None
         self._task: asyncio.Task[None] | None = None
@@ -287,7 +287,7 @@ def _shown(sock: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _admission(front: CliContext, flags: Mapping[str, Any], sockets: Sequence[socket.socket]) -> Admission:
+def _admission(cli: CliContext, flags: Mapping[str, Any], sockets: Sequence[socket.socket]) -> Admission:
     """Who is let in. Raises UsageError."""
     from localllm.server.guard import Admission, given_key, kept_key
     from localllm.server.http_server import is_loopback
@@ -299,7 +299,7 @@ def _admission(front: CliContext, flags: Mapping[str, Any], sockets: Sequence[so
         raise UsageError("--new-key has no effect", why=why, fix=Fix.without("--new-key"))
     if key is None and (not is_local or flags["new_key"]):
         key = kept_key(user_directories().data / "server-key", is_new=flags["new_key"])
-        front.output.note(
+        cli.output.note(
             f"the API key, which is shown this once: {key.made}"
             if key.made
             else "clients need the API key that was shown when it was made; --new-key makes another"

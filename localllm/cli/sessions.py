@@ -54,26 +54,26 @@ def list_sessions(context: typer.Context, everything: bool, as_json: bool) -> No
     """
     from localllm.history import nothing_is_kept
 
-    front = cli_context(context)
+    cli = cli_context(context)
     found: list[tuple[Session, int]] = []
     count = 0
     if not nothing_is_kept():
-        with _opened(front) as history:
+        with _opened(cli) as history:
             found, count = history.sessions(-1 if everything else _MOST_LISTED), history.count()
     if as_json:
         rows = [session_fields(session, messages) for session, messages in found]
-        front.output.json({"schema_version": SCHEMA_VERSION, "total": count, "sessions": rows}, indent=2)
+        cli.output.json({"schema_version": SCHEMA_VERSION, "total": count, "sessions": rows}, indent=2)
         return
     if not found:
-        front.output.note("no chat is kept yet: `localllm chat` keeps one, unless it is --private")
+        cli.output.note("no chat is kept yet: `localllm chat` keeps one, unless it is --private")
         return
-    front.output.table(
+    cli.output.table(
         ("ID", "WHEN", "MODEL", "MESSAGES", "TITLE"),
         [(each.id, _when(each.updated), _short(each.model), str(num), each.title) for each, num in found],
         optional=("MODEL", "MESSAGES"),
     )
     if count > len(found):
-        front.output.note(f"{count - len(found)} more: localllm sessions list --all")
+        cli.output.note(f"{count - len(found)} more: localllm sessions list --all")
 
 
 @sessions_app.command("show", cls=PlainCommand)
@@ -85,12 +85,12 @@ def show_session(context: typer.Context, session: str, as_json: bool) -> None:
     """
     from localllm.history import exchange
 
-    front = cli_context(context)
-    with _opened(front) as history:
+    cli = cli_context(context)
+    with _opened(cli) as history:
         found = history.find(session)
         path = history.path(found)
     if not as_json:
-        front.output.verbatim(exchange.as_markdown(found, path, kept_apart))
+        cli.output.verbatim(exchange.as_markdown(found, path, kept_apart))
         return
     messages = [
         {
@@ -106,7 +106,7 @@ def show_session(context: typer.Context, session: str, as_json: bool) -> None:
         for thought, answer in [exchange.told_apart(message, kept_apart)]
     ]
     fields = {**session_fields(found, len(path)), "system": found.system}
-    front.output.json({"schema_version": SCHEMA_VERSION, "session": fields, "messages": messages}, indent=2)
+    cli.output.json({"schema_version": SCHEMA_VERSION, "session": fields, "messages": messages}, indent=2)
 
 
 @sessions_app.command("search", cls=PlainCommand)
@@ -120,26 +120,26 @@ def search_sessions(context: typer.Context, words: Sequence[str], as_json: bool)
     """
     from localllm.history import search
 
-    front = cli_context(context)
+    cli = cli_context(context)
     query = " ".join(f'"{word}"' if " " in word and '"' not in word else word for word in words)
     if not search.terms(query):
         raise UsageError(
             "there is nothing to search for", why="no word was given", fix=Fix.command("sessions", "search", "lantern")
         )
-    with _opened(front) as history:
+    with _opened(cli) as history:
         rows = [_hit_fields(hit, query) for hit in history.search(query, _MOST_LISTED)]
     if as_json:
-        front.output.json({"schema_version": SCHEMA_VERSION, "hits": rows}, indent=2)
+        cli.output.json({"schema_version": SCHEMA_VERSION, "hits": rows}, indent=2)
         return
     if not rows:
-        front.output.note("nothing was found")
+        cli.output.note("nothing was found")
         return
-    front.output.table(
+    cli.output.table(
         ("ID", "WHEN", "ROLE", "TEXT"),
         [[row["id"], _when(row["created"]), row["role"], row["text"]] for row in rows],
     )
     if len(rows) == _MOST_LISTED:
-        front.output.note(f"the latest {_MOST_LISTED} are shown; more words find fewer")
+        cli.output.note(f"the latest {_MOST_LISTED} are shown; more words find fewer")
 
 
 @sessions_app.command("export", cls=PlainCommand)
@@ -161,13 +161,13 @@ def export_sessions(context: typer.Context, **flags: Any) -> None:
 
     from localllm.history import exchange
 
-    front, file, form = cli_context(context), flags["output"], flags["format"]
+    cli, file, form = cli_context(context), flags["output"], flags["format"]
     if flags["force"] and file is None:
         raise UsageError(
             "--force needs -o FILE", why="stdout is never overwritten", fix=Fix.command("sessions", "export", "--help")
         )
     chosen = form or ("json" if file is not None and file.suffix.casefold() == ".json" else "markdown")
-    with _opened(front) as history:
+    with _opened(cli) as history:
         found = _chosen(history, flags["sessions"], flags["everything"], "export")
         if chosen == "json":
             value = exchange.as_json(map(history.conversation, found), kept_apart)
@@ -175,14 +175,14 @@ def export_sessions(context: typer.Context, **flags: Any) -> None:
         else:
             text = "\n".join(exchange.as_markdown(session, history.path(session), kept_apart) for session in found)
     if file is None:
-        front.output.verbatim(text)
+        cli.output.verbatim(text)
         return
     if not flags["force"] and not file.is_dir() and file.exists():
         raise UsageError(
             f"{str(file)!r} is there already", why="nothing is overwritten unasked", fix=Fix.flag("--force")
         )
     replace_file(file, text)
-    front.output.note(f"wrote {_counted(found)} to {file}")
+    cli.output.note(f"wrote {_counted(found)} to {file}")
 
 
 @sessions_app.command("import", cls=PlainCommand)
@@ -205,14 +205,14 @@ def import_sessions(context: typer.Context, files: Sequence[Path], as_json: bool
     """
     from localllm.history.exchange import read_conversations
 
-    front = cli_context(context)
+    cli = cli_context(context)
     try:
         conversations = [conversation for file in files for conversation in read_conversations(file)]
     except UsageError as error:
         error.why += "; nothing was imported"
         raise
     new = grown = messages = 0
-    with _opened(front, makes=True) as history, history.together():
+    with _opened(cli, makes=True) as history, history.together():
         for conversation in conversations:
             before = history.count()
             _, added = history.add(conversation)
@@ -220,11 +220,11 @@ def import_sessions(context: typer.Context, files: Sequence[Path], as_json: bool
             new, grown, messages = new + is_new, grown + (added > 0 and not is_new), messages + added
     fields = {"read": len(conversations), "new": new, "grown": grown, "messages": messages}
     if as_json:
-        front.output.json({"schema_version": SCHEMA_VERSION, **fields})
+        cli.output.json({"schema_version": SCHEMA_VERSION, **fields})
         return
     known = len(conversations) - new - fields["grown"]
     counts = f"{fields['grown']} had grown, {known} were here already"
-    front.output.line(f"imported {new} chats with {fields['messages']} messages; {counts}")
+    cli.output.line(f"imported {new} chats with {fields['messages']} messages; {counts}")
 
 
 @sessions_app.command("rm", cls=PlainCommand)
@@ -237,23 +237,23 @@ def remove_sessions(
     They are gone from the history for good: from the index and from free pages of the file, too. What a model computed
     of them stays in the prefix cache until `localllm cache clear`.
     """
-    front = cli_context(context)
-    with _opened(front) as history:
+    cli = cli_context(context)
+    with _opened(cli) as history:
         found = _chosen(history, sessions, everything, "rm")
         if not yes:
             ids = ["--all"] if everything else [session.id for session in found]
             shown = [f"{session.id}  {_when(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]]
             if len(found) > _MOST_LISTED:
                 shown.append(f"and {len(found) - _MOST_LISTED} more")
-            front.ask_to_delete(_counted(found), shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]), shown)
+            cli.ask_to_delete(_counted(found), shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]), shown)
         history.remove(found)
     if as_json:
         removed = [session.id for session in found]
-        front.output.json({"schema_version": SCHEMA_VERSION, "removed": removed})
+        cli.output.json({"schema_version": SCHEMA_VERSION, "removed": removed})
     else:
-        front.output.line(f"removed {_counted(found)}")
+        cli.output.line(f"removed {_counted(found)}")
         if any(root_folders(kv_root())):
-            front.output.note("what was computed of past prompts is kept apart: localllm cache clear")
+            cli.output.note("what was computed of past prompts is kept apart: localllm cache clear")
 
 
 def listed(limit: int) -> Iterator[str]:
@@ -280,7 +280,7 @@ def session_fields(session: Session, messages: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(front: CliContext, *, makes: bool = False) -> Iterator[History]:
+def _opened(cli: CliContext, *, makes: bool = False) -> Iterator[History]:
     """makes: where there is none. Raises HistoryError."""
     from localllm.history import History, history_file, nothing_is_kept
 
@@ -288,7 +288,7 @@ def _opened(front: CliContext, *, makes: bool = False) -> Iterator[History]:
         raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix=Fix.command("chat"))
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
-            front.output.warn(moved_text(history.moved_to, history.num_rescued))
+            cli.output.warn(moved_text(history.moved_to, history.num_rescued))
         yield history
 
 

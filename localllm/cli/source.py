@@ -64,7 +64,7 @@ class Encoder:
     has_form: bool = False
 
     @classmethod
-    def of(cls, front: CliContext, selection: Selection, *, is_raw: bool, has_form: bool = False) -> Encoder:
+    def of(cls, cli: CliContext, selection: Selection, *, is_raw: bool, has_form: bool = False) -> Encoder:
         """Raises TokenizerError, and TemplateError and UsageError (of --think) unless it is for raw prompts."""
         from localllm.text.chat_template import ChatTemplate
         from localllm.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class Encoder:
         template = ChatTemplate.load(selection.files.directory, tokenizer)
         effort = effort_of(selection.resolved, template, "--think")
         if effort.note:
-            front.output.note(effort.note)
+            cli.output.note(effort.note)
         return cls(tokenizer, template, effort, has_form)
 
     def encode(self, source: Source) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ def _read_form(path: Path, flag: str, output: Output) -> str:
     return source
 
 
-def require_met(front: CliContext, endings: Sequence[FinishedEvent], *, strict: bool) -> None:
+def require_met(cli: CliContext, endings: Sequence[FinishedEvent], *, strict: bool) -> None:
     """Warns of answers that ended before they had their form; `endings`: of those that were printed, in their order.
     Raises SchemaError for them with `strict`."""
     cuts: dict[tuple[str, Fix], list[int]] = {}
@@ -236,7 +236,7 @@ def require_met(front: CliContext, endings: Sequence[FinishedEvent], *, strict: 
         why = "; ".join(f"{_named(places)} {reason}" for (reason, _), places in cuts.items())
     if strict:
         raise SchemaError(what, why=why, fix=list(dict.fromkeys(fix for _, fix in cuts)))
-    front.output.warn(f"{what}: {why}")
+    cli.output.warn(f"{what}: {why}")
 
 
 def _cut_of(finished: FinishedEvent) -> tuple[str, Fix]:

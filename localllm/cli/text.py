@@ -49,26 +49,26 @@ def tokenize_command(context: typer.Context, model: str | None, text: str | None
     """
     from localllm.text.tokenizer import Tokenizer
 
-    front = cli_context(context)
+    cli = cli_context(context)
     word, given = split_positionals([part for part in (model, text) if part is not None], None, is_model)
     try:
-        files = select_text_only(front, word, {}).files
+        files = select_text_only(cli, word, {}).files
     except ModelNotFoundError as error:
         if word is not None and given is None:
             error.fix = [*error.fixes, f"if it is the text: {Fix.command('tokenize', BUILT_IN, word)}"]
         raise
     tokenizer = Tokenizer.load(files.directory)
-    content = argument_text(given, "TEXT") if given is not None else read_stdin(front.output, encoding="utf-8")
+    content = argument_text(given, "TEXT") if given is not None else read_stdin(cli.output, encoding="utf-8")
     if content is None:
         fix: list[str | Fix] = [Fix.command("tokenize", MODEL, "TEXT"), "localllm tokenize MODEL < FILE"]
         raise UsageError("there is no text", why="none on the command line, and nothing is piped in", fix=fix)
     ids = tokenizer.encode(content)
     tokens = [tokenizer.token_text(token_id) for token_id in ids]
     if as_json:
-        front.output.json({"schema_version": SCHEMA_VERSION, "model": files.name, "token_ids": ids, "tokens": tokens})
+        cli.output.json({"schema_version": SCHEMA_VERSION, "model": files.name, "token_ids": ids, "tokens": tokens})
         return
     for token_id, token in zip(ids, tokens, strict=True):
-        front.output.line(f"{token_id:>7}  {token!r}")
+        cli.output.line(f"{token_id:>7}  {token!r}")
 
 
 @takes(
@@ -84,12 +84,12 @@ def perplexity_command(context: typer.Context, **flags: Any) -> None:
     """
     from localllm.cli.load_progress import loading, on_a_thread
 
-    front = cli_context(context)
-    text = read_input(flags["file"], "--file", front.output)
-    selection = select(front, flags["model"], flags)
+    cli = cli_context(context)
+    text = read_input(flags["file"], "--file", cli.output)
+    selection = select(cli, flags["model"], flags)
     with (
-        loading(front, selection, Opening(speculates=False)) as load,  # what is asked for is measured
-        front.output.progress("measuring") as line,
+        loading(cli, selection, Opening(speculates=False)) as load,  # what is asked for is measured
+        cli.output.progress("measuring") as line,
     ):
         engine = cast("Engine", load.wait())
 
@@ -104,9 +104,9 @@ def perplexity_command(context: typer.Context, **flags: Any) -> None:
     shown = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity
     fields = {"perplexity": shown, "nll": result.nll, "tokens": result.tokens, "ctx": result.ctx}
     if flags["as_json"]:
-        front.output.json({"schema_version": SCHEMA_VERSION, "model": selection.files.name, **fields})
+        cli.output.json({"schema_version": SCHEMA_VERSION, "model": selection.files.name, **fields})
     else:
-        front.output.line(
+        cli.output.line(
             f"perplexity {result.perplexity:.4f} ({result.nll:.5f} nats a token over {result.tokens} tokens, "
             f"context {result.ctx})"
         )

@@ -69,7 +69,7 @@ class DraftGain:
 class Planned:
     """advice: flags and commands that help, with what comes of them.
     refusal: why there is no plan, where the model does not fit.
-    guesses: which rates behind it are no measurements.
+    estimates: which rates behind it are no measurements.
     speculation: what each drafter would give.
     measured_at_s: when the rates were measured, as `time.time` has it.
     measured_busy: which of them beside other work.
@@ -81,7 +81,7 @@ class Planned:
     refusal: DoesNotFitError | None = None
     decode_tok_s: Prediction | None = None
     ttft_s: Prediction | None = None
-    guesses: Sequence[str] = ()
+    estimates: Sequence[str] = ()
     speculation: Sequence[DraftGain] = ()
     measured_at_s: float | None = None
     measured_busy: Sequence[str] = ()
@@ -120,16 +120,16 @@ def consider(
     unsure = _compare_tokenizers(model.name, files, speculate.draft_model)
     search, why_no_draft = _best_search(planner, model, placed_bytes)
     profile = kept_profile().of(search.shape.weights)
-    guesses = [*_guesses(profile), *unsure]
+    estimates = [*_estimates(profile), *unsure]
     taken: dict[str, Any] = {"measured_at_s": profile.measured_at_s, "measured_busy": profile.busy}
     others = partial(_others, planner)
     try:
         plan = search.best() if job is not None else with_kept_pages(search.best())
     except DoesNotFitError as error:
-        refused = Planned(search.shape, None, [], error, guesses=guesses, **taken)
+        refused = Planned(search.shape, None, [], error, estimates=estimates, **taken)
         return Considered(refused, lambda: [*map(str, search.fixes()), *map(str, other_model(search, others()))])
     drafting = () if job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, speculate))
-    planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), guesses, drafting, **taken)
+    planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), estimates, drafting, **taken)
     int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, weights=DEFAULT), model)
     return Considered(planned, lambda: advise(search, plan, int4, others()))
 
@@ -223,7 +223,7 @@ def _shape(planner: ModelPlanner, model: Shape) -> ModelShape:
     return model_shape(config, planner.sizes, planner.dtype, model.name, planner.device, planner.wanted.kv, packing)
 
 
-def _guesses(profile: Profile) -> list[str]:
+def _estimates(profile: Profile) -> list[str]:
     """What is behind a plan and could not be measured."""
     doubtful = ", ".join(profile.doubtful)
     again = "a later start on a quiet machine measures again, or localllm doctor --measure"

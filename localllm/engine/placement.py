@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import psutil
 
-from localllm.cache.kv_format import choose_format
+from localllm.cache.kv_format import KV_FORMATS, choose_format
 from localllm.config import format_bytes
 from localllm.errors import Fix, UsageError
 from localllm.kernels.cpu_matmul import is_available
@@ -92,7 +92,7 @@ def model_shape(
 def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, ModelShape]:
     """The same model with each format of keys and values that takes less, by its name, the largest first."""
     found, item_bytes = {}, ITEM_BYTES[DTYPE_NAMES[dtype]]
-    for name in ("int8", "k8v4", "int4"):
+    for name in KV_FORMATS:
         sizes = choose_format(name, config.head_dim, item_bytes).sizes(config.num_kv_heads, config.head_dim, item_bytes)
         per_token = sizes.per_token(config.num_layers)
         if sizes.coded is not None and per_token < shape.kv_bytes_per_token:

@@ -108,7 +108,7 @@ class GenerationStream:
 
     def __init__(
         self,
-        service: EngineHandle,
+        handle: EngineHandle,
         prepared: PreparedRequest,
         closed: Callable[[], None],
         ended: Callable[[FinishedEvent], None],
@@ -125,17 +125,17 @@ class GenerationStream:
         self._ended = ended
         self._renewed: Callable[[], Awaitable[EngineHandle]] | None = renewed
         try:
-            self._submit(service)
+            self._submit(handle)
         except BaseException:
             self._abort()
             raise
 
-    def _submit(self, service: EngineHandle) -> None:
+    def _submit(self, handle: EngineHandle) -> None:
         self._streams: list[RequestStream] = []
         self._indices: dict[int, int] = {}
         self._mailbox = EventMailbox(self.prepared.new_parser, self._ended)
         for index, request in enumerate(self.prepared.requests):
-            stream = service.submit(request, self._mailbox)
+            stream = handle.submit(request, self._mailbox)
             self._streams.append(stream)
             self._indices[stream.request_id] = index
 

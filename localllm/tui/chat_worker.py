@@ -101,8 +101,8 @@ class ChatWorker:
         self.answers.stop()
         self._jobs.add(lambda: self._begun.close() if self._begun is not None else None)
         self._jobs.close(timeout_s)
-        if self._loader.service is not None:
-            self._loader.service.close(timeout_s=timeout_s if self._engine is not None else 0)
+        if self._loader.handle is not None:
+            self._loader.handle.close(timeout_s=timeout_s if self._engine is not None else 0)
 
     # Read from any thread: true now, and maybe not a moment later
 
@@ -120,11 +120,11 @@ class ChatWorker:
     @property
     def model_name(self) -> str | None:
         """The name by which the loaded or loading model is found from any folder; None without one."""
-        return None if self._loader.service is None else self.session.selection.model_name
+        return None if self._loader.handle is None else self.session.selection.model_name
 
     @property
     def is_loading(self) -> bool:
-        return self._loader.service is not None and self._engine is None
+        return self._loader.handle is not None and self._engine is None
 
     @property
     def plan(self) -> Plan | None:
@@ -187,7 +187,7 @@ class ChatWorker:
 
     def regenerate(self) -> None:
         """Answer the last question again; the history has both answers."""
-        if self._loader.service is None:
+        if self._loader.handle is None:
             fix = f"{self.key_names['app.models']} chooses one"
             raise UsageError("there is no model", why="none is loaded", fix=fix)
         self._reply_to(self.session.regenerating())
@@ -322,19 +322,19 @@ class ChatWorker:
 
     def _load(self, selection: Selection) -> None:
         """Begin to load in place of the current model. Raises what can be known at once."""
-        self._loader.begin(selection, lambda service, found: self.do(lambda: self._loaded(service, found)))
+        self._loader.begin(selection, lambda handle, found: self.do(lambda: self._loaded(handle, found)))
         self.answers.tok_s = None  # of the model before
 
-    def _loaded(self, service: EngineHandle, found: LoadedEngine | Exception) -> None:
-        if service is not self._loader.service:  # another was chosen meanwhile, which has closed this one
+    def _loaded(self, handle: EngineHandle, found: LoadedEngine | Exception) -> None:
+        if handle is not self._loader.handle:  # another was chosen meanwhile, which has closed this one
             return
         try:
             if isinstance(found, Exception):
                 raise found
-            self.session.use_engine(service, found)
+            self.session.use_engine(handle, found)
         except Exception as error:  # it cannot be loaded, or has no template
-            service.close()
-            self._loader.service = None
+            handle.close()
+            self._loader.handle = None
             self._post(messages.ModelFailed(self._known_error(error)))
             return
         name, facts = self.session.selection.files.name, found.facts()
@@ -367,7 +367,7 @@ class ChatWorker:
             self._answer(self.session.ask)
             return
         self._waiting = self.session.dialogue.turns[-1]
-        if self._loader.service is None:
+        if self._loader.handle is None:
             self.warn(f"there is no model: the question waits until {self.key_names['app.models']} has chosen one")
 
     def _answer(self, prepare: Callable[[], PendingTurn]) -> None:

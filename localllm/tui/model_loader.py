@@ -41,12 +41,12 @@ def serve_attached(selection: Selection, post: Post, before: Callable[[], None])
         if kind in ("noting", "warning"):
             post(Noted(str(arguments[0]), "warning" if kind == "warning" else "information"))
 
-    service = attached(selection, partial(_note, post), tell)
-    if service is None:
+    handle = attached(selection, partial(_note, post), tell)
+    if handle is None:
         return serve(selection, post, before)
     before()
     post(Noted("the running server answers"))
-    return service
+    return handle
 
 
 def serve(selection: Selection, post: Post, before: Callable[[], None]) -> EngineHandle:
@@ -64,21 +64,21 @@ def serve(selection: Selection, post: Post, before: Callable[[], None]) -> Engin
 
 
 class ModelLoader:
-    """Loads one model at a time, and posts the progress of that one alone. service: its own, or None."""
+    """Loads one model at a time, and posts the progress of that one alone. handle: its own, or None."""
 
     def __init__(self, serve: Serve, post: Post, start: Callable[[Job], object]) -> None:
         self._serve = serve
         self._post = post
         self._start = start
         self._current = object()  # identifies the load whose progress is posted
-        self.service: EngineHandle | None = None
+        self.handle: EngineHandle | None = None
 
     def begin(self, selection: Selection, ended: Callable[[EngineHandle, LoadedEngine | Exception], None]) -> None:
         """Begin to load, after the previous model has been released. ended: called on another thread.
 
         Raises what can be known at once; the previous model then stays.
         """
-        before, last = self.service, self._current
+        before, last = self.handle, self._current
         current = self._current = object()
 
         def post(message: Message) -> None:
@@ -93,20 +93,20 @@ class ModelLoader:
                 gc.collect()  # an engine's parts know each other: 14 MiB of `tiny` would stay for a while
 
         try:
-            service = self._serve(selection, post, release)
+            handle = self._serve(selection, post, release)
         except Exception:
             self._current = last
             raise
-        self.service = service
+        self.handle = handle
         self._post(ModelLoading(f"loading {selection.files.name}"))
 
         def wait() -> None:
             try:
-                found: LoadedEngine | Exception | None = service.wait_loaded()
+                found: LoadedEngine | Exception | None = handle.wait_loaded()
             except Exception as error:
                 found = error
             if found is not None:  # else it was closed as soon as it was loaded
-                ended(service, found)
+                ended(handle, found)
 
         self._start(wait)
 

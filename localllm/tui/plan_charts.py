@@ -113,7 +113,7 @@ def advice(planned: Planned, columns: int, *, is_advised: bool) -> Content:
     groups = {
         "drafts": [words.drafting(found) for found in planned.speculation],
         "measured": list(filter(None, [words.measured(planned)])),
-        "a guess": list(planned.guesses),
+        "estimated": list(planned.estimates),
         "better": better,
     }
     rows = [

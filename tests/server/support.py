@@ -25,11 +25,11 @@ from localllm.runtime.engine_thread import EngineThread
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import Selection, with_defaults
 from localllm.runtime.served_model import ServedModel
+from localllm.server.admin_routes import Doors
+from localllm.server.admin_routes import endpoints as local_endpoints
 from localllm.server.app import create_app, create_router
 from localllm.server.guard import Admission, key_digest
 from localllm.server.http_server import bound, serve
-from localllm.server.local import Doors
-from localllm.server.local import endpoints as local_endpoints
 from localllm.server.model_server import Capacity, ModelServer
 from tests.patience import PATIENCE_S, wait_for
 

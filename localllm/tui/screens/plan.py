@@ -21,7 +21,7 @@ from textual.widgets import Static
 
 from localllm.config import format_bytes
 from localllm.runtime.selection import Selection
-from localllm.settings import KV_FORMATS, Settings
+from localllm.settings import KV_FORMATS, WEIGHTS, Settings
 from localllm.tui import plan_charts as charts
 from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanDelayed, PlanFound, PlanRefused, PlanWish, PlanWorker
@@ -142,7 +142,6 @@ class Slider(Widget, can_focus=True):
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Planned
 
-_WEIGHTS = ("auto", "bf16", "bf12", "int8", "int4", "nf4")
 _LEAST_CTX = 256
 _LEAST_CAP_BYTES = 256 << 20
 _END = 1 << 20  # more stops than any slider has
@@ -376,7 +375,7 @@ def _sliders(settings: Settings, bounds: BoundsFound, ctx: int | None) -> Iterat
     contexts = [*(1 << power for power in range(longest.bit_length()) if 1 << power >= _LEAST_CTX), longest]
     yield scale("ctx", "context", contexts, lambda count: f"{count:,}", SliderStop(ctx or 0, "auto"))
     yield words("kv", "KV", KV_FORMATS)
-    yield words("weights", "weights", _WEIGHTS)
+    yield words("weights", "weights", [name for name in WEIGHTS if "-g" not in name])
     yield scale("ram", "RAM cap", _caps(bounds.ram_bytes), format_bytes, no_cap)
     if bounds.vram_bytes is not None:
         yield scale("vram", "VRAM cap", _caps(bounds.vram_bytes), format_bytes, no_cap)
