@@ -11,17 +11,18 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 272,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 257,
-}
+    "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257,
+}  # fmt: skip
+
+
+def rope(kind: str, factor: float, **rest: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, "factor": factor, **rest}}
+
+
+TRAINED = {"original_max_position_embeddings": 64}
+GEMMA = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0 + 0.02 * i for i in range(8)],
@@ -35,27 +36,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama-mha-wide-heads": ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
-    "llama-linear-rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    "llama-dynamic-rope": (
-        "llama",
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40},
-    ),
-    "llama3-rope": (
-        "llama",
-        {
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "llama-yarn": (
-        "llama",
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-    ),
+    "llama-linear-rope": ("llama", rope("linear", 4.0)),
+    "llama-dynamic-rope": ("llama", rope("dynamic", 2.0) | {"max_position_embeddings": 40}),
+    "llama3-rope": ("llama", rope("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, **TRAINED)),
+    "llama-yarn": ("llama", rope("yarn", 4.0, **TRAINED)),
     "mistral-windowed": ("mistral", {"sliding_window": 13}),
     "qwen2": ("qwen2", {}),
     "qwen2-windowed": ("qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2}),
@@ -63,11 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": 17}),
     "phi3-partial-rotary": ("phi3", {"partial_rotary_factor": 0.5}),
     "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 48}),
-    "gemma2": ("gemma2", {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}),
-    "gemma3": (
-        "gemma3_text",
-        {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24, "num_hidden_layers": 7},
-    ),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-scaled-and-capped": (
         "gemma3_text",
         {
@@ -89,18 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-yarn-scaled": (
         "llama",
-        {
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "mscale": 0.7,
-                "mscale_all_dim": 1.3,
-                "beta_fast": 20.0,
-                "beta_slow": 2.0,
-                "truncate": False,
-            }
-        },
+        rope("yarn", 4.0, mscale=0.7, mscale_all_dim=1.3, beta_fast=20.0, beta_slow=2.0, truncate=False, **TRAINED),
     ),
     "qwen2-layer-types": (
         "qwen2",
@@ -120,9 +90,8 @@ def write_checkpoint(
     """A random fp32 model of the family in `directory`, with a byte tokenizer; returns transformers' own model."""
     model_type, differences = FAMILIES[family]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        model_type, **{**SHAPE, **differences, **({"num_hidden_layers": layers} if layers else {})}
-    )
+    sizes = SHAPE | differences | ({"num_hidden_layers": layers} if layers else {})
+    config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         # Initial weights are near zero and norms are one: a wrong norm or an exchanged matrix would hide in that.

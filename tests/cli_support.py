@@ -203,6 +203,12 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
     return {**kept, **folders, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", **variables}
 
 
+def write_settings(folder: Path, text: str) -> None:
+    """The settings file of the fixture `own_folders`."""
+    (folder / "home" / "config").mkdir(parents=True)
+    (folder / "home" / "config" / "config.toml").write_text(text)
+
+
 def ask(model: Path, *arguments: str, stdin: bytes = b"") -> Result:
     """`run` with a prompt, a seed and an answer of four tokens."""
     return run_cli("run", model, "-p", "the fox", "--max-tokens", "4", "--seed", "1", *arguments, stdin=stdin)

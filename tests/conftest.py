@@ -124,11 +124,57 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama, as transformers writes it."""
+    from tests.packed_support import small_checkpoint
+
+    return small_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, packed."""
+    from tests.packed_support import WEIGHTS, pack
+
+    return pack(checkpoint, tmp_path_factory.mktemp("packed") / WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def whole(made: Path) -> dict[str, bytes]:
+    """What every conversion of it must come to."""
+    return {path.name: path.read_bytes() for path in made.iterdir()}
+
+
+@pytest.fixture
+def target(made: Path, tmp_path: Path) -> Path:
+    """A copy to be spoilt."""
+    return shutil.copytree(made, tmp_path / "packed")
+
+
 @pytest.fixture
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings and downloads of this test alone."""
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Has torch compute with so many; with as many as before when the test ends."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_descriptor_left() -> Iterator[None]:
+    """Whatever the test opens is closed when it ends."""
+    before = len([*Path("/proc/self/fd").iterdir()])
+    yield
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 @pytest.fixture

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from localllm.history import History, Session
 
@@ -22,6 +25,17 @@ def ask(history: History, question: str = "Where did the fox go?") -> tuple[Sess
     """A new session with a question; the question's number."""
     session = history.begin(question, "tiny", None)
     return session, history.append(session, None, "user", question)
+
+
+def titles(history: History) -> list[str]:
+    """Of the sessions, the one that was gone on with last first."""
+    return [session.title for session, _ in history.sessions()]
+
+
+def tables(path: Path) -> list[list[Any]]:
+    """All that the file holds of sessions and messages."""
+    with closing(sqlite3.connect(path)) as raw:
+        return [raw.execute(f"SELECT * FROM {name} ORDER BY number").fetchall() for name in ("sessions", "messages")]
 
 
 def crashed(path: Path, folder: Path) -> Path:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from localllm.hub.packed import PACKED_INDEX
 from localllm.models.convert import convert
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
+from localllm.models.layout import block_layouts
 from localllm.models.packed import PackedModel, PackedPlan
 from localllm.quant.recipe import recipe
 from tests.checkpoints import write_checkpoint
+from tests.forks import in_child
 
 WEIGHTS = "int4-g64"
 SOURCE = "maker/model@0123abcd"
@@ -31,6 +34,21 @@ def small_checkpoint(folder: Path, family: str = "llama", seed: int = 0) -> Path
     return folder
 
 
+def resized(folder: Path, seed: int = 0, **sizes: int) -> Path:
+    """A small checkpoint whose config has these sizes, in bf16, as most are."""
+    config = json.loads((small_checkpoint(folder) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layout in block_layouts(load_config(folder)):
+        for matrix in layout.matrices:
+            for name, rows in matrix.parts.items():
+                weight = 0.02 * torch.randn(rows, matrix.in_features, generator=generator)
+                tensors[f"{name}.weight"] = weight.bfloat16()
+        tensors |= {f"{norm.stored}.weight": torch.ones(norm.features) for norm in layout.norms}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def pack(checkpoint: Path, target: Path, weights: str = WEIGHTS, source: str = SOURCE, **options: object) -> Path:
     convert(checkpoint, target, recipe(weights), source, **options)  # type: ignore[arg-type]
     return target
@@ -40,17 +58,26 @@ def plan(checkpoint: Path, weights: str = WEIGHTS, source: str = SOURCE) -> Pack
     return PackedPlan(load_config(checkpoint), recipe(weights), source)
 
 
+def spoil(path: Path, place: int, mask: int = 4) -> None:
+    """Flip bits of a byte of it."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= mask
+    path.write_bytes(data)
+
+
 def open_packed(checkpoint: Path, target: Path, weights: str = WEIGHTS, source: str = SOURCE) -> PackedModel:
     return PackedModel.open(target, load_config(checkpoint), recipe(weights), source, model="my model")
 
 
 def read_all(packed: PackedModel) -> dict[str, Tensor]:
     """Every tensor, by block and name."""
-    from localllm.models.layout import block_layouts
-
     with packed:
         layouts = block_layouts(packed.config)
         return {f"{x.name}/{name}": tensor for x in layouts for name, tensor in packed.tensors(x).items()}
+
+
+def same(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -67,20 +94,6 @@ def assert_no_half_file(checkpoint: Path, target: Path, weights: str = WEIGHTS) 
         assert len(there) == len(files)
         read_all(open_packed(checkpoint, target, weights))
     return len(there)
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Run `work` in a copy of this process; its wait status. 0: it returned, 256: it raised."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    try:
-        torch.set_num_threads(1)  # the pool of this process's threads is not there in its copy
-        work()
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
-        os._exit(1)
-    os._exit(0)
 
 
 DISK_CALLS = ("open", "write", "fsync", "replace", "unlink", "mkdir", "lseek", "close")
@@ -124,17 +137,22 @@ def killed_after(seconds: float, work: Callable[[], object]) -> Callable[[], obj
     return run
 
 
-def killed_and_taken_up(work: Callable[[], object], checkpoint: Path, target: Path, whole: dict[str, bytes]) -> bool:
-    """Run `work`, a conversion, in a child; finish what it left. Whether it was killed before its end."""
-    status = in_child(work)
-    assert os.WIFSIGNALED(status) or status == 0
+def killed_and_taken_up(
+    killed: Callable[[Callable[[], object]], Callable[[], object]],
+    checkpoint: Path,
+    target: Path,
+    whole: dict[str, bytes],
+) -> bool:
+    """Run a conversion that is `killed`, in a child; finish what it left. Whether it died before its end."""
+    status = in_child(killed(lambda: pack(checkpoint, target)))
+    assert status <= 0
     assert_no_half_file(checkpoint, target)
-    kept = inodes(target) if target.is_dir() else {}
+    kept = inodes(target)
     pack(checkpoint, target)
     assert contents(target) == whole
     again = {name for name, inode in inodes(target).items() if kept.get(name, inode) != inode}
     assert again <= {PACKED_INDEX}
-    return os.WIFSIGNALED(status)
+    return status < 0
 
 
 def everything_of(decoder: Decoder) -> dict[str, Tensor]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,8 @@ def no_network(*_arguments: Any) -> None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_machine: Callable[[Path], None]) -> Path:
-    for name in list(os.environ):
-        if name.startswith(("LOCALLLM_", "HF_")) and name != "LOCALLLM_TEST_DATA":
-            monkeypatch.delenv(name)
+    for name in [name for name in os.environ if name.startswith(("LOCALLLM_", "HF_")) and name != "LOCALLLM_TEST_DATA"]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(socket.socket, "connect", no_network)
@@ -68,9 +67,9 @@ def shape_folder(home: Path) -> Path:
 def report() -> BenchmarkReport:
     one = Spread(1.0, 1.0, 1.0)
     found = MachineFloors(40.0, 3.5, None, None, 900.0, "O_DIRECT", {"dram_read_gbs": one})
-    sizes = (16, 8, 16)
-    figures = (Spread(100.0, 90.0, 110.0), Spread(20.0, 10.0, 40.0), Spread(0.2, 0.1, 0.3), 10**9, 0.9, 2 << 30, None)
-    run = BenchmarkRun("tiny", "int4-g64", "int8", *sizes, *figures, one, 0.5, random_weights=True, rounds=5)
+    rates = (Spread(100.0, 90.0, 110.0), Spread(20.0, 10.0, 40.0), Spread(0.2, 0.1, 0.3))
+    figures = (16, 8, 16, *rates, 10**9, 0.9, 2 << 30, None, one, 0.5)
+    run = BenchmarkRun("tiny", "int4-g64", "int8", *figures, random_weights=True, rounds=5)
     return BenchmarkReport({"cpu": "abacus", "threads": 1, "gpu": None}, found, (run,))
 
 
@@ -92,6 +91,16 @@ def written(path: Path, fields: Any) -> Path:
 
 def bench(*arguments: str | Path) -> Result:
     return run_cli("bench", *arguments)
+
+
+@contextmanager
+def watched(home: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """It as a process, which is killed where it does not end."""
+    child = fork_cli(home, "bench", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    watchdog = threading.Timer(PATIENCE_S, child.kill)
+    watchdog.start()
+    yield child
+    watchdog.cancel()
 
 
 def test_json_is_one_object_with_these_keys_first(shape_folder: Path) -> None:
@@ -124,8 +133,7 @@ def test_the_table_has_each_figure_beside_its_floor(shape_folder: Path) -> None:
     for words in ("prefill of 12", "bf16 product", "decode at 12", "bytes of a token", "DRAM read", "peak RAM",
                   "disk read"):  # fmt: skip
         assert any(words in line for line in lines), words
-    assert lines[1] == "one round"
-    assert max(map(len, lines[1:])) <= 80
+    assert lines[1] == "one round" and max(map(len, lines[1:])) <= 80
 
 
 def test_an_installed_model_is_measured_as_it_runs_and_the_file_holds_what_is_printed(
@@ -167,10 +175,8 @@ def test_an_installed_model_is_measured_as_it_runs_and_the_file_holds_what_is_pr
 )
 def test_bad_input_is_refused_at_the_door(home: Path, line: str, code: int, words: str) -> None:
     outcome = bench(*line.split())
-    assert (outcome.code, outcome.out) == (code, b"")
-    assert words in " ".join(outcome.error_lines)
-    assert len(outcome.error_lines) == 4
-    assert "reading the disk" not in outcome.err
+    assert (outcome.code, outcome.out) == (code, b"") and words in " ".join(outcome.error_lines)
+    assert len(outcome.error_lines) == 4 and "reading the disk" not in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -240,23 +246,18 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(
 ) -> None:
     monkeypatch.setattr(target, "available_bytes", lambda _device: free_gib << 30)
     outcome = bench("mistral-7b", "--random-weights", "--weights", "int8", *QUICK)
-    assert outcome.code == 4
-    assert "weights 6.76 GiB (int8)" in outcome.err
-    assert fix in outcome.error_lines[2]
-    assert "reading the disk" not in outcome.err
+    assert outcome.code == 4 and "weights 6.76 GiB (int8)" in outcome.err
+    assert fix in outcome.error_lines[2] and "reading the disk" not in outcome.err
 
 
 def test_an_interrupt_leaves_cleanly(tmp_path: Path) -> None:
-    child = fork_cli(tmp_path, "bench", "--random-weights", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert child.stderr is not None
-    watchdog = threading.Timer(PATIENCE_S, child.kill)
-    watchdog.start()
     words = b""
-    while b"reading the disk" not in words:
-        words += child.stderr.read(1)
-    child.send_signal(signal.SIGINT)
-    out, _ = child.communicate()
-    watchdog.cancel()
+    with watched(tmp_path, "--random-weights") as child:
+        assert child.stderr is not None
+        while b"reading the disk" not in words:
+            words += child.stderr.read(1)
+        child.send_signal(signal.SIGINT)
+        out, _ = child.communicate()
     assert (child.returncode, out) == (130, b"")
     kept = tmp_path / "cache" / "kernels"  # compiled, for the next command
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != kept]
@@ -337,8 +338,7 @@ def test_a_file_of_another_form_is_refused_by_name(
     fields["runs"][0] |= change.pop("run", {})
     other = written(result.parent / "other.json", fields | change)
     outcome = bench("--compare", result, other)
-    assert (outcome.code, outcome.out) == (2, b"")
-    assert str(other) in outcome.error_lines[0]
+    assert (outcome.code, outcome.out) == (2, b"") and str(other) in outcome.error_lines[0]
     assert words in outcome.error_lines[1]
 
 
@@ -391,10 +391,8 @@ def test_what_a_killed_bench_left_is_no_model_of_the_user_and_goes_with_the_next
     assert killed.returncode == -signal.SIGKILL
     assert random_folders(cache) and list(cache.rglob("*.safetensors"))
     assert [row["name"] for row in run_cli("list", "--json").json["models"]] == ["tiny"]
-    shutil.copytree(random_folders(cache)[0], tidied := cache / "random-0badcafe")
-    for folder in random_folders(cache):  # one was tidied by hand, but for its packed form
-        if folder != tidied:
-            shutil.rmtree(folder)
+    (folder,) = random_folders(cache)
+    folder.rename(cache / "random-0badcafe")  # one was tidied by hand, but for its packed form
     assert [row["name"] for row in run_cli("list", "--json").json["models"]] == ["tiny"]
     assert bench(shape_folder, "--random-weights", *QUICK).code == 0
     assert not random_folders(cache) and not list(cache.rglob("*.safetensors"))
@@ -414,16 +412,12 @@ def test_a_signal_takes_the_random_model_away(
 ) -> None:
     """While it is written, and when it is."""
     shape = "qwen3-0.6b" if moment == "*.safetensors" else shape_folder
-    flags = ("--random-weights", "--ram", "4GiB", "--prompt-tokens", "12", "--rounds", "1000")
-    child = fork_cli(tmp_path, "bench", shape, *flags, stderr=subprocess.PIPE)
-    watchdog = threading.Timer(PATIENCE_S, child.kill)
-    watchdog.start()
-    while child.poll() is None and not any((tmp_path / "cache" / "packed").rglob(moment)):
-        time.sleep(0.01)
-    child.send_signal(number)
-    child.communicate()
-    watchdog.cancel()
-    cache = tmp_path / "cache"
+    flags, cache = "--random-weights --ram 4GiB --prompt-tokens 12 --rounds 1000", tmp_path / "cache"
+    with watched(tmp_path, shape, *flags.split()) as child:
+        while child.poll() is None and not any((cache / "packed").rglob(moment)):
+            time.sleep(0.01)
+        child.send_signal(number)
+        child.communicate()
     assert child.returncode == code
     assert not random_folders(cache) and not list(cache.rglob("*.safetensors")) and not list(cache.rglob("@*"))
 
@@ -433,8 +427,7 @@ def test_a_random_model_that_a_living_process_uses_stays(home: Path, shape_folde
     with random_model("a model", raw_config, recipe("int4-g64")) as files:
         before = sorted((home / "cache").rglob("*"))
         assert bench(shape_folder, "--random-weights", *QUICK).code == 0
-        assert files.directory in before
-        assert set(before) <= set((home / "cache").rglob("*"))
+        assert files.directory in before and set(before) <= set((home / "cache").rglob("*"))
     assert not random_folders(home / "cache")
 
 
@@ -456,5 +449,4 @@ def test_under_a_cap_that_is_too_small_the_error_names_the_model(home: Path, sha
 
 @pytest.mark.parametrize("kv", every_other(["int4", "bf16"]))
 def test_the_format_of_keys_and_values_is_the_one_that_was_measured(kv: str) -> None:
-    (run,) = bench("tiny", "--kv", kv, *QUICK, "--json").json["runs"]
-    assert run["kv"] == kv
+    assert [run["kv"] for run in bench("tiny", "--kv", kv, *QUICK, "--json").json["runs"]] == [kv]

@@ -133,8 +133,7 @@ def test_rounds_that_were_ended_before_the_last_are_kept() -> None:
 
 def test_time_that_a_part_does_not_take_is_shared_by_those_behind_it() -> None:
     budget = Budget(100, [1, 2, 2])
-    assert budget.part(1) == pytest.approx(20, abs=1)
-    assert budget.part(2) == pytest.approx(50, abs=1)
+    assert budget.part(1) == pytest.approx(20, abs=1) and budget.part(2) == pytest.approx(50, abs=1)
 
 
 @pytest.mark.parametrize(

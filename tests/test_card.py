@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine import card, device, loader, model_plan, planner, residency
+from localllm.engine.events import Event
 from localllm.errors import DoesNotFitError
 from localllm.offload.planner import plan as plan_module
 from localllm.offload.planner.machine import CardMemory, Memory
@@ -22,6 +24,7 @@ from tests.packed_support import small_checkpoint
 
 CONTEXT = 1000
 PROMPT = tuple(range(3, 45))
+SAMPLING = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +43,8 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "kept_profile", lambda: profile)
     for module in (device, loader, planner):
         monkeypatch.setattr(module, "has_card", lambda _device: True)
-    monkeypatch.setattr(
-        planner, "process_memory", lambda cap, *_, **__: Memory(cap or 32 * GIB, 1000, 32 * GIB, 32 * GIB)
-    )
+    most = 32 * GIB
+    monkeypatch.setattr(planner, "process_memory", lambda cap, *_, **__: Memory(cap or most, 1000, most, most))
     monkeypatch.setattr(card, "card_memory", card_memory)
     monkeypatch.setattr(plan_module, "_CAP_STEP_BYTES", 1 << 20)  # these models are smaller than the step of a cap
     monkeypatch.setattr(loader, "cap_allocator", lambda _device, _card: None)
@@ -53,15 +55,16 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return small_checkpoint(tmp_path, request.param)
 
 
-def answer(directory: Path, **options: object) -> tuple[str, Engine]:
+def answer(directory: Path, **options: object) -> tuple[list[int], Engine]:
     engine = Engine.load(directory, EngineConfig(device="cpu", ctx=128, **options))  # type: ignore[arg-type]
-    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    finished = [event for event in engine.generate(PROMPT, sampling) if isinstance(event, FinishedEvent)][-1]
-    assert finished.error is None
-    text = engine.generate(PROMPT, sampling)
-    ids = [event.token_id for event in text if hasattr(event, "token_id")]
+    events, again = (list(engine.generate(PROMPT, SAMPLING)) for _ in range(2))
+    assert isinstance(events[-1], FinishedEvent) and events[-1].error is None
     engine.close()
-    return str(ids), engine
+    return tokens(again), engine
+
+
+def tokens(events: Iterable[Event]) -> list[int]:
+    return [event.token_id for event in events if isinstance(event, TokenEvent)]
 
 
 @pytest.mark.parametrize("weights", ["fp32", "int4-g32", "int8"])
@@ -93,10 +96,8 @@ def test_where_the_hosts_memory_is_short_too_blocks_come_from_the_disk(directory
     vram = _least(directory, "int8") + (1 << 20)  # room for keys and values, not for a block
     expected, roomy = answer(directory, weights="int8", vram=vram)
     assert roomy.plan is not None and not roomy.plan.streamed
-    mlp, needed = (
-        roomy.plan.shape.blocks[1].num_bytes,
-        roomy.plan.total_bytes("ram") - roomy.plan.ledger["ram"]["kept pages"],
-    )
+    mlp = roomy.plan.shape.blocks[1].num_bytes
+    needed = roomy.plan.total_bytes("ram") - roomy.plan.ledger["ram"]["kept pages"]
     for fewer in (1, 2):
         text, engine = answer(directory, weights="int8", vram=vram, ram=needed - fewer * mlp)
         assert engine.plan is not None and engine.plan.streamed
@@ -107,8 +108,7 @@ def test_the_plan_of_a_card_shows_both_memories_and_where_blocks_are() -> None:
     out = run_cli("plan", "llama-3.1-8b", "--vram", "4GiB", "--weights", "int4", "--ctx", "4096").out.decode()
     for piece in ("GPU memory", "4.0 GiB", "memory ", "context", "workspace", "on the GPU", "in memory,", "--vram"):
         assert piece in out, out
-    result = run_cli("plan", "llama-3.1-8b", "--vram", "4GiB", "--weights", "int4", "--ctx", "4096", "--json")
-    plan = json.loads(result.out)
+    plan = run_cli("plan", "llama-3.1-8b", "--vram", "4GiB", "--weights", "int4", "--ctx", "4096", "--json").json
     assert plan["fits"] and plan["bound_by"] in ("link", "memory")
     assert sum(plan["ledger"]["vram"].values()) <= plan["limits"]["vram"] == 4 * GIB
     assert {block["exec"] for block in plan["blocks"]} >= {"gpu", "cpu"}
@@ -121,12 +121,10 @@ def test_a_cap_too_small_for_two_blocks_names_the_smallest_that_would_do() -> No
     assert run_cli("plan", "llama-3.1-8b", "--vram", least, "--weights", "int4").code == 0
 
 
-def test_a_device_that_is_full_is_one_error(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    def full(*_arguments: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB")
-
-    monkeypatch.setattr(card, "device_measured", full)
-    with pytest.raises(DoesNotFitError, match="the memory ran out"):
+def test_a_device_that_is_full_is_one_error(directory: Path) -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB")
+    refused = pytest.raises(DoesNotFitError, match="the memory ran out")
+    with mock.patch.object(card, "device_measured", side_effect=full), refused:
         answer(directory)
 
 
@@ -147,10 +145,9 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
     engine = Engine.load(directory, EngineConfig(device="cpu", ctx=128, weights="int8", dtype="fp32"))
     assert engine.plan is not None and engine.residency.placed is not None
     most = engine.plan.total_bytes("vram")
-    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     answers, kept = [], []
     for free_bytes in (80 * GIB, least, (least + most) // 2, 80 * GIB, CONTEXT, 80 * GIB):  # noqa: B007, what is free
-        answers.append([event.token_id for event in engine.generate(PROMPT, sampling) if isinstance(event, TokenEvent)])
+        answers.append(tokens(engine.generate(PROMPT, SAMPLING)))
         kept.append(sum(block.tier == "vram" for block in engine.residency.placed.blocks))
         obeyed = engine.residency.plan
         assert obeyed is not None and list(obeyed.blocks) == list(engine.residency.placed.blocks)

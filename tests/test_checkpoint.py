@@ -42,6 +42,12 @@ def save_shards(folder: Path, tensors: dict[str, torch.Tensor], count: int = 3) 
     return weight_map
 
 
+def assert_reads_all(checkpoint: Checkpoint) -> None:
+    for name, tensor in weights().items():
+        assert checkpoint.shape(name) == tuple(tensor.shape)
+        assert torch.equal(checkpoint.read(name, tuple(tensor.shape), torch.bfloat16), tensor)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_every_tensor_is_read_as_it_was_saved(sharded, tmp_path):
     if sharded:
@@ -50,22 +56,13 @@ def test_every_tensor_is_read_as_it_was_saved(sharded, tmp_path):
         save_file(weights(), tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:
         assert set(checkpoint.names()) == set(weights())
-        for name, tensor in weights().items():
-            assert torch.equal(checkpoint.read(name, tuple(tensor.shape), torch.bfloat16), tensor)
-            assert checkpoint.shape(name) == tuple(tensor.shape)
+        assert_reads_all(checkpoint)
         assert checkpoint.unused() == ()
 
 
-@pytest.mark.parametrize(
-    ("prefix", "head"),
-    [
-        ("model.", "lm_head."),
-        ("", "lm_head."),
-        ("language_model.model.", "language_model.lm_head."),
-        ("model.language_model.", "lm_head."),
-    ],
-)
-def test_a_folder_with_another_prefix_answers_to_the_plain_names(prefix, head, tmp_path):
+@pytest.mark.parametrize("prefix", ["model.", "", "language_model.model.", "model.language_model."])
+def test_a_folder_with_another_prefix_answers_to_the_plain_names(prefix, tmp_path):
+    head = "language_model.lm_head." if prefix.startswith("language_model") else "lm_head."
     renamed = {
         name.replace("model.", prefix, 1).replace("lm_head.", head, 1) if name[0] == "m" else f"{head}weight": tensor
         for name, tensor in weights().items()
@@ -75,17 +72,14 @@ def test_a_folder_with_another_prefix_answers_to_the_plain_names(prefix, head, t
         renamed["model.multi_modal_projector.weight"] = torch.ones(2)
     save_file(renamed, tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:
-        for name, tensor in weights().items():
-            assert torch.equal(checkpoint.read(name, tuple(tensor.shape), torch.bfloat16), tensor)
+        assert_reads_all(checkpoint)
         assert checkpoint.unused() == ()
 
 
 @pytest.mark.parametrize("stored_fused", [False, True])
 def test_separate_and_fused_projections_become_the_same_tensor(stored_fused, tmp_path):
-    tensors, parts = (
-        weights(),
-        {f"{ATTENTION}.{part}_proj.weight": rows for part, rows in (("q", 8), ("k", 2), ("v", 2))},
-    )
+    parts = {f"{ATTENTION}.{part}_proj.weight": rows for part, rows in (("q", 8), ("k", 2), ("v", 2))}
+    tensors = weights()
     whole = torch.cat([tensors[name] for name in parts])
     if stored_fused:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
@@ -116,9 +110,8 @@ def test_a_misshapen_tensor_is_named_with_both_shapes_before_memory_is_taken(fus
         else:
             checkpoint.read(name, (1 << 40, 4), torch.bfloat16)
     assert name in refusal.value.what
-    assert "[2, 4]" in refusal.value.why
-    assert f"[{1 << 40}, 4]" in refusal.value.why
-    assert "model-00003-of-00003.safetensors" in refusal.value.why
+    expected = ("[2, 4]", f"[{1 << 40}, 4]", "model-00003-of-00003.safetensors")
+    assert all(each in refusal.value.why for each in expected)
 
 
 def test_memory_that_is_not_there_is_an_error_with_its_size():
@@ -138,14 +131,11 @@ def test_a_tensor_nobody_asked_for_is_listed(tmp_path):
         assert checkpoint.unused() == (f"{ATTENTION}.o_proj.bias",)
 
 
+EMBEDDING = weights()["model.embed_tokens.weight"]
+
+
 @pytest.mark.parametrize(
-    ("head", "own"),
-    [
-        (None, False),
-        (weights()["model.embed_tokens.weight"], False),
-        (weights()["lm_head.weight"], True),
-        (weights()["model.embed_tokens.weight"].float(), True),
-    ],
+    ("head", "own"), [(None, False), (EMBEDDING, False), (weights()["lm_head.weight"], True), (EMBEDDING.float(), True)]
 )
 def test_a_stored_head_is_its_own_only_if_it_differs_from_the_embedding(head, own, tmp_path):
     tensors = weights()
@@ -159,9 +149,8 @@ def test_a_stored_head_is_its_own_only_if_it_differs_from_the_embedding(head, ow
 def test_a_missing_shard_is_named(tmp_path):
     shard = save_shards(tmp_path, weights())["model.norm.weight"]
     (tmp_path / shard).unlink()
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError, match=shard):
         Checkpoint.open(tmp_path)
-    assert shard in refusal.value.what
 
 
 @pytest.mark.parametrize(
@@ -186,8 +175,7 @@ def test_a_truncated_shard_is_named_with_both_sizes(tmp_path):
     with pytest.raises(CheckpointError) as refusal:
         Checkpoint.open(tmp_path)
     assert str(shard) in refusal.value.what
-    assert str(size) in refusal.value.why
-    assert str(size - 1) in refusal.value.why
+    assert str(size) in refusal.value.why and str(size - 1) in refusal.value.why
 
 
 def test_swapped_shards_are_noticed_by_the_tensor_that_is_not_there(tmp_path):
@@ -196,9 +184,8 @@ def test_swapped_shards_are_noticed_by_the_tensor_that_is_not_there(tmp_path):
     first.rename(tmp_path / "aside")
     second.rename(first)
     (tmp_path / "aside").rename(second)
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError, match=r"lacks the tensor 'model\.embed_tokens\.weight'"):
         Checkpoint.open(tmp_path)
-    assert "lacks the tensor 'model.embed_tokens.weight'" in refusal.value.what
 
 
 def test_a_tensor_that_only_the_index_has_is_missed_where_it_is_needed(tmp_path):
@@ -208,8 +195,7 @@ def test_a_tensor_that_only_the_index_has_is_missed_where_it_is_needed(tmp_path)
         weight_map[name] = next(iter(weight_map.values()))
     path.write_text(json.dumps({"weight_map": weight_map}))
     with Checkpoint.open(tmp_path) as checkpoint:
-        for name, tensor in weights().items():
-            assert torch.equal(checkpoint.read(name, tuple(tensor.shape), torch.bfloat16), tensor)
+        assert_reads_all(checkpoint)
         with pytest.raises(CheckpointError, match=r"has no tensor model\.layers\.0\.self_attn\.o_proj\.weight"):
             checkpoint.expect("model.layers.0.self_attn.o_proj.weight", (4, 8))
 
@@ -255,6 +241,5 @@ def test_a_file_that_may_be_whole_is_not_to_be_deleted(error, tmp_path, monkeypa
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError, match="absent"):
         Checkpoint.open(tmp_path / "absent")
-    assert "absent" in refusal.value.what

@@ -13,7 +13,7 @@ from localllm.chat.answer import Answer, statistics
 from localllm.cli.help import read_sections
 from localllm.engine.events import FinishedEvent, StepSplit, Timings, Usage
 from localllm.errors import LocalLLMError
-from tests.cli_support import REPOSITORY, TEMPLATE, ask, run_cli, write_checkpoint
+from tests.cli_support import REPOSITORY, TEMPLATE, ask, run_cli, write_checkpoint, write_settings
 
 pytestmark = pytest.mark.usefixtures("own_folders")
 
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.usefixtures("own_folders")
 
 def test_the_answer_alone_goes_to_stdout_and_ends_its_line(model: Path) -> None:
     result = ask(model)
-    assert result.code == 0
-    assert result.err == ""
+    assert result.code == 0 and result.err == ""
     assert result.out.decode() == ask(model, "--json").json["text"].removesuffix("\n") + "\n"
 
 
@@ -61,8 +60,7 @@ def test_no_stream_prints_the_same_answer(model: Path) -> None:
 
 def test_statistics_go_to_stderr(model: Path) -> None:
     result = ask(model, "--stats")
-    assert result.out == ask(model).out
-    assert "answer 4 tokens" in result.err
+    assert result.out == ask(model).out and "answer 4 tokens" in result.err
     assert result.err.endswith("seed 1, ended by length\n")
 
 
@@ -82,8 +80,7 @@ def test_a_stop_string_ends_the_answer_before_itself(model: Path) -> None:
     text = ask(model, "--json").json["text"]
     stop = text[-1]
     answer = ask(model, "--json", "--stop", stop).json
-    assert answer["finish_reason"] == "stop"
-    assert answer["text"] == text.partition(stop)[0]
+    assert answer["finish_reason"] == "stop" and answer["text"] == text.partition(stop)[0]
 
 
 def test_a_logit_bias_forces_a_token(model: Path) -> None:
@@ -95,8 +92,7 @@ def test_a_logit_bias_forces_a_token(model: Path) -> None:
 )
 def test_an_answer_that_fills_the_context_says_so(model: Path, ctx: str, advice: str) -> None:
     result = run_cli("run", model, "-p", "x" + " once" * (int(ctx) // 6), "--ctx", ctx)
-    assert result.code == 0
-    assert f"the context of {ctx} tokens is full ({advice}" in result.err
+    assert result.code == 0 and f"the context of {ctx} tokens is full ({advice}" in result.err
 
 
 def test_a_drawn_seed_is_told_and_repeats_the_answer(model: Path) -> None:
@@ -126,8 +122,7 @@ def test_with_no_model_named_the_built_in_one_answers() -> None:
     if not (REPOSITORY / "localllm" / "tiny" / "model.safetensors").is_file():
         pytest.skip("localllm/tiny has no weights yet: python -m tools.train_tiny")
     answer = run_cli("run", "--prompt", "A tale about an owl, please.", "--max-tokens", "12", "--json").json
-    assert answer["model"] == "tiny"
-    assert answer["text"].isprintable()
+    assert answer["model"] == "tiny" and answer["text"].isprintable()
     assert len(answer["text"].split()) > 4
 
 
@@ -162,41 +157,35 @@ def test_what_is_piped_in_comes_first_then_the_files_then_the_prompt(model: Path
     assert text == "<|bos|><|user|>piped\n\nfile\n\nother\n\nask<|eos|><|assistant|>"
 
 
-def test_an_empty_pipe_adds_nothing(model: Path) -> None:
-    assert shown(model, "-p", "hi", stdin=b"") == "<|bos|><|user|>hi<|eos|><|assistant|>"
+def test_an_empty_pipe_adds_nothing_and_the_newline_at_the_end_of_a_piped_prompt_is_not_meant(model: Path) -> None:
+    prompt = "<|bos|><|user|>hi<|eos|><|assistant|>"
+    assert shown(model, "-p", "hi", stdin=b"") == shown(model, stdin=b"hi\n") == prompt
 
 
-def test_the_newline_at_the_end_of_a_piped_prompt_is_not_meant(model: Path) -> None:
-    assert shown(model, stdin=b"hi\n") == "<|bos|><|user|>hi<|eos|><|assistant|>"
+HI = '[{"role": "user", "content": "hi"}]'
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('[{"role": "user", "content": "hi"}]', "<|bos|><|user|>hi<|eos|><|assistant|>"),
-        ('{"messages": [{"role": "user", "content": "hi"}]}', "<|bos|><|user|>hi<|eos|>"),
-        (
-            '{"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": true, "bos_token": "B"}',
-            "B<|user|>hi<|eos|><|assistant|>",
-        ),
+        (HI, "<|bos|><|user|>hi<|eos|><|assistant|>"),
+        (f'{{"messages": {HI}}}', "<|bos|><|user|>hi<|eos|>"),
+        (f'{{"messages": {HI}, "add_generation_prompt": true, "bos_token": "B"}}', "B<|user|>hi<|eos|><|assistant|>"),
     ],
 )
 def test_messages_are_an_array_or_an_object_of_template_variables(
     model: Path, tmp_path: Path, content: str, expected: str
 ) -> None:
     (tmp_path / "m.json").write_text(content)
-    for result in (
-        run_cli("run", model, "--show-prompt", "--messages", tmp_path / "m.json", stdin=b"not read"),
-        run_cli("run", model, "--show-prompt", "--messages", "-", stdin=content.encode()),
-    ):
+    for source, stdin in ((tmp_path / "m.json", b"not read"), ("-", content.encode())):
+        result = run_cli("run", model, "--show-prompt", "--messages", source, stdin=stdin)
         assert (result.code, result.out.decode()) == (0, expected)
         says_so = "messages" in content and "add_generation_prompt" not in content
         assert ("add_generation_prompt" in result.err) is says_so
 
 
 def test_one_argument_with_a_blank_is_the_prompt_and_two_are_model_and_prompt(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "home" / "config").mkdir(parents=True)
-    (tmp_path / "home" / "config" / "config.toml").write_text(f'model = "{model}"\n')
+    write_settings(tmp_path, f'model = "{model}"\n')
     assert shown(Path("a tale")) == "<|bos|><|user|>a tale<|eos|><|assistant|>"
     assert shown(model, "tale") == "<|bos|><|user|>tale<|eos|><|assistant|>"
 
@@ -204,16 +193,14 @@ def test_one_argument_with_a_blank_is_the_prompt_and_two_are_model_and_prompt(mo
 def test_a_flag_beats_a_variable_which_beats_the_settings_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "home" / "config").mkdir(parents=True)
-    (tmp_path / "home" / "config" / "config.toml").write_text("max_tokens = 2\n")
+    write_settings(tmp_path, "max_tokens = 2\n")
 
     def count(*arguments: str) -> int:
         return len(run_cli("run", model, "-p", "x", "--json", *arguments).json["token_ids"])
 
     assert count() == 2
     monkeypatch.setenv("LOCALLLM_MAX_TOKENS", "3")
-    assert count() == 3
-    assert count("--max-tokens", "5") == 5
+    assert count() == 3 and count("--max-tokens", "5") == 5
 
 
 # Listings
@@ -221,8 +208,7 @@ def test_a_flag_beats_a_variable_which_beats_the_settings_file(
 
 def test_tokenize_prints_ids_and_tokens_without_special_ones(model: Path) -> None:
     result = run_cli("tokenize", model, "the <|bos|> é", "--json").json
-    assert "".join(result["tokens"]).startswith("the <|bos|> ")
-    assert 0 not in result["token_ids"]
+    assert "".join(result["tokens"]).startswith("the <|bos|> ") and 0 not in result["token_ids"]
     assert len(result["token_ids"]) == len(result["tokens"])
 
 
@@ -233,28 +219,25 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(model: Path, tmp_path: Path) -
 
 def test_a_dash_is_standard_input_in_the_place_of_a_file(model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("file")
-    assert shown(model, "--raw", "-f", tmp_path / "a.txt", "-f", "-", "-p", "ask", stdin=b"piped") == (
-        "file\n\npiped\n\nask"
-    )
+    text = shown(model, "--raw", "-f", tmp_path / "a.txt", "-f", "-", "-p", "ask", stdin=b"piped")
+    assert text == "file\n\npiped\n\nask"
     text = b"the fox found a lantern " * 20
     assert run_cli("perplexity", model, "--file", "-", "--json", stdin=text).json["tokens"] > 20
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"),
+    ("body", "expected"),
     [
-        ("{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}", "<one\ntwo>"),
-        (
-            "{% for m in messages %}{% for p in m.content %}{{ '<' + p.text + '>' }}{% endfor %}{% endfor %}",
-            "<one><two>",
-        ),
+        ("{{ '<' + m.content + '>' }}", "<one\ntwo>"),
+        ("{% for p in m.content %}{{ '<' + p.text + '>' }}{% endfor %}", "<one><two>"),
     ],
     ids=["knows texts", "knows parts"],
 )
 def test_parts_of_text_are_joined_for_a_template_that_knows_no_parts(
-    model: Path, tmp_path: Path, template: str, expected: str
+    model: Path, tmp_path: Path, body: str, expected: str
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    template = "{% for m in messages %}" + body + "{% endfor %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = json.dumps([{"role": "user", "content": parts}]).encode()
@@ -271,18 +254,13 @@ def test_perplexity_prints_its_four_figures(model: Path, tmp_path: Path) -> None
     (tmp_path / "t.txt").write_text("the fox found a lantern " * 20)
     result = run_cli("perplexity", model, "--file", tmp_path / "t.txt", "--ctx", "32", "--json").json
     assert list(result) == ["schema_version", "model", "perplexity", "nll", "tokens", "ctx"]
-    assert result["ctx"] == 32
-    assert result["perplexity"] > 1
+    assert result["ctx"] == 32 and result["perplexity"] > 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["list"], ["list", "--all"], ["show", "mistral-7b"], ["config", "show", "--origin"], ["doctor"]],
-    ids=" ".join,
-)
-def test_every_listing_is_json_where_asked(arguments: list[str]) -> None:
-    assert run_cli(*arguments, "--json").json["schema_version"] == 1
-    assert run_cli(*arguments).code == 0
+@pytest.mark.parametrize("line", ["list", "list --all", "show mistral-7b", "config show --origin", "doctor"])
+def test_every_listing_is_json_where_asked(line: str) -> None:
+    assert run_cli(*line.split(), "--json").json["schema_version"] == 1
+    assert run_cli(*line.split()).code == 0
 
 
 def test_list_all_names_what_can_be_pulled() -> None:
@@ -343,8 +321,7 @@ def test_help_of_a_command_is_its_help_flag() -> None:
 def test_version_and_bare_command() -> None:
     assert run_cli("--version").out.startswith(b"localllm ")
     assert run_cli().out == run_cli("--help").out
-    assert run_cli("config").out == run_cli("config", "--help").out
-    assert run_cli("config").code == 0
+    assert run_cli("config").out == run_cli("config", "--help").out and run_cli("config").code == 0
 
 
 def test_the_usage_line_of_a_command_has_no_braces() -> None:

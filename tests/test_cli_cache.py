@@ -103,8 +103,7 @@ def test_nothing_is_kept_where_nothing_was_computed(directory: Path) -> None:
 
 def test_clearing_asks_and_without_a_terminal_deletes_nothing(kept: Path) -> None:
     result = run_cli("cache", "clear")
-    assert result.code == 2
-    assert result.error_lines[2] == "fix:   localllm cache clear --yes"
+    assert result.code == 2 and result.error_lines[2] == "fix:   localllm cache clear --yes"
     result = run_cli("cache", "clear", "--model", "org/model")
     assert result.error_lines[2] == "fix:   localllm cache clear --model org/model --yes"
     assert run_cli("cache", "--json").json["pages"] == 5

@@ -97,8 +97,7 @@ def test_set_changes_the_sampling_and_refuses_what_it_does_not_know(talk) -> Non
     fixed = talk("/set speculate off").err
     assert "it cannot be changed now" in fixed and "localllm chat --speculate off" in fixed
     unset = talk("/set").err.splitlines()
-    assert "top_k = -" in unset
-    assert "stop = -" in unset
+    assert "top_k = -" in unset and "stop = -" in unset
 
 
 def test_stats_on_prints_where_the_time_went_after_each_answer_until_stats_off(talk) -> None:
@@ -137,9 +136,7 @@ def test_an_unknown_command_names_the_nearest(talk) -> None:
 def test_an_overflow_is_an_error_with_both_counts_and_the_chat_goes_on(talk, tmp_path: Path) -> None:
     result = talk("one", "x " * 150, "/save chat.json", flags=("--ctx", "128"))
     assert result.code == 5  # of the last error: a script sees that not all was answered
-    assert "128" in result.err
-    assert "/clear" in result.err
-    assert "--ctx" in result.err
+    assert "128" in result.err and "/clear" in result.err and "--ctx" in result.err
     assert questions(tmp_path) == ["one"]
 
 
@@ -147,16 +144,14 @@ def test_a_model_without_a_template_cannot_chat(model: Path, tmp_path: Path, tal
     bare = write_checkpoint(tmp_path / "bare")
     (bare / "tokenizer_config.json").write_text('{"bos_token": "<|bos|>"}')
     result = run_cli("chat", bare, "--plain", stdin=b"hi\n")
-    assert (result.code, result.out) == (1, b"")
-    assert "--raw" in result.err
+    assert (result.code, result.out) == (1, b"") and "--raw" in result.err
     raw = run_cli("run", bare, "--raw", "-p", "once", "--max-tokens", "2", "--json")
     assert raw.json["finish_reason"] == "length"
 
 
 def test_chat_without_plain_says_that_it_is_the_line_mode(model: Path, talk) -> None:
     result = run_cli("chat", model, stdin=b"")
-    assert result.code == 0
-    assert "--plain" in result.err
+    assert result.code == 0 and "--plain" in result.err
 
 
 @pytest.mark.parametrize("content", ["", ', "content": null', ', "content": [{"type": "text", "text": "x"}]'])
@@ -171,8 +166,7 @@ def test_a_system_message_that_is_no_text_cannot_be_loaded_and_the_chat_goes_on(
 
 def test_a_prompt_in_the_place_of_the_model_is_shown_its_command() -> None:
     result = run_cli("chat", "hello there", "--plain")
-    assert result.code == 3
-    assert result.error_lines[2].endswith("localllm run -p 'hello there'")
+    assert result.code == 3 and result.error_lines[2].endswith("localllm run -p 'hello there'")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli_support import REPOSITORY, ask, run_cli
+from tests.cli_support import REPOSITORY, ask, run_cli, write_settings
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("own_folders")
@@ -116,36 +116,31 @@ def test_a_bad_line_ends_with_four_lines_and_its_exit_code(name: str, model: Pat
 
 
 def test_a_settings_file_with_an_unknown_key_is_an_error_that_names_the_nearest(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "home" / "config").mkdir(parents=True)
-    (tmp_path / "home" / "config" / "config.toml").write_text("temprature = 1\n")
+    write_settings(tmp_path, "temprature = 1\n")
     result = ask(model)
-    assert result.code == 2
-    assert "temperature" in result.err
+    assert result.code == 2 and "temperature" in result.err
 
 
 def test_control_characters_of_a_name_reach_neither_line_nor_terminal(model: Path) -> None:
     result = run_cli("run", "evil\x1b[31mname\x9b", "-p", "x")
-    assert result.code == 3
-    assert not re.search(r"[\x1b\x9b]", result.err)
+    assert result.code == 3 and not re.search(r"[\x1b\x9b]", result.err)
     assert len(result.err.splitlines()) == 4
 
 
 def test_an_unforeseen_exception_is_called_a_bug_and_shows_no_traceback(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def explode(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("boom")
-
-    monkeypatch.setattr("localllm.hub.locate", explode)
+    monkeypatch.setattr("localllm.hub.locate", lambda *_, **__: 1 / 0)
     result = ask(model)
     assert result.code == 1
     assert result.error_lines[0] == "error: this is a bug in localllm: ZeroDivisionError"
-    assert "--debug" in result.error_lines[2]
-    assert "Traceback" not in result.err
+    assert "--debug" in result.error_lines[2] and "Traceback" not in result.err
     assert "Traceback" in ask(model, "--debug").err
 
 
 # Fixes
+
+RUN = "localllm run MODEL -p x"
 
 
 @pytest.mark.parametrize(
@@ -155,14 +150,14 @@ def test_an_unforeseen_exception_is_called_a_bug_and_shows_no_traceback(
         (["run", "tinyy"], b"", "localllm run tiny, or if it is the prompt: localllm run -p tinyy"),
         (["run", "A fox", "tiny"], b"", "localllm run tiny 'A fox'"),
         (["pull", "mistrl-7b"], b"", "localllm pull mistral-7b"),
-        (["run", "MODEL", "-p", "x", "--weights", "INT4"], b"", "localllm run MODEL -p x --weights int4"),
+        (["run", "MODEL", "-p", "x", "--weights", "INT4"], b"", f"{RUN} --weights int4"),
         (["tokenize", "hello"], b"", "localllm list --all, or if it is the text: localllm tokenize tiny hello"),
-        (["run", "MODEL", "-p", "x", "--temperature", "-1"], b"", "localllm run MODEL -p x --temperature 0"),
-        (["run", "MODEL", "-p", "x", "--threads", "0"], b"", "localllm run MODEL -p x --threads 4"),
+        (["run", "MODEL", "-p", "x", "--temperature", "-1"], b"", f"{RUN} --temperature 0"),
+        (["run", "MODEL", "-p", "x", "--threads", "0"], b"", f"{RUN} --threads 4"),
         (
             ["run", "MODEL", "-p", "x", "--dry-base", "0.5", "--dry-multiplier", "1"],
             b"",
-            "localllm run MODEL -p x --dry-multiplier 1 --dry-base 1",
+            f"{RUN} --dry-multiplier 1 --dry-base 1",
         ),
         (["tokenize", "MODEL"], b"\xe9", "iconv -f ISO-8859-1 -t UTF-8 FILE | localllm tokenize MODEL"),
         (
@@ -200,29 +195,18 @@ def test_a_pull_that_is_kept_offline_says_by_what(
     assert (result.code, result.error_lines[2]) == (3, f"fix:   {fix}")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["run", "", "x"],
-        ["chat", "", "--plain"],
-        ["quantize", ""],
-        ["tokenize", "", "x"],
-        ["bench", ""],
-        ["bench", "", "--random-weights"],
-    ],
-)
-def test_an_empty_name_stands_for_no_model_and_not_for_the_usual_one(arguments: list[str]) -> None:
-    result = run_cli(*arguments)
+@pytest.mark.parametrize("line", ["run x", "chat --plain", "quantize", "tokenize x", "bench", "bench --random-weights"])
+def test_an_empty_name_stands_for_no_model_and_not_for_the_usual_one(line: str) -> None:
+    command, *rest = line.split()
+    result = run_cli(command, "", *rest)
     assert (result.code, result.out) == (3, b"")
     assert result.err.startswith("error: '' is no model name\n")
 
 
 def test_a_bad_name_in_the_settings_file_is_traced_to_its_line(tmp_path: Path) -> None:
-    (tmp_path / "home" / "config").mkdir(parents=True)
-    (tmp_path / "home" / "config" / "config.toml").write_text('model = "tinyy"\n')
+    write_settings(tmp_path, 'model = "tinyy"\n')
     result = run_cli("run", "-p", "x")
-    assert result.code == 3
-    assert "config.toml:1" in result.error_lines[1]
+    assert result.code == 3 and "config.toml:1" in result.error_lines[1]
     assert "localllm run tiny -p TEXT" in result.error_lines[2]
 
 
@@ -248,25 +232,28 @@ def test_a_fix_of_several_flags_takes_the_place_of_those_that_were_typed(model: 
     assert f"fix:   localllm run {model} -p x --weights bf16 --dtype bf16" in result.err
 
 
-def test_a_model_that_computes_nan_ends_json_with_an_error_that_names_the_block(model: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "broken")
-    weights = load_file(tmp_path / "broken" / "model.safetensors")
+def damaged(model: Path, tmp_path: Path) -> Path:
+    """A copy with a block that computes NaN."""
+    folder = Path(shutil.copytree(model, tmp_path / "broken"))
+    weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][:] = float("nan")
-    save_file(weights, tmp_path / "broken" / "model.safetensors")
-    result = ask(tmp_path / "broken", "--json")
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_a_model_that_computes_nan_ends_json_with_an_error_that_names_the_block(model: Path, tmp_path: Path) -> None:
+    folder = damaged(model, tmp_path)
+    result = ask(folder, "--json")
     assert (result.code, result.json["finish_reason"], result.json["text"]) == (1, "error", "")
     assert "layers.1.mlp" in result.json["error"]["what"]
-    exact = ask(tmp_path / "broken", "--json", "--dtype", "fp32").json
-    assert exact["error"]["fix"] == f"copy the model's files into {tmp_path / 'broken'} anew"
+    exact = ask(folder, "--json", "--dtype", "fp32").json
+    assert exact["error"]["fix"] == f"copy the model's files into {folder} anew"
     assert "layers.1.mlp" in result.err
     assert result.err.rstrip().splitlines()[-2].endswith("--dtype fp32")
 
 
 def test_a_damaged_folder_of_the_users_is_not_to_be_fetched_anew(model: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(model, tmp_path / "broken")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.mlp.down_proj.weight"][:] = float("nan")
-    save_file(weights, folder / "model.safetensors")
+    folder = damaged(model, tmp_path)
     result = run_cli("quantize", folder)
     assert result.code == 1
     assert result.error_lines[2] == f"fix:   copy the model's files into {folder} anew"
@@ -296,5 +283,4 @@ def test_a_config_that_cannot_run_is_refused_before_torch_is_loaded(model: Path,
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, cwd=REPOSITORY
     )
-    assert done.stdout.split() == ["1", "False"]
-    assert "mamba" in done.stderr
+    assert done.stdout.split() == ["1", "False"] and "mamba" in done.stderr

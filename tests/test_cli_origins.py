@@ -81,8 +81,7 @@ def test_a_device_from_a_variable_is_mended_there(model: Path, monkeypatch: pyte
 def test_a_stored_context_that_is_too_small_is_mended_where_it_stands(home: Path, model: Path) -> None:
     path = store(home, "ctx = 4")
     result = run_cli("run", model, "-p", "the fox and the lantern once upon a time")
-    assert result.code == 5
-    assert f"the setting ctx is from {path}:2" in result.error_lines[1]
+    assert result.code == 5 and f"the setting ctx is from {path}:2" in result.error_lines[1]
     assert result.error_lines[2] == f"fix:   write `ctx = 512` into {path}:2"
 
 
@@ -103,8 +102,7 @@ def test_a_cap_on_the_gpu_that_was_typed_is_refused_where_there_is_none(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("LOCALLLM_RAM", "8GiB")
     result = ask(model, "--vram", "2GiB")
-    assert "LOCALLLM_RAM" not in result.err
-    assert result.code == 2
+    assert "LOCALLLM_RAM" not in result.err and result.code == 2
     fix = result.error_lines[2].removeprefix("fix:   localllm ")
     assert "--vram" not in fix and run_cli(*shlex.split(fix)).code == 0
     device = ask(model, "--vram", "2GiB", "--device", "cuda").error_lines[2]
@@ -118,6 +116,5 @@ def test_a_stored_number_that_is_none_names_its_place(
     variable = f"LOCALLLM_{setting.upper()}"
     monkeypatch.setenv(variable, amount)
     result = ask(model)
-    assert result.code == 2
-    assert variable in result.error_lines[0]
+    assert result.code == 2 and variable in result.error_lines[0]
     assert result.error_lines[2] == f"fix:   unset {variable}"

@@ -61,8 +61,7 @@ def test_clear_begins_with_an_empty_context(talk) -> None:
 
 def test_stop_says_what_is_too_much_and_what_would_help_in_the_chat(talk) -> None:
     result = talk(*QUESTIONS[:4])
-    assert result.code == 5
-    assert "the context 128" in result.error_lines[0]
+    assert result.code == 5 and "the context 128" in result.error_lines[0]
     assert "without the oldest of its 4 turns it would fit" in result.error_lines[1]
     fix = "/undo, /clear, /set overflow evict, /set overflow grow, or start again with --ctx 512"
     assert result.error_lines[2] == f"fix:   {fix}"
@@ -70,8 +69,7 @@ def test_stop_says_what_is_too_much_and_what_would_help_in_the_chat(talk) -> Non
 
 def test_the_policy_is_changed_while_a_chat_goes_on(talk) -> None:
     result = talk(*QUESTIONS[:4], "/set overflow evict", QUESTIONS[4], "/set overflow sideways")
-    assert len(evictions(result)) == 1
-    assert "one of stop, evict, grow" in result.err
+    assert len(evictions(result)) == 1 and "one of stop, evict, grow" in result.err
 
 
 def test_a_question_that_does_not_fit_alone_is_an_error_and_the_chat_goes_on(talk, tmp_path: Path) -> None:
@@ -131,9 +129,8 @@ def test_run_tells_of_a_context_that_grew(model: Path, tmp_path: Path, monkeypat
     """Before anything of the prompt that it grew for, however long that takes."""
     monkeypatch.setattr("localllm.engine.step._REPORT_S", -1.0)
     path = messages_file(tmp_path, 12)
-    lines = [
-        json.loads(line) for line in run(model, "--messages", path, "--jsonl", "--overflow", "grow").out.splitlines()
-    ]
+    result = run(model, "--messages", path, "--jsonl", "--overflow", "grow")
+    lines = [json.loads(line) for line in result.out.splitlines()]
     assert [line["type"] for line in lines][:3] == ["start", "context", "prefill"]
     assert (lines[1]["before"], lines[1]["limit"]) == (128, 512)
     for flags in ([], ["--no-stream"], ["--json"]):
@@ -151,13 +148,13 @@ def test_run_says_how_many_characters_are_too_many(model: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        (["-p", "x", "--raw", "--overflow", "evict"], "--raw and --overflow evict"),
-        (["-p", "x", "--show-prompt", "--overflow", "evict"], "--show-prompt and --overflow"),
-        (["--batch", "-", "--overflow", "grow"], "--batch and --overflow"),
+        ("-p x --raw --overflow evict", "--raw and --overflow evict"),
+        ("-p x --show-prompt --overflow evict", "--show-prompt and --overflow"),
+        ("--batch - --overflow grow", "--batch and --overflow"),
     ],
 )
-def test_a_policy_that_would_do_nothing_is_refused(model: Path, line: list[str], named: str) -> None:
-    result = run_cli("run", model, *line)
+def test_a_policy_that_would_do_nothing_is_refused(model: Path, line: str, named: str) -> None:
+    result = run_cli("run", model, *line.split())
     assert result.code == 2 and named in result.error_lines[0]
 
 

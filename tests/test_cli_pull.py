@@ -48,8 +48,7 @@ def test_a_pulled_model_is_listed_run_and_removed(run: Run) -> None:
     pulled = run("pull", NAME, "--json")
     assert pulled.returncode == 0, pulled.stderr
     answer = json.loads(pulled.stdout)
-    assert b"100% of" in pulled.stderr
-    assert b"\x1b" not in pulled.stderr
+    assert b"100% of" in pulled.stderr and b"\x1b" not in pulled.stderr
     listed = json.loads(run("list", "--json").stdout)["models"]
     assert [(row["state"], row["size_bytes"]) for row in listed if row["repo"] == NAME] == [
         ("installed", answer["size_bytes"])

@@ -25,9 +25,7 @@ def test_lines_end_between_words_and_within_the_columns() -> None:
 
 def test_a_word_waits_until_it_is_whole() -> None:
     wrap = WordWrap(lambda: 20)
-    assert wrap.feed("the fo") == "the"
-    assert wrap.feed("x ran") == " fox"
-    assert wrap.flush() == " ran"
+    assert wrap.feed("the fo") == "the" and wrap.feed("x ran") == " fox" and wrap.flush() == " ran"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import resource
@@ -11,10 +10,10 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from localllm.errors import DoesNotFitError, LocalLLMError
@@ -25,13 +24,13 @@ from localllm.models.families import load_config
 from localllm.models.layout import model_bytes
 from localllm.models.packed_file import needs_conversion
 from localllm.quant.recipe import recipe
+from tests.forks import ended, in_child, started
 from tests.packed_support import (
     FORMATS,
     WEIGHTS,
     assert_no_half_file,
     contents,
     dying_at,
-    in_child,
     inodes,
     killed_after,
     killed_and_taken_up,
@@ -39,34 +38,14 @@ from tests.packed_support import (
     pack,
     plan,
     read_all,
+    resized,
     small_checkpoint,
+    spoil,
 )
 from tests.patience import PATIENCE_S
-from tests.thinning import every_other
+from tests.thinning import every_other, thinned
 
 NUM_BLOCKS = 10
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack(checkpoint, tmp_path_factory.mktemp("packed") / WEIGHTS)
-
-
-@pytest.fixture(scope="module")
-def whole(made: Path) -> dict[str, bytes]:
-    """What every conversion must come to."""
-    return contents(made)
-
-
-@pytest.fixture
-def target(made: Path, tmp_path: Path) -> Path:
-    """A copy to be spoilt."""
-    return shutil.copytree(made, tmp_path / "packed")
 
 
 # What comes of it
@@ -79,43 +58,14 @@ def test_nothing_but_the_blocks_and_the_index_is_left(whole, checkpoint):
 
 
 @pytest.mark.parametrize("weights", every_other(FORMATS))
-def test_the_number_of_threads_does_not_change_a_byte(weights, tmp_path):
-    checkpoint = wide_checkpoint(tmp_path / "m")
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            pack(checkpoint, tmp_path / str(threads), weights)
-    finally:
-        torch.set_num_threads(before)
+def test_the_number_of_threads_does_not_change_a_byte(weights, tmp_path, threads):
+    """Of matrices that are large enough for torch to share them out among threads."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1040, "num_hidden_layers": 1, "head_dim": 128}
+    checkpoint = resized(tmp_path / "m", seed=1, **sizes)
+    for count in (1, 2, 3):
+        threads(count)
+        pack(checkpoint, tmp_path / str(count), weights)
     assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
-
-
-def wide_checkpoint(folder: Path) -> Path:
-    """Matrices that are large enough for torch to share them out among threads; in bf16, as most are."""
-    small_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"hidden_size": 512, "intermediate_size": 1040, "num_hidden_layers": 1, "head_dim": 128}
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(1)
-    layer = "model.layers.0"
-    shapes = {
-        "model.embed_tokens.weight": (272, 512),
-        f"{layer}.self_attn.q_proj.weight": (512, 512),
-        f"{layer}.self_attn.k_proj.weight": (256, 512),
-        f"{layer}.self_attn.v_proj.weight": (256, 512),
-        f"{layer}.self_attn.o_proj.weight": (512, 512),
-        f"{layer}.mlp.gate_proj.weight": (1040, 512),
-        f"{layer}.mlp.up_proj.weight": (1040, 512),
-        f"{layer}.mlp.down_proj.weight": (512, 1040),
-        f"{layer}.input_layernorm.weight": (512,),
-        f"{layer}.post_attention_layernorm.weight": (512,),
-        "model.norm.weight": (512,),
-        "lm_head.weight": (272, 512),
-    }
-    tensors = {name: (0.02 * torch.randn(shape, generator=generator)).bfloat16() for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 def test_progress_counts_every_matrix_up_to_all_packed_bytes(checkpoint, tmp_path):
@@ -154,10 +104,12 @@ def test_blocks_that_are_there_are_kept_and_the_rest_is_made(checkpoint, target,
 
 
 def test_a_finished_model_is_checked_and_left_alone(checkpoint, target, whole):
-    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()}
-    heard: list[int] = []
+    def stamps() -> dict[str, tuple[int, int]]:
+        return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()}
+
+    before, heard = stamps(), []
     pack(checkpoint, target, progress=lambda done, total: heard.append(total - done))
-    assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
+    assert stamps() == before
     assert heard[-1] == 0
 
 
@@ -168,13 +120,7 @@ def with_a_pipe(target: Path) -> None:
 
 
 def flipped_at(place: int) -> Callable[[Path], None]:
-    def spoil(target: Path) -> None:
-        path = target / "layers.1.attention.safetensors"
-        data = bytearray(path.read_bytes())
-        data[place] ^= 4
-        path.write_bytes(data)
-
-    return spoil
+    return lambda target: spoil(target / "layers.1.attention.safetensors", place)
 
 
 def with_index(content: bytes) -> Callable[[Path], object]:
@@ -185,9 +131,9 @@ SPOILT = [with_a_pipe, *map(flipped_at, (3, 100, 4095, 4096, 5000, -1))]
 SPOILT += map(with_index, (b"", b"{}", b"\xff", b"[" * 100_000, b'{"layout_version": 9}'))
 
 
-@pytest.mark.parametrize("spoil", SPOILT)
-def test_what_is_damaged_in_a_finished_model_is_made_anew(checkpoint, target, whole, spoil):
-    spoil(target)
+@pytest.mark.parametrize("damage", SPOILT)
+def test_what_is_damaged_in_a_finished_model_is_made_anew(checkpoint, target, whole, damage):
+    damage(target)
     pack(checkpoint, target)
     assert contents(target) == whole
 
@@ -228,19 +174,32 @@ def test_files_that_are_not_ours_are_left_alone(checkpoint, target):
 
 @pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 22, 37, 61, 99, 140, 180, 210])
 def test_death_at_any_call_to_the_disk_leaves_what_the_next_start_takes_up(call, checkpoint, tmp_path, whole):
-    assert killed_and_taken_up(
-        dying_at(call, lambda: pack(checkpoint, tmp_path / "p")), checkpoint, tmp_path / "p", whole
-    )
+    assert killed_and_taken_up(partial(dying_at, call), checkpoint, tmp_path / "p", whole)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.slow
+def test_death_at_every_call_to_the_disk_in_turn_leaves_what_the_next_start_takes_up(checkpoint, whole, tmp_path):
+    call = 1
+    while killed_and_taken_up(partial(dying_at, call), checkpoint, tmp_path / str(call), whole):
+        call += 1
+    assert call > 200
+
+
+@pytest.mark.parametrize("seed", thinned(range(50), lambda seed: seed < 10))
 def test_death_at_a_random_moment_leaves_what_the_next_start_takes_up(seed, checkpoint, tmp_path, whole):
     started = time.perf_counter()
     pack(checkpoint, tmp_path / "timed")
     seconds = random.Random(seed).uniform(0, time.perf_counter() - started)
-    killed_and_taken_up(
-        killed_after(seconds, lambda: pack(checkpoint, tmp_path / "p")), checkpoint, tmp_path / "p", whole
-    )
+    killed_and_taken_up(partial(killed_after, seconds), checkpoint, tmp_path / "p", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_conversion_that_is_killed_again_and_again_ends_with_the_same_bytes(seed, checkpoint, whole, tmp_path):
+    calls = random.Random(seed)
+    while in_child(dying_at(calls.randint(1, 120), lambda: pack(checkpoint, tmp_path))) < 0:
+        assert_no_half_file(checkpoint, tmp_path)
+    assert contents(tmp_path) == whole
 
 
 def test_what_a_dead_process_left_behind_is_collected(checkpoint, tmp_path, whole):
@@ -312,9 +271,7 @@ def test_a_disk_that_fills_up_is_an_error_with_numbers_and_what_was_finished_is_
         FullDisk(room, patch)
         pack(checkpoint, target)
     assert str(target) in caught.value.what
-    assert "No space left" in caught.value.why
-    assert "needed" in caught.value.why
-    assert "free" in caught.value.why
+    assert all(word in caught.value.why for word in ("No space left", "needed", "free"))
     assert_no_half_file(checkpoint, target)
     left = contents(target)
     assert left.items() <= whole.items()
@@ -354,8 +311,7 @@ def test_a_disk_that_fails_is_an_error_and_what_was_finished_is_kept(
     with monkeypatch.context() as patch, pytest.raises(LocalLLMError) as caught:
         patch.setattr(os, name, failing)
         pack(checkpoint, target)
-    assert str(target) in caught.value.what
-    assert "Input/output error" in caught.value.why
+    assert str(target) in caught.value.what and "Input/output error" in caught.value.why
     assert_no_half_file(checkpoint, target)
     assert not [entry for entry in contents(target) if entry.endswith(".tmp")]
     pack(checkpoint, target)
@@ -366,8 +322,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(checkpoi
     monkeypatch.setattr(convert_module, "free_bytes", lambda _: 1 << 20)
     with pytest.raises(DoesNotFitError) as caught:
         pack(checkpoint, tmp_path / "p")
-    assert "1.2 MiB more are needed" in caught.value.why
-    assert "1.0 MiB are free" in caught.value.why
+    assert "1.2 MiB more are needed" in caught.value.why and "1.0 MiB are free" in caught.value.why
     assert contents(tmp_path / "p") == {}
 
 
@@ -426,18 +381,8 @@ def test_of_two_processes_one_converts_and_the_other_waits(checkpoint, tmp_path,
         return real(file, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(convert_module, "write_block", logged)
-    children = []
-    for _ in range(3):
-        child = os.fork()
-        if child == 0:
-            torch.set_num_threads(1)
-            try:
-                pack(checkpoint, target)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    children = [started(lambda: pack(checkpoint, target)) for _ in range(3)]
+    assert list(map(ended, children)) == [0, 0, 0]
     assert contents(target) == whole
     assert len(log.read_text().split()) == NUM_BLOCKS
 

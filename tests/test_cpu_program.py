@@ -19,7 +19,6 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.errors import NonFiniteError
 from localllm.kernels import cpu_isa, cpu_linear
-from localllm.kernels.cpu_isa import Isa
 from localllm.models.cpu_program import CpuProgram
 from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
@@ -30,15 +29,13 @@ from tests.thinning import every_other, thinned
 pytestmark = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 
 BASE: dict[str, Any] = {
-    "vocab_size": 160,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-}
+    "vocab_size": 160, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024,
+}  # fmt: skip
+GEMMA2 = {
+    "model_type": "gemma2", "query_pre_attn_scalar": 32, "sliding_window": 16, "attn_logit_softcapping": 20.0,
+    "final_logit_softcapping": 10.0, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -46,14 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "num_attention_heads": 6, "hidden_size": 192, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3"},
     "phi3, partial rotary": {"model_type": "phi3", "partial_rotary_factor": 0.5, "head_dim": 64, "hidden_size": 256},
-    "gemma2": {
-        "model_type": "gemma2",
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 16,
-        "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 10.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
+    "gemma2": GEMMA2,
     "olmo2": {"model_type": "olmo2"},
     "a vocabulary that fills no tile": {"model_type": "llama", "vocab_size": 163},
     "one key head": {"model_type": "llama", "num_key_value_heads": 1},
@@ -85,7 +75,7 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("weights", ["int4", "int4-g32", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_native_step_computes_what_the_operators_compute(family: str, weights: str) -> None:
+def test_the_native_step_computes_what_the_operators_compute(family, weights):
     """The operators run in fp32 on INT8 activations too; the native step rounds keys and values to bf16, which turns
     some of the activations' roundings. A wrong sign, scale or offset anywhere makes an error as large as the logits."""
     native, plain = decoder(FAMILIES[family], weights), decoder(FAMILIES[family], weights, torch.float32)
@@ -97,7 +87,7 @@ def test_the_native_step_computes_what_the_operators_compute(family: str, weight
 
 
 @pytest.mark.parametrize(("family", "kv_format"), every_other(itertools.product(FAMILIES, KV_FORMATS)))
-def test_chunks_of_any_size_give_the_same_bits(family: str, kv_format: str) -> None:
+def test_chunks_of_any_size_give_the_same_bits(family, kv_format):
     runner = ModelRunner(decoder(FAMILIES[family], "int4"))
     tokens = ids(200)
     whole = run(runner, tokens, [200], kv_format)
@@ -113,9 +103,7 @@ def test_chunks_of_any_size_give_the_same_bits(family: str, kv_format: str) -> N
     ),
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_that_goes_through_each_block_in_parts_gives_the_same_bits(
-    family: str, dtype: torch.dtype, kv_format: str
-) -> None:
+def test_a_prompt_that_goes_through_each_block_in_parts_gives_the_same_bits(family, dtype, kv_format):
     model = decoder(FAMILIES[family], "int4", dtype)
     tokens = ids(200)
     whole = run(ModelRunner(model, batch_rows=9), tokens, [200], kv_format)
@@ -124,7 +112,7 @@ def test_a_prompt_that_goes_through_each_block_in_parts_gives_the_same_bits(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3, partial rotary"])
 @pytest.mark.parametrize("isa", cpu_isa.host_isas()[1:], ids=lambda isa: isa.name)
-def test_every_instruction_set_gives_the_same_bits(family: str, isa: Isa) -> None:
+def test_every_instruction_set_gives_the_same_bits(family, isa):
     best, forced = (ModelRunner(decoder(FAMILIES[family], "int4")) for _ in range(2))
     forced.cpu_program = CpuProgram(forced.model, isa)
     tokens = ids(60)
@@ -132,7 +120,7 @@ def test_every_instruction_set_gives_the_same_bits(family: str, isa: Isa) -> Non
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
-def test_a_batch_gives_each_sequence_the_bits_that_it_has_alone(weights: str) -> None:
+def test_a_batch_gives_each_sequence_the_bits_that_it_has_alone(weights):
     runner = ModelRunner(decoder(FAMILIES["llama"], weights))
     prompts = [ids(length, seed) for seed, length in enumerate((3, 40, 17, 1, 9, 28, 5, 2, 11, 64, 30, 6, 7))]
     alone = [run(runner, prompt, [len(prompt) - 1, len(prompt)] if len(prompt) > 1 else [1])[-1] for prompt in prompts]
@@ -148,14 +136,14 @@ def test_a_batch_gives_each_sequence_the_bits_that_it_has_alone(weights: str) ->
             kv.trim(kv.length - 1)
 
 
-def test_a_prompt_is_computed_alike_after_a_batch_of_as_many_rows() -> None:
+def test_a_prompt_is_computed_alike_after_a_batch_of_as_many_rows():
     runner = ModelRunner(decoder(FAMILIES["llama"], "int4"))
     expected = run(ModelRunner(runner.model), ids(7), [7])
     runner.forward([Chunk(ids(1, seed), new_kv(runner.model), 1) for seed in range(7)], all_logits=True)
     assert torch.equal(run(runner, ids(7), [7]), expected)
 
 
-def test_a_forward_that_grows_leaves_earlier_logits_alone() -> None:
+def test_a_forward_that_grows_leaves_earlier_logits_alone():
     runner = ModelRunner(decoder(FAMILIES["qwen2"], "int4"))
     first = run(runner, ids(5), [5])
     kept = first.clone()
@@ -163,7 +151,7 @@ def test_a_forward_that_grows_leaves_earlier_logits_alone() -> None:
     assert torch.equal(first, kept) and torch.equal(run(runner, ids(5), [5]), kept)
 
 
-def test_a_nan_is_named_by_its_block_and_leaves_the_next_request_alone() -> None:
+def test_a_nan_is_named_by_its_block_and_leaves_the_next_request_alone():
     model = decoder(FAMILIES["llama"], "int4")
     runner = ModelRunner(model)
     expected = run(runner, ids(6), [6])
@@ -189,7 +177,7 @@ def test_a_nan_is_named_by_its_block_and_leaves_the_next_request_alone() -> None
     ],
     ids=str,
 )
-def test_sizes_that_fill_no_whole_tiles_take_the_operators(description: dict[str, Any]) -> None:
+def test_sizes_that_fill_no_whole_tiles_take_the_operators(description):
     model = decoder(description, "int4")
     assert not CpuProgram.supports(model)
     runner = ModelRunner(model)
@@ -199,6 +187,6 @@ def test_sizes_that_fill_no_whole_tiles_take_the_operators(description: dict[str
     assert float((logits - plain).square().mean().sqrt()) < 0.05 * float(plain.std())
 
 
-def test_other_formats_and_devices_take_the_operators() -> None:
+def test_other_formats_and_devices_take_the_operators():
     assert not CpuProgram.supports(decoder(FAMILIES["llama"], "bf16"))
     assert not CpuProgram.supports(dataclasses.replace(decoder(FAMILIES["llama"], "int8"), device=torch.device("meta")))

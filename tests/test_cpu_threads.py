@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,7 @@ from tests.patience import PATIENCE_S
 needs_kernels = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def test_on_a_cpu_that_has_what_they_need_the_kernels_compile() -> None:
+def test_on_a_cpu_that_has_what_they_need_the_kernels_compile():
     """Other tests are skipped where they do not: here that is a failure."""
     cpu = Path("/proc/cpuinfo")
     has = set(cpu.read_text().split()) if cpu.exists() else set()
@@ -38,7 +30,7 @@ def test_on_a_cpu_that_has_what_they_need_the_kernels_compile() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 33, 100])
-def test_balanced_work_is_done_once_each_by_any_number_of_threads(threads: Callable[[int], None], count: int) -> None:
+def test_balanced_work_is_done_once_each_by_any_number_of_threads(threads, count):
     k = Kernel("count", "y | count")
     with k.balanced(k.arg.count) as i:
         place = k.arg.y.at(i * 4)
@@ -51,7 +43,7 @@ def test_balanced_work_is_done_once_each_by_any_number_of_threads(threads: Calla
         assert y.tolist() == [1] * count + [0] * 4
 
 
-def test_where_llvm_refuses_the_kernels_torch_multiplies(tmp_path: Path) -> None:
+def test_where_llvm_refuses_the_kernels_torch_multiplies(tmp_path):
     program = (
         "import torch; from localllm.kernels import cpu_jit; from localllm.quant.int4 import Int4\n"
         "def refuse(*_): raise RuntimeError('no such instruction')\n"
@@ -72,8 +64,6 @@ def test_where_llvm_refuses_the_kernels_torch_multiplies(tmp_path: Path) -> None
         ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
     ],
 )
-def test_waiting_threads_leave_the_cores_to_other_programs_unless_the_user_has_said_how(
-    environ: dict[str, str], expected: dict[str, str]
-) -> None:
+def test_waiting_threads_leave_the_cores_to_other_programs_unless_the_user_has_said_how(environ, expected):
     share_cores(environ)
     assert environ == expected

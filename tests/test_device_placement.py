@@ -7,6 +7,7 @@ played here: each does its work in order, and which one goes on is drawn, as far
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ from localllm.errors import DoesNotFitError
 from localllm.hub import locate
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.models.capabilities import can_be_split
+from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 from localllm.models.load import DecoderParts
 from localllm.models.offloaded_model import OffloadedModel
@@ -213,16 +216,12 @@ def test_what_was_timed_is_forgotten_where_nobody_looks_at_the_clock(monkeypatch
 
 FAMILIES = ["llama", "qwen2", "gemma2", "olmo2", "tiny"]
 PROMPT = tuple(range(3, 45))
-
-
 OFTEN = {("llama", "fp32"), ("gemma2", "int8"), ("tiny", "int4-g32"), ("qwen2", "int4-g32")}
 MODELS = [
-    pytest.param(
-        (family, weights), marks=[pytest.mark.slow] * ((family, weights) not in OFTEN), id=f"{family}-{weights}"
-    )
-    for family in FAMILIES
-    for weights in ("fp32", "int4-g32", "int8")
+    pytest.param(model, marks=[pytest.mark.slow] * (model not in OFTEN), id="-".join(model))
+    for model in itertools.product(FAMILIES, ("fp32", "int4-g32", "int8"))
 ]
+Guessing = Callable[[Residency], Speculation]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -248,34 +247,39 @@ class Packed:
                 yield placed
 
     @property
-    def can_be_split(self) -> bool:
-        return can_be_split(load_config(self.checkpoint), RECIPES[self.weights])
+    def config(self) -> ModelConfig:
+        return load_config(self.checkpoint)
 
     def blocks(self, kinds: Callable[[int], str]) -> list[BlockPlacement]:
         """The kind of each block by its number; what a kind does not suit stays on the device."""
-        shape = model_shape(load_config(self.checkpoint), RECIPES[self.weights], "fp32", "it")
+        config, recipe = self.config, RECIPES[self.weights]
+        shape = model_shape(config, recipe, "fp32", "it")
         placed = [BlockPlacement(shape.embed.name, shape.embed.num_bytes, "ram", "cpu")]
-        is_tied = load_config(self.checkpoint).tie_word_embeddings
         for index, block in enumerate((*shape.blocks, shape.head)):
             kind = kinds(index)
-            if kind == "split" and not (block.name.endswith("mlp") and self.can_be_split):
+            if kind == "split" and not (block.name.endswith("mlp") and can_be_split(config, recipe)):
                 kind = "resident"
-            tier, computed_by = KINDS["computed" if block.name == "head" and is_tied else kind]
+            tier, computed_by = KINDS["computed" if block.name == "head" and config.tie_word_embeddings else kind]
             device_bytes = block.num_bytes // 2 if kind == "split" else 0
             placed.append(BlockPlacement(block.name, block.num_bytes, tier, computed_by, device_bytes))
         return placed
 
+    def engine(self, placed: OffloadedModel) -> Engine:
+        return Engine(placed.decode_model, Tokenizer.load(self.checkpoint), ctx=128, placed=placed)
 
-def text(
-    placed: OffloadedModel,
-    checkpoint: Path,
-    max_tokens: int = 12,
-    guessing: Callable[[Residency], Speculation] | None = None,
-) -> list[int]:
-    engine = Engine(placed.decode_model, Tokenizer.load(checkpoint), ctx=128, placed=placed)
-    if guessing is not None:
-        engine.speculation = guessing(engine.residency)
-    events = list(engine.generate(PROMPT, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)))
+    def text(self, placed: OffloadedModel, max_tokens: int = 12, guessing: Guessing | None = None) -> list[int]:
+        engine = self.engine(placed)
+        if guessing is not None:
+            engine.speculation = guessing(engine.residency)
+        return tokens(engine, max_tokens)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+def tokens(engine: Engine, max_tokens: int) -> list[int]:
+    events = list(engine.generate(PROMPT, greedy(max_tokens)))
     assert isinstance(events[-1], FinishedEvent) and events[-1].error is None
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
 
@@ -289,12 +293,12 @@ def mixed(seed: int) -> Callable[[int], str]:
 def test_the_text_is_the_same_wherever_blocks_are(packed: Packed, kind: str) -> None:
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), 8)
-        expected = text(placed, packed.checkpoint)
+        expected = packed.text(placed)
         for seed in range(4 if kind == "mixed" else 1):
             kinds = mixed(seed) if kind == "mixed" else lambda _index: kind
             for many_rows in (NEVER, 8):
                 placed.place(packed.blocks(kinds), many_rows)
-                assert text(placed, packed.checkpoint) == expected
+                assert packed.text(placed) == expected
 
 
 @pytest.mark.parametrize("who", every_other(["skip", "an oracle"]))
@@ -302,20 +306,19 @@ def test_guesses_change_no_text_wherever_blocks_are(packed: Packed, who: str) ->
     """Verified by whoever computes few rows and by whoever computes many; made without what is slow to come by."""
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), NEVER)
-        expected = text(placed, packed.checkpoint, max_tokens=24)
-        vocab_size = load_config(packed.checkpoint).vocab_size
+        expected = packed.text(placed, max_tokens=24)
 
         def guessing(residency: Residency) -> Speculation:
             if who == "skip":
                 return Speculation(residency, None, [SkipDrafter(lambda: residency.runner)], 4, adapts=False)
-            oracle = Oracle({PROMPT: (*PROMPT, *expected)}, 0.8, vocab_size)
+            oracle = Oracle({PROMPT: (*PROMPT, *expected)}, 0.8, packed.config.vocab_size)
             return Speculation(residency, oracle, (), 4, adapts=False)
 
         everywhere = [mixed(seed) for seed in range(3)] if who == "skip" else []
         for kinds in (lambda _index: "streamed", lambda _index: "computed", lambda _index: "split", *everywhere):
             for many_rows in (NEVER, 4):
                 placed.place(packed.blocks(kinds), many_rows)
-                assert text(placed, packed.checkpoint, 24, guessing) == expected
+                assert packed.text(placed, 24, guessing) == expected
 
 
 def test_what_is_released_is_held_by_nobody(packed: Packed) -> None:
@@ -323,7 +326,7 @@ def test_what_is_released_is_held_by_nobody(packed: Packed) -> None:
     with packed.opened() as placed:
         for many_rows in (NEVER, 1):
             placed.place(packed.blocks(lambda index: "streamed" if index % 2 else "computed"), many_rows)
-            text(placed, packed.checkpoint)
+            packed.text(placed)
             streams = [weakref.ref(decoder.stream) for decoder in (placed.decode_model, placed.prefill_model)]
             placed.release()
             gc.collect()
@@ -349,9 +352,8 @@ def test_only_memory_that_is_copied_from_and_still_there_is_registered(
     packed: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Registered] = []
-    monkeypatch.setattr(
-        "localllm.models.offloaded_model.Pinning", lambda device: made.append(Registered(device)) or made[0]
-    )
+    pinning = "localllm.models.offloaded_model.Pinning"
+    monkeypatch.setattr(pinning, lambda device: made.append(Registered(device)) or made[0])
     with packed.opened() as placed:
         for kinds in ("streamed", "disk", "computed", "disk-computed", "streamed"):
             blocks = packed.blocks(lambda _index, kinds=kinds: kinds)  # type: ignore[misc]
@@ -366,13 +368,11 @@ def test_only_memory_that_is_copied_from_and_still_there_is_registered(
 
 def test_blocks_are_moved_while_an_answer_is_written(packed: Packed) -> None:
     """Every few tokens to other places, keys and values with them."""
-    greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), 8)
-        expected = text(placed, packed.checkpoint, max_tokens=24)
-        engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
-        answer = []
-        for event in engine.generate(PROMPT, greedy):
+        expected = packed.text(placed, max_tokens=24)
+        engine, answer = packed.engine(placed), []
+        for event in engine.generate(PROMPT, greedy(24)):
             if isinstance(event, TokenEvent):
                 answer.append(event.token_id)
                 if len(answer) % 4 == 0:
@@ -408,44 +408,34 @@ def test_where_memory_is_taken_away_blocks_go_down_until_a_forward_comes_through
         start = packed.blocks(lambda index: "resident" if index % 4 < 2 else "computed")
         for failures in (0, 1, 3, 4, 5, 40):
             placed.place(start, 8)
-            engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
-            left_to_fail = failures
-            greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-            finished = [event for event in engine.generate(PROMPT, greedy) if isinstance(event, FinishedEvent)][-1]
+            engine, left_to_fail = packed.engine(placed), failures
+            *_, finished = engine.generate(PROMPT, greedy(8))
+            assert isinstance(finished, FinishedEvent)
             if failures == 0:
                 expected = finished.text
             if failures == 40:
                 assert isinstance(finished.error, DoesNotFitError)
                 left_to_fail = 0
-                events = list(engine.generate(PROMPT, greedy))
-                assert isinstance(events[-1], FinishedEvent) and events[-1].error is None
+                tokens(engine, 8)
             else:
                 assert finished.error is None and finished.text == expected
             assert (list(placed.blocks) != start) == (failures > 3)
     assert min(rows) == MAX_ROWS
 
 
-def test_a_model_that_lost_its_place_comes_back_when_there_is_memory(
-    packed: Packed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_lost_its_place_comes_back_when_there_is_memory(packed: Packed) -> None:
     """Every request ends in the one error until then, and the engine lives on."""
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), 8)
-        engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=128, placed=placed)
-        greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        expected = [event.text for event in engine.generate(PROMPT, greedy) if isinstance(event, TokenEvent)]
-        with monkeypatch.context() as patch:
-
-            def full(*_arguments: Any) -> None:
-                raise MemoryError("none left")
-
-            patch.setattr(OffloadedModel, "place", full)
+        engine = packed.engine(placed)
+        expected = tokens(engine, 4)
+        with mock.patch.object(OffloadedModel, "place", side_effect=MemoryError("none left")):
             with pytest.raises(DoesNotFitError):
                 engine.move(packed.blocks(lambda _index: "streamed"))
             for _ in range(2):
-                finished = list(engine.generate(PROMPT, greedy))[-1]
+                *_, finished = engine.generate(PROMPT, greedy(4))
                 assert isinstance(finished, FinishedEvent) and isinstance(finished.error, DoesNotFitError)
-        assert [event.text for event in engine.generate(PROMPT, greedy) if isinstance(event, TokenEvent)] == expected
+        assert tokens(engine, 4) == expected
 
 
 @pytest.mark.parametrize(("error", "tier"), [(torch.OutOfMemoryError("none"), "vram"), (MemoryError("none"), "ram")])
@@ -454,18 +444,14 @@ def test_everything_that_a_memory_has_of_a_model_can_be_given_up(
 ) -> None:
     """Split blocks, the head and the embedding too; but an embedding that is the head's matrix stays in memory."""
     right = ModelRunner.forward
-    is_tied = load_config(packed.checkpoint).tie_word_embeddings
+    tied = ("embed", "head") if packed.config.tie_word_embeddings else ()
     kinds = ("resident", "split") if tier == "vram" else ("computed", "split")
     start = packed.blocks(lambda index: kinds[index % 2])
-    if is_tied and tier == "vram":  # as a plan has it
-        start = [
-            replace(block, tier="vram", exec="gpu") if block.name in ("embed", "head") else block for block in start
-        ]
+    if tier == "vram":  # as a plan has it
+        start = [replace(block, tier="vram", exec="gpu") if block.name in tied else block for block in start]
 
     def has_some(block: BlockPlacement) -> bool:
-        if tier == "ram" and is_tied and block.name in ("embed", "head"):
-            return False
-        return block.tier == tier or block.exec == "split"
+        return (block.tier == tier or block.exec == "split") and not (tier == "ram" and block.name in tied)
 
     def forward(runner: ModelRunner, *arguments: Any, **named: Any) -> Tensor:
         if any(map(has_some, placed.blocks)):
@@ -475,7 +461,6 @@ def test_everything_that_a_memory_has_of_a_model_can_be_given_up(
     with packed.opened() as placed:
         placed.place(start, 8)
         assert any(map(has_some, placed.blocks))
-        expected = text(placed, packed.checkpoint)
+        expected = packed.text(placed)
         monkeypatch.setattr(ModelRunner, "forward", forward)
-        assert text(placed, packed.checkpoint) == expected
-        assert not any(map(has_some, placed.blocks))
+        assert packed.text(placed) == expected and not any(map(has_some, placed.blocks))

@@ -15,15 +15,8 @@ from localllm.offload.measuring.device_rates import context_bytes
 from localllm.offload.measuring.measurement import device_measured
 from localllm.offload.planner import profile as profile_module
 from localllm.offload.planner.nvml import Gpu, gpus
-from localllm.offload.planner.profile import (
-    UNKNOWN_CONTEXT_BYTES,
-    DeviceRates,
-    FormatRates,
-    Profile,
-    keep,
-    kept_profile,
-    machine_key,
-)
+from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES as UNKNOWN
+from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile, keep, kept_profile, machine_key
 from localllm.quant.recipe import RECIPES
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 
@@ -55,8 +48,7 @@ def test_every_figure_of_a_device_is_measured_kept_and_read_back() -> None:
     assert (context, rates.pop("workspace_bytes")) == (0, 0)  # of a CPU, which has no memory of its own to count
     assert rates.pop("spread") >= 0
     assert all(value > 0 for value in (*figures.values(), *rates.values())), profile
-    assert kept_profile() == profile
-    assert measured(profile) == (profile, [])
+    assert kept_profile() == profile and measured(profile) == (profile, [])
 
 
 def test_a_new_format_measures_itself_alone_and_the_cpus_figures_stay() -> None:
@@ -153,9 +145,7 @@ def test_a_context_is_what_this_process_holds_beside_its_tensors(monkeypatch: py
     assert context_bytes(now, None, 3 * GIB - 300 * MIB) == 300 * MIB
 
 
-def test_where_the_process_is_unknown_a_context_is_what_came_to_be_used_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_no_process_is_told_a_context_is_what_came_to_be_used_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = card(monkeypatch, used=2 * GIB).free_bytes
     now = card(monkeypatch, used=2 * GIB + 700 * MIB)
     assert context_bytes(now, before, 256 * MIB) == 444 * MIB
@@ -165,8 +155,8 @@ def test_where_the_process_is_unknown_a_context_is_what_came_to_be_used_with_it(
 def test_what_cannot_be_a_context_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch, used_meanwhile: int) -> None:
     before = card(monkeypatch, used=10 * GIB).free_bytes
     now = card(monkeypatch, used=10 * GIB + used_meanwhile)
-    assert context_bytes(now, before, 0) == UNKNOWN_CONTEXT_BYTES
+    assert context_bytes(now, before, 0) == UNKNOWN
 
 
 def test_where_nothing_is_told_a_context_is_of_the_usual_size() -> None:
-    assert context_bytes(None, None, 0) == UNKNOWN_CONTEXT_BYTES
+    assert context_bytes(None, None, 0) == UNKNOWN

@@ -14,12 +14,15 @@ from localllm.errors import CheckpointError
 from localllm.models.layout import EMBED, BlockLayout, block_layouts
 from localllm.models.packed import PackedModel
 from localllm.quant.recipe import recipe
-from tests.packed_support import FORMATS, open_packed, pack, small_checkpoint
+from tests.packed_support import FORMATS, open_packed, pack, spoil
+
+Model = tuple[Path, Path, str]  # its checkpoint, it packed, its format
 
 
 @pytest.fixture(scope="module", params=FORMATS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
-    checkpoint = small_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+def model(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, str]:
     return checkpoint, pack(checkpoint, tmp_path_factory.mktemp("packed") / "model", request.param), request.param
 
 
@@ -29,7 +32,7 @@ def embedding(packed: PackedModel) -> BlockLayout:
 
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_rows_are_those_of_the_matrix(model: tuple[Path, Path, str], data: st.DataObject) -> None:
+def test_rows_are_those_of_the_matrix(model: Model, data: st.DataObject) -> None:
     with open_packed(*model) as packed:
         layout = embedding(packed)
         (matrix,) = layout.matrices
@@ -41,18 +44,14 @@ def test_rows_are_those_of_the_matrix(model: tuple[Path, Path, str], data: st.Da
         stored.close()
 
 
-def test_a_file_that_is_written_to_or_cut_is_refused_by_name(tmp_path: Path) -> None:
-    checkpoint = small_checkpoint(tmp_path / "checkpoint")
-    folder = pack(checkpoint, tmp_path / "model")
-    path = folder / "embed.safetensors"
-    with open_packed(checkpoint, folder) as packed:
+def test_a_file_that_is_written_to_or_cut_is_refused_by_name(checkpoint: Path, target: Path) -> None:
+    path = target / "embed.safetensors"
+    with open_packed(checkpoint, target) as packed:
         stored = packed.disk_embedding(embedding(packed))
         os.utime(path, ns=(1, 1))
         with pytest.raises(CheckpointError, match=r"embed\.safetensors was changed while it was in use"):
             stored.rows(torch.tensor([3]))
-        content = bytearray(path.read_bytes())
-        content[-5000] ^= 1
-        path.write_bytes(content)
+        spoil(path, -5000)
         with pytest.raises(CheckpointError, match=r"embed\.safetensors is damaged") as caught:
             packed.disk_embedding(embedding(packed))
         assert caught.value.fix.startswith("localllm quantize")

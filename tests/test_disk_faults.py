@@ -105,8 +105,8 @@ class Disk:
 @pytest.mark.usefixtures("nothing_mapped")
 @pytest.mark.parametrize("kind", every_other(KINDS))
 def test_a_disk_that_vanishes_ends_the_answer_with_its_file_and_the_engine_goes_on_when_it_is_back(
-    kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, directory, monkeypatch
+):
     with streaming(kind, directory) as engine:
         expected = tokens(engine)
         disk, seen = Disk(monkeypatch), []
@@ -127,9 +127,7 @@ def test_a_disk_that_vanishes_ends_the_answer_with_its_file_and_the_engine_goes_
 
 @pytest.mark.usefixtures("nothing_mapped")
 @pytest.mark.parametrize("kind", ["device", pytest.param("host", marks=pytest.mark.slow)])
-def test_a_disk_that_gives_nothing_any_more_ends_the_answer_and_a_slow_one_does_not(
-    kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_gives_nothing_any_more_ends_the_answer_and_a_slow_one_does_not(kind, directory, monkeypatch):
     monkeypatch.setattr(disk_stream, "STALLED_S", 3.0)  # a busy disk may pause for two seconds
     with streaming(kind, directory) as engine:
         expected = tokens(engine)
@@ -146,9 +144,7 @@ def test_a_disk_that_gives_nothing_any_more_ends_the_answer_and_a_slow_one_does_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_block_files_that_are_cut_under_a_running_engine_end_the_answer_with_their_name(
-    kind: str, directory: Path
-) -> None:
+def test_block_files_that_are_cut_under_a_running_engine_end_the_answer_with_their_name(kind, directory):
     with streaming(kind, directory) as engine:
         tokens(engine)
         names = engine.model.stream.names
@@ -161,7 +157,7 @@ def test_block_files_that_are_cut_under_a_running_engine_end_the_answer_with_the
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_file_that_is_replaced_under_a_running_engine_changes_no_answer(kind: str, directory: Path) -> None:
+def test_a_block_file_that_is_replaced_under_a_running_engine_changes_no_answer(kind, directory):
     with streaming(kind, directory) as engine:
         expected = tokens(engine)
         names = engine.model.stream.names
@@ -175,22 +171,10 @@ def test_a_block_file_that_is_replaced_under_a_running_engine_changes_no_answer(
 
 
 @pytest.mark.usefixtures("nothing_mapped")
-def test_the_command_line_keeps_the_text_and_names_the_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_keeps_the_text_and_names_the_file(directory, monkeypatch):
     least = least_bytes(directory)
     monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(least, 0, least))
-    flags = (
-        "-p",
-        "A fox",
-        "--raw",
-        "--weights",
-        "int4-g32",
-        "--ctx",
-        "128",
-        "--max-tokens",
-        "20",
-        "--temperature",
-        "0",
-    )
+    flags = ["-p", "fox", "--raw", "--weights", "int4-g32", "--ctx", "128", "--max-tokens", "20", "--temperature", "0"]
     disk = Disk(monkeypatch)
     whole = run_cli("run", str(directory), *flags, "--jsonl")
     assert whole.code == 0 and disk.reads > 20
@@ -201,7 +185,7 @@ def test_the_command_line_keeps_the_text_and_names_the_file(directory: Path, mon
     assert "Traceback" not in result.err
 
 
-def test_a_disk_that_is_full_while_a_model_is_packed_to_be_streamed_is_exit_code_four(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_while_a_model_is_packed_to_be_streamed_is_exit_code_four(tmp_path):
     directory = small_checkpoint(tmp_path / "model", "llama")
 
     def small_disk() -> None:
@@ -209,14 +193,8 @@ def test_a_disk_that_is_full_while_a_model_is_packed_to_be_streamed_is_exit_code
 
     command = [sys.executable, "-m", "localllm", "run", str(directory), "-p", "A fox", "--weights", "int4-g32", "--raw"]
     environ = {**os.environ, "LOCALLLM_CACHE": str(tmp_path / "cache"), "LOCALLLM_HOME": str(tmp_path / "home")}
-    done = subprocess.run(
-        [*command, "--ram", "2GiB"],
-        env=environ,
-        preexec_fn=small_disk,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    bounds = {"preexec_fn": small_disk, "timeout": PATIENCE_S, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "--ram", "2GiB"], env=environ, **bounds)
     assert (done.returncode, done.stdout) == (4, "")
     assert "does not fit" in done.stderr and "are free" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.rglob("*.tmp"))

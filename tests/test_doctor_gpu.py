@@ -28,23 +28,10 @@ from localllm.offload.planner.nvml import Gpu, gpus
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 
 CUDA_13 = TorchBuild("2.13.0", (13, 0), 1, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"), 8)
-CARD = Gpu(
-    index=0,
-    name="NVIDIA GeForce RTX 4090",
-    uuid="GPU-0a1b",
-    total_bytes=24 * GIB,
-    free_bytes=23 * GIB,
-    own_bytes=0,
-    used_by_others_bytes=GIB // 2,
-    compute_capability=(8, 9),
-    driver_version="580.65.06",
-    driver_cuda=(13, 0),
-    pcie_generation=4,
-    pcie_generation_max=4,
-    pcie_width=16,
-    pcie_width_max=16,
-    drives_display=False,
-)
+MEMORY = {"total_bytes": 24 * GIB, "free_bytes": 23 * GIB, "own_bytes": 0, "used_by_others_bytes": GIB // 2}
+DRIVER = {"compute_capability": (8, 9), "driver_version": "580.65.06", "driver_cuda": (13, 0)}
+LINK = {"pcie_generation": 4, "pcie_generation_max": 4, "pcie_width": 16, "pcie_width_max": 16}
+CARD = Gpu(0, "NVIDIA GeForce RTX 4090", "GPU-0a1b", **MEMORY, **DRIVER, **LINK, drives_display=False)  # type: ignore[arg-type]
 
 
 def card(**changes: Any) -> Gpu:
@@ -89,20 +76,17 @@ def test_this_machines_torch_describes_itself() -> None:
 
 def test_a_torch_that_cannot_be_imported_is_described_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert torch_build().version == ""
-    assert "torch" in torch_build().error
+    assert torch_build().version == "" and "torch" in torch_build().error
 
 
 # The driver and torch
 
 
 @pytest.mark.parametrize(
-    ("driver_cuda", "torch_cuda"),
-    [((13, 0), (13, 0)), ((13, 2), (12, 6)), ((12, 4), (12, 8)), (None, (13, 0))],
-    ids=str,
+    ("driver", "torch"), [((13, 0), (13, 0)), ((13, 2), (12, 6)), ((12, 4), (12, 8)), (None, (13, 0))], ids=str
 )
-def test_a_driver_serves_its_own_cuda_and_older_ones(driver_cuda: tuple[int, int], torch_cuda: tuple[int, int]) -> None:
-    assert check_driver((card(driver_cuda=driver_cuda),), build(cuda=torch_cuda)).status == "ok"
+def test_a_driver_serves_its_own_cuda_and_older_ones(driver: tuple[int, int], torch: tuple[int, int]) -> None:
+    assert check_driver((card(driver_cuda=driver),), build(cuda=torch)).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -115,18 +99,14 @@ def test_a_driver_serves_its_own_cuda_and_older_ones(driver_cuda: tuple[int, int
     ],
 )
 @pytest.mark.usefixtures("only_apt")
-def test_a_driver_older_than_torchs_cuda_is_named_with_the_build_that_it_serves(
-    changes: dict[str, Any], index: str
-) -> None:
+def test_a_driver_older_than_torchs_cuda_is_named_with_the_build_that_it_serves(changes: dict, index: str) -> None:
     finding = check_driver((card(**changes),), build())
-    assert (finding.status, "too old for torch's CUDA 13.0" in finding.detail) == ("fail", True)
-    assert index in finding.fix
+    assert finding.status == "fail" and "too old for torch's CUDA 13.0" in finding.detail and index in finding.fix
 
 
 def test_a_cpu_build_beside_a_card_fails_with_the_build_that_the_card_runs() -> None:
     finding = check_driver((CARD,), TorchBuild("2.13.0+cpu", threads=8))
-    assert (finding.status, "CPU build" in finding.detail) == ("fail", True)
-    assert finding.fix.endswith("whl/cu130")
+    assert finding.status == "fail" and "CPU build" in finding.detail and finding.fix.endswith("whl/cu130")
 
 
 def test_a_missing_torch_beside_a_card_fails() -> None:
@@ -204,6 +184,9 @@ def installed(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
+NO_HEADER = "probe.c:2:10: fatal error: Python.h: No such file or directory"
+
+
 def never(_capability: int) -> str:
     raise AssertionError("compiled for no card")
 
@@ -227,10 +210,7 @@ def test_triton_is_tried_once_for_each_kind_of_card(monkeypatch: pytest.MonkeyPa
     ("says", "fix"),
     [
         ("RuntimeError: Failed to find C compiler.", "sudo apt-get install -y gcc"),
-        (
-            "probe.c:2:10: fatal error: Python.h: No such file or directory",
-            f"sudo apt-get install -y python3.{sys.version_info[1]}-dev",
-        ),
+        (NO_HEADER, f"sudo apt-get install -y python3.{sys.version_info[1]}-dev"),
         ("RuntimeError: PassManager::run failed", findings.TRITON),
     ],
 )
@@ -258,10 +238,10 @@ def test_a_kernel_compiles_in_a_process_of_its_own(capability: int, monkeypatch:
 def test_the_probe_says_what_the_compiler_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     refusing = tmp_path / "cc"
-    refusing.write_text("#!/bin/sh\necho 'x.c:2:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n")
+    refusing.write_text(f"#!/bin/sh\necho '{NO_HEADER}' >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("CC", str(refusing))
-    assert probe_triton(89) == "x.c:2:10: fatal error: Python.h: No such file or directory"
+    assert probe_triton(89) == NO_HEADER
 
 
 def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,13 +267,13 @@ def loaded_driver(root: Path) -> None:
     file_of(root, "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX 580.65.06\nGCC version: 12\n")
 
 
+def given(root: Path) -> None:
+    file_of(root, "dev/nvidiactl")
+
+
 def test_cards_are_listed(tmp_path: Path) -> None:
     detail = check_gpu((CARD, card(name=None, total_bytes=None, compute_capability=None)), 2, tmp_path).detail
     assert detail == "NVIDIA GeForce RTX 4090 (24.0 GiB, sm_89); a card (of an unknown generation)"
-
-
-def given(root: Path) -> None:
-    file_of(root, "dev/nvidiactl")
 
 
 MISMATCH, NOT_FOUND = "RM has detected an NVML/RM version mismatch.", "NVML Shared Library Not Found"
@@ -302,9 +282,10 @@ MISMATCH, NOT_FOUND = "RM has detected an NVML/RM version mismatch.", "NVML Shar
 @pytest.mark.parametrize(
     ("signs", "refusal", "devices", "told"),
     [
-        ([partial(on_the_bus, vendor="0x1002")], NOT_FOUND, 0, "ok none; models run on the CPU"),
-        ([partial(on_the_bus, kind="0x040300")], NOT_FOUND, 0, "ok none; models run on the CPU"),
-        ([partial(on_the_bus, kind="")], NOT_FOUND, 0, "ok none; models run on the CPU"),
+        *(
+            ([partial(on_the_bus, **other)], NOT_FOUND, 0, "ok none; models run on the CPU")
+            for other in ({"vendor": "0x1002"}, {"kind": "0x040300"}, {"kind": ""})
+        ),
         ([on_the_bus], NOT_FOUND, 0, "warn .* sudo apt-get install -y nvidia-driver"),
         ([on_the_bus, loaded_driver], MISMATCH, 0, "warn .*version mismatch.* sudo reboot"),
         *(
@@ -340,15 +321,13 @@ def test_a_card_is_not_judged_without_nvidias_package(
 
 
 @pytest.mark.parametrize(
-    ("others", "display", "status"), [(GIB // 2, True, "ok"), (6 * GIB, False, "ok"), (7 * GIB, True, "warn")]
+    ("others", "held", "display", "status"),
+    [(GIB // 2, "512.0 MiB", True, "ok"), (6 * GIB, "6.0 GiB", False, "ok"), (7 * GIB, "7.0 GiB", True, "warn")],
 )
-def test_memory_that_others_hold_is_counted(others: int, display: bool, status: str) -> None:
+def test_memory_that_others_hold_is_counted(others: int, held: str, display: bool, status: str) -> None:
     finding = check_vram(card(used_by_others_bytes=others, drives_display=display, free_bytes=16 * GIB))
-    assert finding.status == status
-    assert f"16.0 GiB free of 24.0 GiB, {others / GIB:.1f} GiB held by other programs".replace(
-        "0.5 GiB", "512.0 MiB"
-    ) in (finding.detail)
-    assert ("and the display" in finding.detail) is display
+    assert (finding.status, "and the display" in finding.detail) == (status, display)
+    assert f"16.0 GiB free of 24.0 GiB, {held} held by other programs" in finding.detail
 
 
 def test_a_card_without_memory_of_its_own_is_well() -> None:
@@ -406,13 +385,11 @@ def test_a_copy_wakes_the_link_and_measures_it(full: bool, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "torch", FakeTorch(sleeping, full=full))
     (before,) = gpus()
     trial = try_link(before)
-    assert before.pcie_generation == 1
-    assert trial.error == ""
+    assert (before.pcie_generation, trial.error) == (1, "")
     if full:
         assert trial == LinkTrial()
     else:
-        assert trial.gbs is not None and trial.after is not None
-        assert (trial.gbs > 0, trial.after.pcie_generation) == (True, 4)
+        assert trial.gbs and trial.gbs > 0 and trial.after and trial.after.pcie_generation == 4
 
 
 def test_without_torch_no_link_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def expected(peer: Any, token_ids: list[int], pooling: Pooling) -> torch.Tensor:
 
 @pytest.mark.parametrize("length", [1, 32, 33, 90])
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_an_embedding_is_made_of_the_states_of_transformers(pair: Pair, pooling: Pooling, length: int) -> None:
+def test_an_embedding_is_made_of_the_states_of_transformers(pair, pooling, length):
     found = embedding(pair.engine, ids(length), pooling)
     assert found.embedding is not None
     vector = torch.tensor(found.embedding, dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_an_embedding_is_made_of_the_states_of_transformers(pair: Pair, pooling:
     assert found.usage.completion_tokens == 0
 
 
-def test_a_mean_needs_every_token_and_a_last_one_takes_what_is_known(pair: Pair) -> None:
+def test_a_mean_needs_every_token_and_a_last_one_takes_what_is_known(pair):
     embedding(pair.engine, ids(200), "mean")  # the pool grows with what is asked, and keeps what it then has room for
     first, again = (embedding(pair.engine, ids(90), "mean") for _ in range(2))
     last = embedding(pair.engine, ids(90), "last")
@@ -76,9 +76,7 @@ def test_a_mean_needs_every_token_and_a_last_one_takes_what_is_known(pair: Pair)
 
 
 @pytest.mark.parametrize("length", [1, 33])
-def test_what_a_gpu_would_draw_a_token_for_is_embedded_all_the_same(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
+def test_what_a_gpu_would_draw_a_token_for_is_embedded_all_the_same(pair, monkeypatch, length):
     def draw(*_: Any, **__: Any) -> Any:
         raise AssertionError("there is no token to be drawn")
 
@@ -87,7 +85,7 @@ def test_what_a_gpu_would_draw_a_token_for_is_embedded_all_the_same(
     assert embedding(pair.engine, ids(length), "mean").embedding is not None
 
 
-def test_an_embedding_that_is_no_number_is_an_error(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedding_that_is_no_number_is_an_error(pair, monkeypatch):
     plain = Pooler.take
     monkeypatch.setattr(Pooler, "take", lambda self, states, position: plain(self, states * torch.nan, position))
     pair.engine.submit(Request(tuple(ids(5)), SamplingParams(max_tokens=1), pooling="mean"))
@@ -95,7 +93,7 @@ def test_an_embedding_that_is_no_number_is_an_error(pair: Pair, monkeypatch: pyt
     assert isinstance(last, FinishedEvent) and isinstance(last.error, NonFiniteError)
 
 
-def test_an_embedding_beside_answers_is_the_same(pair: Pair) -> None:
+def test_an_embedding_beside_answers_is_the_same(pair):
     alone = embedding(pair.engine, ids(70), "mean").embedding
     answer = pair.engine.submit(Request(tuple(ids(40)), SamplingParams(max_tokens=20)))
     pair.engine.submit(Request(tuple(ids(70)), SamplingParams(max_tokens=1), pooling="mean"))
@@ -106,13 +104,13 @@ def test_an_embedding_beside_answers_is_the_same(pair: Pair) -> None:
     assert found[answer].embedding is None
 
 
-def test_a_prompt_may_fill_the_whole_context_and_no_more(pair: Pair) -> None:
+def test_a_prompt_may_fill_the_whole_context_and_no_more(pair):
     embedding(pair.engine, ids(pair.engine.ctx), "mean")
     with pytest.raises(ContextOverflowError):
         embedding(pair.engine, ids(pair.engine.ctx + 1), "mean")
 
 
-def test_an_embedding_that_is_given_up_leaves_nothing(pair: Pair) -> None:
+def test_an_embedding_that_is_given_up_leaves_nothing(pair):
     request_id = pair.engine.submit(Request(tuple(ids(90)), SamplingParams(max_tokens=1), pooling="mean"))
     pair.engine.step()
     pair.engine.abort(request_id)

@@ -6,11 +6,13 @@ import gc
 import json
 import subprocess
 import sys
-import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +38,7 @@ from tests.choices.support import steps
 from tests.patience import PATIENCE_S
 
 CTX = 128
+Give = Callable[[int], None]
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +61,8 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(text.encode())
 
 
-def run(engine: Engine, text: str = "once", **params: object) -> list[Event]:
-    return list(engine.generate(list(ids(text)), SamplingParams(**params)))  # type: ignore[arg-type]
+def run(engine: Engine, text: str = "once", params: SamplingParams | None = None, **wishes: object) -> list[Event]:
+    return list(engine.generate(list(ids(text)), params or SamplingParams(**wishes)))  # type: ignore[arg-type]
 
 
 def tokens(events: list[Event]) -> list[int]:
@@ -125,12 +128,9 @@ def test_a_long_forward_tells_how_far_the_prompt_is_and_ends_with_what_is_true(
     while engine.has_work:
         told += engine.step(told.append)
     prompts = [event for event in told if isinstance(event, PrefillEvent)]
-    counts = [event.done for event in prompts]
-    blocks = len(engine.model.blocks)
-    assert counts[: blocks - 1] == [32 * done // blocks for done in range(1, blocks)]
-    assert counts == sorted(counts)
-    assert counts[blocks - 1] == 32
-    assert (counts[-1], prompts[-1].total) == (40, 40)
+    counts, blocks = [event.done for event in prompts], len(engine.model.blocks)
+    assert counts[:blocks] == [32 * done // blocks for done in range(1, blocks + 1)]
+    assert counts == sorted(counts) and (counts[-1], prompts[-1].total) == (40, 40)
     assert not any(isinstance(event, PrefillEvent) for event in told[told.index(prompts[-1]) + 1 :])
 
 
@@ -138,8 +138,7 @@ def test_a_service_passes_on_how_far_a_prompt_is_before_its_forward_has_ended(
     service: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("localllm.engine.step._REPORT_S", 0.0)
-    events = list(service.submit(Request((1,) * 40, SamplingParams(max_tokens=1))))
-    first = events[0]
+    first, *_ = service.submit(Request((1,) * 40, SamplingParams(max_tokens=1)))
     assert isinstance(first, PrefillEvent) and 0 < first.done < 40
 
 
@@ -149,16 +148,14 @@ def test_an_end_of_sequence_token_stops_and_is_no_part_of_the_answer(engine: Eng
     cut = first.index(first[3])
     events = run(engine, max_tokens=8, temperature=0)
     assert tokens(events) == first[:cut]
-    assert last(events).finish_reason == "stop"
-    assert last(events).usage.completion_tokens == cut
+    assert (last(events).finish_reason, last(events).usage.completion_tokens) == ("stop", cut)
 
 
 def test_a_stop_string_ends_the_answer_before_it(engine: Engine) -> None:
     whole = text_of(run(engine, max_tokens=40, seed=5, ignore_eos=True))
     stop = whole[10:13]
     events = run(engine, max_tokens=40, seed=5, ignore_eos=True, stop=(stop,))
-    assert text_of(events) == whole[: whole.index(stop)]
-    assert last(events).finish_reason == "stop"
+    assert text_of(events) == whole[: whole.index(stop)] and last(events).finish_reason == "stop"
 
 
 @pytest.mark.parametrize(("length", "fix"), [(CTX, "--ctx"), (CTX + 1, "--ctx"), (10 * CTX, "shorten")])
@@ -171,36 +168,29 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_counts(engine: Engine
 
 def test_an_answer_that_reaches_the_end_of_the_context_says_length(engine: Engine) -> None:
     events = list(engine.generate([1] * (CTX - 3), SamplingParams(ignore_eos=True)))
-    assert last(events).finish_reason == "length"
-    assert len(tokens(events)) == 3
+    assert last(events).finish_reason == "length" and len(tokens(events)) == 3
 
 
 @pytest.mark.parametrize(("prompt", "bias"), [((), {}), ((-1,), {}), ((272,), {}), ((1,), {9999: 1.0})])
-def test_ids_that_the_model_does_not_have_are_refused(
-    engine: Engine, prompt: tuple[int, ...], bias: dict[int, float]
-) -> None:
+def test_ids_that_the_model_does_not_have_are_refused(engine: Engine, prompt: tuple[int], bias: dict) -> None:
     with pytest.raises(UsageError):
         engine.submit(Request(prompt, SamplingParams(logit_bias=bias)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_the_same_seed_gives_the_same_text_whatever_the_batch(engine: Engine, temperature: float) -> None:
-    sampling = [SamplingParams(temperature=temperature, seed=s, max_tokens=12, ignore_eos=True) for s in range(6)]
-    prompts = [ids(text) for text in ("a", "bb" * 20, "ccc", "dddd", "ee" * 9, "f")]
-    alone = [
-        tokens(list(engine.generate(list(prompt), params))) for prompt, params in zip(prompts, sampling, strict=True)
-    ]
-    requests = [engine.submit(Request(p, s)) for p, s in zip(prompts, sampling, strict=True)]
+    params = [SamplingParams(temperature=temperature, seed=s, max_tokens=12, ignore_eos=True) for s in range(6)]
+    asked = list(zip(("a", "bb" * 20, "ccc", "dddd", "ee" * 9, "f"), params, strict=True))
+    alone = [tokens(run(engine, text, sampling)) for text, sampling in asked]
+    requests = [engine.submit(Request(ids(text), sampling)) for text, sampling in asked]
     together = drive(engine)
     assert [tokens(together[r]) for r in requests] == alone
 
 
 def test_the_same_seed_gives_the_same_text_whatever_the_chunking(engine: Engine) -> None:
     small = Engine(engine.model, engine.tokenizer, ctx=CTX, limits=Limits(chunk_tokens=5))
-    params = {"seed": 9, "max_tokens": 12, "temperature": 1.0}
-    assert tokens(run(small, "a long prompt, in parts", **params)) == tokens(
-        run(engine, "a long prompt, in parts", **params)
-    )
+    asked = ("a long prompt, in parts", SamplingParams(seed=9, max_tokens=12, temperature=1.0))
+    assert tokens(run(small, *asked)) == tokens(run(engine, *asked))
 
 
 def test_without_a_seed_two_answers_differ(engine: Engine) -> None:
@@ -209,16 +199,14 @@ def test_without_a_seed_two_answers_differ(engine: Engine) -> None:
 
 
 def test_more_requests_than_fit_wait_their_turn(directory: Path) -> None:
-    limits = Limits(max_sequences=2)
-    engine = loaded(directory, limits)
+    engine = loaded(directory, Limits(max_sequences=2))
     requests = [engine.submit(Request(ids("x" * n), SamplingParams(max_tokens=3, seed=n))) for n in range(1, 6)]
-    assert engine.has_work
-    assert set(drive(engine)) == set(requests)
+    assert engine.has_work and set(drive(engine)) == set(requests)
 
 
 def test_an_aborted_request_keeps_what_it_has_and_others_go_on(engine: Engine) -> None:
     params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
-    expected = tokens(list(engine.generate(list(ids("stays")), params)))
+    expected = tokens(run(engine, "stays", params))
     stays, goes = engine.submit(Request(ids("stays"), params)), engine.submit(Request(ids("goes"), params))
     events = [event for _ in range(4) for event in engine.step()]
     engine.abort(goes)
@@ -230,9 +218,7 @@ def test_an_aborted_request_keeps_what_it_has_and_others_go_on(engine: Engine) -
 
 
 def test_an_abort_gives_the_running_forward_up_between_two_blocks(engine: Engine) -> None:
-    request = engine.submit(Request(ids("x" * 50), SamplingParams(max_tokens=5)))
-    seen = 0
-    block = engine.model.blocks[3]
+    request, seen = engine.submit(Request(ids("x" * 50), SamplingParams(max_tokens=5))), 0
 
     def body(x: torch.Tensor, batch: object) -> torch.Tensor:
         nonlocal seen
@@ -240,22 +226,10 @@ def test_an_abort_gives_the_running_forward_up_between_two_blocks(engine: Engine
         engine.abort(request)
         return x
 
-    object.__setattr__(engine.model, "blocks", (*engine.model.blocks[:3], _with_body(block, body), *_never(engine)))
+    blocks = (*engine.model.blocks[:3], *(replace(block, body=body) for block in engine.model.blocks[3:]))
+    object.__setattr__(engine.model, "blocks", blocks)
     events = engine.step()
     assert (last(events).finish_reason, seen, engine.has_work) == ("cancelled", 1, False)
-
-
-def _with_body(block: object, body: object) -> object:
-    from dataclasses import replace
-
-    return replace(block, body=body)  # type: ignore[type-var]
-
-
-def _never(engine: Engine) -> list[object]:
-    def fail(x: torch.Tensor, batch: object) -> torch.Tensor:
-        raise AssertionError("a block ran after the abort")
-
-    return [_with_body(block, fail) for block in engine.model.blocks[4:]]
 
 
 def test_closing_the_iterator_stops_the_request(engine: Engine) -> None:
@@ -271,25 +245,21 @@ def test_a_nan_ends_the_answer_with_an_error_that_names_the_block(engine: Engine
     assert isinstance(body, MLP)
     body.down_proj.tensors["weight"][3, 3] = value
     events = run(engine, max_tokens=4)
-    assert tokens(events) == []
-    assert last(events).finish_reason == "error"
     error = last(events).error
-    assert isinstance(error, NonFiniteError)
-    assert "layers.2.mlp" in error.what
-    assert not engine.has_work
+    assert (tokens(events), last(events).finish_reason, engine.has_work) == ([], "error", False)
+    assert isinstance(error, NonFiniteError) and "layers.2.mlp" in error.what
 
 
 def test_a_nan_in_one_sequence_leaves_the_others_alone(engine: Engine) -> None:
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    expected = tokens(list(engine.generate(list(ids("ok")), params)))
+    expected = tokens(run(engine, "ok", params))
     engine.model.embed.matrix.tensors["weight"][200] = float("nan")
     bad, good = engine.submit(Request((200,), params)), engine.submit(Request(ids("ok"), params))
     if engine.model.config.tie_word_embeddings:
         pytest.skip("a tied head would spread the NaN to every sequence")
     events = drive(engine)
     assert last(events[bad]).finish_reason == "error"
-    assert "the embedding" in str(last(events[bad]).error)
-    assert tokens(events[good]) == expected
+    assert "the embedding" in str(last(events[bad]).error) and tokens(events[good]) == expected
 
 
 def test_logprobs_are_those_of_the_models_own_distribution(engine: Engine) -> None:
@@ -309,38 +279,31 @@ def test_no_logprobs_without_being_asked(engine: Engine) -> None:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def give_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def give(num_bytes: int) -> None:
+        monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(num_bytes, 0, num_bytes))
+
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
-
-
-def give_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(num_bytes, 0, num_bytes))
     # What packing takes is a hundred times what such a model does.
     monkeypatch.setattr(planner, "as_stored", lambda _files, _name, config, _weights: (config, None))
+    return give
 
 
-@pytest.mark.usefixtures("own_cache")
-def test_weights_that_do_not_fit_are_refused_before_they_are_read(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give_memory(monkeypatch, 100_000)
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(directory: Path, give_memory: Give) -> None:
+    give_memory(100_000)
     with pytest.raises(DoesNotFitError) as caught:
         loaded(directory)
     assert "KiB" in caught.value.why
 
 
-@pytest.mark.usefixtures("own_cache")
-def test_a_context_that_was_asked_for_and_does_not_fit_is_refused(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give_memory(monkeypatch, 400_000)  # two blocks and 128 tokens: 341 kB; 256 tokens: 472 kB
+def test_a_context_that_was_asked_for_and_does_not_fit_is_refused(directory: Path, give_memory: Give) -> None:
+    give_memory(400_000)  # two blocks and 128 tokens: 341 kB; 256 tokens: 472 kB
     with pytest.raises(DoesNotFitError, match="memory"):
         loaded(directory, ctx=256)
 
 
-@pytest.mark.usefixtures("own_cache")
-def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_memory(monkeypatch, 440_000)
+def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(directory: Path, give_memory: Give) -> None:
+    give_memory(440_000)
     assert 100 < loaded(directory).ctx < 256
 
 
@@ -367,22 +330,15 @@ def service(directory: Path) -> Iterator[EngineThread]:
 def test_the_service_answers_from_another_thread(service: EngineThread, engine: Engine) -> None:
     params = SamplingParams(max_tokens=10, seed=4, ignore_eos=True)
     events = list(service.submit(Request(ids("hello"), params)))
-    assert tokens(events) == tokens(list(engine.generate(list(ids("hello")), params)))
+    assert tokens(events) == tokens(run(engine, "hello", params))
 
 
 def test_the_service_serves_many_threads_at_once(service: EngineThread, engine: Engine) -> None:
     params = [SamplingParams(max_tokens=6, seed=seed, ignore_eos=True) for seed in range(12)]
-    answers: dict[int, list[int]] = {}
-
-    def ask(index: int) -> None:
-        answers[index] = tokens(list(service.submit(Request(ids("hello"), params[index]))))
-
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert answers == {i: tokens(list(engine.generate(list(ids("hello")), params[i]))) for i in range(12)}
+    with ThreadPoolExecutor(12) as threads:
+        asked = [threads.submit(lambda p=p: tokens(list(service.submit(Request(ids("hello"), p))))) for p in params]
+        answers = [answer.result(PATIENCE_S) for answer in asked]
+    assert answers == [tokens(run(engine, "hello", each)) for each in params]
 
 
 def test_the_service_aborts_a_stream(service: EngineThread) -> None:
@@ -438,12 +394,10 @@ def test_perplexity_is_the_mean_surprise_of_the_tokens(engine: Engine, directory
 
     text = list(ids("the cat sat on the mat, and the dog looked on"))
     peer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    windows = [torch.tensor([window]) for window in (text[:32], text[32:])]
     with torch.no_grad():
-        nll = sum(
-            float(peer(torch.tensor([w]), labels=torch.tensor([w])).loss) * (len(w) - 1) for w in (text[:32], text[32:])
-        )
-    result = engine.perplexity(text, ctx=32)
-    assert result.nll == pytest.approx(nll / (len(text) - 2), rel=1e-4)
+        nll = sum(float(peer(window, labels=window).loss) * (window.numel() - 1) for window in windows)
+    assert engine.perplexity(text, ctx=32).nll == pytest.approx(nll / (len(text) - 2), rel=1e-4)
 
 
 def test_perplexity_does_not_depend_on_the_chunking(engine: Engine) -> None:
@@ -452,22 +406,23 @@ def test_perplexity_does_not_depend_on_the_chunking(engine: Engine) -> None:
     assert small.perplexity(text, ctx=40).nll == pytest.approx(engine.perplexity(text, ctx=40).nll, rel=1e-5)
 
 
-def test_perplexity_of_fewer_than_two_tokens_is_refused(engine: Engine) -> None:
-    with pytest.raises(UsageError):
-        engine.perplexity([1])
+ABSENT = "does not exist"
 
 
-@pytest.mark.parametrize("token_ids", [[1, 272, 2], [1, 2, 1 << 40], [-1, 1, 2]], ids=str)
-def test_perplexity_of_a_token_that_the_model_does_not_have_is_refused(engine: Engine, token_ids: list[int]) -> None:
-    with pytest.raises(UsageError, match="does not exist"):
+@pytest.mark.parametrize(
+    ("token_ids", "words"),
+    [([1], "nothing to predict"), ([1, 272, 2], ABSENT), ([1, 2, 1 << 40], ABSENT), ([-1, 1, 2], ABSENT)],
+    ids=str,
+)
+def test_perplexity_is_of_two_tokens_at_least_that_the_model_has(engine: Engine, token_ids: list, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
         engine.perplexity(token_ids)
 
 
 def test_chat_messages_go_through_the_models_template(engine: Engine) -> None:
     prompt = engine.encode([{"role": "user", "content": "hello"}])
     assert engine.tokenizer.decode(prompt) == "[user] hello\n[assistant] "
-    assert engine.encode("hello") == list(b"hello")
-    assert engine.encode([1, 2, 3]) == [1, 2, 3]
+    assert engine.encode("hello") == list(b"hello") and engine.encode([1, 2, 3]) == [1, 2, 3]
 
 
 def test_a_model_without_a_template_still_continues_text(tmp_path: Path) -> None:
@@ -481,9 +436,8 @@ def test_a_model_without_a_template_still_continues_text(tmp_path: Path) -> None
 
 def test_two_iterators_read_in_turn_both_get_all_their_events(engine: Engine) -> None:
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-    prompts = [list(ids("one")), list(ids("another"))]
-    alone = [tokens(list(engine.generate(prompt, params))) for prompt in prompts]
-    first, second = (engine.generate(prompt, params) for prompt in prompts)
+    alone = [tokens(run(engine, text, params)) for text in ("one", "another")]
+    first, second = (engine.generate(list(ids(text)), params) for text in ("one", "another"))
     events = [list(pair) for pair in zip(first, second, strict=True)]
     assert [tokens([pair[side] for pair in events]) for side in (0, 1)] == alone
 
@@ -491,11 +445,11 @@ def test_two_iterators_read_in_turn_both_get_all_their_events(engine: Engine) ->
 def test_requests_that_come_and_go_change_no_token_of_another_in_bf16(directory: Path) -> None:
     engine = Engine.load(directory, EngineConfig(device="cpu", dtype="bf16"), limits=Limits(chunk_tokens=16))
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=10 + seed, ignore_eos=True) for seed in range(6)]
-    prompts = [list(ids("prompt " * (1 + 2 * seed))) for seed in range(6)]
-    alone = [tokens(list(engine.generate(p, s))) for p, s in zip(prompts, params, strict=True)]
+    asked = [("prompt " * (1 + 2 * seed), sampling) for seed, sampling in enumerate(params)]
+    alone = [tokens(run(engine, text, sampling)) for text, sampling in asked]
     events: dict[int, list[Event]] = {}
-    for prompt, sampling in zip(prompts, params, strict=True):
-        events[engine.submit(Request(tuple(prompt), sampling))] = []
+    for text, sampling in asked:
+        events[engine.submit(Request(ids(text), sampling))] = []
         for _ in range(3):
             for event in engine.step():
                 events[event.request_id].append(event)
@@ -531,31 +485,19 @@ def test_an_abort_of_another_request_does_not_throw_the_running_forward_away(eng
 @pytest.mark.parametrize(
     "error", [MemoryError("none left"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
-@pytest.mark.parametrize("where", ["forward", "admission"])
+@pytest.mark.parametrize(("part", "act"), [("runner", "forward"), ("kv_allocator", "allocate")])
 def test_memory_that_runs_out_ends_the_request_and_the_engine_goes_on(
-    engine: Engine, error: Exception, where: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, error: Exception, part: str, act: str
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    target = (engine.runner, "forward") if where == "forward" else (engine.kv_allocator, "allocate")
-    with monkeypatch.context() as patch:
-        patch.setattr(*target, fail)
+    with mock.patch.object(getattr(engine, part), act, side_effect=error):
         finished = last(run(engine, max_tokens=2))
-    assert finished.finish_reason == "error"
-    assert isinstance(finished.error, DoesNotFitError)
+    assert (finished.finish_reason, type(finished.error)) == ("error", DoesNotFitError)
     assert last(run(engine, max_tokens=2, ignore_eos=True)).finish_reason == "length"
 
 
-def test_a_failure_of_one_request_leaves_the_service_alive(
-    service: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> int:
-        raise IndexError("a bug")
-
+def test_a_failure_of_one_request_leaves_the_service_alive(service: EngineThread) -> None:
     service.wait_loaded()
-    with monkeypatch.context() as patch:
-        patch.setattr(sampler, "sample", fail)
+    with mock.patch.object(sampler, "sample", side_effect=IndexError("a bug")):
         events = list(service.submit(Request(ids("hello"), SamplingParams(max_tokens=2))))
     assert isinstance(last(events).error, IndexError)
     assert tokens(list(service.submit(Request(ids("hello"), SamplingParams(max_tokens=2, ignore_eos=True)))))
@@ -566,8 +508,7 @@ def test_a_yarn_model_reaches_its_stretched_context(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["max_position_embeddings"] = 64
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert loaded(tmp_path).ctx == 64
-    assert loaded(tmp_path, ctx=256).ctx == 256
+    assert loaded(tmp_path).ctx == 64 and loaded(tmp_path, ctx=256).ctx == 256
     with pytest.raises(UsageError, match="257"):
         loaded(tmp_path, ctx=257)
 

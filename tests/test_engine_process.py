@@ -88,10 +88,15 @@ def socket_of(process: EngineClient) -> Path:
     return path
 
 
-def request(service: EngineHandle, prompt: str = STORY, sampling: SamplingParams | None = None, **more: Any) -> Request:
+def engine_of(service: EngineHandle) -> Any:
     engine = service.wait_loaded()
     assert engine is not None
-    return Request(tuple(engine.encode(prompt)), sampling or SamplingParams(max_tokens=8, seed=3), **more)
+    return engine
+
+
+def request(service: EngineHandle, prompt: str = STORY, sampling: SamplingParams | None = None, **more: Any) -> Request:
+    prompt_ids = engine_of(service).encode(prompt)
+    return Request(tuple(prompt_ids), sampling or SamplingParams(max_tokens=8, seed=3), **more)
 
 
 def answer(service: EngineHandle, *arguments: Any, **more: Any) -> list[Event]:
@@ -102,10 +107,14 @@ def ids(events: Sequence[Event]) -> list[int]:
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
 
 
+def last(events: Sequence[Event]) -> FinishedEvent:
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent)
+    return finished
+
+
 def status(service: EngineHandle) -> EngineStatus:
-    engine = service.wait_loaded()
-    assert engine is not None
-    return engine.status()
+    return engine_of(service).status()
 
 
 def test_it_says_what_an_engine_of_this_process_says(process: EngineClient, guest: EngineClient) -> None:
@@ -116,8 +125,7 @@ def test_it_says_what_an_engine_of_this_process_says(process: EngineClient, gues
 
 
 def test_what_is_known_of_the_model_is_what_it_was_loaded_with(process: EngineClient) -> None:
-    engine = process.wait_loaded()
-    assert engine is not None
+    engine = engine_of(process)
     facts = engine.facts()
     assert (facts.ctx, facts.weights, engine.config.vocab_size) == (engine.ctx, engine.weights, 4096)
     assert facts.ctx == 1024 and facts.weight_bytes > 1 << 20
@@ -129,26 +137,22 @@ def test_what_is_known_of_the_model_is_what_it_was_loaded_with(process: EngineCl
     ("more", "error"),
     [
         ({"prompt": "owl " * 3000}, ContextOverflowError),
-        ({"sampling": SamplingParams(logit_bias={1 << 20: 1.0})}, UsageError),
+        ({"sampling": SamplingParams(logit_bias={1 << 20: 1.0})}, UsageError),  # a token that there is not
         ({"grammar": Grammar("regex", "(")}, GrammarError),
     ],
-    ids=["too long", "a token that there is not", "a broken grammar"],
 )
 def test_a_request_that_cannot_run_is_refused_as_by_an_engine_of_this_process(
     process: EngineClient, more: dict[str, Any], error: type[Exception]
 ) -> None:
-    engine = process.wait_loaded()
-    assert engine is not None
     with pytest.raises(error):
-        engine.check(request(process, **more))
+        engine_of(process).check(request(process, **more))
     with pytest.raises(error):
         answer(process, **more)
 
 
 def test_a_grammar_holds_over_there(process: EngineClient) -> None:
     events = answer(process, grammar=Grammar("regex", "(yes|no)"))
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent) and finished.meets_grammar
+    assert last(events).meets_grammar
     assert "".join(getattr(event, "text", "") for event in events) in ("yes", "no")
 
 
@@ -159,8 +163,7 @@ def test_an_answer_that_is_stopped_ends_and_keeps_what_was_said(process: EngineC
         said.append(event)
         if len(ids(said)) == 3:
             stream.abort()
-    finished = said[-1]
-    assert isinstance(finished, FinishedEvent) and finished.finish_reason == "cancelled" and len(ids(said)) < 900
+    assert last(said).finish_reason == "cancelled" and len(ids(said)) < 900
 
 
 def test_what_a_program_asked_for_ends_when_it_goes_and_others_go_on(process: EngineClient) -> None:
@@ -196,9 +199,7 @@ def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> N
     alive = [started()]
     alive[0].wait_loaded()
     service = EngineClient(selection().files.directory, peer_of(alive[-1]), lambda: peer_of(alive[-1]))
-    engine = service.wait_loaded()
-    assert engine is not None
-    short = request(service)
+    engine, short = engine_of(service), request(service)
     events = iter(service.submit(request(service, sampling=ENDLESS)))
     next(events)
     os.kill(alive[0].peer.pid or 0, signal.SIGKILL)
@@ -257,8 +258,7 @@ def test_what_it_would_come_to_is_said_before_it_loads_and_again_with_other_caps
     foresee(process, Caps(ram=800 << 20))
     assert arrived.acquire(timeout=PATIENCE_S) and told[1].is_easy and told[1].limits["ram"] == 800 << 20
     grant(process, Caps(ram=800 << 20))
-    engine = process.wait_loaded()
-    assert engine is not None and engine.facts().limits["ram"] == 800 << 20
+    assert engine_of(process).facts().limits["ram"] == 800 << 20
     process.close()
 
 
@@ -288,10 +288,8 @@ def test_who_starts_an_engine_loads_no_torch_and_takes_it_along_when_it_is_kille
     tmp_path: Path, known_machine: Callable[[Path], None]
 ) -> None:
     known_machine(tmp_path / "cache")
-    owner = subprocess.Popen(
-        [sys.executable, "-c", _OWNER], env=environment(tmp_path), stdout=subprocess.PIPE, text=True
-    )
-    with owner:
+    command, environ = [sys.executable, "-c", _OWNER], environment(tmp_path)
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pid, has_torch = owner.stdout.readline().split()
         assert has_torch == "False" and psutil.pid_exists(int(pid))

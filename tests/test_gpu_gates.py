@@ -72,19 +72,19 @@ def run_here(
         pytest.param(("80", "86", "89", "90", "120"), marks=pytest.mark.slow),
     ],
 )
-def test_every_kernel_compiles_without_spills_and_with_wide_loads(arguments: tuple[str, ...]) -> None:
+def test_every_kernel_compiles_without_spills_and_with_wide_loads(arguments):
     done = run("-m", "tools.check_kernels", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(not OLDER.exists(), reason=f"{OLDER} is absent; `make {OLDER.relative_to(REPOSITORY)}` installs it")
 @pytest.mark.parametrize("card", every_other(["89", "90"]))
-def test_the_oldest_triton_compiles_them_too(card: str) -> None:
+def test_the_oldest_triton_compiles_them_too(card):
     done = run("-m", "tools.check_kernels", card, "--brief", triton=OLDER)
     assert done.returncode == 0 and "triton 3.6." in done.stdout, done.stdout + done.stderr
 
 
-def test_the_gate_names_what_was_planted(tmp_path: Path) -> None:
+def test_the_gate_names_what_was_planted(tmp_path):
     script = tmp_path / "planted.py"
     script.write_text(PLANTED, encoding="utf-8")
     wrong, crowded, narrow = run(str(script)).stdout.splitlines()
@@ -102,9 +102,7 @@ def test_the_gate_names_what_was_planted(tmp_path: Path) -> None:
         (["89", "--threads", "0"], "0 is no number"),
     ],
 )
-def test_what_the_gate_cannot_do_is_refused_by_name(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_gate_cannot_do_is_refused_by_name(arguments, said, monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1" if "interpreted" in arguments else "0")
     code, told = run_here(
         monkeypatch, capsys, "tools.check_kernels", *[each for each in arguments if each != "interpreted"]
@@ -113,9 +111,7 @@ def test_what_the_gate_cannot_do_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["nonsense", "cpu", "cuda:99"])
-def test_a_check_of_what_is_no_gpu_is_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_of_what_is_no_gpu_is_refused(name, monkeypatch, capsys):
     code, told = run_here(monkeypatch, capsys, "localllm.kernels.gpu.check", name)
     assert code and "Traceback" not in told
     assert name == "cuda:99" or f"{name!r} is no GPU here" in told
@@ -123,8 +119,6 @@ def test_a_check_of_what_is_no_gpu_is_refused(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("module", ["tools.tune_kernels", "localllm.kernels.gpu.check", "benchmarks.gpu"])
-def test_what_needs_a_gpu_says_so_in_one_line(
-    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_needs_a_gpu_says_so_in_one_line(module, monkeypatch, capsys):
     code, told = run_here(monkeypatch, capsys, module)
     assert code and "Traceback" not in told and "there is no GPU here" in told

@@ -52,17 +52,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def search(shape: ModelShape, memory_bytes: int, ctx: int) -> Search:
+    return Search(shape, Machine(Memory(memory_bytes, 0, memory_bytes), Rates(1, 1, 1)), ctx)
+
+
 def least(directory: Path, weights: str, ctx: int) -> int:
-    return Search(shape_of(directory, weights), Machine(Memory(1, 0, 1), Rates(1, 1, 1)), ctx).least_ram_bytes()
+    return search(shape_of(directory, weights), 1, ctx).least_ram_bytes()
 
 
 def whole(directory: Path, weights: str, ctx: int) -> int:
     """Where every block stays in memory, and not one more would."""
-    return (
-        Search(shape_of(directory, weights), Machine(Memory(1 << 40, 0, 1 << 40), Rates(1, 1, 1)), ctx)
-        .best()
-        .total_bytes("ram")
-    )
+    return search(shape_of(directory, weights), 1 << 40, ctx).best().total_bytes("ram")
 
 
 @contextmanager
@@ -90,6 +90,13 @@ def tokens(events: list[Event]) -> list[int]:
     if finished.error is not None:
         raise finished.error
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
+
+
+def refusal(events: list[Event]) -> ContextOverflowError:
+    """Of a request of which nothing else is told."""
+    (finished,) = events
+    assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
+    return finished.error
 
 
 def grown(events: list[Event]) -> list[GrownEvent]:
@@ -161,10 +168,9 @@ def test_every_sequence_has_room_for_its_own_dense_pages(directory: Path) -> Non
 def test_a_growth_beyond_the_memory_is_refused_with_both_counts_and_the_engine_goes_on(directory: Path) -> None:
     right = expected(directory, "int4", SHORT)
     with capped(directory, "int4", least(directory, "int4", CTX)) as small:
-        (finished,) = answer(small, LONG)
-        assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
-        assert "120 tokens" in finished.error.what and "the context 64" in finished.error.what
-        assert "tokens of context" in finished.error.why and finished.error.fix
+        error = refusal(answer(small, LONG))
+        assert "120 tokens" in error.what and "the context 64" in error.what
+        assert "tokens of context" in error.why and error.fix
         assert small.ctx == CTX and tokens(answer(small, SHORT)) == right[0]
 
 
@@ -179,8 +185,7 @@ def test_a_growth_that_is_refused_leaves_room_for_kept_pages(directory: Path, mo
             raise DoesNotFitError("a longer context does not fit")
 
         monkeypatch.setattr(engine, "planned", refused)
-        (finished,) = answer(engine, LONG)
-        assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
+        refusal(answer(engine, LONG))
         assert not engine.kv_allocator.give_up_ram() and engine.prefix.ram_bytes == room > 0
 
 
@@ -268,9 +273,8 @@ def test_a_model_computed_from_its_checkpoint_grows_as_far_as_its_memory_goes(di
         assert [event.ctx for event in grown(answer(small, SHORT, max_tokens=None))] == []
         events = answer(small, tuple(range(3, 83)))
         assert [event.ctx for event in grown(events)] == [128] and tokens(events)
-        (finished,) = answer(small, (5,) * 200)
-        assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
-        assert "cannot be moved" in finished.error.why or "none of its blocks" in finished.error.why
+        error = refusal(answer(small, (5,) * 200))
+        assert "cannot be moved" in error.why or "none of its blocks" in error.why
         assert small.ctx == 128 and tokens(answer(small, SHORT))
 
 
@@ -279,7 +283,7 @@ def test_blocks_leave_a_devices_memory_for_the_longer_context(directory: Path, t
     packed = Packed(directory, pack(directory, tmp_path / "packed", "int4-g32"), "int4-g32")
     tokenizer, kinds = Tokenizer.load(directory), ("resident", "computed", "streamed", "disk")
     shape = shape_of(directory, "int4")
-    roomy = Search(shape, Machine(Memory(1 << 40, 0, 1 << 40), Rates(1, 1, 1)), CTX).best()
+    roomy = search(shape, 1 << 40, CTX).best()
     mixed = tuple(packed.blocks(lambda index: kinds[index % len(kinds)]))
 
     def replan(ctx: int, kv: str, held_bytes: int) -> Plan:
@@ -306,32 +310,20 @@ def test_a_request_behind_one_that_could_not_grow_grows_by_itself_or_is_refused(
 
 
 def test_a_longer_context_is_offered_with_a_format_of_keys_and_values_where_that_makes_it_fit() -> None:
-    shape = ModelShape(
-        name="it",
-        weights="int4",
-        kv="int8",
-        embed=BlockShape("embed", 4096, 1),
-        blocks=tuple(BlockShape(f"{number}", 8192, 1) for number in range(4)),
-        head=BlockShape("head", 4096, 1),
-        kv_bytes_per_token=1000,
-        kv_bytes_per_sequence=0,
-        default_ctx=4096,
-        row_bytes=10,
-        state_bytes=10,
-        logits_bytes=10,
-        batch_rows=(8,),
-    )
-    smaller = {
-        "k8v4": replace(shape, kv="k8v4", kv_bytes_per_token=750),
-        "int4": replace(shape, kv_bytes_per_token=500),
-    }
+    embed, head = BlockShape("embed", 4096, 1), BlockShape("head", 4096, 1)
+    blocks = tuple(BlockShape(f"{number}", 8192, 1) for number in range(4))
+    kv = {"kv": "int8", "kv_bytes_per_token": 1000, "kv_bytes_per_sequence": 0, "default_ctx": 4096}
+    rows = {"row_bytes": 10, "state_bytes": 10, "logits_bytes": 10, "batch_rows": (8,)}
+    shape = ModelShape(name="it", weights="int4", embed=embed, blocks=blocks, head=head, **kv, **rows)  # type: ignore[arg-type]
+    k8v4 = replace(shape, kv="k8v4", kv_bytes_per_token=750)
+    smaller = {"k8v4": k8v4, "int4": replace(shape, kv_bytes_per_token=500)}
     memory = 1_000_000
-    search = Search(shape, Machine(Memory(memory, 0, memory), Rates(1, 1, 1)), 512)
-    assert fixes_for_context(search, 700, smaller) == [Fix.flag("--ctx", 700)]
-    assert fixes_for_context(search, 1200, smaller) == [Fix.flag("--ctx", 1200, "--kv", "k8v4")]
-    assert fixes_for_context(search, 1800, smaller) == [Fix.flag("--ctx", 1800, "--kv", "int4")]
-    assert fixes_for_context(search, 4000, smaller) == []
-    roomy = replace(search, machine=Machine(Memory(memory, 0, 1 << 30, 1 << 30), Rates(1, 1, 1)))
+    tight = search(shape, memory, 512)
+    assert fixes_for_context(tight, 700, smaller) == [Fix.flag("--ctx", 700)]
+    assert fixes_for_context(tight, 1200, smaller) == [Fix.flag("--ctx", 1200, "--kv", "k8v4")]
+    assert fixes_for_context(tight, 1800, smaller) == [Fix.flag("--ctx", 1800, "--kv", "int4")]
+    assert fixes_for_context(tight, 4000, smaller) == []
+    roomy = replace(tight, machine=Machine(Memory(memory, 0, 1 << 30, 1 << 30), Rates(1, 1, 1)))
     more, smaller_format = map(str, fixes_for_context(roomy, 1800, smaller))
     assert re.fullmatch(r"--ctx 1800 --ram \d+MiB", more) and smaller_format == "--ctx 1800 --kv int4"
 
@@ -346,18 +338,10 @@ def test_the_formats_that_take_less_are_named_the_largest_first(tmp_path: Path) 
 
 def test_an_engine_without_a_plan_never_grows(directory: Path) -> None:
     with engine(directory, "bf16", ctx=CTX) as loaded:
-        plain = Engine(loaded.model, loaded.tokenizer, ctx=CTX)
-        (finished,) = answer(plain, LONG)
-        assert isinstance(finished, FinishedEvent) and isinstance(finished.error, ContextOverflowError)
+        refusal(answer(Engine(loaded.model, loaded.tokenizer, ctx=CTX), LONG))
 
 
-@pytest.mark.parametrize(
-    ("prompt", "most", "contexts"),
-    [
-        (100, None, [256, 131]),
-        (60, 8, [128]),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "most", "contexts"), [(100, None, [256, 131]), (60, 8, [128])])
 def test_the_contexts_that_are_tried_are_the_longest_first(prompt: int, most: int | None, contexts: list[int]) -> None:
     tried = growth.contexts(prompt, most, 128, 4096)
     assert tried == sorted(tried, reverse=True) and tried[0] >= prompt + 1

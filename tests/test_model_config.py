@@ -42,13 +42,9 @@ SHAPES: dict[str, tuple[Any, ...]] = {
 }
 UNSUPPORTED = {"Mixtral-8x7B-v0.1": "mixtral", "gpt-oss-20b": "gpt_oss", "qwen3-30b-a3b": "qwen3_moe"}
 SMALL = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 6,
-    "vocab_size": 99,
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 99,
     "intermediate_size": 32,
-}
+}  # fmt: skip
 
 
 def shape_of(config: ModelConfig) -> tuple[Any, ...]:
@@ -112,14 +108,8 @@ def test_phi4_stretches_three_quarters_of_each_head_by_longrope(shared_data):
 
 def test_llama3_scaling_is_read_number_by_number(shared_data):
     rope = parse_config(json.loads(shared_data("configs/llama3_2_1b.json").read_text()), "config.json").ropes[0]
-    assert (rope.kind, rope.theta, rope.factor, rope.low_freq_factor, rope.high_freq_factor) == (
-        "llama3",
-        5e5,
-        32,
-        1,
-        4,
-    )
-    assert rope.original_max_position_embeddings == 8192
+    assert (rope.kind, rope.theta, rope.original_max_position_embeddings) == ("llama3", 5e5, 8192)
+    assert (rope.factor, rope.low_freq_factor, rope.high_freq_factor) == (32, 1, 4)
 
 
 TRAITS = {
@@ -226,28 +216,26 @@ def test_keys_that_older_versions_wrote_mean_the_same_here(model_type, seed):
     assert_same(ours, AutoConfig.for_model(model_type, **keys))
 
 
+# Our names and theirs, where those differ.
+ALIKE = {
+    "vocab_size": "", "hidden_size": "", "intermediate_size": "", "max_position_embeddings": "", "rms_norm_eps": "",
+    "tie_word_embeddings": "", "bos_token_id": "", "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+}  # fmt: skip
+
+
 def assert_same(ours: ModelConfig, theirs: Any) -> None:
-    heads = theirs.num_attention_heads
-    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
-    assert (ours.vocab_size, ours.hidden_size, ours.num_layers) == (
-        *(theirs.vocab_size, theirs.hidden_size, theirs.num_hidden_layers),
-    )
-    assert (ours.num_heads, ours.num_kv_heads, ours.head_dim) == (heads, theirs.num_key_value_heads, head_dim)
-    assert ours.intermediate_size == theirs.intermediate_size
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    eos = theirs.eos_token_id
+    for name in ALIKE:
+        assert getattr(ours, name) == getattr(theirs, ALIKE[name] or name), name
+    heads, eos = theirs.num_attention_heads, theirs.eos_token_id
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
     assert ours.eos_token_ids == (() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
-    assert ours.bos_token_id == theirs.bos_token_id
     assert ours.output_bias == getattr(theirs, "attention_bias", False)
     assert ours.attention_bias == (ours.output_bias or theirs.model_type == "qwen2")
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
     windowed = theirs.model_type in ("mistral", "phi3")
-    kinds = (
-        getattr(theirs, "layer_types", None)
-        or ["sliding_attention" if windowed else "full_attention"] * ours.num_layers
-    )
+    usual = "sliding_attention" if windowed else "full_attention"
+    kinds = getattr(theirs, "layer_types", None) or [usual] * ours.num_layers
     window = getattr(theirs, "sliding_window", None)
     assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
     capped = theirs.model_type == "gemma2"  # gemma 3's files have the key, its code never uses it
@@ -271,19 +259,10 @@ def assert_same_rope(ours: ModelConfig, layer: int, theirs: Any, rope: dict[str,
 
 
 def test_a_multimodal_gemma3_is_read_through_its_text_config():
-    raw = {
-        "model_type": "gemma3",
-        "eos_token_id": [1, 106],
-        "vision_config": {"hidden_size": "never read"},
-        "text_config": {
-            "model_type": "gemma3_text",
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "num_hidden_layers": 34,
-            "sliding_window": 1024,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        },
-    }
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    raw = {"vision_config": {"hidden_size": "never read"}, "text_config": text}
+    raw |= {"model_type": "gemma3", "eos_token_id": [1, 106]}
     config = parse_config(raw, "config.json")
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert (config.windows[4], config.windows[5], config.eos_token_ids) == (1024, None, (1, 106))
@@ -319,24 +298,28 @@ def test_a_null_head_dim_is_hidden_size_over_heads():
     assert parse("qwen3", head_dim=None).head_dim == 16
 
 
+FIVE = {"eos_token_id": 5}
+
+
 @pytest.mark.parametrize(
-    ("generation", "expected"),
-    [({"eos_token_id": [9, 5]}, (5, 9)), ({"eos_token_id": 9}, (5, 9)), ({}, (5,)), (None, (5,))],
+    ("own", "generation", "expected"),
+    [
+        (FIVE, '{"eos_token_id": [9, 5]}', (5, 9)),
+        (FIVE, '{"eos_token_id": 9}', (5, 9)),
+        (FIVE, "{}", (5,)),
+        (FIVE, None, (5,)),
+        ({}, None, (2,)),  # the family's own, which gives way
+        ({}, '{"eos_token_id": 9}', (9,)),
+    ],
 )
-def test_end_tokens_of_both_files_end_a_text(generation, expected, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL, "eos_token_id": 5}))
+def test_end_tokens_of_both_files_end_a_text(own, generation, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL, **own}))
     if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        (tmp_path / "generation_config.json").write_text(generation)
     assert load_config(tmp_path).eos_token_ids == expected
 
 
-def test_a_familys_default_end_token_gives_way_to_generation_config(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
-    assert load_config(tmp_path).eos_token_ids == (2,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
-    assert load_config(tmp_path).eos_token_ids == (9,)
-
-
+FULL, SLIDING = "full_attention", "sliding_attention"
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     "quantized without a method": ({"quantization_config": {}}, "quantization_config"),
@@ -349,10 +332,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "architecture": ({"model_type": "llama4"}, "llama4"),
     "code": ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "evil"),
     "encoder": ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    "mixed mistral": (
-        {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"] * 3},
-        "layer_types",
-    ),
+    "mixed mistral": ({"model_type": "mistral", "layer_types": [FULL, SLIDING] * 3}, "layer_types"),
 }
 
 
@@ -361,11 +341,11 @@ def test_what_a_model_needs_and_is_not_here_is_refused_by_name(name):
     keys, word = REFUSED[name]
     with pytest.raises(UnsupportedModelError) as refusal:
         parse_config({"model_type": "llama", **SMALL, **keys}, "folder/config.json")
-    assert "folder/config.json" in refusal.value.what
+    assert "folder/config.json" in refusal.value.what and refusal.value.fix
     assert word in refusal.value.what + refusal.value.why
-    assert refusal.value.fix
 
 
+LINEAR = {"type": "linear"}
 WRONG: dict[str, tuple[object, ...]] = {
     "hidden_size": (10**9, -1, 0, 2**63, 10**400, 64.0, "64", True, None, [64], {}),
     "num_hidden_layers": (10**7, -1, 0, 6.0, "6", True, None),
@@ -403,35 +383,36 @@ WRONG: dict[str, tuple[object, ...]] = {
 def test_a_value_of_the_wrong_type_or_size_is_refused_with_its_key(key, value):
     with pytest.raises(CheckpointError) as refusal:
         parse_config({"model_type": "llama", **SMALL, key: value}, "folder/config.json")
-    assert "folder/config.json" in refusal.value.what
-    assert key in refusal.value.what + refusal.value.why
-    assert refusal.value.why
-    assert refusal.value.fix
+    assert "folder/config.json" in refusal.value.what and key in refusal.value.what + refusal.value.why
+    assert refusal.value.why and refusal.value.fix
     assert len(refusal.value.what + refusal.value.why) < 400
 
 
-@pytest.mark.parametrize(
-    ("keys", "word"),
-    [
-        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
-        ({"model_type": "mistral", "sliding_window": "all"}, "sliding_window"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
-        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
-        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping"),
-        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
-        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
-        ({"model_type": "gemma3"}, "text_config"),
-        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0]}}, "short_factor"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
-            "high_freq",
-        ),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0] * 8}}, "long_factor"),
-    ],
-)
-def test_a_familys_own_keys_are_checked_too(keys, word):
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8}
+OF_FAMILIES: list[tuple[str, dict[str, object], str]] = [
+    ("mistral", {"sliding_window": 0}, "sliding_window"),
+    ("mistral", {"sliding_window": "all"}, "sliding_window"),
+    ("qwen2", {"use_sliding_window": True, "layer_types": [FULL]}, "layer_types"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+    ("gemma3", {}, "text_config"),
+    ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "short_factor"),
+    ("llama", {"rope_scaling": LLAMA3}, "high_freq"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0] * 8}},
+        "long_factor",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "word"), OF_FAMILIES)
+def test_a_familys_own_keys_are_checked_too(family, keys, word):
     with pytest.raises(CheckpointError) as refusal:
-        parse_config({"model_type": "llama", **SMALL, **keys}, "config.json")
+        parse(family, **keys)
     assert word in refusal.value.what + refusal.value.why
 
 

@@ -46,9 +46,7 @@ def loaded(directory: Path, placement: str) -> tuple[Accelerate, dict[str, Any]]
 
 
 @needs_accelerate
-def test_a_placement_obeys_the_cap_leaves_the_rest_on_the_disk_and_the_fitted_one_reads_the_least(
-    tmp_path: Path,
-) -> None:
+def test_a_placement_obeys_the_cap_leaves_the_rest_on_the_disk_and_the_fitted_one_reads_the_least(tmp_path):
     read = {}
     for placement in PLACEMENTS:
         _, facts = loaded(tmp_path, placement)
@@ -61,7 +59,7 @@ def test_a_placement_obeys_the_cap_leaves_the_rest_on_the_disk_and_the_fitted_on
 
 
 @needs_accelerate
-def test_every_placement_computes_with_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
+def test_every_placement_computes_with_the_weights_of_the_checkpoint(tmp_path):
     from transformers import AutoModelForCausalLM
 
     ids = torch.arange(16)[None]
@@ -74,7 +72,7 @@ def test_every_placement_computes_with_the_weights_of_the_checkpoint(tmp_path: P
 
 
 @needs_accelerate
-def test_a_whole_checkpoint_is_kept_and_a_broken_one_is_written_anew(tmp_path: Path) -> None:
+def test_a_whole_checkpoint_is_kept_and_a_broken_one_is_written_anew(tmp_path):
     loaded(tmp_path, "auto")
     layer = tmp_path / "model.layers.0.safetensors"
     written = layer.read_bytes()
@@ -87,7 +85,7 @@ def test_a_whole_checkpoint_is_kept_and_a_broken_one_is_written_anew(tmp_path: P
 
 @needs_accelerate
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_with_its_pages_dropped_each_token_comes_from_the_disk(tmp_path: Path, placement: str) -> None:
+def test_with_its_pages_dropped_each_token_comes_from_the_disk(tmp_path, placement):
     if not reads_are_counted(tmp_path):
         pytest.skip("reads of this file system are not reads of a disk")
     side, facts = loaded(tmp_path, placement)
@@ -117,7 +115,7 @@ def reads_are_counted(directory: Path) -> bool:
 
 
 @needs_accelerate
-def test_its_worker_answers_to_every_task_in_both_ways(match: Match, tmp_path: Path) -> None:
+def test_its_worker_answers_to_every_task_in_both_ways(match, tmp_path):
     sides = contenders(TOY, 1, tmp_path, CAP_BYTES)
     assert len({side.options["directory"] for side in sides}) == len(PLACEMENTS)
     match.start(sides[0])
@@ -128,7 +126,7 @@ def test_its_worker_answers_to_every_task_in_both_ways(match: Match, tmp_path: P
     assert list(sides[0].variants) == ["page cache warm", DROPPED]
 
 
-def test_without_accelerate_its_side_says_how_to_install_what_the_page_and_the_extra_name(match: Match) -> None:
+def test_without_accelerate_its_side_says_how_to_install_what_the_page_and_the_extra_name(match):
     code = (
         "import sys; sys.modules['accelerate'] = None; from benchmarks.offload_accelerate import *; serve(Accelerate())"
     )

@@ -8,7 +8,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -36,32 +36,17 @@ from tests.checkpoints import FAMILIES
 from tests.packed_support import (
     FORMATS,
     SOURCE,
-    WEIGHTS,
     everything_of,
     open_packed,
     pack,
     read_all,
+    same,
     small_checkpoint,
+    spoil,
 )
 from tests.thinning import every_other
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack(checkpoint, tmp_path_factory.mktemp("packed") / WEIGHTS)
-
-
-@pytest.fixture
-def target(made: Path, tmp_path: Path) -> Path:
-    """A copy to be spoilt."""
-    return shutil.copytree(made, tmp_path / "packed")
 
 
 # What is in it
@@ -87,9 +72,7 @@ def test_a_decoder_from_a_packed_model_is_the_one_from_the_checkpoint(families, 
         direct = load_decoder(blocks, blocks.config, chosen, dtype=torch.bfloat16, device=CPU)
         assert packed.config == blocks.config
         loaded = load_decoder(packed, packed.config, chosen, dtype=torch.bfloat16, device=CPU)
-    expected, found = everything_of(direct), everything_of(loaded)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same(everything_of(direct), everything_of(loaded))
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -133,9 +116,8 @@ def test_the_tensors_of_a_block_are_views_of_one_aligned_buffer(checkpoint, made
     with open_packed(checkpoint, made) as packed:
         for layout in block_layouts(packed.config):
             tensors = packed.tensors(layout).values()
-            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-            assert len(storages) == 1
-            assert storages.pop() % PAGE_BYTES == 0
+            (storage,) = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            assert storage % PAGE_BYTES == 0
             assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
 
 
@@ -158,16 +140,11 @@ def test_no_more_than_one_block_is_read_ahead(checkpoint, made, monkeypatch):
             assert list(dict.fromkeys(opened)) == [f"{x.name}.safetensors" for x in layouts[: number + 1]]
 
 
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
+@pytest.mark.usefixtures("no_descriptor_left")
 def test_a_load_that_is_given_up_leaves_no_descriptor_open(checkpoint, made):
-    before = open_descriptors()
     with open_packed(checkpoint, made) as packed:
         for number in (0, 5):  # the second of which is not the one that is read ahead
             packed.tensors(block_layouts(packed.config)[number])
-    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize("way", ["no O_DIRECT", "refused when opened", "refused when read", "cached", "short reads"])
@@ -200,8 +177,7 @@ def test_every_way_to_read_gives_the_same_bytes(checkpoint, made, monkeypatch, w
     if way == "no O_DIRECT":
         monkeypatch.delattr(os, "O_DIRECT")
         monkeypatch.setattr(os, "open", real_open)
-    found = read_all(open_packed(checkpoint, made))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same(read_all(open_packed(checkpoint, made)), expected)
 
 
 def test_a_file_that_cannot_be_mapped_is_read_all_the_same(checkpoint, made, monkeypatch):
@@ -214,8 +190,7 @@ def test_a_file_that_cannot_be_mapped_is_read_all_the_same(checkpoint, made, mon
         return real(descriptor, *arguments, **named)
 
     monkeypatch.setattr(mmap, "mmap", refuse_files)
-    found = read_all(open_packed(checkpoint, made))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same(read_all(open_packed(checkpoint, made)), expected)
 
 
 def test_the_page_cache_is_noticed(tmp_path):
@@ -245,16 +220,10 @@ def refusal(checkpoint: Path, target: Path, **other: str) -> CheckpointError:
 
 
 @pytest.mark.parametrize(
-    ("other", "key"),
-    [
-        ({"source": "maker/model@4567"}, "source"),
-        ({"weights": "int4-g64-rtn"}, "recipe"),
-        ({"weights": "int8"}, "recipe"),
-    ],
+    ("key", "other"), [("source", "maker/model@4567"), ("weights", "int4-g64-rtn"), ("weights", "int8")]
 )
-def test_what_was_made_from_another_revision_or_in_another_format_is_refused(checkpoint, target, other, key):
-    error = refusal(checkpoint, target, **other)
-    assert f"'{key}' is" in error.why
+def test_what_was_made_from_another_revision_or_in_another_format_is_refused(checkpoint, target, key, other):
+    assert f"'{key.replace('weights', 'recipe')}' is" in refusal(checkpoint, target, **{key: other}).why
 
 
 def test_a_model_of_another_shape_is_refused(checkpoint, target, tmp_path):
@@ -291,9 +260,10 @@ def test_a_folder_without_an_index_is_not_finished(checkpoint, target):
     assert PACKED_INDEX in refusal(checkpoint, target).what
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b'{"layout_version": NaN}', b'{"layout_version": 1}', b"\xff"]
-)
+BROKEN = [b"", b"{", b"[]", b"null", b'{"layout_version": NaN}', b'{"layout_version": 1}', b"\xff"]
+
+
+@pytest.mark.parametrize("content", BROKEN)
 def test_an_index_that_is_broken_is_refused(checkpoint, target, content):
     (target / PACKED_INDEX).write_bytes(content)
     assert not needs_conversion(target)
@@ -332,18 +302,16 @@ def test_a_block_that_is_cut_is_refused_with_both_sizes(checkpoint, target, size
     whole = path.stat().st_size
     os.truncate(path, size)
     error = refusal(checkpoint, target)
-    assert str(path) in error.what
-    assert "cut short" in error.what
-    assert str(whole) in error.why
-    assert str(size) in error.why
+    assert str(path) in error.what and "cut short" in error.what
+    assert str(whole) in error.why and str(size) in error.why
 
 
 @pytest.mark.parametrize(
-    "spoil", [Path.unlink, lambda path: os.truncate(path, 1 << 20), lambda path: (path.unlink(), path.mkdir())]
+    "damage", [Path.unlink, lambda path: os.truncate(path, 1 << 20), lambda path: (path.unlink(), path.mkdir())]
 )
-def test_a_block_that_is_absent_or_something_else_is_refused(checkpoint, target, spoil):
+def test_a_block_that_is_absent_or_something_else_is_refused(checkpoint, target, damage):
     path = target / "layers.1.mlp.safetensors"
-    spoil(path)
+    damage(path)
     assert str(path) in refusal(checkpoint, target).what
 
 
@@ -359,9 +327,8 @@ def test_a_pipe_in_the_place_of_a_block_does_not_block(checkpoint, target):
 def test_blocks_that_changed_places_are_refused(checkpoint, target):
     one, other = target / "layers.1.mlp.safetensors", target / "layers.2.mlp.safetensors"
     assert one.stat().st_size == other.stat().st_size
-    swapped = one.read_bytes(), other.read_bytes()
-    other.write_bytes(swapped[0])
-    one.write_bytes(swapped[1])
+    for path, content in ((one, other.read_bytes()), (other, one.read_bytes())):
+        path.write_bytes(content)
     assert f"{one} is damaged" in refusal(checkpoint, target).what
 
 
@@ -374,8 +341,7 @@ def test_the_blocks_of_another_checkpoint_are_refused(checkpoint, target, tmp_pa
 @pytest.mark.parametrize("change", ["cut", "overwritten"])
 def test_a_block_that_changes_while_it_is_read_is_refused(checkpoint, target, monkeypatch, change):
     path = target / "layers.1.mlp.safetensors"
-    real = os.preadv
-    done: list[bool] = []
+    real, done = os.preadv, []
 
     def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         if not done and Path(f"/proc/self/fd/{descriptor}").readlink() == path:
@@ -383,9 +349,7 @@ def test_a_block_that_changes_while_it_is_read_is_refused(checkpoint, target, mo
             if change == "cut":
                 os.truncate(path, 4096)
             else:
-                with path.open("r+b") as file:
-                    file.seek(5000)
-                    file.write(b"\x55\xaa")
+                spoil(path, 5000)
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", read)
@@ -398,43 +362,37 @@ def test_a_disk_that_fails_is_an_error_that_names_the_file(checkpoint, made, mon
 
     monkeypatch.setattr(os, "preadv", fail)
     error = refusal(checkpoint, made)
-    assert "embed.safetensors cannot be read" in error.what
-    assert "Input/output error" in error.why
+    assert "embed.safetensors cannot be read" in error.what and "Input/output error" in error.why
 
 
 @pytest.fixture(scope="module")
-def spoilt(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield shutil.copytree(made, tmp_path_factory.mktemp("spoilt") / "p")
+def spoilt(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(made, tmp_path_factory.mktemp("spoilt") / "p")
 
 
 BLOCKS = [f"layers.{i}.{kind}" for i in range(4) for kind in ("attention", "mlp")]
+PLACES = {"place": st.floats(0, 1, exclude_max=True), "bit": st.integers(0, 7)}
 EACH = settings(max_examples=150, deadline=None)
 
 
 @EACH
-@given(
-    block=st.sampled_from(["embed", *BLOCKS, "head"]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7)
-)
+@given(block=st.sampled_from(["embed", *BLOCKS, "head"]), **PLACES)
 def test_a_flipped_bit_anywhere_in_a_block_is_found(checkpoint, made, spoilt, block, place, bit):
     path = spoilt / f"{block}.safetensors"
-    data = bytearray((made / path.name).read_bytes())
-    data[int(place * len(data))] ^= 1 << bit
-    path.write_bytes(data)
+    spoil(path, int(place * path.stat().st_size), 1 << bit)
     assert f"{path} is damaged" in refusal(checkpoint, spoilt).what
     shutil.copy(made / path.name, path)
 
 
 @EACH
-@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@given(**PLACES)
 def test_a_flipped_bit_in_the_index_is_found_or_changes_nothing(checkpoint, made, spoilt, place, bit):
-    data = bytearray((made / PACKED_INDEX).read_bytes())
-    data[int(place * len(data))] ^= 1 << bit
-    (spoilt / PACKED_INDEX).write_bytes(data)
+    spoil(spoilt / PACKED_INDEX, int(place * (made / PACKED_INDEX).stat().st_size), 1 << bit)
     expected = read_all(open_packed(checkpoint, made))
     try:
         found = read_all(open_packed(checkpoint, spoilt))
     except CheckpointError as error:
         assert str(spoilt) in error.what
     else:
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert same(found, expected)
     shutil.copy(made / PACKED_INDEX, spoilt)

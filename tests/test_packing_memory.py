@@ -51,9 +51,7 @@ def written(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("weights", ["int4", pytest.param("nf4", marks=pytest.mark.slow)])
-def test_packing_is_refused_below_the_cap_that_it_names_and_holds_no_more_than_that_one(
-    wide: Path, tmp_path: Path, weights: str
-) -> None:
+def test_packing_is_refused_below_the_cap_that_it_names_and_holds_no_more_than_that_one(wide, tmp_path, weights):
     quantized(tmp_path, wide, "--weights", weights, "--ram", "64MiB")  # compiles kernels, which costs once
     code, err, _ = quantized(tmp_path, wide, "--weights", weights, "--ram", "64MiB")
     assert (code, written(tmp_path)) == (4, [])
@@ -70,9 +68,7 @@ def test_packing_is_refused_below_the_cap_that_it_names_and_holds_no_more_than_t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4", "bf16"])
-def test_the_cap_that_plan_names_is_the_one_that_run_names_and_starts_under(
-    wide: Path, tmp_path: Path, weights: str
-) -> None:
+def test_the_cap_that_plan_names_is_the_one_that_run_names_and_starts_under(wide, tmp_path, weights):
     """Of a model that is not packed yet, in processes of their own: what they hold is what is compared."""
 
     def command(name: str, *arguments: str) -> tuple[int, str]:
@@ -99,9 +95,7 @@ def too_small(*_: object) -> Memory:
 
 
 @pytest.mark.parametrize("command", [["quantize"], ["run", "-p", "x", "--weights", "int4"]], ids=["quantize", "run"])
-def test_first_use_obeys_the_need_of_packing_too(
-    model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
+def test_first_use_obeys_the_need_of_packing_too(model, own_cache, monkeypatch, command):
     monkeypatch.setattr("localllm.engine.weights.process_memory", too_small)
     result = run_cli(command[0], model, *command[1:])
     assert (result.code, written(own_cache)) == (4, [])
@@ -109,16 +103,14 @@ def test_first_use_obeys_the_need_of_packing_too(
     assert f"localllm quantize {model} --weights int4-g64 --ram " in result.err
 
 
-def test_the_setting_and_the_variable_cap_packing(
-    model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_setting_and_the_variable_cap_packing(model, own_cache, monkeypatch):
     monkeypatch.setenv("LOCALLLM_RAM", "32MiB")
     assert run_cli("quantize", model).code == 4
     assert run_cli("quantize", model, "--ram", "4GiB").code == 0
     assert written(own_cache)
 
 
-def test_what_is_packed_is_verified_under_any_cap(model: Path, own_cache: Path) -> None:
+def test_what_is_packed_is_verified_under_any_cap(model, own_cache):
     assert run_cli("quantize", model).code == 0
     result = run_cli("quantize", model, "--ram", "32MiB")
     assert result.code == 0
@@ -126,7 +118,7 @@ def test_what_is_packed_is_verified_under_any_cap(model: Path, own_cache: Path) 
     assert written(own_cache)
 
 
-def test_a_cap_above_what_the_machine_has_is_refused(model: Path, own_cache: Path) -> None:
+def test_a_cap_above_what_the_machine_has_is_refused(model, own_cache):
     result = run_cli("quantize", model, "--ram", "99999GiB")
     assert (result.code, written(own_cache)) == (2, [])
     assert "more than this machine has" in result.err

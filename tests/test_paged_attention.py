@@ -22,6 +22,7 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.paged_attention import paged_attention, write
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.segment import Segment
+from tests.kv_support import filled, random
 
 native = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 every_isa = pytest.mark.parametrize("isa", host_isas(), ids=lambda isa: isa.name)
@@ -50,32 +51,10 @@ ODD = Heads(4, 2, 80, 32, window=150)  # of dense pages alone
 SEGMENTS = [[(0, 5)], [(300, 1)], [(510, 5)], [(0, 270)], [(10, 1), (1100, 1)], [(60, 70), (64, 64)]]
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def new_pages(kv_format: kv_page.Coding | object, shape: Heads, dtype: torch.dtype = torch.float32) -> KVPages:
     """Two layers. What no token has been written to is NaN: nothing may read it."""
     windows, devices = [shape.window] * 2, [HOST] * 2
     return KVPages(kv_format, windows=windows, devices=devices, num_kv_heads=shape.KH, head_dim=shape.D, dtype=dtype)
-
-
-def filled(pages: KVPages, past: int, new: int, seed: int) -> PagedKV:
-    """A sequence of `past` tokens in which so many new ones have room."""
-    kv, layout = pages.new(past + new), pages.groups[0].dense.layout
-    for pool in pages.groups[0].pools:
-        for page in pool.free:
-            for part in page.parts.values():
-                part.fill_(0xFF)
-    while kv.length < past:
-        count = min(500, past - kv.length)
-        kv.prepare(kv.length + count)
-        for layer in range(2):
-            k, v = random(2, count, layout.num_kv_heads, layout.head_dim, seed=seed + kv.length + layer)
-            write(kv.layer(layer, kv.length, count), kv.length, k, v)
-        kv.advance(count)
-    kv.prepare(past + new)
-    return kv
 
 
 def segments_of(stores: Sequence[PagedKV], news: Sequence[int]) -> list[Segment]:
@@ -92,26 +71,13 @@ def run_native(
     tables = attention_tables(segments, shape.H, shape.KH, 1, threads)
     room = AttentionRoom(len(tables.tasks), len(tables.merges), tables.num_parts, shape.KH, D)
     room.place(tables)
-    layouts, out, tokens = (
-        segments[0].kv.layouts,
-        torch.full((T, shape.H * D), float("nan")),
-        torch.tensor(tables.tokens[0]),
-    )
+    layouts, tokens = segments[0].kv.layouts, torch.tensor(tables.tokens[0])
+    out = torch.full((T, shape.H * D), float("nan"))
     rope = cpu_rope.rope(isa, *layouts, shape.rotary_dim, has_norms=shape.has_norms)
-    arguments = rope.arguments(
-        qkv=qkv,
-        cos=random(T, shape.rotary_dim, seed=1),
-        sin=random(T, shape.rotary_dim, seed=2),
-        q_norm=random(D, seed=3),
-        k_norm=random(D, seed=4),
-        tokens=tokens,
-        shape=torch.tensor([T]),
-        heads=shape.H,
-        kv_heads=shape.KH,
-        layer=layer,
-        scale=float_bits(D**-0.5),
-        eps=float_bits(1e-6),
-    )
+    cos, sin = (random(T, shape.rotary_dim, seed=seed) for seed in (1, 2))
+    norms = {"q_norm": random(D, seed=3), "k_norm": random(D, seed=4), "eps": float_bits(1e-6)}
+    words = {"heads": shape.H, "kv_heads": shape.KH, "layer": layer, "scale": float_bits(D**-0.5)}
+    arguments = rope.arguments(qkv=qkv, cos=cos, sin=sin, tokens=tokens, shape=torch.tensor([T]), **norms, **words)
     place = AttentionPlace(qkv, qkv[0].numel(), out, tokens, layer, shape.H, shape.window, shape.softcap)
     Tape([(rope, arguments), *room.steps(isa, layouts, place, rows=tables.rows, is_split=tables.is_split)]).run()
     return out.view(T, shape.H, D)
@@ -149,7 +115,7 @@ def test_the_kernels_write_and_attend_as_torch_does(isas, kv_format, shape, segm
     """segments: (tokens held, new tokens) of each sequence."""
     for isa in isas:
         pages = new_pages(kv_format, shape)
-        stores = [filled(pages, past, new, seed=100 * i) for i, (past, new) in enumerate(segments)]
+        stores = [filled(pages, past, new, seed=i) for i, (past, new) in enumerate(segments)]
         parts = segments_of(stores, [new for _, new in segments])
         qkv = random(parts[-1].end, shape.H + 2 * shape.KH, shape.D)
         out = run_native(isa, shape, qkv.clone(), parts)

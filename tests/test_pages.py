@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -60,6 +59,17 @@ def grow(kv: PagedKV, token_ids: list[int], *, advance: bool = True) -> None:
         kv.advance(len(new))
 
 
+def used(pages: KVPages, prefix: PrefixCache, seed: int) -> list[int]:
+    """500 tokens of a sequence that has come and gone."""
+    ids = random.Random(seed).sample(range(10_000), 500)
+    sequence = pages.new(501)
+    prefix.attach(sequence, ids)
+    grow(sequence, ids)
+    prefix.seal(sequence, ids)
+    sequence.close()
+    return ids
+
+
 def assert_holds(kv: PagedKV, name: str, token_ids: list[int]) -> None:
     """Its pages hold the keys of these tokens, as later pages' queries read them."""
     assert kv.length == len(token_ids)
@@ -80,7 +90,7 @@ def assert_holds(kv: PagedKV, name: str, token_ids: list[int]) -> None:
 
 
 @every_format
-def test_a_rollback_inside_the_open_page_is_free_and_is_written_over(kv: str) -> None:
+def test_a_rollback_inside_the_open_page_is_free_and_is_written_over(kv):
     pages = new_pages(kv)
     sequence, ids = pages.new(300), list(range(150))
     grow(sequence, ids)
@@ -91,7 +101,7 @@ def test_a_rollback_inside_the_open_page_is_free_and_is_written_over(kv: str) ->
 
 
 @every_format
-def test_a_rollback_into_a_sealed_page_leaves_who_shares_it_as_he_was(kv: str) -> None:
+def test_a_rollback_into_a_sealed_page_leaves_who_shares_it_as_he_was(kv):
     pages = new_pages(kv)
     prefix = PrefixCache(bytes(32), pages)
     first, second, ids = pages.new(400), pages.new(400), list(range(200))
@@ -109,7 +119,7 @@ def test_a_rollback_into_a_sealed_page_leaves_who_shares_it_as_he_was(kv: str) -
 
 
 @every_format
-def test_what_a_forward_wrote_that_was_given_up_is_written_over(kv: str) -> None:
+def test_what_a_forward_wrote_that_was_given_up_is_written_over(kv):
     pages = new_pages(kv)
     sequence, ids = pages.new(300), list(range(100))
     grow(sequence, ids)
@@ -118,7 +128,7 @@ def test_what_a_forward_wrote_that_was_given_up_is_written_over(kv: str) -> None
     assert_holds(sequence, kv, [*ids, *range(700, 780)])
 
 
-def test_pages_that_a_forward_needed_are_copied_outside_of_it() -> None:
+def test_pages_that_a_forward_needed_are_copied_outside_of_it():
     pages = new_pages("bf16")
     with torch.inference_mode():
         kv = pages.new(200)
@@ -129,7 +139,7 @@ def test_pages_that_a_forward_needed_are_copied_outside_of_it() -> None:
     assert_holds(kv, "bf16", list(range(70)))
 
 
-def test_a_closed_sequence_gives_everything_back() -> None:
+def test_a_closed_sequence_gives_everything_back():
     pages = new_pages()
     sequence = pages.new(1000)
     grow(sequence, list(range(900)))
@@ -139,7 +149,7 @@ def test_a_closed_sequence_gives_everything_back() -> None:
     assert all(pool.reserved == 0 and len(pool.free) == len(pool.pages) for pool in pages.groups[0].pools)
 
 
-def test_a_reservation_that_finds_no_memory_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reservation_that_finds_no_memory_takes_nothing(monkeypatch):
     pages = new_pages()
     pages.new(64)
     before = [pool.reserved for pool in pages.groups[0].pools]
@@ -153,7 +163,7 @@ def test_a_reservation_that_finds_no_memory_takes_nothing(monkeypatch: pytest.Mo
     assert [pool.reserved for pool in pages.groups[0].pools] == before
 
 
-def test_a_window_holds_no_more_pages_than_it_sees() -> None:
+def test_a_window_holds_no_more_pages_than_it_sees():
     pages = new_pages("int8", windows=(100, None))
     sequence, ids = pages.new(1000), list(range(1000))
     for end in range(1, 1001, 7):
@@ -163,7 +173,7 @@ def test_a_window_holds_no_more_pages_than_it_sees() -> None:
     pages.check_integrity()
 
 
-def test_a_rollback_behind_what_a_window_has_left_begins_anew() -> None:
+def test_a_rollback_behind_what_a_window_has_left_begins_anew():
     pages = new_pages("int8", windows=(100, None))
     sequence, ids = pages.new(1000), list(range(900))
     for end in (300, 600, 900):
@@ -174,7 +184,7 @@ def test_a_rollback_behind_what_a_window_has_left_begins_anew() -> None:
 
 
 @every_format
-def test_pages_that_move_to_another_device_keep_their_bytes_and_their_owners(kv: str) -> None:
+def test_pages_that_move_to_another_device_keep_their_bytes_and_their_owners(kv):
     pages = new_pages(kv)
     prefix = PrefixCache(bytes(32), pages)
     sequence, ids = pages.new(300), list(range(200))
@@ -193,58 +203,40 @@ def test_pages_that_move_to_another_device_keep_their_bytes_and_their_owners(kv:
     assert_holds(again, kv, ids[:192])
 
 
-def test_pages_go_to_ram_and_come_back_whatever_devices_they_are_on() -> None:
+def test_pages_go_to_ram_and_come_back_whatever_devices_they_are_on():
     pages = new_pages("int4", device=torch.device("cpu", 0))
     prefix = PrefixCache(bytes(32), pages, ram_bytes=1 << 24)
-    for seed in range(4):  # each pushes the one before out of the pools
-        ids = random.Random(seed).sample(range(10_000), 500)
-        sequence = pages.new(501)
-        prefix.attach(sequence, ids)
-        grow(sequence, ids)
-        prefix.seal(sequence, ids)
-        sequence.close()
-    ids = random.Random(0).sample(range(10_000), 500)
+    ids, *_ = [used(pages, prefix, seed) for seed in range(4)]  # each pushes the one before out of the pools
     sequence = pages.new(501)
     prefix.attach(sequence, ids)
     assert sequence.length == 448 and prefix.counts.ram >= 5
     assert_holds(sequence, "int4", ids[:448])
 
 
-def test_room_in_ram_is_kept_within_its_limit() -> None:
+def test_room_in_ram_is_kept_within_its_limit():
     pages = new_pages("int4")
     prefix = PrefixCache(bytes(32), pages, ram_bytes=100_000)
     for seed in range(6):
-        ids = random.Random(seed).sample(range(10_000), 500)
-        sequence = pages.new(501)
-        grow(sequence, ids)
-        prefix.seal(sequence, ids)
-        sequence.close()
+        used(pages, prefix, seed)
         assert prefix.ram_used_bytes <= 100_000
     assert prefix.counts.spilled
 
 
-def test_what_serves_later_prompts_alone_is_given_up_where_memory_runs_out() -> None:
+def test_what_serves_later_prompts_alone_is_given_up_where_memory_runs_out():
     pages = new_pages("int4")
     prefix = PrefixCache(bytes(32), pages, ram_bytes=1 << 24)
     assert not prefix.limit_ram(0)
     prefix.limit_ram(1 << 24)
-    for seed in range(3):
-        ids = random.Random(seed).sample(range(10_000), 500)
-        sequence = pages.new(501)
-        grow(sequence, ids)
-        prefix.seal(sequence, ids)
-        sequence.close()
+    *_, ids = [used(pages, prefix, seed) for seed in range(3)]
     assert prefix.ram_used_bytes and prefix.limit_ram(0)
     assert not prefix.ram_used_bytes
     sequence = pages.new(501)
-    prefix.attach(sequence, random.Random(2).sample(range(10_000), 500))
+    prefix.attach(sequence, ids)
     assert sequence.length == 448  # in the pools still
     pages.check_integrity()
 
 
-def test_two_chats_that_share_what_a_window_leaves_grow_no_further_than_they_reserved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_chats_that_share_what_a_window_leaves_grow_no_further_than_they_reserved(monkeypatch):
     pages = new_pages("int8", (70, None))
     prefix = PrefixCache(bytes(32), pages)
     ids, sequences = list(range(2000, 2450)), []
@@ -262,7 +254,7 @@ def test_two_chats_that_share_what_a_window_leaves_grow_no_further_than_they_res
             grow(kv, ids[:end])
 
 
-def test_a_chain_is_let_go_from_its_tail_however_it_is_left() -> None:
+def test_a_chain_is_let_go_from_its_tail_however_it_is_left():
     pages = new_pages("bf16")
     prefix = PrefixCache(bytes(32), pages)
     kv, ids = pages.new(450), list(range(300))
@@ -273,7 +265,7 @@ def test_a_chain_is_let_go_from_its_tail_however_it_is_left() -> None:
     assert [numbers[page] for page in pages.groups[0].dense.idle] == [3, 2, 1, 0]
 
 
-def test_memory_that_nobody_was_promised_is_given_back() -> None:
+def test_memory_that_nobody_was_promised_is_given_back():
     pages = new_pages("int8")
     kv, held = pages.new(64), pages.nbytes
     pages.new(4500).close()
@@ -284,17 +276,17 @@ def test_memory_that_nobody_was_promised_is_given_back() -> None:
     grow(kv, list(range(64)))
 
 
-def test_the_disk_and_the_kernels_mean_the_same_page() -> None:
+def test_the_disk_and_the_kernels_mean_the_same_page():
     assert page_folder.PAGE_TOKENS == PAGE_TOKENS
 
 
 @pytest.mark.parametrize(("head_dim", "format_name"), [(64, "int4"), (80, "bf16"), (96, "int4"), (256, "int4")])
-def test_heads_that_groups_do_not_divide_stay_dense(head_dim: int, format_name: str) -> None:
+def test_heads_that_groups_do_not_divide_stay_dense(head_dim, format_name):
     assert choose_format("int4", head_dim, 2).name == format_name
 
 
 @pytest.mark.parametrize(("kv", "most"), [("int8", 0.55), ("k8v4", 0.42), ("int4", 0.29)])
-def test_a_sequence_of_8192_tokens_takes_this_much_of_bf16(kv: str, most: float) -> None:
+def test_a_sequence_of_8192_tokens_takes_this_much_of_bf16(kv, most):
     """With its dense pages: an 8B model's shape."""
 
     def num_bytes(name: str) -> int:
@@ -412,7 +404,7 @@ TestSequences = Sequences.TestCase
 TestSequences.settings = settings(max_examples=15, stateful_step_count=25, **COMMON)
 
 
-def test_heads_that_no_group_divides_keep_dense_pages_and_who_asked_for_others_is_told(tmp_path: Path) -> None:
+def test_heads_that_no_group_divides_keep_dense_pages_and_who_asked_for_others_is_told(tmp_path):
     model = write_checkpoint(tmp_path / "narrow-heads")
     told = run_cli("run", model, "-p", "the fox", "--max-tokens", "2", "--kv", "int8", "--raw")
     told_line = "keys and values stay in bf16: int8 codes groups of 32 features, a head here has 16"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def our_logits(engine: Engine, token_ids: list[int], chunk_sizes: list[int]) -> 
     return torch.cat([engine.runner.forward([Chunk(token_ids, kv, n)], all_logits=True) for n in chunk_sizes])
 
 
-def test_prefill_computes_the_logits_of_transformers_whole_and_in_chunks(pair: Pair) -> None:
+def test_prefill_computes_the_logits_of_transformers_whole_and_in_chunks(pair):
     for length, splits in ((1, []), (37, []), (90, [[7] * 12 + [6], [64, 26], [1, 88, 1], [33, 1, 1, 55]])):
         ids = prompt(length)
         expected = peer_logits(pair.peer, ids)
@@ -73,7 +72,7 @@ def test_prefill_computes_the_logits_of_transformers_whole_and_in_chunks(pair: P
 # From 5.24 on transformers calls it `cache`, a name that 5.20 to 5.23 do not know.
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 @torch.inference_mode()
-def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair: Pair) -> None:
+def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair):
     ids = prompt(40)
     forget_longest_input(pair.peer)
     first = pair.peer(torch.tensor([ids]), use_cache=True)
@@ -104,7 +103,7 @@ def greedy(engine: Engine, prompts: list[list[int]], max_tokens: int = 64) -> li
     return list(answers.values())
 
 
-def test_greedy_tokens_are_those_of_transformers_over_64_steps(pair: Pair) -> None:
+def test_greedy_tokens_are_those_of_transformers_over_64_steps(pair):
     ids = prompt(21)
     if pair.family == "llama-dynamic-rope":
         pair.engine.ctx = 256  # dynamic scaling exists to go past the trained length
@@ -115,14 +114,14 @@ def test_greedy_tokens_are_those_of_transformers_over_64_steps(pair: Pair) -> No
     assert greedy(pair.engine, [ids]) == [generated[0, len(ids) :].tolist()]
 
 
-def test_neither_a_batch_nor_small_chunks_change_a_token(pair: Pair) -> None:
+def test_neither_a_batch_nor_small_chunks_change_a_token(pair):
     prompts = [prompt(length, seed=length) for length in (5, 39, 13, 1)]
     alone = [greedy(pair.engine, [ids], max_tokens=10)[0] for ids in prompts]
     chunked = Engine(pair.engine.model, pair.engine.tokenizer, ctx=256, limits=Limits(chunk_tokens=8))
     assert greedy(pair.engine, prompts, max_tokens=10) == greedy(chunked, prompts, max_tokens=10) == alone
 
 
-def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_the_same_model(tmp_path):
     peer = write_checkpoint(tmp_path, "qwen2", shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     ids = prompt(20)
@@ -131,8 +130,8 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_in_fp64_with_strays_and_an_index_that_promises_too_much_is_the_same_model(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, tmp_path_factory, monkeypatch
+):
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))  # what is packed is no other test's
     peer = write_checkpoint(tmp_path, "llama-biases-tied", shard_size="50KB")
     for shard in tmp_path.glob("*.safetensors"):
@@ -155,7 +154,7 @@ def test_a_checkpoint_in_fp64_with_strays_and_an_index_that_promises_too_much_is
     assert [type(event) for event in packed.generate("a", SamplingParams(max_tokens=1))][-1] is FinishedEvent
 
 
-def test_the_text_model_of_a_multimodal_gemma3_folder_runs(tmp_path: Path) -> None:
+def test_the_text_model_of_a_multimodal_gemma3_folder_runs(tmp_path):
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

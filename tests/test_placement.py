@@ -27,6 +27,7 @@ from localllm.offload.planner.search import Search
 from localllm.quant.dense import dense_name
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
+from tests.choices.support import answered
 from tests.packed_support import small_checkpoint
 from tests.patience import PATIENCE_S
 from tests.thinning import one_in
@@ -70,9 +71,8 @@ def engine(
     dtype = "fp32" if WEIGHTS[weights] is torch.float32 else "bf16"
     with pytest.MonkeyPatch.context() as patch:
         if memory_bytes is not None:
-            patch.setattr(
-                planner, "process_memory", lambda *_, **__: Memory(memory_bytes, 0, most_bytes or memory_bytes)
-            )
+            memory = Memory(memory_bytes, 0, most_bytes or memory_bytes)
+            patch.setattr(planner, "process_memory", lambda *_, **__: memory)
             # What packing takes is a thousand times what such a model does.
             patch.setattr(planner, "as_stored", lambda _files, _name, config, _weights: (config, None))
         config = EngineConfig(device="cpu", weights=weights, dtype=dtype, **options)  # type: ignore[arg-type]
@@ -136,9 +136,8 @@ def test_blocks_that_were_moved_on_purpose_stay_where_they_are(directory: Path) 
     with engine(directory, "int4", ctx=128) as loaded:
         assert loaded.plan is not None
         expected = tokens(loaded, temperature=0)
-        down = [
-            block if index in (0, 5) else replace(block, tier="disk") for index, block in enumerate(loaded.plan.blocks)
-        ]
+        down = [replace(block, tier="disk") for block in loaded.plan.blocks]
+        down[0], down[5] = loaded.plan.blocks[0], loaded.plan.blocks[5]
         loaded.move(down)
         assert tokens(loaded, temperature=0) == expected
         assert len(loaded.model.stream.names) == len(down) - 2  # type: ignore[attr-defined]
@@ -150,12 +149,8 @@ def test_answers_side_by_side_are_those_that_each_has_alone(directory: Path) -> 
     with engine(directory, "int4", least, ctx=128, limits=Limits(max_sequences=4)) as loaded:
         alone = [tokens(loaded, prompt, temperature=0) for prompt in prompts]
         greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-        answers: dict[int, list[int]] = {loaded.submit(Request(prompt, greedy)): [] for prompt in prompts}
-        while loaded.has_work:
-            for event in loaded.step():
-                if isinstance(event, TokenEvent):
-                    answers[event.request_id].append(event.token_id)
-        assert [*answers.values()] == alone
+        together = answered(loaded, *(Request(prompt, greedy) for prompt in prompts))
+        assert [heard.token_ids for heard in together] == alone
 
 
 def test_a_request_that_is_stopped_in_the_middle_leaves_the_next_one_right(directory: Path) -> None:
@@ -212,8 +207,8 @@ def test_a_cap_for_a_gpu_is_refused_where_none_is_used(directory: Path) -> None:
 
 
 def test_a_cap_beyond_the_machine_is_refused(directory: Path) -> None:
-    with pytest.raises(UsageError, match="more than this machine has"):
-        Engine.load(directory, EngineConfig(device="cpu", weights="int4", ram=1 << 50))
+    with pytest.raises(UsageError, match="more than this machine has"), engine(directory, "int4", ram=1 << 50):
+        pytest.fail("it was loaded")
 
 
 def test_a_closed_engine_leaves_no_file_and_no_thread_behind(directory: Path) -> None:

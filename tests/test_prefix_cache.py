@@ -29,20 +29,14 @@ from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
 from localllm.quant.recipe import recipe
+from tests.packed_support import spoil
 from tests.patience import PATIENCE_S
 
 VOCAB, CTX, ANSWER = 160, 512, 5
 SHAPE: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": CTX,
-}
+    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": CTX,
+}  # fmt: skip
 ODD = SHAPE | {"head_dim": 80}  # which groups of 32 do not divide
 WINDOWED = SHAPE | {"model_type": "gemma2", "query_pre_attn_scalar": 32, "sliding_window": 70}
 Answer = tuple[tuple[int, float], ...]  # tokens and their logprobs
@@ -105,15 +99,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
+def reuse_of(tier: str, folder: Path) -> KVReuse:
+    return KVReuse(ram_bytes=(64 << 20) * (tier == "ram"), directory=folder if tier in ("disk", "restarted") else None)
+
+
+def finished(of: Engine, steps: int) -> FinishedEvent:
+    """What so many steps end with."""
+    last = [event for _ in range(steps) for event in of.step()][-1]
+    assert isinstance(last, FinishedEvent)
+    return last
+
+
+def exhausted(_: int) -> None:
+    raise MemoryError
+
+
 TIERS, KV = ("pool", "ram", "disk", "restarted"), ("bf16", "int8", "k8v4", "int4")
 MODELS = [*product(("llama", "windowed"), KV), ("odd", "int8")]
 
 
 @pytest.mark.parametrize(("model", "kv"), MODELS)
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_hit_gives_the_bits_of_a_miss_from_every_tier(kv: str, model: str, tier: str, folder: Path) -> None:
-    reuse = KVReuse(ram_bytes=(64 << 20) * (tier == "ram"), directory=folder if tier in ("disk", "restarted") else None)
-    shared = tokens(300, seed=1)
+def test_a_hit_gives_the_bits_of_a_miss_from_every_tier(kv, model, tier, folder):
+    reuse, shared = reuse_of(tier, folder), tokens(300, seed=1)
     of = engine(kv, reuse, model)
     ask(of, [*shared, 5, 6])
     if tier != "pool":
@@ -132,9 +140,7 @@ def test_a_hit_gives_the_bits_of_a_miss_from_every_tier(kv: str, model: str, tie
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["pool", "ram", "disk", "restarted", "cancelled", "eight at once"])
-def test_where_operators_compute_a_hit_gives_the_bits_of_a_miss_in_the_same_chunks(
-    dtype: torch.dtype, how: str, folder: Path
-) -> None:
+def test_where_operators_compute_a_hit_gives_the_bits_of_a_miss_in_the_same_chunks(dtype, how, folder):
     """Of eight at once the first tokens: operators sum a step of eight rows in another order than one of one."""
 
     def loaded(reuse: KVReuse) -> Engine:
@@ -144,8 +150,7 @@ def test_where_operators_compute_a_hit_gives_the_bits_of_a_miss_in_the_same_chun
 
     shared = tokens(300, seed=2)
     prompts = [[*shared, *tokens(5 + n, seed=n)] for n in range(8 if how == "eight at once" else 1)]
-    reuse = KVReuse(ram_bytes=(64 << 20) * (how == "ram"), directory=folder if how in ("disk", "restarted") else None)
-    hit = loaded(reuse)
+    hit = loaded(reuse_of(how, folder))
     if how == "cancelled":
         request_id = hit.submit(Request(tuple(shared), greedy()))
         for _ in range(5):
@@ -156,7 +161,7 @@ def test_where_operators_compute_a_hit_gives_the_bits_of_a_miss_in_the_same_chun
         evict(hit)
     if how == "restarted":
         hit.close()
-        hit = loaded(reuse)
+        hit = loaded(reuse_of(how, folder))
     answers, cached = ask(hit, *prompts)
     assert cached == [256] * len(prompts)
     missed = loaded(NO_REUSE)
@@ -166,7 +171,7 @@ def test_where_operators_compute_a_hit_gives_the_bits_of_a_miss_in_the_same_chun
     hit.close()
 
 
-def test_eight_requests_at_once_share_what_they_have_in_common_and_answer_as_alone() -> None:
+def test_eight_requests_at_once_share_what_they_have_in_common_and_answer_as_alone():
     of, shared = engine("int4"), tokens(200, seed=4)
     ask(of, shared)
     prompts = [[*shared, *tokens(1 + 9 * n, seed=n)] for n in range(8)]
@@ -175,7 +180,7 @@ def test_eight_requests_at_once_share_what_they_have_in_common_and_answer_as_alo
     assert answers == [computed("int4", tuple(prompt)) for prompt in prompts]
 
 
-def test_a_cancelled_request_leaves_whole_pages_that_are_right() -> None:
+def test_a_cancelled_request_leaves_whole_pages_that_are_right():
     of, prompt = engine(), tokens(400, seed=5)
     of.scheduler.limits = type(of.scheduler.limits)(chunk_tokens=100)
     request_id = of.submit(Request(tuple(prompt), greedy()))
@@ -188,7 +193,7 @@ def test_a_cancelled_request_leaves_whole_pages_that_are_right() -> None:
     assert cached == 192 and answer == computed("int8", tuple(prompt))
 
 
-def test_an_answer_is_part_of_what_the_next_turn_finds() -> None:
+def test_an_answer_is_part_of_what_the_next_turn_finds():
     of, prompt = engine(), tokens(120, seed=6)
     (answer,), _ = ask(of, prompt)
     chat = [*prompt, *(token_id for token_id, _ in answer), *tokens(30, seed=7)]
@@ -197,7 +202,7 @@ def test_an_answer_is_part_of_what_the_next_turn_finds() -> None:
     assert cached == 128
 
 
-def test_a_prompt_that_is_known_whole_still_computes_its_last_token() -> None:
+def test_a_prompt_that_is_known_whole_still_computes_its_last_token():
     of, prompt = engine(), tokens(128, seed=9)
     ask(of, prompt)
     (answer,), (cached,) = ask(of, prompt)
@@ -205,29 +210,23 @@ def test_a_prompt_that_is_known_whole_still_computes_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("other", [{"kv": "int4"}, {"model": "windowed"}])
-def test_pages_of_another_model_or_format_are_not_found(other: dict[str, str], folder: Path) -> None:
+def test_pages_of_another_model_or_format_are_not_found(other, folder):
     prompt = tokens(200, seed=10)
-    with_disk = KVReuse(directory=folder)
-    first = engine("int8", with_disk)
+    first = engine("int8", KVReuse(directory=folder))
     ask(first, prompt)
     first.close()
-    second = engine(**{"kv": "int8", **other}, reuse=with_disk)
+    second = engine(**other, reuse=KVReuse(directory=folder))
     assert ask(second, prompt)[1] == [0]
     second.close()
 
 
-def test_a_damaged_page_is_computed_once_more(folder: Path) -> None:
+def test_a_damaged_page_is_computed_once_more(folder):
     prompt = tokens(300, seed=11)
-    with_disk = KVReuse(directory=folder)
-    of = engine("int8", with_disk)
+    of = engine(reuse=KVReuse(directory=folder))
     ask(of, prompt)
     of.close()
-    for page in sorted(folder.rglob("*.page"))[1:2]:
-        damaged = bytearray(page.read_bytes())
-        damaged[5000] ^= 1
-        page.chmod(0o600)
-        page.write_bytes(damaged)
-    of = engine("int8", with_disk)
+    spoil(sorted(folder.rglob("*.page"))[1], 5000)
+    of = engine(reuse=KVReuse(directory=folder))
     (answer,), (cached,) = ask(of, prompt)
     assert cached in (0, 64, 128, 192) and answer == computed("int8", tuple(prompt))
     of.close()
@@ -237,7 +236,7 @@ PIECES = st.integers(0, 9)
 
 
 @pytest.mark.parametrize("model", ["llama", "windowed"])
-def test_after_a_restart_what_is_new_goes_to_the_disk_too(model: str, folder: Path) -> None:
+def test_after_a_restart_what_is_new_goes_to_the_disk_too(model, folder):
     prompt = tokens(440, seed=1)
     for length, found in ((200, 0), (440, 192), (441, 384)):
         of = engine(reuse=KVReuse(directory=folder), model=model)
@@ -246,7 +245,7 @@ def test_after_a_restart_what_is_new_goes_to_the_disk_too(model: str, folder: Pa
         of.close()
 
 
-def test_ram_that_pages_come_and_go_in_stays_whole() -> None:
+def test_ram_that_pages_come_and_go_in_stays_whole():
     of = engine(reuse=KVReuse(ram_bytes=140_000))
     assert of.prefix is not None
     prompts, choose = [tokens(300, seed=seed) for seed in range(6)], random.Random(4)
@@ -256,22 +255,14 @@ def test_ram_that_pages_come_and_go_in_stays_whole() -> None:
     assert of.prefix.ram_used_bytes > 90_000
 
 
-def test_a_copy_for_the_disk_that_finds_no_memory_costs_no_answer(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def exhausted(_: int) -> None:
-        raise MemoryError
-
+def test_a_copy_for_the_disk_that_finds_no_memory_costs_no_answer(folder, monkeypatch):
     of = engine(reuse=KVReuse(directory=folder))
     monkeypatch.setattr(prefix, "host_buffer", exhausted)
     (answer,), _ = ask(of, tokens(300, seed=1))
     assert answer == computed("int8", tuple(tokens(300, seed=1)))
 
 
-def test_memory_that_ends_while_pages_are_read_loses_no_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(_: int) -> None:
-        raise MemoryError
-
+def test_memory_that_ends_while_pages_are_read_loses_no_page(folder, monkeypatch):
     of = engine(reuse=KVReuse(directory=folder), model="windowed")
     ask(of, tokens(300, seed=1))
     of.close()
@@ -279,15 +270,12 @@ def test_memory_that_ends_while_pages_are_read_loses_no_page(folder: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(prefix, "host_buffer", exhausted)
         of.submit(Request(tuple(tokens(300, seed=1)), greedy()))
-        (finished,) = [event for _ in range(3) for event in of.step()]
-    assert isinstance(finished, FinishedEvent) and finished.finish_reason == "error"
+        assert finished(of, steps=3).finish_reason == "error"
     of.residency.kv_pages.check_integrity()
     assert ask(of, tokens(300, seed=1))[1] == [256]
 
 
-def test_a_request_is_given_up_while_its_pages_come_from_the_disk(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_given_up_while_its_pages_come_from_the_disk(folder, monkeypatch):
     of = engine(reuse=KVReuse(directory=folder))
     ask(of, tokens(500, seed=1))
     of.close()
@@ -306,12 +294,11 @@ def test_a_request_is_given_up_while_its_pages_come_from_the_disk(
 
     monkeypatch.setattr(DiskTier, "read", given_up)
     request_id = of.submit(Request(tuple(tokens(500, seed=1)), greedy()))
-    (finished,) = [event for _ in range(2) for event in of.step()]
-    assert isinstance(finished, FinishedEvent) and finished.finish_reason == "cancelled" and reads == [1]
+    assert finished(of, steps=2).finish_reason == "cancelled" and reads == [1]
     of.residency.kv_pages.check_integrity()
 
 
-def test_a_page_is_copied_for_the_disk_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_copied_for_the_disk_once(folder, monkeypatch):
     copies, copy = [], prefix.PrefixCache._payload
     monkeypatch.setattr(
         prefix.PrefixCache, "_payload", lambda of, entry: [copies.append(entry.number), copy(of, entry)][1]
@@ -338,9 +325,7 @@ def test_a_page_is_copied_for_the_disk_once(folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("place", [10, 70, 255])
 @pytest.mark.parametrize("is_native", [True, False])
-def test_a_nan_anywhere_in_a_prompt_is_an_error_and_known_to_no_other(
-    kv: str, place: int, is_native: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_anywhere_in_a_prompt_is_an_error_and_known_to_no_other(kv, place, is_native, folder, monkeypatch):
     if not is_native:
         monkeypatch.setattr(cpu_linear, "is_available", lambda: False)
     config, chosen = parse_config(SHAPE, "a test's config"), recipe("bf16")
@@ -352,8 +337,7 @@ def test_a_nan_anywhere_in_a_prompt_is_an_error_and_known_to_no_other(
     prompt = tokens(300, seed=1)
     prompt[place] = 2
     poisoned.submit(Request(tuple(prompt), greedy()))
-    finished = [event for _ in range(3) for event in poisoned.step()][-1]
-    assert isinstance(finished, FinishedEvent) and "a NaN or an infinity" in str(finished.error)
+    assert "a NaN or an infinity" in str(finished(poisoned, steps=3).error)
     assert poisoned.prefix is not None and not poisoned.prefix.num_pages
     poisoned.close()
 
@@ -440,9 +424,7 @@ class Chats(RuleBasedStateMachine):
         paths = sorted(Path(self.folder.name).rglob("*.page"))
         if paths:
             path = paths[number % len(paths)]
-            data = bytearray(path.read_bytes())
-            data[at % len(data)] ^= 0x10
-            path.write_bytes(data)
+            spoil(path, at % path.stat().st_size)
 
     @invariant()
     def pages_are_owned_as_often_as_counted(self) -> None:

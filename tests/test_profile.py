@@ -7,6 +7,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from localllm.offload.planner.profile import FormatRates, Profile, keep, kept_pr
 from localllm.quant.recipe import RECIPES
 
 DISK = Term("cpu", "step", "disk")
+BLOCKS = RECIPES["int8"].blocks
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +32,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_profile_is_kept_and_found_again_on_the_same_machine_only(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_is_kept_and_found_again_on_the_same_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     found = kept_profile()
     assert found.rates("int4-g64") is None
     measured = replace(found, disk_read_gbs=1.5, formats={"int4-g64": FormatRates(30.0, 900.0)})
@@ -90,9 +90,8 @@ def test_the_runs_of_one_format_and_of_one_kind_say_nothing_of_another() -> None
     profile = Profile("it")
     for _ in range(5):
         profile = profile.scored("int8", DISK, 2.0)
-    for where in ("gpu", "both"):
-        assert profile.corrections("int8").of(DISK._replace(where=where)) == 1.0
-    assert profile.corrections("int8").of(DISK._replace(bound="memory")) == 1.0
+    for other in (DISK._replace(where="gpu"), DISK._replace(where="both"), DISK._replace(bound="memory")):
+        assert profile.corrections("int8").of(other) == 1.0
     assert profile.corrections("int4-g64").of(DISK) == 1.0
     # A disk that no prompt has waited for yet is as it is for a step.
     assert profile.corrections("int8").of(DISK._replace(phase="prompt")) == 2.0
@@ -131,9 +130,7 @@ def test_a_rate_that_cannot_be_is_measured_again_once_and_doubted_where_it_comes
         samples[figure] = [right[figure] if seconds_right else first, first]
         for name, values in samples.items():
             monkeypatch.setattr(measurement, name, lambda *_, values=values: values.pop())
-        profile = measurement.measured(
-            kept_profile(), "int8", RECIPES["int8"].blocks, torch.bfloat16, lambda _text: None
-        )
+        profile = measurement.measured(kept_profile(), "int8", BLOCKS, torch.bfloat16, lambda _text: None)
         assert samples[figure] == [] and sorted(map(len, samples.values())) == [0, 1, 1]
         assert profile.doubtful == (() if seconds_right else (named,))
         assert kept_profile() == profile  # and it is not measured a third time
@@ -154,9 +151,7 @@ class FakeMachine:
         monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0 + self._at_s)
         monkeypatch.setattr(measurement, "_dram_gbs", lambda: 40.0)
         monkeypatch.setattr(measurement, "_disk_gbs", lambda _folder: 1.5)
-        monkeypatch.setattr(
-            measurement, "format_rates", lambda *_: FormatRates(self.matrix_gbs, 900.0, spread=self.spread)
-        )
+        monkeypatch.setattr(measurement, "format_rates", lambda *_: FormatRates(self.matrix_gbs, 900.0, 0, self.spread))
 
     def _counted(self) -> other_work.Counted:
         self._at_s += 2.0
@@ -166,7 +161,7 @@ class FakeMachine:
     def start(self) -> Profile:
         """What a program finds that needs the rates of int8."""
         self.said.clear()
-        return measurement.measured(kept_profile(), "int8", RECIPES["int8"].blocks, torch.bfloat16, self.said.append)
+        return measurement.measured(kept_profile(), "int8", BLOCKS, torch.bfloat16, self.said.append)
 
 
 @pytest.fixture
@@ -232,23 +227,15 @@ def test_the_figures_of_one_format_tell_nothing_of_another(machine: FakeMachine)
     assert profile.of("int4-g64").measured_at_s == profile.taken["memory"].at_s
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        ("disk_read_gbs", "nothing"),
-        ("at_s", "1e300"),
-        ("at_s", "null"),
-        ("others", "-1"),
-        ("others", "null"),
-        ("spread", "null"),
-        ("times", '"x"'),
-    ],
-)
+FIGURES = {"disk_read_gbs": ["nothing"], "at_s": ["1e300", "null"], "others": ["-1", "null"], "spread": ["null"]}
+FIGURES["times"] = ['"x"']
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in FIGURES.items() for value in values])
 def test_a_kept_file_of_another_time_is_measured_anew(
-    machine: FakeMachine, own_cache: Path, damage: tuple[str, str]
+    machine: FakeMachine, own_cache: Path, name: str, value: str
 ) -> None:
     machine.start()
-    name, value = damage
     path = own_cache / "profile.json"
     changed = re.sub(rf'"{name}": [0-9.]+', f'"{name}": {value}', path.read_text())
     for text in (changed, path.read_text().replace('"taken"', '"before"')):
@@ -258,7 +245,7 @@ def test_a_kept_file_of_another_time_is_measured_anew(
 
 
 def test_a_format_is_measured_with_how_far_its_samples_are_apart() -> None:
-    found = format_rates(RECIPES["int8"].blocks, torch.bfloat16, torch.device("cpu"))
+    found = format_rates(BLOCKS, torch.bfloat16, torch.device("cpu"))
     assert found.matrix_gbs > 0 and found.compute_gops > 0 and found.workspace_bytes == 0 and found.spread >= 0
 
 
@@ -272,16 +259,11 @@ def test_the_system_tells_how_much_others_have(monkeypatch: pytest.MonkeyPatch) 
     assert other_work.is_much(4.0) and not other_work.is_much(3.0)
 
 
-def test_a_profile_that_cannot_be_written_to_its_end_leaves_nothing_behind(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_that_cannot_be_written_to_its_end_leaves_nothing_behind(own_cache: Path) -> None:
     keep(Profile("before"))
     before = (own_cache / "profile.json").read_text()
 
-    def full(_path: Path, _target: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    keep(Profile("after"))
+    with mock.patch.object(Path, "replace", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        keep(Profile("after"))
     assert [path.name for path in own_cache.iterdir()] == ["profile.json"]
     assert (own_cache / "profile.json").read_text() == before

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError, UsageError
 from localllm.kernels import cpu_calibrate, reference
-from localllm.kernels.cpu_isa import Isa, host_isas
+from localllm.kernels.cpu_isa import host_isas
 from localllm.quant import hqq, nf4
 from localllm.quant import int4 as int4_format
 from localllm.quant import int8 as int8_format
@@ -38,6 +38,7 @@ needs_kernel = pytest.mark.skipif(not cpu_calibrate.supports(64), reason="no nat
 odd_shapes = pytest.mark.parametrize(("N", "K"), [(1, 1), (5, 7), (16, 64), (17, 65), (33, 200), (1, 384), (64, 100)])
 
 unhurried = settings(deadline=None)  # the machine may have other things to do
+sixty = settings(max_examples=60, deadline=None)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -70,24 +71,20 @@ def matrices(draw: st.DrawFn) -> Tensor:
 def int4_bound(tensors: dict[str, Tensor], weight: Tensor, group: int) -> Tensor:
     """[N, K]: s/2 + |b|/2048, a hair for fp32 and for the smallest step of fp16, and what lies beyond the codes."""
     N, K = weight.shape
-    spread = [
+    scale, bias = (
         tensors[name].transpose(1, 2).reshape(-1, tensors[name].shape[1]).float().repeat_interleave(group, 1)[:N, :K]
         for name in ("scale", "bias")
-    ]
-    scale, bias = spread
+    )
     clipped = (bias - weight).clamp(min=0) + (weight - (bias + 15 * scale)).clamp(min=0)
     return scale / 2 + clipped + weight.abs() * 2**-20 + bias.abs() * 2**-20 + 2**-24
 
 
 @each_format
 @odd_shapes
-def test_tensors_are_those_of_the_specs_and_rows_those_of_the_dequantized_matrix(
-    weights: WeightFormat, N: int, K: int
-) -> None:
-    tensors, specs = weights.quantize(normal(N, K)), weights.specs(N, K)
-    assert [(name, t.shape, t.dtype) for name, t in tensors.items()] == [
-        (name, spec.shape, spec.torch_dtype) for name, spec in specs.items()
-    ]
+def test_tensors_are_those_of_the_specs_and_rows_those_of_the_dequantized_matrix(weights, N, K):
+    tensors = weights.quantize(normal(N, K))
+    told = {name: (spec.shape, spec.torch_dtype) for name, spec in weights.specs(N, K).items()}
+    assert list({name: (t.shape, t.dtype) for name, t in tensors.items()}.items()) == list(told.items())
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     indices = torch.tensor([0, N - 1, N // 2, 0])
     assert torch.equal(weights.rows(tensors, indices, K), weights.dequantize(tensors, N, K)[indices])
@@ -95,7 +92,7 @@ def test_tensors_are_those_of_the_specs_and_rows_those_of_the_dequantized_matrix
 
 @each_quantized
 @odd_shapes
-def test_a_linear_is_the_product_with_the_dequantized_matrix(weights: WeightFormat, N: int, K: int) -> None:
+def test_a_linear_is_the_product_with_the_dequantized_matrix(weights, N, K):
     tensors = weights.quantize(normal(N, K))
     for dtype in (torch.bfloat16, torch.float32):
         x, bias = normal(3, K, seed=1).to(dtype), normal(N, seed=2).to(dtype)
@@ -108,14 +105,14 @@ def test_a_linear_is_the_product_with_the_dequantized_matrix(weights: WeightForm
 
 
 @each_quantized
-def test_a_weight_of_bf16_is_read_like_the_same_in_fp32(weights: WeightFormat) -> None:
+def test_a_weight_of_bf16_is_read_like_the_same_in_fp32(weights):
     weight = normal(33, 100).bfloat16()
     assert same_bytes(weights.quantize(weight), weights.quantize(weight.float()))
 
 
 @unhurried
 @given(matrices())
-def test_int8_meets_every_weight_within_half_a_step(weight: Tensor) -> None:
+def test_int8_meets_every_weight_within_half_a_step(weight):
     tensors = Int8().quantize(weight)
     met = Int8().dequantize(tensors, *weight.shape)
     scale = tensors["scale"].view(-1, 1)[: len(weight)]
@@ -123,17 +120,17 @@ def test_int8_meets_every_weight_within_half_a_step(weight: Tensor) -> None:
     assert torch.equal(scale, weight.abs().amax(1, keepdim=True) / 127)
 
 
-@settings(max_examples=60, deadline=None)
+@sixty
 @given(matrices(), st.sampled_from(INT4))
-def test_int4_meets_every_weight_that_it_does_not_clip_within_half_a_step(weight: Tensor, weights: Int4) -> None:
+def test_int4_meets_every_weight_that_it_does_not_clip_within_half_a_step(weight, weights):
     tensors = weights.quantize(weight)
     error = (weights.dequantize(tensors, *weight.shape) - weight).abs()
     assert (error <= int4_bound(tensors, weight, weights.group)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@sixty
 @given(matrices(), st.sampled_from(GROUPS))
-def test_round_to_nearest_clips_no_more_than_what_fp16_rounds_away(weight: Tensor, group: int) -> None:
+def test_round_to_nearest_clips_no_more_than_what_fp16_rounds_away(weight, group):
     tensors = Int4(group, "rtn").quantize(weight)
     error = (Int4(group, "rtn").dequantize(tensors, *weight.shape) - weight).abs()
     columns = torch.nn.functional.pad(weight, (0, -weight.shape[1] % group), mode="replicate")
@@ -144,9 +141,9 @@ def test_round_to_nearest_clips_no_more_than_what_fp16_rounds_away(weight: Tenso
     assert (error <= bound[:, : weight.shape[1]]).all()
 
 
-@settings(max_examples=60, deadline=None)
+@sixty
 @given(matrices(), st.sampled_from(GROUPS))
-def test_hqq_never_has_more_squared_error_in_a_group_than_round_to_nearest(weight: Tensor, group: int) -> None:
+def test_hqq_never_has_more_squared_error_in_a_group_than_round_to_nearest(weight, group):
     def errors(weights: Int4) -> Tensor:
         met = weights.dequantize(weights.quantize(weight), *weight.shape)
         error = (met.double() - weight.double()).square()
@@ -158,7 +155,7 @@ def test_hqq_never_has_more_squared_error_in_a_group_than_round_to_nearest(weigh
 
 @pytest.mark.parametrize(("group", "of_nearest"), [(32, 0.79), (64, 0.83), (128, 0.84)])
 @pytest.mark.parametrize("tails", ["normal", "student"])
-def test_hqq_saves_a_sixth_to_a_fifth_of_the_squared_error(group: int, of_nearest: float, tails: str) -> None:
+def test_hqq_saves_a_sixth_to_a_fifth_of_the_squared_error(group, of_nearest, tails):
     weight = normal(256, 1024)
     if tails == "student":  # of four degrees of freedom
         weight = weight / (normal(4, 256, 1024, seed=1).square().mean(0)).sqrt()
@@ -170,14 +167,14 @@ def test_hqq_saves_a_sixth_to_a_fifth_of_the_squared_error(group: int, of_neares
 
 
 @each_int4
-def test_weights_that_lie_on_sixteen_steps_are_met_exactly(weights: Int4) -> None:
+def test_weights_that_lie_on_sixteen_steps_are_met_exactly(weights):
     steps = torch.arange(128) * 7 % 16
     weight = (steps * 0.125 - 1).view(1, 128).repeat(3, 1)
     assert torch.equal(weights.dequantize(weights.quantize(weight), 3, 128), weight)
 
 
 @each_quantized
-def test_zeros_stay_zeros(weights: WeightFormat) -> None:
+def test_zeros_stay_zeros(weights):
     weight = torch.zeros((20, 130))
     weight[3, 70:] = 1.0
     met = weights.dequantize(weights.quantize(weight), 20, 130)
@@ -185,7 +182,7 @@ def test_zeros_stay_zeros(weights: WeightFormat) -> None:
 
 
 @each_int4
-def test_a_constant_group_is_met_as_fp16_meets_the_constant(weights: Int4) -> None:
+def test_a_constant_group_is_met_as_fp16_meets_the_constant(weights):
     for value in (0.3, -1e-3, 1e-6, 65504.0):
         met = weights.dequantize(weights.quantize(torch.full((2, 256), value)), 2, 256)
         assert torch.equal(met, torch.full((2, 256), value).half().float())
@@ -193,7 +190,7 @@ def test_a_constant_group_is_met_as_fp16_meets_the_constant(weights: Int4) -> No
 
 @each_int4
 @pytest.mark.parametrize("outlier", [50.0, -3000.0, 65504.0])
-def test_an_outlier_is_kept_and_costs_its_own_group_alone(weights: Int4, outlier: float) -> None:
+def test_an_outlier_is_kept_and_costs_its_own_group_alone(weights, outlier):
     weight = normal(16, 256) * 0.02
     expected = weights.dequantize(weights.quantize(weight), 16, 256)
     weight[5, 3] = outlier
@@ -206,7 +203,7 @@ def test_an_outlier_is_kept_and_costs_its_own_group_alone(weights: Int4, outlier
 
 
 @each_int4
-def test_both_ends_of_the_range_of_fp16_have_finite_scales(weights: Int4) -> None:
+def test_both_ends_of_the_range_of_fp16_have_finite_scales(weights):
     """Weights too small for it are met within its smallest step."""
 
     def error(weight: Tensor) -> Tensor:
@@ -222,9 +219,7 @@ def test_both_ends_of_the_range_of_fp16_have_finite_scales(weights: Int4) -> Non
 @pytest.mark.parametrize(
     ("bad", "dtype"), [(math.nan, torch.float32), (math.inf, torch.bfloat16), (-math.inf, torch.float32)]
 )
-def test_a_weight_that_is_not_finite_is_refused_with_its_place(
-    weights: WeightFormat, bad: float, dtype: torch.dtype
-) -> None:
+def test_a_weight_that_is_not_finite_is_refused_with_its_place(weights, bad, dtype):
     weight = normal(20, 70).to(dtype)
     weight[17, 5] = bad
     with pytest.raises(CheckpointError, match="not a finite number") as caught:
@@ -233,7 +228,7 @@ def test_a_weight_that_is_not_finite_is_refused_with_its_place(
 
 
 @each_int4
-def test_a_weight_beyond_fp16_is_refused_with_its_size(weights: Int4) -> None:
+def test_a_weight_beyond_fp16_is_refused_with_its_size(weights):
     weight = normal(20, 70)
     weight[17, 5] = -70000.0
     with pytest.raises(CheckpointError, match="too large for this format: 70000") as caught:
@@ -244,20 +239,17 @@ def test_a_weight_beyond_fp16_is_refused_with_its_size(weights: Int4) -> None:
 
 
 @each_quantized
-def test_the_number_of_threads_does_not_show_in_the_bytes(weights: WeightFormat) -> None:
-    weight, before, found = normal(200, 321), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(weights.quantize(weight))
-    finally:
-        torch.set_num_threads(before)
+def test_the_number_of_threads_does_not_show_in_the_bytes(weights, threads):
+    weight, found = normal(200, 321), []
+    for count in (1, 2, 3):
+        threads(count)
+        found.append(weights.quantize(weight))
     assert same_bytes(found[1], found[0]) and same_bytes(found[2], found[0])
 
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_kernel), False])
 @pytest.mark.parametrize("slab_weights", [1, 20_000, 1 << 30])
-def test_the_slab_does_not_show_in_the_bytes(monkeypatch: pytest.MonkeyPatch, native: bool, slab_weights: int) -> None:
+def test_the_slab_does_not_show_in_the_bytes(monkeypatch, native, slab_weights):
     weight = normal(200, 321)
     if not native:
         monkeypatch.setattr(cpu_calibrate, "supports", lambda group: False)
@@ -267,7 +259,7 @@ def test_the_slab_does_not_show_in_the_bytes(monkeypatch: pytest.MonkeyPatch, na
     assert all(same_bytes(w.quantize(weight), e) for w, e in zip((*INT4, Int8()), expected, strict=True))
 
 
-def test_a_row_has_the_same_bytes_whatever_rows_stand_around_it() -> None:
+def test_a_row_has_the_same_bytes_whatever_rows_stand_around_it():
     weight = normal(48, 192)
     alone = Int4().quantize(weight[16:32])
     assert same_bytes({name: tensor[1:2] for name, tensor in Int4().quantize(weight).items()}, alone)
@@ -291,9 +283,7 @@ HOSTILE: dict[str, Callable[[], Tensor]] = {
 @needs_kernel
 @pytest.mark.parametrize("isa", host_isas(), ids=lambda isa: isa.name)
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_the_native_calibration_gives_the_bytes_of_the_torch_operations(
-    monkeypatch: pytest.MonkeyPatch, isa: Isa, kind: str
-) -> None:
+def test_the_native_calibration_gives_the_bytes_of_the_torch_operations(monkeypatch, isa, kind):
     weight = HOSTILE[kind]()
     monkeypatch.setattr(cpu_calibrate, "best_isa", lambda: isa)
     native = [weights.quantize(weight) for weights in INT4]
@@ -301,17 +291,16 @@ def test_the_native_calibration_gives_the_bytes_of_the_torch_operations(
     assert all(same_bytes(n, weights.quantize(weight)) for n, weights in zip(native, INT4, strict=True))
 
 
-def test_a_group_is_fitted_alike_whatever_groups_stand_beside_it() -> None:
+def test_a_group_is_fitted_alike_whatever_groups_stand_beside_it():
     columns = normal(64, 301)
     together = hqq.half_quadratic(columns)
     alone = [hqq.half_quadratic(columns[:, i : i + 1].contiguous()) for i in (0, 17, 300)]
-    assert [(s.item(), b.item()) for s, b in alone] == [
-        (together[0][i].item(), together[1][i].item()) for i in (0, 17, 300)
-    ]
+    expected = [(together[0][i].item(), together[1][i].item()) for i in (0, 17, 300)]
+    assert [(s.item(), b.item()) for s, b in alone] == expected
 
 
 @odd_shapes
-def test_nf4_means_what_bitsandbytes_says(N: int, K: int) -> None:
+def test_nf4_means_what_bitsandbytes_says(N, K):
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = normal(N, K)
     packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
@@ -326,9 +315,7 @@ def test_nf4_means_what_bitsandbytes_says(N: int, K: int) -> None:
 
 
 @pytest.mark.parametrize(("N", "K"), [(300, 50), (129, 64), (1, 7)])
-def test_nf4_has_the_same_bytes_and_products_in_slabs_of_any_size(
-    N: int, K: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nf4_has_the_same_bytes_and_products_in_slabs_of_any_size(N, K, monkeypatch):
     weight, x = normal(N, K), normal(3, K, seed=1)
     whole = NF4().quantize(weight)
     expected = NF4().linear(x, whole, N, None)
@@ -338,7 +325,7 @@ def test_nf4_has_the_same_bytes_and_products_in_slabs_of_any_size(
     torch.testing.assert_close(NF4().linear(x, whole, N, None), expected)
 
 
-def test_without_bitsandbytes_nf4_says_what_to_install(without_module: Callable[[str, Exception], None]) -> None:
+def test_without_bitsandbytes_nf4_says_what_to_install(without_module):
     without_module("bitsandbytes", ModuleNotFoundError("No module named 'bitsandbytes'"))
     with pytest.raises(MissingBitsandbytesError) as caught:
         NF4().quantize(normal(4, 64))
@@ -346,7 +333,7 @@ def test_without_bitsandbytes_nf4_says_what_to_install(without_module: Callable[
     assert caught.value.fix.startswith("pip install 'bitsandbytes")
 
 
-def test_bitsandbytes_is_imported_when_it_is_used_in_silence_and_fetches_nothing() -> None:
+def test_bitsandbytes_is_imported_when_it_is_used_in_silence_and_fetches_nothing():
     program = (
         "import sys, torch; from localllm.quant.recipe import RECIPES; from localllm.quant.nf4 import NF4; "
         "print('bitsandbytes' in sys.modules); NF4().quantize(torch.ones(1, 64)); "
@@ -357,7 +344,7 @@ def test_bitsandbytes_is_imported_when_it_is_used_in_silence_and_fetches_nothing
     assert (result.stdout, result.stderr) == ("False\nTrue False\n", "")
 
 
-def test_recipes_and_formats_have_names_of_their_own_and_an_unknown_one_is_refused_with_the_nearest() -> None:
+def test_recipes_and_formats_have_names_of_their_own_and_an_unknown_one_is_refused_with_the_nearest():
     """Two recipes of one name would share their packed bytes."""
     assert [recipe.name for recipe in RECIPES.values()] == list(RECIPES)
     blocks = [recipe.blocks for recipe in RECIPES.values()]
@@ -371,7 +358,7 @@ def test_recipes_and_formats_have_names_of_their_own_and_an_unknown_one_is_refus
 
 @unhurried
 @given(matrices(), st.sampled_from(GROUPS))
-def test_activations_in_int8_are_met_within_half_a_step(x: Tensor, group: int) -> None:
+def test_activations_in_int8_are_met_within_half_a_step(x, group):
     codes, scale = reference.int8_activations(x, group)
     met = (codes * scale.unsqueeze(-1)).flatten(1)
     assert (met[:, x.shape[1] :] == 0).all()
@@ -381,15 +368,12 @@ def test_activations_in_int8_are_met_within_half_a_step(x: Tensor, group: int) -
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_reference_products_are_exact_for_activations_that_int8_holds(group: int) -> None:
+def test_the_reference_products_are_exact_for_activations_that_int8_holds(group):
     x = torch.randint(-127, 128, (3, 250), generator=torch.Generator().manual_seed(0)).float()
     x[:, ::group] = 127
     weight = normal(37, 250)
-    tensors = Int4(group).quantize(weight)
-    exact = x.double() @ Int4(group).dequantize(tensors, 37, 250).double().T
     codes = reference.int8_activations(x, group)
-    torch.testing.assert_close(reference.int4_product(*codes, **tensors, out_features=37), exact, rtol=1e-5, atol=1e-3)
-    tensors = Int8().quantize(weight)
-    exact = x.double() @ Int8().dequantize(tensors, 37, 250).double().T
-    y = reference.int8_product(*codes, **tensors, out_features=37)
-    torch.testing.assert_close(y, exact, rtol=1e-5, atol=1e-3)
+    for weights, product in ((Int4(group), reference.int4_product), (Int8(), reference.int8_product)):
+        tensors = weights.quantize(weight)
+        exact = x.double() @ weights.dequantize(tensors, 37, 250).double().T
+        torch.testing.assert_close(product(*codes, **tensors, out_features=37), exact, rtol=1e-5, atol=1e-3)

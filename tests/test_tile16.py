@@ -27,14 +27,14 @@ def group_values(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 @unhurried
 @given(tiles, st.integers(1, 40), seeds)
-def test_unpacking_gives_back_what_was_packed(num_tiles: int, num_words: int, seed: int) -> None:
+def test_unpacking_gives_back_what_was_packed(num_tiles, num_words, seed):
     q = codes(16 * num_tiles, 8 * num_words, seed)
     packed = tile16.pack(q)
     assert (packed.dtype, packed.shape) == (torch.int32, (num_tiles, num_words, 16))
     assert torch.equal(tile16.unpack(packed), q)
 
 
-def test_byte_b_of_a_word_holds_column_b_and_four_further_on() -> None:
+def test_byte_b_of_a_word_holds_column_b_and_four_further_on():
     q = codes(32, 24, seed=0)
     words = tile16.pack(q).view(torch.uint8).view(2, 3, 16, 4).tolist()
     expected = [
@@ -52,7 +52,7 @@ def test_byte_b_of_a_word_holds_column_b_and_four_further_on() -> None:
 
 @unhurried
 @given(tiles, groups, seeds)
-def test_group_values_stand_beside_their_tile(num_tiles: int, num_groups: int, seed: int) -> None:
+def test_group_values_stand_beside_their_tile(num_tiles, num_groups, seed):
     values = group_values(16 * num_tiles, num_groups, seed)
     tiled = tile16.pack_groups(values)
     assert tiled.shape == (num_tiles, num_groups, 16)
@@ -73,9 +73,7 @@ def int4_matrices(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], torch.Tenso
 
 @unhurried
 @given(int4_matrices(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_dequantizing_is_scale_times_code_plus_bias(
-    matrix: tuple[dict[str, torch.Tensor], torch.Tensor, int, int], dtype: torch.dtype
-) -> None:
+def test_dequantizing_is_scale_times_code_plus_bias(matrix, dtype):
     tensors, weights, N, K = matrix
     met = tile16.dequantize(**tensors, out_features=N, in_features=K, dtype=dtype)
     assert torch.equal(met, weights[:N, :K].to(dtype))
@@ -83,16 +81,14 @@ def test_dequantizing_is_scale_times_code_plus_bias(
 
 @unhurried
 @given(int4_matrices(), seeds)
-def test_rows_are_those_of_the_dequantized_matrix(
-    matrix: tuple[dict[str, torch.Tensor], torch.Tensor, int, int], seed: int
-) -> None:
+def test_rows_are_those_of_the_dequantized_matrix(matrix, seed):
     tensors, weights, N, K = matrix
     indices = torch.randint(0, N, (seed % 9,), generator=torch.Generator().manual_seed(seed))
     assert torch.equal(tile16.rows(**tensors, indices=indices, in_features=K), weights[indices, :K])
 
 
 @pytest.mark.parametrize("slab_weights", [1, 3000, 1 << 30])
-def test_the_slab_does_not_show_in_what_is_dequantized(monkeypatch: pytest.MonkeyPatch, slab_weights: int) -> None:
+def test_the_slab_does_not_show_in_what_is_dequantized(monkeypatch, slab_weights):
     q, scale, bias = codes(80, 128, 0), group_values(80, 2, 1), group_values(80, 2, 2)
     tensors = tile16.pack(q), tile16.pack_groups(scale), tile16.pack_groups(bias)
     expected = tile16.dequantize(*tensors, 75, 120, torch.float32)
@@ -102,9 +98,7 @@ def test_the_slab_does_not_show_in_what_is_dequantized(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("slab_weights", [1, 3000, 1 << 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_dequantized_product_is_that_of_the_whole_matrix(
-    monkeypatch: pytest.MonkeyPatch, slab_weights: int, dtype: torch.dtype
-) -> None:
+def test_the_dequantized_product_is_that_of_the_whole_matrix(monkeypatch, slab_weights, dtype):
     monkeypatch.setattr(packed_linear, "SLAB_WEIGHTS", slab_weights)
     q, scale, bias = codes(80, 128, 0), group_values(80, 2, 1), group_values(80, 2, 2)
     tensors = tile16.pack(q), tile16.pack_groups(scale), tile16.pack_groups(bias)
@@ -117,7 +111,7 @@ def test_the_dequantized_product_is_that_of_the_whole_matrix(
 
 @unhurried
 @given(tiles, st.integers(1, 40), seeds)
-def test_unpacking_bytes_gives_back_what_was_packed(num_tiles: int, num_words: int, seed: int) -> None:
+def test_unpacking_bytes_gives_back_what_was_packed(num_tiles, num_words, seed):
     shape = (16 * num_tiles, 4 * num_words)
     q = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
     packed = int8.pack(q)
@@ -128,7 +122,7 @@ def test_unpacking_bytes_gives_back_what_was_packed(num_tiles: int, num_words: i
 
 @settings(max_examples=30, deadline=None)
 @given(tiles, st.integers(1, 10), seeds, st.sampled_from([torch.float32, torch.bfloat16]))
-def test_dequantizing_bytes_is_scale_times_code(num_tiles: int, num_words: int, seed: int, dtype: torch.dtype) -> None:
+def test_dequantizing_bytes_is_scale_times_code(num_tiles, num_words, seed, dtype):
     rows, columns = 16 * num_tiles, 4 * num_words
     generator = torch.Generator().manual_seed(seed)
     q = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
@@ -141,9 +135,7 @@ def test_dequantizing_bytes_is_scale_times_code(num_tiles: int, num_words: int, 
 
 
 @pytest.mark.parametrize("slab_weights", [1, 1 << 30])
-def test_the_dequantized_product_of_bytes_is_that_of_the_whole_matrix(
-    monkeypatch: pytest.MonkeyPatch, slab_weights: int
-) -> None:
+def test_the_dequantized_product_of_bytes_is_that_of_the_whole_matrix(monkeypatch, slab_weights):
     monkeypatch.setattr(packed_linear, "SLAB_WEIGHTS", slab_weights)
     monkeypatch.setattr(tile16, "SLAB_WEIGHTS", slab_weights)
     generator = torch.Generator().manual_seed(0)

@@ -26,14 +26,9 @@ from localllm.models.load import load_decoder
 from localllm.offload.planner.machine import Memory
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
-from tests.packed_support import FORMATS, everything_of, small_checkpoint
+from tests.packed_support import FORMATS, everything_of, same, small_checkpoint, spoil
 
 PACKED = [name for name in FORMATS if name != "bf16"]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +37,8 @@ def no_packed_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small(directory: Path) -> ModelConfig:
-    return load_config(directory)
+def small(checkpoint: Path) -> ModelConfig:
+    return load_config(checkpoint)
 
 
 @pytest.fixture
@@ -55,6 +50,16 @@ def large(small: ModelConfig) -> ModelConfig:
 def tokens(engine: Engine) -> list[int]:
     events = engine.generate("once upon", SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
+
+
+def load(folder: Path, weights: str = "auto", watcher: Watcher | None = None, dtype: str = "auto") -> Engine:
+    return Engine.load(folder, EngineConfig(device="cpu", dtype=dtype, weights=weights), watcher=watcher or Watcher())
+
+
+def heard_packing() -> tuple[list[tuple[int, int]], Watcher]:
+    """What a load says of its packing."""
+    heard: list[tuple[int, int]] = []
+    return heard, Watcher(packing=lambda *far: heard.append(far))
 
 
 def expect_no_conversion(_done: int, _total: int) -> None:
@@ -120,113 +125,99 @@ def test_unpacked_weights_of_another_type_than_the_activations_are_refused(small
     ("dtype", "weights"),
     [*itertools.product(("bf16", "fp32"), [name for name in PACKED if name != "bf12"]), ("bf16", "bf12")],
 )
-def test_the_first_use_packs_and_the_second_one_reads(directory, weights, dtype):
-    heard: list[tuple[int, int]] = []
-    first = Engine.load(
-        directory,
-        EngineConfig(device="cpu", dtype=dtype, weights=weights),
-        watcher=Watcher(packing=lambda *far: heard.append(far)),
-    )
+def test_the_first_use_packs_and_the_second_one_reads(checkpoint, weights, dtype):
+    heard, watcher = heard_packing()
+    first = load(checkpoint, weights, watcher, dtype)
     assert first.weights == weights
     assert heard[-1][0] == heard[-1][1] > 0
-    assert packed_recipes(locate(str(directory))) == [weights]
-    second = Engine.load(directory, EngineConfig(device="cpu", dtype=dtype, weights=weights), watcher=NO_CONVERSION)
+    assert packed_recipes(locate(str(checkpoint))) == [weights]
+    second = load(checkpoint, weights, NO_CONVERSION, dtype)
     assert tokens(first) == tokens(second)
     chosen = RECIPES[weights]
-    with Checkpoint.open(directory) as checkpoint:
-        blocks = CheckpointBlocks(checkpoint, load_config(directory), chosen)
+    with Checkpoint.open(checkpoint) as opened:
+        blocks = CheckpointBlocks(opened, load_config(checkpoint), chosen)
         of = second.model.dtype
         direct = load_decoder(blocks, blocks.config, chosen, dtype=of, device=torch.device("cpu"))
-    expected, found = everything_of(direct), everything_of(second.model)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same(everything_of(direct), everything_of(second.model))
 
 
-def test_what_is_packed_is_found_again_without_being_asked_for(directory):
-    Engine.load(directory, EngineConfig(device="cpu", weights="int8"))
-    assert Engine.load(directory, EngineConfig(device="cpu")).weights == "int8"
-    assert Engine.load(directory, EngineConfig(device="cpu", weights="bf16")).weights == "bf16"
+def test_what_is_packed_is_found_again_without_being_asked_for(checkpoint):
+    load(checkpoint, "int8")
+    assert load(checkpoint).weights == "int8"
+    assert load(checkpoint, "bf16").weights == "bf16"
 
 
-def test_files_that_were_located_are_loaded_as_they_are(directory):
-    files = locate(str(directory))
-    assert tokens(Engine.load(files, EngineConfig(device="cpu"))) == tokens(
-        Engine.load(directory, EngineConfig(device="cpu"))
-    )
+def test_files_that_were_located_are_loaded_as_they_are(checkpoint):
+    files = locate(str(checkpoint))
+    assert tokens(load(files)) == tokens(load(checkpoint))
 
 
-def test_a_model_that_is_written_while_it_is_loaded_is_no_mixture_of_two(directory, tmp_path):
-    folder = shutil.copytree(directory, tmp_path / "model")
+def test_a_model_that_is_written_while_it_is_loaded_is_no_mixture_of_two(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
     template = folder / "chat_template.jinja"
     writing = Watcher(reading=lambda *_far: template.write_text("another"))
     with pytest.raises(ModelChangedError, match="have changed"):
-        Engine.load(folder, EngineConfig(device="cpu", weights="bf16"), watcher=writing)
-    assert Engine.load(folder, EngineConfig(device="cpu", weights="bf16")).template.sources["default"] == "another"
+        load(folder, "bf16", writing)
+    assert load(folder, "bf16").template.sources["default"] == "another"
 
 
 @pytest.mark.parametrize("weights", ["auto", "bf16"])
-def test_unpacked_weights_write_nothing(directory, weights, tmp_path):
-    Engine.load(directory, EngineConfig(device="cpu", weights=weights), watcher=NO_CONVERSION)
+def test_unpacked_weights_write_nothing(checkpoint, weights, tmp_path):
+    load(checkpoint, weights, NO_CONVERSION)
     assert not (tmp_path / "cache").exists()
 
 
-def test_fp32_weights_bring_fp32_activations(directory):
-    engine = Engine.load(directory, EngineConfig(device="cpu", weights="fp32"))
+def test_fp32_weights_bring_fp32_activations(checkpoint):
+    engine = load(checkpoint, "fp32")
     assert (engine.weights, engine.model.dtype) == ("fp32", torch.float32)
 
 
-def test_a_changed_checkpoint_never_meets_what_was_packed_of_the_old_one(directory, tmp_path):
-    folder = shutil.copytree(directory, tmp_path / "model")
-    before = tokens(Engine.load(folder, EngineConfig(device="cpu", weights="int4")))
+def test_a_changed_checkpoint_never_meets_what_was_packed_of_the_old_one(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    before = tokens(load(folder, "int4"))
     small_checkpoint(folder, seed=5)
-    heard: list[object] = []
-    changed = Engine.load(
-        folder, EngineConfig(device="cpu", weights="int4"), watcher=Watcher(packing=lambda *far: heard.append(far))
-    )
+    heard, watcher = heard_packing()
+    changed = load(folder, "int4", watcher)
     assert heard
     assert tokens(changed) != before
 
 
-def test_what_an_older_version_packed_is_packed_anew(directory, monkeypatch):
-    Engine.load(directory, EngineConfig(device="cpu", weights="int4"))
+def test_what_an_older_version_packed_is_packed_anew(checkpoint, monkeypatch):
+    load(checkpoint, "int4")
     for module in ("packed", "packed_file"):
         monkeypatch.setattr(f"localllm.models.{module}.LAYOUT_VERSION", 2)
-    heard: list[object] = []
-    Engine.load(
-        directory, EngineConfig(device="cpu", weights="int4"), watcher=Watcher(packing=lambda *far: heard.append(far))
-    )
+    heard, watcher = heard_packing()
+    load(checkpoint, "int4", watcher)
     assert heard
 
 
-@pytest.mark.parametrize("spoil", ["block", "index"])
-def test_damage_is_an_error_whose_command_mends_it(directory, spoil):
-    Engine.load(directory, EngineConfig(device="cpu", weights="int4"))
-    files = locate(str(directory))
+@pytest.mark.parametrize("damaged", ["block", "index"])
+def test_damage_is_an_error_whose_command_mends_it(checkpoint, damaged):
+    load(checkpoint, "int4")
+    files = locate(str(checkpoint))
     folder = packed_directory(files, "int4-g64")
-    path = folder / {"block": "layers.1.mlp.safetensors", "index": "index.json"}[spoil]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    path = folder / {"block": "layers.1.mlp.safetensors", "index": "index.json"}[damaged]
+    spoil(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError) as caught:
-        Engine.load(directory, EngineConfig(device="cpu", weights="int4"))
-    assert str(path) in caught.value.what
-    assert caught.value.fix.startswith("localllm quantize ")
+        load(checkpoint, "int4")
+    assert str(path) in caught.value.what and caught.value.fix.startswith("localllm quantize ")
     assert caught.value.fix.endswith(" --weights int4-g64")
-    convert(directory, folder, RECIPES["int4-g64"], source_id(files))
-    Engine.load(directory, EngineConfig(device="cpu", weights="int4"), watcher=NO_CONVERSION)
+    convert(checkpoint, folder, RECIPES["int4-g64"], source_id(files))
+    load(checkpoint, "int4", NO_CONVERSION)
 
 
-def test_a_model_that_will_not_fit_is_refused_before_it_is_packed(directory, monkeypatch, tmp_path):
+def test_a_model_that_will_not_fit_is_refused_before_it_is_packed(checkpoint, monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(100_000, 0, 100_000))
     with pytest.raises(DoesNotFitError):
-        Engine.load(directory, EngineConfig(device="cpu", weights="int4"), watcher=NO_CONVERSION)
+        load(checkpoint, "int4", NO_CONVERSION)
     assert not (tmp_path / "cache").exists()
 
 
-def test_weights_that_would_fit_as_int4_are_refused_with_that_advice(directory, monkeypatch):
+def test_weights_that_would_fit_as_int4_are_refused_with_that_advice(checkpoint, monkeypatch):
     # Between what it takes in bf16 and in int4, packed already, with two blocks at a time and 128 tokens of context.
-    Engine.load(directory, EngineConfig(device="cpu", weights="int4"))
+    load(checkpoint, "int4")
     for free_bytes, advice in ((205_000, "--weights int4"), (100_000, "choose a smaller model: localllm list --all")):
         monkeypatch.setattr(planner, "process_memory", lambda *_, free=free_bytes, **__: Memory(free, 0, free))
         with pytest.raises(DoesNotFitError) as caught:
-            Engine.load(directory, EngineConfig(device="cpu", weights="bf16"))
+            load(checkpoint, "bf16")
         assert caught.value.fix == advice

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.batch.support import Start, Write
 from tests.cli_support import fork_cli, write_checkpoint
 
 
@@ -24,13 +25,12 @@ def own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_machine: Cal
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Callable[..., Path]:
+def file(tmp_path: Path) -> Write:
     """Writes lines of JSON, or bytes as they are."""
 
     def write(*lines: Any) -> Path:
         path = tmp_path / "prompts.jsonl"
-        raw = b"".join(x if isinstance(x, bytes) else json.dumps(x).encode() + b"\n" for x in lines)
-        path.write_bytes(raw)
+        path.write_bytes(b"".join(x if isinstance(x, bytes) else json.dumps(x).encode() + b"\n" for x in lines))
         return path
 
     return write
@@ -43,7 +43,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a job with pipes for its output."""
     with ExitStack() as processes:
 

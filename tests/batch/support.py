@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.cli_support import Result, run_cli
 from tests.patience import PATIENCE_S
 
-# The second has more tokens than any other: see `fail_on` in test_resume.py.
-PROMPTS = [
-    "the fox",
-    "once upon a time there was a zebra with jokes",
-    "a lantern",
-    "who",
-    "the owl and the fox",
-    "the end",
-]
+Write = Callable[..., Path]
+Start = Callable[..., subprocess.Popen[bytes]]
+# The second has more tokens than any other: see `fails` in test_resume.py.
+ZEBRA = "once upon a time there was a zebra with jokes"
+PROMPTS = ["the fox", ZEBRA, "a lantern", "who", "the owl and the fox", "the end"]
 
 
 def batch(model: Path | str, path: Path | str, *arguments: str, stdin: bytes = b"") -> Result:

@@ -6,77 +6,69 @@ import os
 import random
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from localllm.cli.journal import LIFETIME_S, SYNC_S, open_journal
+from localllm.engine import sampler
 from localllm.engine.engine import Engine
 from localllm.errors import LocalLLMError, NonFiniteError
-from tests.batch.support import PROMPTS, answers, batch, finish, rerun, wait_for_lines
+from tests.batch.support import PROMPTS, Start, Write, answers, batch, finish, rerun, wait_for_lines
 from tests.cli_support import Result, run_cli
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other
 
 pytestmark = pytest.mark.usefixtures("own_folders", "own_jobs")
-Start = Callable[..., subprocess.Popen[bytes]]
 
 
 # One that fails
 
 
-def fail_on(prompt_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token after a prompt of this length is never drawn."""
-    from localllm.engine import sampler
-
-    sample = sampler.sample
+@contextmanager
+def fails(answered: list[dict[str, Any]]) -> Iterator[None]:
+    """The token after the second prompt, which is as long as it was when the job was answered, is never drawn."""
+    sample, prompt_tokens = sampler.sample, answered[1]["usage"]["prompt_tokens"]
 
     def failing(logits: Any, params: Any, token_ids: Any, **options: Any) -> int:
         if options["num_prompt_tokens"] == prompt_tokens:
             raise NonFiniteError("the model computed a NaN", why="it was told to")
         return sample(logits, params, token_ids, **options)
 
-    monkeypatch.setattr(sampler, "sample", failing)
+    with mock.patch.object(sampler, "sample", failing):
+        yield
 
 
-def test_one_prompt_that_fails_does_not_end_the_job_and_is_tried_again(
-    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_prompt_that_fails_does_not_end_the_job_and_is_tried_again(model: Path, file: Write) -> None:
     path = file(*PROMPTS)
-    whole = batch(model, path)
-    with monkeypatch.context() as patch:
-        fail_on(answers(whole)[1]["usage"]["prompt_tokens"], patch)
+    whole = answers(batch(model, path))
+    with fails(whole):
         failed = batch(model, path)
     got = answers(failed)
-    assert failed.code == 1
+    assert failed.code == 1 and "1 of 6 prompts failed" in failed.err
     assert [line["index"] for line in got] == list(range(6))
-    assert got[1]["finish_reason"] == "error"
-    assert got[1]["error"]["what"] == "the model computed a NaN"
-    assert got[:1] + got[2:] == answers(whole)[:1] + answers(whole)[2:]
-    assert "1 of 6 prompts failed" in failed.err
+    assert (got[1]["finish_reason"], got[1]["error"]["what"]) == ("error", "the model computed a NaN")
+    assert got[:1] + got[2:] == whole[:1] + whole[2:]
     again = batch(model, path)
-    assert "5 of 6 answers were there" in again.err
-    assert "1 of 6 prompts answered, 4 tokens" in again.err
-    assert answers(again) == answers(whole)
+    assert "5 of 6 answers were there" in again.err and "1 of 6 prompts answered, 4 tokens" in again.err
+    assert answers(again) == whole
 
 
-def test_the_same_numbers_in_other_bytes_go_on_with_the_job(
-    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_numbers_in_other_bytes_go_on_with_the_job(model: Path, file: Write) -> None:
     path = file(*PROMPTS)
-    with monkeypatch.context() as patch:
-        fail_on(answers(batch(model, path, "--fresh"))[1]["usage"]["prompt_tokens"], patch)
+    with fails(answers(batch(model, path, "--fresh"))):
         assert batch(model, path, "--weights", "bf16").code == 1
     again = batch(model, path, "--weights", "bf12")
-    assert (again.code, "5 of 6 answers were there" in again.err) == (0, True)
+    assert again.code == 0 and "5 of 6 answers were there" in again.err
 
 
 def test_an_engine_that_breaks_ends_the_job_and_what_was_answered_is_kept(
-    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    model: Path, file: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, step, steps = file(*PROMPTS), Engine.step, iter(range(1000))
 
@@ -103,13 +95,10 @@ def journal_in(jobs: Path) -> Path:
 
 
 @pytest.fixture
-def unfinished(
-    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, own_folders: None, own_jobs: Path
-) -> Path:
+def unfinished(model: Path, file: Write, own_folders: None, own_jobs: Path) -> Path:
     """A file of six prompts, of which a job has answered five."""
     path = file(*PROMPTS)
-    with monkeypatch.context() as patch:
-        fail_on(answers(batch(model, path))[1]["usage"]["prompt_tokens"], patch)
+    with fails(answers(batch(model, path))):
         assert batch(model, path).code == 1
     return path
 
@@ -133,24 +122,18 @@ def test_a_finished_job_leaves_nothing(model: Path, unfinished: Path, own_jobs: 
 
 
 @pytest.mark.parametrize("damage", every_other(["cut", "flip", "zeros", "other"]))
-def test_what_is_damaged_in_a_journal_is_computed_anew(
-    damage: str, model: Path, unfinished: Path, own_jobs: Path
-) -> None:
+def test_what_is_damaged_in_a_journal_is_computed_anew(damage: str, model: Path, unfinished: Path, own_jobs: Path):
     path = journal_in(own_jobs)
-    lines = path.read_bytes().splitlines(keepends=True)
-    last = lines[-1]
-    path.write_bytes(
-        b"".join(lines[:-1])
-        + {
-            "cut": last[:-9],
-            "flip": last.replace(b"text", b"tent"),
-            "zeros": bytes(len(last)),
-            "other": b'{"index": 1, "text": "never said"}\n',
-        }[damage]
-    )
+    *whole, last = path.read_bytes().splitlines(keepends=True)
+    damaged = {
+        "cut": last[:-9],
+        "flip": last.replace(b"text", b"tent"),
+        "zeros": bytes(len(last)),
+        "other": b'{"index": 1, "text": "never said"}\n',
+    }
+    path.write_bytes(b"".join([*whole, damaged[damage]]))
     result = batch(model, unfinished)
-    assert was_there(result) == 4
-    assert answers(result) == answers(batch(model, unfinished))
+    assert was_there(result) == 4 and answers(result) == answers(batch(model, unfinished))
 
 
 def test_a_journal_without_its_beginning_counts_as_none(model: Path, unfinished: Path, own_jobs: Path) -> None:
@@ -161,8 +144,7 @@ def test_a_journal_without_its_beginning_counts_as_none(model: Path, unfinished:
 
 def test_fresh_computes_all_of_it(model: Path, unfinished: Path) -> None:
     result = batch(model, unfinished, "--fresh")
-    assert (result.code, was_there(result)) == (0, 0)
-    assert "6 of 6 prompts answered" in result.err
+    assert (result.code, was_there(result)) == (0, 0) and "6 of 6 prompts answered" in result.err
 
 
 @pytest.mark.parametrize(
@@ -181,7 +163,7 @@ def test_what_changes_the_texts_makes_another_job(change: list[str], model: Path
     assert was_there(batch(model, unfinished)) == 5
 
 
-def test_another_prompt_makes_another_job(model: Path, unfinished: Path, file: Callable[..., Path]) -> None:
+def test_another_prompt_makes_another_job(model: Path, unfinished: Path, file: Write) -> None:
     assert was_there(batch(model, file(*PROMPTS[:-1], "another end"))) == 0
 
 
@@ -189,12 +171,9 @@ def test_what_changes_no_text_goes_on_with_the_job(model: Path, unfinished: Path
     assert was_there(batch(model, "-", "--parallel", "2", "--stats", stdin=unfinished.read_bytes())) == 5
 
 
-def test_a_drawn_seed_belongs_to_the_job(
-    model: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drawn_seed_belongs_to_the_job(model: Path, file: Write) -> None:
     line = ("run", model, "--batch", file(*PROMPTS), "--max-tokens", "4")
-    with monkeypatch.context() as patch:
-        fail_on(answers(run_cli(*line))[1]["usage"]["prompt_tokens"], patch)
+    with fails(answers(run_cli(*line))):
         first = answers(run_cli(*line))
     second = answers(run_cli(*line))
     assert (first[1]["finish_reason"], second[1]["finish_reason"]) == ("error", "length")
@@ -203,7 +182,7 @@ def test_a_drawn_seed_belongs_to_the_job(
 
 
 def test_jobs_that_nobody_went_on_with_for_a_month_are_forgotten(
-    model: Path, unfinished: Path, own_jobs: Path, file: Callable[..., Path]
+    model: Path, unfinished: Path, own_jobs: Path, file: Write
 ) -> None:
     long_ago = time.time() - LIFETIME_S - 60
     os.utime(journal_in(own_jobs), (long_ago, long_ago))
@@ -227,7 +206,7 @@ def test_the_disk_has_an_answer_a_second_after_it_came(monkeypatch: pytest.Monke
     assert len(synced) == 2
 
 
-def test_a_journal_that_cannot_be_kept_is_an_error(model: Path, own_jobs: Path, file: Callable[..., Path]) -> None:
+def test_a_journal_that_cannot_be_kept_is_an_error(model: Path, own_jobs: Path, file: Write) -> None:
     own_jobs.write_text("in the way")
     result = batch(model, file("the fox"))
     assert (result.code, result.out, len(result.error_lines)) == (1, b"", 4)
@@ -240,7 +219,7 @@ def test_a_journal_that_cannot_be_kept_is_an_error(model: Path, own_jobs: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [[], ["--seed", "3"]], ids=["drawn", "given"])
 def test_a_job_that_is_killed_again_and_again_prints_what_an_undisturbed_one_does(
-    seed: list[str], slow_model: Path, file: Callable[..., Path], start: Start
+    seed: list[str], slow_model: Path, file: Write, start: Start
 ) -> None:
     path, flags = file(*PROMPTS * 3), ["--max-tokens", "60", *seed]
     moment, printed = random.Random(), b""
@@ -254,33 +233,29 @@ def test_a_job_that_is_killed_again_and_again_prints_what_an_undisturbed_one_doe
         printed = max(printed, whole_lines, key=len)
     resumed = rerun(slow_model, path, *flags)
     assert resumed.code == 0, resumed.err
-    assert resumed.out.startswith(printed)
-    assert was_there(resumed) >= printed.count(b"\n") + 1
+    assert resumed.out.startswith(printed) and was_there(resumed) >= printed.count(b"\n") + 1
     first_seed = answers(resumed)[0]["seed"]
     lines = [{"prompt": prompt, "seed": first_seed + (0 if seed else n)} for n, prompt in enumerate(PROMPTS * 3)]
     undisturbed = rerun(slow_model, file(*lines), "--max-tokens", "60")
     assert answers(resumed) == answers(undisturbed)
 
 
-def test_a_job_that_is_killed_goes_on_with_what_it_had(
-    slow_model: Path, file: Callable[..., Path], start: Start
-) -> None:
+def test_a_job_that_is_killed_goes_on_with_what_it_had(slow_model: Path, file: Write, start: Start) -> None:
     path = file(*PROMPTS * 3)
     process = start(slow_model, path)
     printed = wait_for_lines(process, 3)
     process.kill()
     finish(process)
     resumed = rerun(slow_model, path)
-    assert resumed.code == 0
+    assert resumed.code == 0 and was_there(resumed) >= 3
     assert resumed.out.startswith(printed)  # with the clock's own words
-    assert was_there(resumed) >= 3
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
 def test_a_signal_ends_a_job_and_says_how_it_goes_on(
-    number: signal.Signals, code: int, slow_model: Path, file: Callable[..., Path], start: Start
+    number: signal.Signals, code: int, slow_model: Path, file: Write, start: Start
 ) -> None:
     path = file(*PROMPTS * 3)
     process = start(slow_model, path)
@@ -289,18 +264,14 @@ def test_a_signal_ends_a_job_and_says_how_it_goes_on(
     stopped = finish(process)
     assert stopped.code == code
     told = re.fullmatch(r"interrupted; (\d+) of 18 answers are kept. To go on: the same command\n", stopped.err)
-    assert told
-    assert 2 <= int(told[1]) < 18
+    assert told and 2 <= int(told[1]) < 18
     resumed = rerun(slow_model, path)
-    assert resumed.code == 0
-    assert resumed.out.startswith(head + stopped.out)
+    assert resumed.code == 0 and resumed.out.startswith(head + stopped.out)
     assert was_there(resumed) == int(told[1])
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_ends_a_job_in_silence(
-    slow_model: Path, file: Callable[..., Path], start: Start
-) -> None:
+def test_a_reader_that_goes_away_ends_a_job_in_silence(slow_model: Path, file: Write, start: Start) -> None:
     path = file(*PROMPTS * 3)
     process = start(slow_model, path)
     wait_for_lines(process, 1)
@@ -312,7 +283,7 @@ def test_a_reader_that_goes_away_ends_a_job_in_silence(
 
 
 def test_a_second_process_at_the_same_job_is_refused_with_the_firsts_number(
-    slow_model: Path, file: Callable[..., Path], start: Start, own_jobs: Path
+    slow_model: Path, file: Write, start: Start, own_jobs: Path
 ) -> None:
     path = file(*PROMPTS * 3)
     first = start(slow_model, path, "--max-tokens", "400")
@@ -321,5 +292,4 @@ def test_a_second_process_at_the_same_job_is_refused_with_the_firsts_number(
         time.sleep(0.05)
     second = rerun(slow_model, path, "--max-tokens", "400")
     assert (second.code, second.out, len(second.error_lines)) == (1, b"", 4)
-    assert f"process {first.pid} is at it" in second.err
-    assert first.poll() is None
+    assert f"process {first.pid} is at it" in second.err and first.poll() is None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,6 +89,11 @@ def pair_of(folder: Path, family: str) -> Pair:
     return Pair(engine, peer)
 
 
+def allowing(*token_ids: int) -> Tensor:
+    """The mask that lets these through."""
+    return torch.zeros(272, dtype=torch.bool).index_fill(0, torch.tensor(token_ids, dtype=torch.long), True)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair = pair_of(tmp_path_factory.mktemp("llama"), "llama")
@@ -101,18 +107,17 @@ def engine(pair: Pair) -> Iterator[Engine]:
     require_whole(pair.engine)
 
 
+HOW = [
+    {"beams": 2},
+    {"beams": 4, "max_tokens": 24},
+    {"beams": 3, "length_penalty": 0.0, "early_stopping": True},
+    {"beams": 5, "length_penalty": 2.0, "early_stopping": "never"},
+    {"beams": 16, "length_penalty": -1.0, "max_tokens": 5},
+]
+
+
 @pytest.mark.parametrize("length", [3, 64, 100])
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"beams": 2},
-        {"beams": 4, "max_tokens": 24},
-        {"beams": 3, "length_penalty": 0.0, "early_stopping": True},
-        {"beams": 5, "length_penalty": 2.0, "early_stopping": "never"},
-        {"beams": 16, "length_penalty": -1.0, "max_tokens": 5},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("how", HOW, ids=str)
 def test_the_answer_is_that_of_transformers(pair: Pair, engine: Engine, how: dict[str, Any], length: int) -> None:
     request = searched(words(length, length), **{"max_tokens": 16, **how})
     assert answered(engine, request)[0].token_ids == pair.expected(request)
@@ -192,10 +197,8 @@ def test_beams_share_the_pages_of_their_prompt(engine: Engine) -> None:
 
 
 def test_a_stop_string_makes_an_answer_whole(pair: Pair, engine: Engine) -> None:
-    def letters(_token_ids: Any) -> Tensor:
-        return (torch.arange(272) >= 97) & (torch.arange(272) < 123)
-
-    request = searched(words(40), max_tokens=20, length_penalty=0.0, mask=letters)
+    letters = allowing(*range(97, 123))
+    request = searched(words(40), max_tokens=20, length_penalty=0.0, mask=lambda _token_ids: letters)
     plain = answered(engine, request)[0]
     stop = plain.text[9:11]
     request = replace(request, sampling=replace(request.sampling, stop=(stop, "never said")))
@@ -207,9 +210,7 @@ def test_a_stop_string_makes_an_answer_whole(pair: Pair, engine: Engine) -> None
 def test_a_mask_holds_for_each_beam(engine: Engine) -> None:
     def letters_in_turn(token_ids: Any) -> Tensor:
         """Every letter once, in any order, and then the end."""
-        mask = torch.zeros(272, dtype=torch.bool)
-        mask[[each for each in range(97, 101) if each not in token_ids] or [257]] = True
-        return mask
+        return allowing(*([each for each in range(97, 101) if each not in token_ids] or [257]))
 
     heard = answered(engine, searched(words(20), beams=6, max_tokens=12, mask=letters_in_turn))[0]
     assert sorted(heard.text) == list("abcd") and heard.finished.finish_reason == "stop"
@@ -259,15 +260,11 @@ def tiny() -> Iterator[Engine]:
 
 def test_the_likeliest_of_all_that_a_mask_allows_is_found(engine: Engine) -> None:
     def two_letters(token_ids: Any) -> Tensor:
-        mask = torch.zeros(272, dtype=torch.bool)
-        mask[[97, 98] if len(token_ids) < 2 else [257]] = True
-        return mask
+        return allowing(*((97, 98) if len(token_ids) < 2 else (257,)))
 
     def likelihood(text: str) -> float:
         def only(token_ids: Any) -> Tensor:
-            mask = torch.zeros(272, dtype=torch.bool)
-            mask[[*text.encode(), 257][len(token_ids)]] = True
-            return mask
+            return allowing([*text.encode(), 257][len(token_ids)])
 
         request = replace(drawn(words(20), mask=only, is_scored=True), sampling=GREEDY)
         score = answered(engine, request)[0].finished.mean_logprob
@@ -281,7 +278,7 @@ def test_the_likeliest_of_all_that_a_mask_allows_is_found(engine: Engine) -> Non
 
 def test_where_no_beam_may_go_on_the_request_fails(engine: Engine) -> None:
     def nothing(token_ids: Any) -> Tensor:
-        return torch.zeros(272, dtype=torch.bool) if len(token_ids) == 2 else torch.ones(272, dtype=torch.bool)
+        return allowing(*range(0 if len(token_ids) == 2 else 272))
 
     error = answered(engine, searched(words(20), max_tokens=9, mask=nothing))[0].finished.error
     assert isinstance(error, LocalLLMError) and "cannot go on" in error.what
@@ -291,9 +288,8 @@ def test_logprobs_are_told_of_the_best_answer(engine: Engine) -> None:
     request = searched(words(20), max_tokens=6)
     engine.submit(replace(request, sampling=replace(request.sampling, logprobs=2)))
     events = [event for event in steps(engine) if isinstance(event, TokenEvent)]
-    assert events and all(event.logprob is not None for event in events)
-    assert [event.logprob.token_id for event in events if event.logprob] == [event.token_id for event in events]
-    assert all(len(event.logprob.top) == 2 for event in events if event.logprob)
+    told = [event.logprob and (event.logprob.token_id, len(event.logprob.top)) for event in events]
+    assert events and told == [(event.token_id, 2) for event in events]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 6])
@@ -324,15 +320,10 @@ def test_where_memory_runs_out_the_search_ends_with_one_error(
     assert other.finished.finish_reason in ("length", "stop")
 
 
-def test_a_forward_that_fails_ends_a_search_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_fails_ends_a_search_once(engine: Engine) -> None:
     searching = engine.submit(searched(words(40)))
     engine.step()
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("an operator has failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "forward", fail)
+    with mock.patch.object(engine.runner, "forward", side_effect=RuntimeError("an operator has failed")):
         events = engine.step()
     assert [event.request_id for event in events] == [searching] and not engine.has_work
 
@@ -364,16 +355,12 @@ def test_beams_that_have_no_room_are_refused_with_what_would_have(engine: Engine
         ({"beams": 2, "early_stopping": "soon"}, "early_stopping"),
         ({"beams": 1, "length_penalty": 2.0}, "length_penalty"),
         ({"beams": 2, "pooling": "mean"}, "pooling"),
+        ({"beams": 2, "sampling": SamplingParams(temperature=0.8)}, "temperature"),  # a search draws nothing
     ],
 )
 def test_what_no_search_can_have_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        Request((1,), SamplingParams(temperature=0), **wrong)
-
-
-def test_a_search_draws_nothing() -> None:
-    with pytest.raises(UsageError, match="temperature"):
-        Request((1,), SamplingParams(temperature=0.8), beams=2)
+        Request((1,), **{"sampling": SamplingParams(temperature=0), **wrong})
 
 
 def test_without_a_prefix_cache_a_search_is_the_same(tmp_path: Path) -> None:

@@ -109,33 +109,31 @@ def test_the_chat_keeps_the_answer_that_is_printed_first(model: Path, how: tuple
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--n", "0"), "--n is 0"),
-        (("--n", "17"), "--n is 17"),
-        (("--best-of", "17"), "--best-of is 17"),
-        (("--beams", "17"), "--beams is 17"),
-        (("--n", "3", "--best-of", "2"), "--best-of 2 is less than --n 3"),
-        (("--n", "3", "--beams", "2"), "--n 3 is more than --beams 2"),
-        (("--beams", "2", "--best-of", "2"), "--beams and --best-of"),
-        (("--beams", "2", "--temperature", "0.5"), "--beams and --temperature 0.5"),
-        (("--beams", "2", "--seed", "1"), "--beams and --seed"),
-        (("--beams", "2", "--top-k", "5"), "--beams and --top-k"),
-        (("--n", "2", "--temperature", "0"), "2 answers at temperature 0"),
-        (("--best-of", "2", "--temperature", "0"), "2 answers at temperature 0"),
-        (("--best-of", "2", "--jsonl"), "--best-of and --jsonl"),
-        (("--n", "2", "--show-prompt"), "--n and --show-prompt"),
-        (("--n", "2", "--continue"), "--n and --continue"),
-        (("--n", "2", "--session", "fox"), "--n and --session"),
+        ("--n 0", "--n is 0"),
+        ("--n 17", "--n is 17"),
+        ("--best-of 17", "--best-of is 17"),
+        ("--beams 17", "--beams is 17"),
+        ("--n 3 --best-of 2", "--best-of 2 is less than --n 3"),
+        ("--n 3 --beams 2", "--n 3 is more than --beams 2"),
+        ("--beams 2 --best-of 2", "--beams and --best-of"),
+        ("--beams 2 --temperature 0.5", "--beams and --temperature 0.5"),
+        ("--beams 2 --seed 1", "--beams and --seed"),
+        ("--beams 2 --top-k 5", "--beams and --top-k"),
+        ("--n 2 --temperature 0", "2 answers at temperature 0"),
+        ("--best-of 2 --temperature 0", "2 answers at temperature 0"),
+        ("--best-of 2 --jsonl", "--best-of and --jsonl"),
+        ("--n 2 --show-prompt", "--n and --show-prompt"),
+        ("--n 2 --continue", "--n and --continue"),
+        ("--n 2 --session fox", "--n and --session"),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_name(model: Path, flags: tuple[str, ...], named: str) -> None:
-    result = run_cli("run", model, "-p", "the fox", *flags)
+def test_what_contradicts_itself_is_refused_by_name(model: Path, flags: str, named: str) -> None:
+    result = run_cli("run", model, "-p", "the fox", *flags.split())
     assert result.code == 2 and named in result.error_lines[0] and not result.out
 
 
-def test_a_job_has_one_answer_a_line(model: Path, tmp_path: Path) -> None:
-    lines = tmp_path / "prompts.jsonl"
-    lines.write_text('{"prompt": "the fox"}\n')
-    result = run_cli("run", model, "--batch", lines, "--n", "2")
+def test_a_job_has_one_answer_a_line(model: Path) -> None:
+    result = run_cli("run", model, "--batch", "-", "--n", "2", stdin=b'{"prompt": "the fox"}\n')
     assert result.code == 2 and "--n and --batch" in result.error_lines[0]
 
 

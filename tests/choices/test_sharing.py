@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -47,9 +48,8 @@ def opened(folder: Path) -> Iterator[Opened]:
     """Engines that end with the test."""
     engines: list[Engine] = []
 
-    def open_engine(**limits: Any) -> Engine:
-        reuse = limits.pop("reuse", IN_POOLS)
-        engines.append(load(folder, reuse, **limits))
+    def open_engine(**options: Any) -> Engine:
+        engines.append(load(folder, **options))
         return engines[-1]
 
     yield open_engine
@@ -60,12 +60,20 @@ def opened(folder: Path) -> Iterator[Opened]:
 
 def load(folder: Path, reuse: Any = IN_POOLS, kv_tokens: int | None = None, **limits: Any) -> Engine:
     """kv_tokens: that there is memory for, instead of what there is."""
-    engine = Engine.load(
-        folder, EngineConfig(ctx=4608), limits=Limits(**{"chunk_tokens": CHUNK, **limits}), reuse=reuse
-    )
+    step_limits = Limits(**{"chunk_tokens": CHUNK, **limits})
+    engine = Engine.load(folder, EngineConfig(ctx=4608), limits=step_limits, reuse=reuse)
     if kv_tokens is not None:
         engine.scheduler.limits = replace(engine.scheduler.limits, kv_tokens=kv_tokens, sequence_tokens=0)
     return engine
+
+
+def most_at_once(engine: Engine) -> int:
+    """How many requests ran beside each other, until all have ended."""
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    return most
 
 
 def until_all_answer(engine: Engine, count: int) -> None:
@@ -124,13 +132,10 @@ def test_memory_for_one_prompt_is_enough_for_several_answers_at_once(opened: Ope
 
 
 def test_what_the_answers_need_beside_the_prompt_has_to_be_there(opened: Opened) -> None:
-    engine, most = opened(kv_tokens=1024 + 2 * PAGE), 0
+    engine = opened(kv_tokens=1024 + 2 * PAGE)
     for seed in range(4):
         engine.submit(drawn(words(1024), seed, max_tokens=PAGE))
-    while engine.has_work:
-        engine.step()
-        most = max(most, len(engine.scheduler.running))
-    assert most == 2
+    assert most_at_once(engine) == 2
 
 
 def test_prompts_that_begin_alike_share_what_they_begin_with(opened: Opened) -> None:
@@ -144,8 +149,7 @@ def test_a_short_prompt_does_not_wait_for_the_rest_of_a_long_one(opened: Opened)
     long = engine.submit(drawn(system + words(2000, 1), max_tokens=1))
     engine.step()
     short = engine.submit(drawn(system + words(10, 2), max_tokens=1))
-    ended = list(finish_reasons(engine))
-    assert ended == [short, long]
+    assert list(finish_reasons(engine)) == [short, long]
 
 
 def test_who_is_waited_for_is_as_urgent_as_who_waits(opened: Opened) -> None:
@@ -154,8 +158,7 @@ def test_who_is_waited_for_is_as_urgent_as_who_waits(opened: Opened) -> None:
     engine.step()
     others = [engine.submit(drawn(words(600, seed), max_tokens=1)) for seed in (1, 2)]
     urgent = engine.submit(drawn(prompt, 1, max_tokens=1, priority=1))
-    ended = list(finish_reasons(engine))
-    assert ended == [slow, urgent, *others]
+    assert list(finish_reasons(engine)) == [slow, urgent, *others]
 
 
 def test_more_answers_than_run_at_once_share_it_too(opened: Opened) -> None:
@@ -204,16 +207,9 @@ def test_when_the_first_one_fails_the_others_are_answered(opened: Opened, monkey
     assert finish_reasons(engine) == {failing: "error", others[0]: "length", others[1]: "length"}
 
 
-def test_where_memory_has_no_room_for_a_branch_the_prompt_is_found_page_by_page(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = opened()
-
-    def no_memory(*_: Any) -> PagedKV:
-        raise MemoryError
-
-    monkeypatch.setattr(PagedKV, "branch", no_memory)
-    heard = answered(engine, *(drawn(words(300), seed) for seed in range(3)))
+def test_where_memory_has_no_room_for_a_branch_the_prompt_is_found_page_by_page(opened: Opened) -> None:
+    with mock.patch.object(PagedKV, "branch", side_effect=MemoryError):
+        heard = answered(opened(), *(drawn(words(300), seed) for seed in range(3)))
     assert [each.finished.usage.cached_tokens for each in heard] == [0, 256, 256]
 
 
@@ -233,13 +229,10 @@ def test_an_answer_of_one_token_leaves_the_prompt_to_the_others(opened: Opened) 
 
 
 def test_answers_that_need_a_longer_context_have_it_together(folder: Path) -> None:
-    engine, most = Engine.load(folder, EngineConfig(ctx=512)), 0
+    engine = Engine.load(folder, EngineConfig(ctx=512))
     for seed in range(3):
         engine.submit(drawn(words(600), seed, grows=True))
-    while engine.has_work:
-        engine.step()
-        most = max(most, len(engine.scheduler.running))
-    assert most == 3 and engine.ctx >= 600 + 8
+    assert most_at_once(engine) == 3 and engine.ctx >= 600 + 8
     engine.close()
 
 

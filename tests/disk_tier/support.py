@@ -43,22 +43,34 @@ def path_of(directory: Path, key: PageKey, root: bytes = ROOT) -> Path:
 
 @contextmanager
 def opened(
-    directory: Path, limit_bytes: int | None = 1 << 30, warnings: list[str] | None = None, root: bytes = ROOT
+    directory: Path,
+    limit_bytes: int | None = 1 << 30,
+    root: bytes = ROOT,
+    *,
+    warnings: list[str] | None = None,
+    says: tuple[str, ...] = (),
 ) -> Iterator[DiskTier]:
-    """warnings: what the tier says; without it, it must say nothing."""
+    """warnings: takes what the tier says. Otherwise that is one sentence with the words in `says`, or nothing."""
     said: list[str] = []
     tier = DiskTier(directory, root, ABOUT, limit_bytes, (said if warnings is None else warnings).append)
     try:
         yield tier
     finally:
         tier.close(PATIENCE_S)
-    assert not said
+    assert len(said) == bool(says) and all(word in said[0] for word in says)
 
 
 def put(tier: DiskTier, keys: Sequence[PageKey]) -> list[bool]:
     accepted = [tier.put(key, payload(key)) for key in keys]
     assert tier.flush(PATIENCE_S)
     return accepted
+
+
+def stored(directory: Path, keys: list[PageKey]) -> list[PageKey]:
+    """By a process that has ended."""
+    with opened(directory) as tier:
+        put(tier, keys)
+    return keys
 
 
 def read(tier: DiskTier, keys: Sequence[PageKey]) -> int:

@@ -29,6 +29,8 @@ from tests.disk_tier.support import (
     temporaries,
 )
 
+SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+
 
 class OneTier(RuleBasedStateMachine):
     """One tier and a dict: which pages there are, in the order of their use, is known exactly."""
@@ -143,9 +145,7 @@ class OneTier(RuleBasedStateMachine):
 
 
 TestOneTier = OneTier.TestCase
-TestOneTier.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestOneTier.settings = SETTINGS
 
 
 class TwoTiers(RuleBasedStateMachine):
@@ -212,6 +212,4 @@ class TwoTiers(RuleBasedStateMachine):
 
 
 TestTwoTiers = TwoTiers.TestCase
-TestTwoTiers.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestTwoTiers.settings = SETTINGS

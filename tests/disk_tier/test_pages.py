@@ -29,12 +29,13 @@ from tests.disk_tier.support import (
     payload,
     put,
     read,
+    stored,
 )
 
 # What comes back
 
 
-def test_pages_outlive_the_process_that_put_them(directory: Path) -> None:
+def test_pages_outlive_the_process_that_put_them(directory):
     keys = chain(6)
     with opened(directory) as tier:
         assert put(tier, keys) == [True] * 6
@@ -48,8 +49,8 @@ def test_pages_outlive_the_process_that_put_them(directory: Path) -> None:
 @pytest.mark.parametrize("is_aligned", [True, False])
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_a_page_of_any_size_is_read_into_any_buffer_from_the_cache_and_past_it(
-    directory: Path, num_bytes: int, is_aligned: bool, is_cached: bool
-) -> None:
+    directory, num_bytes, is_aligned, is_cached
+):
     keys = chain(5)
     with opened(directory) as tier:
         assert all(tier.put(key, payload(key, num_bytes)) for key in keys) and tier.flush(PATIENCE_S)
@@ -72,7 +73,7 @@ def buffer(num_bytes: int, is_aligned: bool) -> memoryview:
     return memoryview(mmap.mmap(-1, num_bytes + 1))[0 if is_aligned else 1 :][:num_bytes]
 
 
-def test_the_first_pages_are_read_up_to_one_that_is_missing(directory: Path) -> None:
+def test_the_first_pages_are_read_up_to_one_that_is_missing(directory):
     keys = chain(6)
     with opened(directory) as tier:
         put(tier, keys)
@@ -83,7 +84,7 @@ def test_the_first_pages_are_read_up_to_one_that_is_missing(directory: Path) -> 
         assert tier.num_quarantined == 0
 
 
-def test_pages_of_other_tokens_or_another_root_are_not_found(directory: Path) -> None:
+def test_pages_of_other_tokens_or_another_root_are_not_found(directory):
     keys, other = chain(2), bytes(32)
     with opened(directory) as tier:
         put(tier, keys)
@@ -94,7 +95,7 @@ def test_pages_of_other_tokens_or_another_root_are_not_found(directory: Path) ->
 
 
 @pytest.mark.parametrize("what", ["token_ids", "parent"])
-def test_a_page_is_compared_with_the_tokens_and_the_parent_that_are_asked_for(directory: Path, what: str) -> None:
+def test_a_page_is_compared_with_the_tokens_and_the_parent_that_are_asked_for(directory, what):
     first, second = chain(2)
     with opened(directory) as tier:
         put(tier, [first, second])
@@ -102,7 +103,7 @@ def test_a_page_is_compared_with_the_tokens_and_the_parent_that_are_asked_for(di
         assert read(tier, [PageKey(**{**vars(second), what: forged})]) == 0
 
 
-def test_the_pages_behind_a_page_say_where_a_prefix_broke(directory: Path) -> None:
+def test_the_pages_behind_a_page_say_where_a_prefix_broke(directory):
     first, *_ = chain(1)
     behind = [page(first.digest, seed) for seed in (1, 2)]
     with opened(directory) as tier:
@@ -114,7 +115,7 @@ def test_the_pages_behind_a_page_say_where_a_prefix_broke(directory: Path) -> No
         assert len(tier.children(first.digest)) == 2
 
 
-def test_many_readers_and_writers_share_a_tier(directory: Path) -> None:
+def test_many_readers_and_writers_share_a_tier(directory):
     chains = [chain(8, seed) for seed in range(6)]
     found: list[int] = []
     with opened(directory) as tier:
@@ -136,7 +137,7 @@ def test_many_readers_and_writers_share_a_tier(directory: Path) -> None:
 # What is taken
 
 
-def test_a_page_goes_behind_its_parent_or_is_refused(directory: Path) -> None:
+def test_a_page_goes_behind_its_parent_or_is_refused(directory):
     first, second, third = chain(3)
     with opened(directory) as tier:
         assert second.digest not in tier  # by now the folder is listed
@@ -144,7 +145,7 @@ def test_a_page_goes_behind_its_parent_or_is_refused(directory: Path) -> None:
         assert put(tier, [first, second, third]) == [True] * 3
 
 
-def test_a_page_that_is_there_is_not_written_again(directory: Path) -> None:
+def test_a_page_that_is_there_is_not_written_again(directory):
     keys = chain(3)
     with opened(directory) as tier:
         put(tier, keys)
@@ -153,7 +154,7 @@ def test_a_page_that_is_there_is_not_written_again(directory: Path) -> None:
         assert (tier.num_written, path_of(directory, keys[0]).stat().st_ino) == (3, before)
 
 
-def test_a_full_queue_refuses_and_never_waits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_refuses_and_never_waits(directory, monkeypatch):
     keys, goes_on = chain(6), threading.Event()
     plain = disk.write_page
 
@@ -172,7 +173,7 @@ def test_a_full_queue_refuses_and_never_waits(directory: Path, monkeypatch: pyte
     assert tier.close(PATIENCE_S)
 
 
-def test_closing_waits_no_longer_than_it_may(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_no_longer_than_it_may(directory, monkeypatch):
     goes_on = threading.Event()
     monkeypatch.setattr(disk, "write_page", lambda *_: goes_on.wait())
     tier = DiskTier(directory, ROOT, ABOUT, 1 << 30, [].append)
@@ -183,26 +184,22 @@ def test_closing_waits_no_longer_than_it_may(directory: Path, monkeypatch: pytes
     goes_on.set()
 
 
-def test_without_a_thread_what_is_there_is_still_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = chain(3)
-    with opened(directory) as tier:
-        put(tier, keys)
+def test_without_a_thread_what_is_there_is_still_read(directory, monkeypatch):
+    keys = stored(directory, chain(3))
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    warnings: list[str] = []
-    with opened(directory, warnings=warnings) as tier:
+    with opened(directory, says=("can't start new thread",)) as tier:
         assert read(tier, keys) == 3
         assert not tier.put(page(keys[-1].digest, 5), bytes(PAGE_BYTES))
-    assert len(warnings) == 1 and "can't start new thread" in warnings[0]
 
 
 # What goes
 
 
-def test_the_tail_that_was_used_longest_ago_goes_first(directory: Path) -> None:
+def test_the_tail_that_was_used_longest_ago_goes_first(directory):
     old, new = chain(4, seed=1), chain(4, seed=2)
     with opened(directory, limit_bytes=8 * FILE_BYTES) as tier:
         put(tier, [*old, *new])
@@ -214,7 +211,7 @@ def test_the_tail_that_was_used_longest_ago_goes_first(directory: Path) -> None:
         assert held_bytes(directory) == 8 * FILE_BYTES
 
 
-def test_a_chain_longer_than_the_limit_keeps_its_beginning(directory: Path) -> None:
+def test_a_chain_longer_than_the_limit_keeps_its_beginning(directory):
     keys = chain(9)
     with opened(directory, limit_bytes=5 * FILE_BYTES) as tier:
         put(tier, keys)
@@ -222,15 +219,14 @@ def test_a_chain_longer_than_the_limit_keeps_its_beginning(directory: Path) -> N
     assert not orphans(directory)
 
 
-def test_a_limit_that_was_lowered_holds_from_the_start(directory: Path) -> None:
-    with opened(directory) as tier:
-        put(tier, chain(6))
+def test_a_limit_that_was_lowered_holds_from_the_start(directory):
+    stored(directory, chain(6))
     with opened(directory, limit_bytes=4 * FILE_BYTES) as tier:
         assert read(tier, chain(6)) == 4
     assert held_bytes(directory) == 4 * FILE_BYTES
 
 
-def test_the_limit_is_one_for_all_models(directory: Path) -> None:
+def test_the_limit_is_one_for_all_models(directory):
     other = bytes(32)
     with opened(directory, limit_bytes=6 * FILE_BYTES) as tier:
         put(tier, chain(5))
@@ -242,9 +238,7 @@ def test_the_limit_is_one_for_all_models(directory: Path) -> None:
         assert read(tier, chain(5)) == 2
 
 
-def test_without_a_limit_a_tenth_of_what_is_free_is_taken_and_eight_gib_at_most(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_limit_a_tenth_of_what_is_free_is_taken_and_eight_gib_at_most(directory, monkeypatch):
     monkeypatch.setattr(page_folder, "free_bytes", lambda _directory: 30 * FILE_BYTES)
     with opened(directory, limit_bytes=None) as tier:
         put(tier, chain(9))
@@ -254,9 +248,7 @@ def test_without_a_limit_a_tenth_of_what_is_free_is_taken_and_eight_gib_at_most(
         assert tier.limit_bytes == 8 << 30
 
 
-def test_pages_give_way_where_the_disk_fills_up_and_what_is_kept_free_is_named(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_give_way_where_the_disk_fills_up_and_what_is_kept_free_is_named(directory, monkeypatch):
     monkeypatch.setattr(disk, "KEPT_FREE_BYTES", 1 << 30)
     total = 1 << 40
     monkeypatch.setattr(disk, "free_bytes", lambda _directory: max(0, total - held_bytes(directory)))
@@ -276,7 +268,7 @@ def test_pages_give_way_where_the_disk_fills_up_and_what_is_kept_free_is_named(
     assert "0 B are free on its disk, and 1.0 GiB is left to others" in warnings[0]
 
 
-def test_what_another_process_has_used_meanwhile_stays(directory: Path) -> None:
+def test_what_another_process_has_used_meanwhile_stays(directory):
     old, new = chain(3, seed=1), chain(3, seed=2)
     with opened(directory, limit_bytes=6 * FILE_BYTES) as tier:
         put(tier, [*old, *new])
@@ -288,7 +280,7 @@ def test_what_another_process_has_used_meanwhile_stays(directory: Path) -> None:
         assert read(tier, new) == 2 and more.digest in tier
 
 
-def test_two_processes_keep_one_limit(directory: Path) -> None:
+def test_two_processes_keep_one_limit(directory):
     limit = 16 * FILE_BYTES
     with opened(directory, limit_bytes=limit) as first, opened(directory, limit_bytes=limit) as second:
         for seed in range(12):
@@ -296,17 +288,15 @@ def test_two_processes_keep_one_limit(directory: Path) -> None:
     assert held_bytes(directory) <= limit + 2 * (limit // 8 + 4 * FILE_BYTES)
 
 
-def test_pages_whose_parent_is_gone_are_deleted_at_the_next_start(directory: Path) -> None:
-    keys = chain(5)
-    with opened(directory) as tier:
-        put(tier, keys)
+def test_pages_whose_parent_is_gone_are_deleted_at_the_next_start(directory):
+    keys = stored(directory, chain(5))
     path_of(directory, keys[1]).unlink()
     with opened(directory) as tier:
         assert [key.digest in tier for key in keys] == [True, False, False, False, False]
     assert not orphans(directory) and held_bytes(directory) == FILE_BYTES
 
 
-def test_a_cache_that_is_cleared_under_a_run_is_begun_anew(directory: Path) -> None:
+def test_a_cache_that_is_cleared_under_a_run_is_begun_anew(directory):
     keys = chain(4)
     with opened(directory) as tier:
         put(tier, keys)
@@ -324,10 +314,9 @@ def test_a_cache_that_is_cleared_under_a_run_is_begun_anew(directory: Path) -> N
 
 
 @pytest.mark.parametrize("dates", [(4_070_908_800, 0), (0, 4_070_908_800), (4_070_908_800,) * 2, (0, 0)])
-def test_a_clock_that_jumps_changes_the_order_and_nothing_else(directory: Path, dates: tuple[int, int]) -> None:
+def test_a_clock_that_jumps_changes_the_order_and_nothing_else(directory, dates):
     first, second = chain(4, seed=1), chain(4, seed=2)
-    with opened(directory) as tier:
-        put(tier, [*first, *second])
+    stored(directory, [*first, *second])
     for keys, date in zip((first, second), dates, strict=True):
         for key in keys:
             os.utime(path_of(directory, key), (date, date))
@@ -340,10 +329,9 @@ def test_a_clock_that_jumps_changes_the_order_and_nothing_else(directory: Path, 
     assert not orphans(directory)
 
 
-def test_what_is_dated_in_the_future_goes_before_what_was_used_last(directory: Path) -> None:
+def test_what_is_dated_in_the_future_goes_before_what_was_used_last(directory):
     first, second = chain(2, seed=1), chain(2, seed=2)
-    with opened(directory) as tier:
-        put(tier, [*first, *second])
+    stored(directory, [*first, *second])
     for key in first:
         os.utime(path_of(directory, key), (4_070_908_800, 4_070_908_800))
     with opened(directory, limit_bytes=4 * FILE_BYTES) as tier:
@@ -351,7 +339,7 @@ def test_what_is_dated_in_the_future_goes_before_what_was_used_last(directory: P
         assert read(tier, second) == 2 and read(tier, first) == 0
 
 
-def test_a_clock_that_jumps_under_a_run_loses_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_under_a_run_loses_nothing(directory, monkeypatch):
     times = iter(range(10**18, 0, -(10**15)))
     monkeypatch.setattr(time, "time_ns", lambda: next(times))
     with opened(directory, limit_bytes=8 * FILE_BYTES) as tier:
@@ -361,5 +349,5 @@ def test_a_clock_that_jumps_under_a_run_loses_nothing(directory: Path, monkeypat
     assert held_bytes(directory) == 8 * FILE_BYTES
 
 
-def test_a_header_fills_a_page_of_the_disk() -> None:
+def test_a_header_fills_a_page_of_the_disk():
     assert HEADER_BYTES == 4096

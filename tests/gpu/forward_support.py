@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 
 from localllm.cache.kv_format import KVFormat
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.paged_kv import KVPages
 from localllm.cache.pages import HOST
 from localllm.kernels import kv_page
 from localllm.kernels.gpu.attention import AttentionHistory, tasks_of
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.paged_attention import write
+from tests.kv_support import LAYERS, filled
 
-LAYERS, LAYER = 2, 1
+LAYER = 1
 NAN = float("nan")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass
@@ -49,7 +46,7 @@ class Forward:
             dtype=self.dtype,
         )
         sizes = zip(self.pasts, self.counts, strict=True)
-        self.stores = [_filled(pages, past, count, seed) for seed, (past, count) in enumerate(sizes)]
+        self.stores = [filled(pages, past, count, seed) for seed, (past, count) in enumerate(sizes)]
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
@@ -140,25 +137,6 @@ class Forward:
         if self.layouts[1] is not None:
             mixed = kv_page.rotated(mixed).double()
         return mixed.view(M, H * D)
-
-
-def _filled(pages: KVPages, past: int, count: int, seed: int) -> PagedKV:
-    """A sequence of `past` tokens, of both layers, that has room for more; every other byte of its pages is 255."""
-    kv = pages.new(past + count)
-    layout = kv.layouts[0]
-    for pool in pages.groups[0].pools:
-        for page in pool.free:
-            for part in page.parts.values():
-                part.fill_(0xFF)
-    while kv.length < past:
-        chunk = min(100, past - kv.length)
-        kv.prepare(kv.length + chunk)
-        for layer in range(LAYERS):
-            k, v = random(2, chunk, layout.num_kv_heads, layout.head_dim, seed=1000 * seed + kv.length + layer)
-            write(kv.layer(layer, kv.length, chunk), kv.length, k, v)
-        kv.advance(chunk)
-    kv.prepare(past + count)
-    return kv
 
 
 def write_new(forward: Forward, k: Tensor, v: Tensor) -> None:

@@ -15,7 +15,8 @@ from localllm.kernels.gpu.attention import PREFILL_ROWS, SECTION_PAGES, attend, 
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.kv_page import PAGE_TOKENS
-from tests.gpu.forward_support import LAYER, NAN, Forward, random, write_new
+from tests.gpu.forward_support import LAYER, NAN, Forward, write_new
+from tests.kv_support import random
 
 # The others' codes are laid out as these are.
 EVERY_FORMAT = [

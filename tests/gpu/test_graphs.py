@@ -47,7 +47,7 @@ def loaded(folder: Path, family: str, kv: str) -> Engine:
     return engine
 
 
-def test_replayed_steps_draw_the_same_tokens(tmp_path: Path) -> None:
+def test_replayed_steps_draw_the_same_tokens(tmp_path):
     """In a batch that requests leave; with windows, so that groups of layers have pages of their own."""
     engine = loaded(tmp_path, "gemma3-scaled-and-capped", "bf16")
     wishes = [sampling(0.9, 3), sampling(0, 2)]
@@ -59,7 +59,7 @@ def test_replayed_steps_draw_the_same_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_replay_reads_the_pages_that_the_tables_name(tmp_path: Path) -> None:
+def test_a_replay_reads_the_pages_that_the_tables_name(tmp_path):
     """Two chats of other lengths in turn, behind coded pages: the second's steps are replays of the first's, whose
     pages are another's by then."""
     engine = loaded(tmp_path, "qwen3", "int8")
@@ -99,9 +99,7 @@ def logits(runner: ModelRunner, engine: Engine) -> list[Tensor]:
 @pytest.mark.parametrize(
     "kinds", [pytest.param(("streamed",), marks=pytest.mark.slow), ("split", "disk", "resident", "streamed")]
 )
-def test_blocks_that_are_brought_are_computed_in_graphs_of_their_own(
-    kinds: tuple[str, ...], packed: Packed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_are_brought_are_computed_in_graphs_of_their_own(kinds, packed, monkeypatch):
     """Step after step over the same places of the ring, in which another block is each time; and prepared there."""
     monkeypatch.setattr(gpu_warm, "_ROWS", (1,))
     monkeypatch.setattr(gpu_warm, "_MANY_ROWS", (17,))

@@ -76,9 +76,7 @@ WEIGHTS = ("int4-g32", "int4-g64", "int4-g128", "int8")
     K=st.integers(1, 500),
     seed=st.integers(0, 1000),
 )
-def test_dot_products_of_bytes_are_the_reference_for_any_shape(
-    weights: str, rows: int, N: int, K: int, seed: int
-) -> None:
+def test_dot_products_of_bytes_are_the_reference_for_any_shape(weights, rows, N, K, seed):
     torch.manual_seed(seed)
     matrix, x = Matrix(N, K, weights), torch.randn(rows, K)
     assert error(matrix.by_gemv(x), matrix.expected(x)) < TOLERANCE
@@ -95,7 +93,7 @@ def test_dot_products_of_bytes_are_the_reference_for_any_shape(
         ]
     ),
 )
-def test_tensor_cores_give_the_same_bits(weights: str, shape: ProgramShape, rows: int, N: int, K: int) -> None:
+def test_tensor_cores_give_the_same_bits(weights, shape, rows, N, K):
     matrix, x = Matrix(N, K, weights), torch.randn(rows, K)
     found = matrix.by_gemm(x, shape)
     assert error(found, matrix.expected(x)) < TOLERANCE
@@ -103,7 +101,7 @@ def test_tensor_cores_give_the_same_bits(weights: str, shape: ProgramShape, rows
 
 
 @pytest.mark.parametrize("weights", every_other(["int4-g64", "int8"]))
-def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(weights: str) -> None:
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(weights):
     matrix, x = Matrix(32, 600, weights), torch.randn(6, 600)
     alone = torch.cat([matrix.by_gemv(x[i : i + 1]) for i in range(6)])
     assert torch.equal(matrix.by_gemv(x), alone)
@@ -112,7 +110,7 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(weights: str) -> No
 
 @pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize("weights", ["int4-g32", "int4-g64", "int8"])
-def test_activations_in_16_bits_lose_nothing(weights: str) -> None:
+def test_activations_in_16_bits_lose_nothing(weights):
     """Of what they had in bf16; and up to 16 rows have the bits that each has alone."""
     matrix, x = Matrix(40, 500, weights), torch.randn(9, 500).bfloat16()
     expected = x.double() @ matrix.form.dequantize(matrix.tensors, 40, 500).double().T
@@ -127,7 +125,7 @@ def test_activations_in_16_bits_lose_nothing(weights: str) -> None:
     assert torch.equal(found[1], found[9])
 
 
-def test_what_is_no_number_stays_so_in_16_bits() -> None:
+def test_what_is_no_number_stays_so_in_16_bits():
     matrix, x = Matrix(20, 300, "int4-g64"), torch.randn(3, 300)
     x[1, 77], x[2, 299] = torch.nan, torch.inf
     y = torch.full((3, 20), torch.nan)
@@ -137,7 +135,7 @@ def test_what_is_no_number_stays_so_in_16_bits() -> None:
 
 @pytest.mark.parametrize("weights", ["int4-g64", "int8"])
 @pytest.mark.parametrize("rows", every_other([2, 6]))
-def test_a_bias_and_what_is_there_are_added(weights: str, rows: int) -> None:
+def test_a_bias_and_what_is_there_are_added(weights, rows):
     matrix, x, bias = Matrix(40, 200, weights), torch.randn(rows, 200), torch.randn(40)
     for dispatch in (Dispatch(1, gemv_rows=16), Dispatch(1, gemv_rows=0), Dispatch(64, gemv_rows=0)):
         y = torch.randn(rows, 40)
@@ -146,7 +144,7 @@ def test_a_bias_and_what_is_there_are_added(weights: str, rows: int) -> None:
         assert error(y, expected) < TOLERANCE
 
 
-def test_a_nan_reaches_every_output_of_its_row_and_no_other() -> None:
+def test_a_nan_reaches_every_output_of_its_row_and_no_other():
     matrix, x = Matrix(20, 300, "int4-g64"), torch.randn(6, 300)
     x[1, 77], x[4, 299] = torch.nan, torch.inf
     for found in (matrix.by_gemv(x), matrix.by_gemm(x, ProgramShape(32, 2))):
@@ -154,7 +152,7 @@ def test_a_nan_reaches_every_output_of_its_row_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_dequantized_weights_are_those_of_the_format(weights: str) -> None:
+def test_dequantized_weights_are_those_of_the_format(weights):
     matrix = Matrix(40, 300, weights)
     expected = matrix.form.dequantize(matrix.tensors, 40, 300)
     out = torch.full((48, 300), torch.nan)
@@ -164,7 +162,7 @@ def test_dequantized_weights_are_those_of_the_format(weights: str) -> None:
     assert torch.equal(out[:16], expected[16:32])
 
 
-def test_many_rows_are_multiplied_slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_multiplied_slab_by_slab(monkeypatch):
     monkeypatch.setattr("localllm.kernels.gpu.product.SLAB_WEIGHTS", 16 * 300)
     matrix, x = Matrix(40, 300, "int4-g64"), torch.randn(70, 300)
     y = torch.full((70, 40), torch.nan)
@@ -172,7 +170,7 @@ def test_many_rows_are_multiplied_slab_by_slab(monkeypatch: pytest.MonkeyPatch) 
     assert error(y, x.double() @ matrix.form.dequantize(matrix.tensors, 40, 300).double().T) < TOLERANCE
 
 
-def test_tables_of_cards_hold_what_a_dispatch_has() -> None:
+def test_tables_of_cards_hold_what_a_dispatch_has():
     for table in _tables().values():
         dispatch = Dispatch(64, **table)
         assert dispatch.activation_bits in (8, 16)
@@ -180,7 +178,7 @@ def test_tables_of_cards_hold_what_a_dispatch_has() -> None:
     assert {"sm_80", "sm_86", "sm_89", "sm_90", "sm_120"} <= set(_tables())
 
 
-def test_a_card_is_tuned_by_what_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_is_tuned_by_what_was_faster(monkeypatch):
     """Times are played: the way to a table is what is tried."""
     monkeypatch.setattr(tune_kernels, "MATRICES", ((32, 128),))
     monkeypatch.setattr(tune_kernels, "_COPIED_BYTES", 0)

@@ -51,22 +51,20 @@ def anew() -> str:
     return ready.why_not(CARD)
 
 
-def test_a_check_is_made_once(card: SimpleNamespace) -> None:
+def test_a_check_is_made_once(card):
     assert not ready.is_known(CARD)
     assert anew() == "" and anew() == "" and card.asked == 1
     assert ready.is_known(CARD)
 
 
-def test_a_wrong_kernel_is_remembered_and_a_want_of_memory_is_not(card: SimpleNamespace) -> None:
+def test_a_wrong_kernel_is_remembered_and_a_want_of_memory_is_not(card):
     card.says = "torch.OutOfMemoryError: CUDA out of memory"
     assert "out of memory" in anew() and "out of memory" in anew() and card.asked == 2
     card.says = "WRONG: gemv of int8, error 1.0e+00, at most 2e-06"
     assert anew().startswith("WRONG: gemv") and anew().startswith("WRONG: gemv") and card.asked == 3
 
 
-def test_a_check_that_does_not_end_is_tried_again_an_hour_later(
-    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_does_not_end_is_tried_again_an_hour_later(card, monkeypatch):
     """Each try may take five minutes."""
     card.says = "their check gave no answer within 300 seconds"
     assert anew() == anew() == card.says and card.asked == 1
@@ -75,9 +73,7 @@ def test_a_check_that_does_not_end_is_tried_again_an_hour_later(
     assert anew() == "" and anew() == "" and card.asked == 2
 
 
-def test_what_failed_in_a_process_is_not_tried_again_in_it(
-    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_failed_in_a_process_is_not_tried_again_in_it(card, monkeypatch):
     """Nor kept for others: it may have been of this one."""
     monkeypatch.setattr(ready, "_failures", {})
     assert anew() == ""
@@ -87,23 +83,21 @@ def test_what_failed_in_a_process_is_not_tried_again_in_it(
     assert anew() == "" and card.asked == 1
 
 
-def test_other_kernels_are_checked_anew(card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kernels_are_checked_anew(card, monkeypatch):
     anew()
     monkeypatch.setattr(ready, "_source", lambda: "another")
     assert anew() == "" and card.asked == 2
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", "{", '{"x": 3}'])
-def test_a_damaged_file_is_as_none(card: SimpleNamespace, tmp_path: Path, damaged: str) -> None:
+def test_a_damaged_file_is_as_none(card, tmp_path, damaged):
     (tmp_path / "gpu_kernels.json").write_text(damaged, encoding="utf-8")
     assert anew() == "" and anew() == "" and card.asked == 1
     kept = list(json.loads((tmp_path / "gpu_kernels.json").read_text(encoding="utf-8")).values())
     assert kept[-1]["found"] == ""
 
 
-def test_cards_that_are_too_old_and_machines_without_triton_are_told(
-    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cards_that_are_too_old_and_machines_without_triton_are_told(card, monkeypatch):
     card.capability = (7, 0)
     assert "of compute capability 7.0, they need" in anew()
     card.capability = (8, 6)
@@ -118,7 +112,7 @@ def test_cards_that_are_too_old_and_machines_without_triton_are_told(
     assert "NVIDIA" in ready.missing(torch.device("cpu"))
 
 
-def test_one_line_says_that_operators_compute(card: SimpleNamespace) -> None:
+def test_one_line_says_that_operators_compute(card):
     said: list[str] = []
     watcher = Watcher(measuring=lambda text: said.append(f"measuring: {text}"), noting=said.append)
     note_device(CARD, watcher, is_chosen=True)
@@ -132,7 +126,7 @@ def test_one_line_says_that_operators_compute(card: SimpleNamespace) -> None:
     assert len(said) == 2 and said[1].startswith("torch's operators compute") and "6.1" in said[1]
 
 
-def test_a_card_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_torch_cannot_use_is_told(monkeypatch):
     """But not to who asks for the CPU, or hides the card."""
     said: list[str] = []
     watcher, cpu = Watcher(noting=said.append), torch.device("cpu")
@@ -149,7 +143,7 @@ def test_a_card_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -
     assert len(said) == 1
 
 
-def test_the_doctor_checks_anew(card: SimpleNamespace) -> None:
+def test_the_doctor_checks_anew(card):
     assert check_kernels().status == check_kernels().status == "ok" and card.asked == 2
     card.says = "WRONG: something"
     assert check_kernels().status == "warn" and "WRONG: something" in check_kernels().detail
@@ -159,11 +153,9 @@ def test_the_doctor_checks_anew(card: SimpleNamespace) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes",
-    [check.SMALL, replace(check.SMALL, attention=check.ATTENTION, groups=(32, 64, 128))],
-    ids=["one", "all"],
+    "sizes", [check.SMALL, replace(check.SMALL, attention=check.ATTENTION, groups=(32, 64, 128))], ids=["one", "all"]
 )
-def test_every_kernel_is_right_in_the_interpreter(sizes: check.Sizes) -> None:
+def test_every_kernel_is_right_in_the_interpreter(sizes):
     """The check itself; and it finds what is wrong."""
     torch.manual_seed(0)
     found = list(check.cases(torch.device("cpu"), sizes))
@@ -171,7 +163,7 @@ def test_every_kernel_is_right_in_the_interpreter(sizes: check.Sizes) -> None:
 
 
 @pytest.mark.parametrize("broken", ["gemv", "rows", "drawn"])
-def test_the_check_finds_a_kernel_that_does_nothing(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_finds_a_kernel_that_does_nothing(broken, monkeypatch):
     nothing = SimpleNamespace(run=lambda: None)
     some: Any
     if broken == "gemv":
@@ -189,7 +181,7 @@ def test_the_check_finds_a_kernel_that_does_nothing(broken: str, monkeypatch: py
 TINY = replace(check.SMALL, row_counts=(1,), attention=())
 
 
-def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
     """By a hundredth of a percent, of codes and in 16 bits."""
     right = gemm.gemm
 
@@ -204,9 +196,7 @@ def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}])
-def test_the_check_finds_attention_that_is_a_little_wrong(
-    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_finds_attention_that_is_a_little_wrong(wrong, monkeypatch):
     """A scale of 0.13 instead of 0.125, and a window where there is none."""
     attend = check.attend
     monkeypatch.setattr(check, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
@@ -214,9 +204,7 @@ def test_the_check_finds_attention_that_is_a_little_wrong(
     assert not case.is_right
 
 
-def test_a_kernel_that_a_card_does_not_take_is_left_and_the_others_are_checked(
-    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_a_card_does_not_take_is_left_and_the_others_are_checked(card, monkeypatch):
     """Its models find that out when they are loaded."""
 
     def refuses(*_: Any, **__: Any) -> None:

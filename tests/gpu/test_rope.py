@@ -15,7 +15,8 @@ from localllm.kernels.gpu.rope import Rope, rope_store
 from localllm.kernels.kv_page import NOT_FINITE, PAGE_TOKENS, PageLayout
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import rotate
-from tests.gpu.forward_support import LAYER, NAN, Forward, random, write_new
+from tests.gpu.forward_support import LAYER, NAN, Forward, write_new
+from tests.kv_support import random
 
 CODED_FORMATS = list(KV_FORMATS.values())[1:]
 EPS = 1e-6

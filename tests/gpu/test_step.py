@@ -90,7 +90,7 @@ OF_THEIR_OWN = {"phi3-partial-rotary", "gemma3-scaled-and-capped", "llama-one-kv
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, OF_THEIR_OWN.__contains__))
-def test_every_family_is_computed_as_operators_do(family: str, tmp_path: Path) -> None:
+def test_every_family_is_computed_as_operators_do(family, tmp_path):
     # Every sixth layer of Gemma 3 has no window, and files that name their layers' kinds have all of them.
     write_checkpoint(tmp_path, family, layers=1 if family in OF_ONE_LAYER else None)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32"))
@@ -101,7 +101,7 @@ def test_every_family_is_computed_as_operators_do(family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("weights", "kv"), every_other([("int4-g32", "int4"), ("int8", "int8")]))
-def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights: str, kv: str, tmp_path: Path) -> None:
+def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights, kv, tmp_path):
     """Behind a coded page. The CPU multiplies by the same INT8 activations; in fp32 nothing else differs."""
     write_checkpoint(tmp_path, "qwen3", layers=1)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights, kv=kv))
@@ -112,7 +112,7 @@ def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) -> None:
+def test_a_model_in_bf16_is_computed_as_operators_do(weights, llama):
     """Also a prompt whose matrices the library multiplies, in bf16. The interpreter rounds bf16 towards zero."""
     engine = Engine.load(llama, EngineConfig(device="cpu", dtype="bf16", weights=weights))
     assert engine.model.dtype is torch.bfloat16
@@ -122,7 +122,7 @@ def test_a_model_in_bf16_is_computed_as_operators_do(weights: str, llama: Path) 
 
 
 @pytest.mark.usefixtures("products_row_by_row")
-def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_path: Path) -> None:
+def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_path):
     write_checkpoint(tmp_path, "qwen3", layers=1)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights="int4-g32", kv="int8"))
     token_ids = ids(131)
@@ -134,7 +134,7 @@ def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_p
     assert torch.equal(together, alone[:1].expand(3, -1))
 
 
-def test_blocks_that_the_host_computes_stand_between_ours(tmp_path: Path) -> None:
+def test_blocks_that_the_host_computes_stand_between_ours(tmp_path):
     """Of a device that is no device of ours, as a block on the host is to one on a card."""
     write_checkpoint(tmp_path, "llama", layers=3)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", weights="fp32"))
@@ -154,9 +154,7 @@ def test_blocks_that_the_host_computes_stand_between_ours(tmp_path: Path) -> Non
     assert error(logits(engine, runner, token_ids, [27, 3]), expected) < EXACT
 
 
-def test_attention_whose_pages_are_elsewhere_is_left_to_operators(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_whose_pages_are_elsewhere_is_left_to_operators(engine, monkeypatch):
     """In a forward of a prompt, as where the host computes some layers' steps; the other layers are ours."""
     token_ids, homes = ids(24), PagedKV.homes
     expected = logits(engine, by_operators(engine.model), token_ids, [24])
@@ -196,20 +194,20 @@ def sampling(temperature: float, max_tokens: int = 5, **rest: float) -> Sampling
 
 
 @pytest.mark.parametrize("wish", every_other([sampling(1.5, min_p=0.05), sampling(0), sampling(0.9, top_k=5)]))
-def test_an_engine_draws_the_tokens_that_the_host_would_draw(engine: Engine, llama: Path, wish: SamplingParams) -> None:
+def test_an_engine_draws_the_tokens_that_the_host_would_draw(engine, llama, wish):
     host = Engine.load(llama, EngineConfig(device="cpu", weights="fp32"))
     assert texts(engine, [wish], [ids(5)]) == texts(host, [wish], [ids(5)])
 
 
 @pytest.mark.slow
-def test_requests_that_come_and_go_do_not_change_each_others_tokens(engine: Engine) -> None:
+def test_requests_that_come_and_go_do_not_change_each_others_tokens(engine):
     """Steps that were begun ahead are dropped where a prompt, or the end of another answer, comes between."""
     wishes, prompts = [sampling(0, 2), sampling(0, 5), sampling(0.9, 3)], [ids(n, seed=n) for n in (3, 17, 6)]
     alone = [texts(engine, [wish], [prompt])[0] for wish, prompt in zip(wishes, prompts, strict=True)]
     assert texts(engine, wishes, prompts) == alone
 
 
-def test_the_next_step_is_begun_before_its_token_is_known(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_is_begun_before_its_token_is_known(llama, monkeypatch):
     """INT8 weights, whose embedding our kernel looks up: the host need not see a token for the next one."""
     engine = Engine.load(llama, EngineConfig(device="cpu", dtype="fp32", weights="int8", speculate="off"))
     expected = texts(engine, [sampling(0, 4)], [ids(10)])
@@ -227,7 +225,7 @@ def test_the_next_step_is_begun_before_its_token_is_known(llama: Path, monkeypat
     assert begun == [False, True, True]  # the first token is drawn from the prompt's logits
 
 
-def test_a_step_that_was_begun_ahead_serves_no_other(engine: Engine) -> None:
+def test_a_step_that_was_begun_ahead_serves_no_other(engine):
     kvs, draws = [engine.residency.new_kv(20) for _ in range(2)], [PlainDraw(1, 0.9, 0.0), PlainDraw(2, 0.9, 0.0)]
     for kv in kvs:
         kv.prepare(5)
@@ -241,7 +239,7 @@ def test_a_step_that_was_begun_ahead_serves_no_other(engine: Engine) -> None:
     assert not ahead.is_of(kvs, [7, 8], draws)
 
 
-def test_a_request_that_is_aborted_leaves_the_pages_as_they_must_be(engine: Engine) -> None:
+def test_a_request_that_is_aborted_leaves_the_pages_as_they_must_be(engine):
     request_id = engine.submit(Request(tuple(ids(10)), sampling(0, 50)))
     for _ in range(4):
         engine.step()
@@ -251,7 +249,7 @@ def test_a_request_that_is_aborted_leaves_the_pages_as_they_must_be(engine: Engi
     engine.residency.kv_pages.check_integrity()
 
 
-def test_logits_that_are_no_numbers_end_the_request_with_an_error(engine: Engine) -> None:
+def test_logits_that_are_no_numbers_end_the_request_with_an_error(engine):
     body = engine.model.blocks[1].body
     next(iter(body.linears[0].tensors.values()))[0, 0] = torch.nan
     request_id = engine.submit(Request(tuple(ids(10)), sampling(0, 5)))
@@ -259,7 +257,7 @@ def test_logits_that_are_no_numbers_end_the_request_with_an_error(engine: Engine
     assert finished[0].request_id == request_id and "NaN" in str(finished[0].error)
 
 
-def test_a_kernel_that_fails_leaves_its_work_to_operators(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_leaves_its_work_to_operators(llama, monkeypatch):
     """With one line that says so; the text is the same."""
     engine = Engine.load(llama, EngineConfig(device="cpu", weights="fp32"))
     expected = texts(engine, [sampling(0.9)], [ids(20)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -78,10 +80,7 @@ def loaded_in_fp32() -> Engine:
 
 def place(engine: Engine, placement: str) -> None:
     from_disk = PLACEMENTS[placement]
-    blocks: list[BlockPlacement] = []
-    for block in engine.residency.blocks:
-        blocks.append(replace(block, tier="disk" if from_disk(block.name) else "ram"))
-    engine.move(blocks)
+    engine.move([replace(each, tier="disk" if from_disk(each.name) else "ram") for each in engine.residency.blocks])
 
 
 def guess_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool = False) -> None:
@@ -96,6 +95,16 @@ def guess_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool 
         drafters.append(ModelDrafter("model:itself", lambda: model, engine.residency.new_kv))
     engine.speculation.close()
     engine.speculation = Speculation(engine.residency, lookup, drafters, draft_tokens, adapts=adapts)
+
+
+def swap_two_words(folder: Path) -> tuple[str, str]:
+    """Of the tokenizer in this folder: those with the ids 600 and 601."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = [word for word, index in words.items() if index in (600, 601)]
+    words[first], words[second] = words[second], words[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return first, second
 
 
 @dataclass(frozen=True)

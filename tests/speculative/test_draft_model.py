@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from localllm.errors import ModelNotFoundError, UsageError
 from localllm.offload.planner.machine import Memory
 from localllm.settings import EngineConfig
 from tests.cli_support import run_cli
+from tests.speculative.support import swap_two_words
 
 PROMPT = tuple(range(40, 90))
 
@@ -48,8 +50,7 @@ def engine(who: str, notes: list[str] | None = None, ctx: int | None = None) -> 
 
 def test_it_guesses_and_changes_nothing(twin: Path, always_worth_it: None) -> None:
     plain, guessing = engine("off"), engine(f"model:{twin}")
-    assert guessing.plan is not None
-    assert guessing.plan.ledger["ram"]["draft"] > 5e6
+    assert guessing.plan is not None and guessing.plan.ledger["ram"]["draft"] > 5e6
     for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 4}):
         expected = text(plain, **sampling)
         assert text(guessing, **sampling) == expected
@@ -80,16 +81,11 @@ def test_another_tokenizer_is_refused_with_the_difference(twin: Path, tmp_path: 
     with pytest.raises(UsageError) as caught:
         engine(f"model:{model}")
     assert "another tokenizer" in caught.value.what and "tokens" in caught.value.why
-    other = tmp_path / "other"
-    shutil.copytree(twin, other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = [word for word, index in vocabulary.items() if index in (600, 601)]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    other = Path(shutil.copytree(twin, tmp_path / "other"))
+    words = swap_two_words(other)
     with pytest.raises(UsageError) as caught:
         engine(f"model:{other}")
-    assert repr(min(first, second, key=repr)) in caught.value.why and "600" in caught.value.why
+    assert repr(min(words, key=repr)) in caught.value.why and "600" in caught.value.why
 
 
 def test_a_model_that_is_not_here_is_named() -> None:
@@ -118,32 +114,29 @@ def test_one_that_does_not_fit_is_left_out_and_that_is_said(twin: Path, monkeypa
     guessing.close()
 
 
-def test_memory_that_ends_while_it_is_loaded_leaves_it_out(
-    twin: Path, always_worth_it: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without_memory(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(loader, "Residency", without_memory)
+def test_memory_that_ends_while_it_is_loaded_leaves_it_out(twin: Path, always_worth_it: None) -> None:
     notes: list[str] = []
-    guessing = engine(f"model:{twin}", notes)
+    with mock.patch.object(loader, "Residency", side_effect=MemoryError):
+        guessing = engine(f"model:{twin}", notes)
     assert len(notes) == 1 and "too little memory" in notes[0]
     assert len(text(guessing, temperature=0)) == 40
     guessing.close()
 
 
-def test_the_command_line_refuses_what_cannot_guess(own_folders: None) -> None:
-    for flags, said in (
-        (("--speculate", "eagle"), "auto, off, ngram, skip, or model:NAME"),
-        (("--speculate", "model:"), "or model:NAME"),
-        (("--speculate", "model: "), "or model:NAME"),
-        (("--draft-tokens", "16"), "from 0 to 15"),
-        (("--draft-tokens", "-1"), "from 0 to 15"),
-        (("--speculate", "model:no-such-model"), "--speculate model:no-such-model: there is no model"),
-    ):
-        result = run_cli("run", "tiny", "-p", "x", *flags)
-        assert result.code != 0 and said in result.err, flags
-        assert "Traceback" not in result.err
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--speculate", "eagle", "auto, off, ngram, skip, or model:NAME"),
+        ("--speculate", "model:", "or model:NAME"),
+        ("--speculate", "model: ", "or model:NAME"),
+        ("--draft-tokens", "16", "from 0 to 15"),
+        ("--draft-tokens", "-1", "from 0 to 15"),
+        ("--speculate", "model:no-such-model", "--speculate model:no-such-model: there is no model"),
+    ],
+)
+def test_the_command_line_refuses_what_cannot_guess(own_folders: None, flag: str, value: str, said: str) -> None:
+    result = run_cli("run", "tiny", "-p", "x", flag, value)
+    assert result.code != 0 and said in result.err and "Traceback" not in result.err
 
 
 def test_a_second_model_from_the_environment_is_named_there(own_folders: None, monkeypatch: pytest.MonkeyPatch) -> None:

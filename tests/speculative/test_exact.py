@@ -4,6 +4,7 @@ probabilities (chi-squared)."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from localllm.text.tokenizer import Tokenizer
 from tests.speculative.support import loaded
 
 VOCAB, LENGTH = 5, 3
+Text = tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +33,7 @@ def tables(seed: int) -> Tensor:
     return 1.5 * torch.randn(VOCAB + 1, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def speculated(
-    tokenizer: Tokenizer, target: Tensor, draft: Tensor, sampling: SamplingParams, seed: int
-) -> tuple[int, ...]:
+def speculated(tokenizer: Tokenizer, target: Tensor, draft: Tensor, sampling: SamplingParams, seed: int) -> Text:
     """Three tokens, drafted by the other table and sampled as an engine does; each depends on the last one alone."""
     request = Request((VOCAB,), sampling)
     sequence = Sequence(0, request, seed=seed, ctx=64, detokenizer=Detokenizer(tokenizer), breaker_ids=frozenset())
@@ -51,9 +51,9 @@ def speculated(
     return tuple(sequence.token_ids[1 : 1 + LENGTH])
 
 
-def exact(target: Tensor, temperature: float) -> dict[tuple[int, ...], float]:
+def exact(target: Tensor, temperature: float) -> dict[Text, float]:
     probabilities = (target.double() / temperature).softmax(-1)
-    found: dict[tuple[int, ...], float] = {(): 1.0}
+    found: dict[Text, float] = {(): 1.0}
     for _ in range(LENGTH):
         found = {
             (*text, token): share * float(probabilities[text[-1] if text else VOCAB, token])
@@ -63,9 +63,9 @@ def exact(target: Tensor, temperature: float) -> dict[tuple[int, ...], float]:
     return found
 
 
-def chi_squared(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float], total: int) -> float:
+def chi_squared(counts: Counter[Text], expected: dict[Text, float], total: int) -> float:
     """By how many standard deviations the statistic is above its mean; texts that are too rare count as one."""
-    cells = [(counts.get(text, 0), total * share) for text, share in expected.items() if total * share >= 5]
+    cells = [(counts[text], total * share) for text, share in expected.items() if total * share >= 5]
     rare = total - sum(count for count, _ in cells), total - sum(mean for _, mean in cells)
     cells += [rare] if rare[1] >= 5 else []
     statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
@@ -76,13 +76,9 @@ def chi_squared(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ..
 def check(tokenizer: Tokenizer, samples: int, temperature: float) -> None:
     target, draft = tables(1), tables(1) + 0.7 * tables(2)
     sampling = SamplingParams(temperature=temperature, max_tokens=LENGTH)
-    counts: dict[tuple[int, ...], int] = {}
-    for seed in range(samples):
-        text = speculated(tokenizer, target, draft, sampling, seed)
-        counts[text] = counts.get(text, 0) + 1
+    counts = Counter(speculated(tokenizer, target, draft, sampling, seed) for seed in range(samples))
     assert chi_squared(counts, exact(target, temperature), samples) < 4
-    wrong = exact(draft, temperature)
-    assert chi_squared(counts, wrong, samples) > 20  # it would be seen
+    assert chi_squared(counts, exact(draft, temperature), samples) > 20  # it would be seen
 
 
 def test_the_law_is_the_models(tokenizer: Tokenizer) -> None:

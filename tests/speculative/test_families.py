@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
-from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, KVReuse
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.quant.recipe import RECIPES
@@ -17,6 +17,16 @@ from localllm.settings import EngineConfig
 from tests.packed_support import small_checkpoint
 from tests.speculative.support import Said, answers, loaded, request, said
 from tests.thinning import every_other, thinned
+
+
+def opened(folder: Path, weights: str, dtype: str, reuse: KVReuse = IN_POOLS) -> Engine:
+    config = EngineConfig(device="cpu", weights=weights, dtype=dtype, speculate="off")
+    return Engine.load(folder, config, reuse=reuse)
+
+
+def drawn(num_prompt: int, max_tokens: int) -> Request:
+    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=max_tokens, ignore_eos=True)
+    return Request(tuple(range(3, 3 + num_prompt)), sampling)
 
 
 def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> None:
@@ -32,8 +42,7 @@ def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> Non
     assert finished.speculation.accepted > 0
     assert not engine.residency.kv_pages.sequences
     engine.speculation = speculation(Speculate("auto"), engine.residency, None)
-    assert said(engine, wish) == [expected]
-    assert not engine.residency.kv_pages.sequences
+    assert said(engine, wish) == [expected] and not engine.residency.kv_pages.sequences
 
 
 @pytest.mark.parametrize("kv", every_other(["bf16", "int8", "k8v4", "int4"]))
@@ -62,22 +71,17 @@ def test_every_kv_format_rolls_back(kv: str) -> None:
 )
 def test_every_family_rolls_back(family: str, weights: str, tmp_path: Path) -> None:
     """Windows among them, whose pages are let go of while others are verified."""
-    folder = small_checkpoint(tmp_path / family, family)
-    dtype = "bf16" if weights == "bf16" else "fp32"
-    engine = Engine.load(folder, EngineConfig(device="cpu", weights=weights, dtype=dtype, speculate="off"))
-    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=min(100, engine.ctx - 31), ignore_eos=True)
+    engine = opened(small_checkpoint(tmp_path / family, family), weights, "bf16" if weights == "bf16" else "fp32")
     for draft_tokens, alpha in ((3, 0.8), (15, 0.95)):
-        check(engine, Request(tuple(range(3, 33)), sampling), draft_tokens, alpha)
+        check(engine, drawn(30, min(100, engine.ctx - 31)), draft_tokens, alpha)
     engine.close()
 
 
 @pytest.mark.parametrize("weights", thinned(RECIPES, {"bf12", "int4-g64"}.__contains__))
 def test_every_weight_format_rolls_back(weights: str, tmp_path: Path) -> None:
-    folder = small_checkpoint(tmp_path / "llama", "llama")
     dtype = "fp32" if weights in ("fp32", "nf4") else "bf16"
-    engine = Engine.load(folder, EngineConfig(device="cpu", weights=weights, dtype=dtype, speculate="off"))
-    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=70, ignore_eos=True)
-    check(engine, Request(tuple(range(3, 33)), sampling), 6, 0.8)
+    engine = opened(small_checkpoint(tmp_path / "llama", "llama"), weights, dtype)
+    check(engine, drawn(30, 70), 6, 0.8)
     engine.close()
 
 
@@ -86,10 +90,7 @@ def test_a_window_of_whole_pages_gives_every_page_back(num_prompt: int, tmp_path
     folder = small_checkpoint(tmp_path / "windowed", "mistral-windowed")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
-    engine = Engine.load(
-        folder, EngineConfig(device="cpu", weights="int8", dtype="fp32", speculate="off"), reuse=NO_REUSE
-    )
-    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=120, ignore_eos=True)
+    engine = opened(folder, "int8", "fp32", NO_REUSE)
     for draft_tokens, alpha in ((4, 0.6), (7, 0.9)):
-        check(engine, Request(tuple(range(3, 3 + num_prompt)), sampling), draft_tokens, alpha)
+        check(engine, drawn(num_prompt, 120), draft_tokens, alpha)
     engine.close()

@@ -15,12 +15,14 @@ from torch import Tensor
 from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
 from localllm.cache.kv_format import KV_FORMATS
+from localllm.engine.events import Event
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.runner import ModelRunner
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import ModelDrafter
 from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.kernels.kv_page import PAGE_TOKENS
+from tests.choices.support import steps
 from tests.speculative.support import (
     DRAFTERS,
     PLACEMENTS,
@@ -124,19 +126,15 @@ def test_every_kv_format_rolls_back(kv: str) -> None:
     engine = loaded(kv=kv, ctx=512)
     wish = request(engine, temperature=0, max_tokens=3 * PAGE_TOKENS)
     (expected,) = said(engine, wish)
-    stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
     for alpha, draft_tokens in ((0.5, 3), (0.9, 15), (0.0, 15), (1.0, 15)):
-        oracle = Oracle(stream, alpha, engine.config.vocab_size)
-        engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
+        guess_by_oracle(engine, wish, expected, alpha, draft_tokens)
         assert said(engine, wish) == [expected]
     engine.close()
 
 
 def test_a_batch_is_that_of_each_request_alone(int4: Engine) -> None:
-    wishes = [
-        request(int4, TALE[: 40 + 9 * i], seed=i, **SAMPLERS[name])
-        for i, name in enumerate([*SAMPLERS, "greedy", "plain"])
-    ]
+    names = [*SAMPLERS, "greedy", "plain"]
+    wishes = [request(int4, TALE[: 40 + 9 * i], seed=i, **SAMPLERS[name]) for i, name in enumerate(names)]
     alone = plainly(int4, *wishes)
     for drafter, placement in itertools.product(DRAFTERS, ("whole", "some")):
         place(int4, placement)
@@ -174,16 +172,12 @@ def test_a_prompt_in_chunks_and_one_that_is_known_already(int4: Engine) -> None:
     expected = said(int4, short, long)
     guess_with(int4, "ngram+skip", 5)
     assert said(int4, short, long) == expected
-    first = int4.submit(short)
+    int4.submit(short)
     for _ in range(4):
         int4.step()
     second = int4.submit(long)
-    events: dict[int, list[int]] = {first: [], second: []}
-    while int4.has_work:
-        for event in int4.step():
-            if isinstance(event, TokenEvent):
-                events[event.request_id].append(event.token_id)
-    assert tuple(events[second]) == expected[1].token_ids
+    told = [event for event in steps(int4) if isinstance(event, TokenEvent) and event.request_id == second]
+    assert tuple(event.token_id for event in told) == expected[1].token_ids
 
 
 def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
@@ -191,13 +185,12 @@ def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
     (expected,) = plainly(int4, wish, placement="some")
     for drafter in DRAFTERS:
         guess_with(int4, drafter, 6)
-        for steps in (1, 2, 4):
+        for num_steps in (1, 2, 4):
             request_id = int4.submit(wish)
-            for _ in range(steps):
+            for _ in range(num_steps):
                 int4.step()
             int4.abort(request_id)
-            events = int4.step()
-            assert [event.finish_reason for event in events if isinstance(event, FinishedEvent)] == ["cancelled"]
+            assert reasons(int4.step()) == ["cancelled"]
             int4.residency.kv_pages.check_integrity()
             assert not int4.residency.kv_pages.sequences - _of_drafters(int4)
         assert said(int4, wish) == [expected]
@@ -206,6 +199,23 @@ def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
 def _of_drafters(engine: Engine) -> set[object]:
     """Sequences that a second model has: none, once the requests are gone."""
     return {kv for drafter in engine.speculation._drafters for kv in getattr(drafter, "_kvs", {}).values()}
+
+
+def guess_by_oracle(engine: Engine, wish: Request, answer: Said, alpha: float, draft_tokens: int) -> None:
+    """Of which a share of alpha is right."""
+    oracle = Oracle({wish.prompt_ids: (*wish.prompt_ids, *answer.token_ids)}, alpha, engine.config.vocab_size)
+    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
+
+
+def to_the_end(engine: Engine) -> list[Event]:
+    """What the last step says."""
+    while engine.has_work:
+        events = engine.step()
+    return events
+
+
+def reasons(events: list[Event]) -> list[str]:
+    return [event.finish_reason for event in events if isinstance(event, FinishedEvent)]
 
 
 def test_a_cancel_between_draft_and_verification_leaves_nothing(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,10 +232,7 @@ def test_a_cancel_between_draft_and_verification_leaves_nothing(int4: Engine, mo
             return found
 
         monkeypatch.setattr(int4.speculation, "drafted", abort_after)
-        while int4.has_work:
-            events = int4.step()
-        assert [event.finish_reason for event in events if isinstance(event, FinishedEvent)] == ["cancelled"]
-        assert not int4.residency.kv_pages.sequences
+        assert reasons(to_the_end(int4)) == ["cancelled"] and not int4.residency.kv_pages.sequences
         monkeypatch.undo()
         assert said(int4, wish) == [expected]
 
@@ -245,20 +252,16 @@ def test_a_cancel_while_a_second_model_reads_the_prompt(int4: Engine, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "forward", cancelled_in)
-        while int4.has_work:
-            events = int4.step()
-    assert [event.finish_reason for event in events if isinstance(event, FinishedEvent)] == ["cancelled"]
+        assert reasons(to_the_end(int4)) == ["cancelled"]
     assert len(read) == 1 and read[0] > 50
-    assert not int4.residency.kv_pages.sequences
-    assert said(int4, wish) == [expected]
+    assert not int4.residency.kv_pages.sequences and said(int4, wish) == [expected]
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 4, 15])
 def test_what_ends_an_answer_ends_it_inside_a_draft(int4: Engine, draft_tokens: int) -> None:
     """The oracle is always right: a stop string, the limit, the end of text and the context all come inside drafts."""
-    (long,) = plainly(int4, request(int4, temperature=0, max_tokens=60))
-    prompt = tuple(int4.encode(TALE))
-    stream = {prompt: (*prompt, *long.token_ids)}
+    whole = request(int4, temperature=0, max_tokens=60)
+    (long,) = plainly(int4, whole)
     middle = int4.tokenizer.decode(long.token_ids[17:20])
     wishes = [
         request(int4, temperature=0, max_tokens=60, stop=(middle,)),
@@ -266,20 +269,18 @@ def test_what_ends_an_answer_ends_it_inside_a_draft(int4: Engine, draft_tokens: 
     ]
     expected = [said(int4, wish)[0] for wish in wishes]
     assert [text.finish_reason for text in expected] == ["stop", *["length"] * 4]
-    oracle = Oracle(stream, 1.0, int4.config.vocab_size)
-    int4.speculation = Speculation(int4.residency, oracle, (), draft_tokens, adapts=False)
+    guess_by_oracle(int4, whole, long, 1.0, draft_tokens)
     assert [said(int4, wish)[0] for wish in wishes] == expected
     eos = long.token_ids[13]
     int4.eos_ids, before = frozenset({eos}), int4.eos_ids
-    ended = Request(prompt, request(int4, temperature=0, max_tokens=60, ignore_eos=False).sampling)
+    ended = request(int4, temperature=0, max_tokens=60, ignore_eos=False)
     (events,) = answers(int4, [ended])
     by_draft, finished = Said.of(events), events[-1]
     assert isinstance(finished, FinishedEvent) and finished.speculation is not None
     drawn = finished.usage.completion_tokens  # behind the prompt's own: the token that ended it is one of them
     assert finished.speculation.tokens_per_pass == drawn / math.ceil(drawn / (1 + draft_tokens))
     guess_with(int4, "", 0)
-    assert said(int4, ended) == [by_draft]
-    assert by_draft.finish_reason == "stop"
+    assert said(int4, ended) == [by_draft] and by_draft.finish_reason == "stop"
     int4.eos_ids = before
 
 
@@ -313,22 +314,21 @@ def test_no_guesses_at_all(int4: Engine) -> None:
     wish = request(int4, temperature=0)
     (expected,) = plainly(int4, wish)
     int4.speculation = speculation(Speculate("auto", 0), int4.residency, int4.plan)
-    assert said(int4, wish) == [expected]
-    assert not int4.speculation.is_on
+    assert said(int4, wish) == [expected] and not int4.speculation.is_on
 
 
 def test_a_model_that_is_moved_meanwhile(int4: Engine) -> None:
     wish = request(int4, temperature=0, max_tokens=40)
     (expected,) = plainly(int4, wish)
     int4.speculation = speculation(Speculate("auto", 5, adapts=False), int4.residency, int4.plan)
-    request_id, found = int4.submit(wish), []
-    for step in itertools.count():
-        if not int4.has_work:
-            break
+    int4.submit(wish)
+    step, found = 0, []
+    while int4.has_work:
         if step % 5 == 4:
             place(int4, ("some", "whole", "mlps", "all")[step // 5 % 4])
         found += [event.token_id for event in int4.step() if isinstance(event, TokenEvent)]
-    assert request_id >= 0 and tuple(found) == expected.token_ids
+        step += 1
+    assert tuple(found) == expected.token_ids
 
 
 @pytest.mark.parametrize("drafter", ["skip", "model"])
@@ -346,8 +346,7 @@ def test_a_drafter_without_memory_is_let_go_of(int4: Engine, drafter: str, monke
         return forward(runner, *arguments, **options)
 
     monkeypatch.setattr(ModelRunner, "forward", without_memory)
-    assert said(int4, wish) == [expected]
-    assert len(calls) == 7 and not int4.speculation.is_on
+    assert said(int4, wish) == [expected] and len(calls) == 7 and not int4.speculation.is_on
     assert not int4.residency.kv_pages.sequences
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,12 +27,12 @@ from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import gain, skipped, skipping, slow, staging_s, usual_harm
 from localllm.quant.recipe import RECIPES
 from tests.cli_support import run_cli
+from tests.speculative.support import swap_two_words
 
 RATES = Rates(matrix_gbs=40.0, compute_gops=1200.0, disk_gbs=1.5)
 CARD = CardRates(matrix_gbs=400.0, compute_gops=40_000.0, link_gbs=24.0, launch_s=5e-6, hop_s=60e-6)
-MISTRAL = model_shape(
-    parse_config(shipped_shapes()["mistral-7b"], "mistral-7b"), RECIPES["int4-g64"], "bf16", "mistral-7b"
-)
+CONFIG = parse_config(shipped_shapes()["mistral-7b"], "mistral-7b")
+MISTRAL = model_shape(CONFIG, RECIPES["int4-g64"], "bf16", "mistral-7b")
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ def on_a_card(vram: float) -> Plan:
 def test_what_is_slow_is_left_out_while_drafting(planned: Any, room: float) -> None:
     plan = planned(room)
     left_out, harm = skipped(plan), usual_harm([block.name for block in MISTRAL.blocks])
-    assert left_out == slow(plan) and left_out < harm.keys()
-    assert staging_s(plan) > 0
+    assert left_out == slow(plan) and left_out < harm.keys() and staging_s(plan) > 0
     assert skipping(plan, dict.fromkeys(harm, 0.0), 8)[0] == 1.0 > skipping(plan, harm, 8)[0] > 0
     gains = [skipping(plan, dict.fromkeys(harm, 0.0), most)[1].tok_s for most in (1, 8, 15)]
     assert gains == sorted(gains) and gains[0] > plan.decode_tok_s
@@ -120,13 +118,8 @@ def test_a_plan_leaves_out_a_second_model_as_a_run_would(tmp_path: Path, own_fol
     """One that would cost more than it gives; with another tokenizer; and one whose tokenizer nobody can read yet."""
     (row,) = run_cli("plan", "tiny", "--speculate", "model:tiny", "--json").json["speculation"]
     assert row["why_not"].startswith("left out, as it takes") and row["tok_s"] is row["alpha"] is None
-    other = tmp_path / "other"
-    shutil.copytree(hub.locate("tiny").directory, other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    first, second = [word for word, index in words.items() if index in (600, 601)]
-    words[first], words[second] = words[second], words[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    other = Path(shutil.copytree(hub.locate("tiny").directory, tmp_path / "other"))
+    swap_two_words(other)
     for command in (("plan", "tiny"), ("run", "tiny", "-p", "x")):
         refused = run_cli(*command, "--speculate", f"model:{other}")
         assert refused.code == 2 and "it cannot draft for tiny" in refused.err

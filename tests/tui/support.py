@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from textual.app import App
 from textual.pilot import Pilot
+from textual.screen import Screen
 
 from localllm.chat.recorder import Resumed
 from localllm.config import load_settings
@@ -19,11 +21,13 @@ from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import FinishedEvent, PrefillEvent, Timings, TokenEvent, Usage
 from localllm.engine.request import Request
 from localllm.errors import Fix
+from localllm.history import History, history_file
 from localllm.runtime.engine_handle import RequestStream
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp, Start
 from localllm.tui.messages import Post
+from tests.history_support import said, titles
 from tests.patience import PATIENCE_S
 
 TEMPLATE = (
@@ -205,28 +209,60 @@ async def running(app: ChatApp, size: tuple[int, int] = (100, 30)) -> AsyncItera
 
 @asynccontextmanager
 async def chatting(
-    service: Any = None, resumed: Resumed | None = None, *, size: tuple[int, int] = (100, 30), **settings: Any
+    service: Any = None,
+    resumed: Resumed | None = None,
+    *,
+    size: tuple[int, int] = (100, 30),
+    asked: str | Sequence[str] = (),
+    **settings: Any,
 ) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
-    """`chat_app`, `running`."""
+    """`chat_app`, `running`. asked: the first messages, each of which is answered."""
     app = chat_app(service, resumed, **settings)
     async with running(app, size) as pilot:
+        await say(pilot, *([asked] if isinstance(asked, str) else asked))
         yield app, pilot
 
 
-async def until(pilot: Pilot[Any], condition: Callable[[], object]) -> None:
-    """Waits for what the screen is to show."""
+Wanted = str | type[Screen[Any]] | Callable[[], object]
+
+
+async def until(pilot: Pilot[Any], wanted: Wanted) -> None:
+    """Waits for a text on the screen, for a screen, or for what a function asks for."""
+
+    def is_there() -> object:
+        if isinstance(wanted, str):
+            return wanted in shown(pilot.app)
+        return isinstance(pilot.app.screen, wanted) if isinstance(wanted, type) else wanted()
+
     end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
+    while not is_there():
+        assert time.monotonic() < end, f"it did not come: {wanted}"
         await pilot.pause(0.01)
     await pilot.pause()
 
 
-async def send(pilot: Pilot[Any], text: str) -> None:
+_wait = until
+
+
+async def press(pilot: Pilot[Any], *keys: str, until: Wanted) -> None:
+    await pilot.press(*keys)
+    await _wait(pilot, until)
+
+
+async def command(pilot: Pilot[Any], line: str, until: Wanted) -> None:
+    """What a line that begins with a slash does."""
+    assert isinstance(pilot.app, ChatApp)
+    pilot.app.chat.take_command(line)
+    await _wait(pilot, until)
+
+
+async def send(pilot: Pilot[Any], text: str, until: Wanted | None = None) -> None:
     """Writes a message and sends it."""
     assert isinstance(pilot.app, ChatApp)
     pilot.app.chat.composer.write(text)
     await pilot.press("enter")
+    if until is not None:
+        await _wait(pilot, until)
 
 
 async def begin(pilot: Pilot[Any], text: str, length: int = 50) -> None:
@@ -237,19 +273,38 @@ async def begin(pilot: Pilot[Any], text: str, length: int = 50) -> None:
     await until(pilot, lambda: app.chat.transcript.live is not None and len(app.chat.transcript.live.text) > length)
 
 
-async def say(pilot: Pilot[Any], text: str) -> None:
-    """Writes a message and waits for the whole answer."""
+async def say(pilot: Pilot[Any], *texts: str) -> None:
+    """Writes a message and waits for the whole answer, one after another."""
     app = pilot.app
     assert isinstance(app, ChatApp)
-    before = app.chat.num_turns
-    await send(pilot, text)
-    await until(pilot, lambda: app.chat.num_turns >= before + 2 and not app.chat.is_answering)
+    for text in texts:
+        await send(pilot, text, until=has_answered(app, app.chat.num_turns + 2))
 
 
-def shown(app: ChatApp) -> str:
+def has_answered(app: ChatApp, num_turns: int) -> Callable[[], bool]:
+    return lambda: app.chat.num_turns >= num_turns and not app.chat.is_answering
+
+
+def kept() -> list[list[tuple[str, str, str]]]:
+    """(role, content, state) of what each chat shows in the history, the latest chat first."""
+    with History.peek(history_file()) as history:
+        return [said(history, session) for session, _ in history.sessions()]
+
+
+def kept_titles() -> list[str]:
+    with History.peek(history_file()) as history:
+        return titles(history)
+
+
+def shown(app: App[Any]) -> str:
     """What is on the screen, as text."""
     lines = app.screen._compositor.render_strips(app.size)
     return "\n".join("".join(segment.text for segment in line) for line in lines)
+
+
+def assert_shown(app: ChatApp, *texts: str) -> None:
+    screen = shown(app)
+    assert not [text for text in texts if text not in screen], screen
 
 
 def texts(app: ChatApp) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from tests.cli_support import run_cli, start_cli
 from tests.patience import PATIENCE_S
 from tests.server.support import wait_for
 from tests.server.test_cli_serve import Served
-from tests.tui.support import chatting, say, send, shown, until
+from tests.tui.support import chatting, say, send, until
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
 def test_the_servers_engine_answers_and_the_chat_outlives_first_that_and_then_the_server(server: Beside) -> None:
     async def chat() -> None:
         async with chatting(serve_attached, max_tokens=6) as (app, pilot):
-            await until(pilot, lambda: "the running server answers" in shown(app))
+            await until(pilot, "the running server answers")
             await say(pilot, "A tale about a fox, please.")
             os.kill(server.engine_pid, signal.SIGKILL)
             wait_for(lambda: not psutil.pid_exists(server.engine_pid))
@@ -57,8 +57,7 @@ def test_the_servers_engine_answers_and_the_chat_outlives_first_that_and_then_th
             assert app.worker.plan is None and app.worker.host_bytes == 0
             server.process.send_signal(signal.SIGINT)
             server.process.wait(PATIENCE_S)
-            await send(pilot, "And then?")
-            await until(pilot, lambda: "no server answers any more" in shown(app))
+            await send(pilot, "And then?", until="no server answers any more")
             await until(pilot, lambda: app.chat.num_turns == 6 and not app.chat.is_answering)
 
     asyncio.run(chat())

@@ -18,39 +18,49 @@ from localllm.tui.key_scopes import key_scopes
 from localllm.tui.keys import DEFAULTS
 from localllm.tui.screens.dialogs import CodeDialog, HelpScreen
 from localllm.tui.widgets.message_view import Thought
-from tests.history_support import said
-from tests.tui.support import FakeService, begin, chatting, say, send, shown, texts, until
+from tests.tui.support import (
+    FakeService,
+    assert_shown,
+    begin,
+    chatting,
+    command,
+    kept,
+    kept_titles,
+    press,
+    say,
+    send,
+    shown,
+    texts,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("home")
 
 CODE = "Look:\n\n```python\nprint('fox')\n```\n\nand\n\n```sh\nls -l\n```\n"
 
 
-def kept() -> list[tuple[str, str, str]]:
-    """What the chat that was gone on with last shows, in the history."""
+def tree() -> list[str]:
+    """All that was said in the latest chat, as the history has it."""
     with History.peek(history_file()) as history:
-        session, _ = history.sessions()[0]
-        return said(history, session)
+        return [message.content for message in history.tree(history.find("last"))]
 
 
 # Answers
 
 
 async def test_a_question_is_answered_and_kept() -> None:
-    async with chatting(FakeService(["It went **home**."])) as (app, pilot):
-        await say(pilot, "Where did the fox go?")
+    async with chatting(FakeService(["It went **home**."]), asked="Where did the fox go?") as (app, _):
         assert texts(app) == [("user", "Where did the fox go?"), ("assistant", "It went **home**.")]
         assert "It went home." in shown(app)
-    assert [text for _, text, _ in kept()] == ["Where did the fox go?", "It went **home**."]
+    assert [text for _, text, _ in kept()[0]] == ["Where did the fox go?", "It went **home**."]
 
 
 async def test_a_question_that_comes_before_the_model_is_kept_and_answered_when_it_is_there() -> None:
     service = FakeService(["At last."])
     service.gate.clear()
     async with chatting(service) as (app, pilot):
-        await send(pilot, "Hello?")
-        await until(pilot, lambda: app.chat.num_turns == 1)
-        assert "loading" in shown(app) and kept() == [("user", "Hello?", "complete")]
+        await send(pilot, "Hello?", until=lambda: app.chat.num_turns == 1)
+        assert "loading" in shown(app) and kept() == [[("user", "Hello?", "complete")]]
         service.gate.set()
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert texts(app)[-1] == ("assistant", "At last.")
@@ -60,12 +70,10 @@ async def test_a_question_that_comes_before_the_model_is_kept_and_answered_when_
 async def test_a_key_stops_an_answer_and_keeps_what_was_said(key: str) -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
         await begin(pilot, "Go on")
-        await pilot.press(key)
-        await until(pilot, lambda: not app.chat.is_answering and app.chat.num_turns == 2)
+        await press(pilot, key, until=lambda: not app.chat.is_answering and app.chat.num_turns == 2)
         text = texts(app)[-1][1]
-        assert 50 < len(text) < 10000
-        assert "stopped: F6 goes on" in shown(app)
-    assert kept()[-1] == ("assistant", text, "interrupted")
+        assert 50 < len(text) < 10000 and "stopped: F6 goes on" in shown(app)
+    assert kept()[0][-1] == ("assistant", text, "interrupted")
 
 
 async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() -> None:
@@ -75,8 +83,7 @@ async def test_what_is_typed_while_an_answer_is_written_waits_in_the_composer() 
         assert app.chat.composer.text == "next" and "esc stops it" in shown(app)
         await pilot.press("escape")
         await until(pilot, lambda: not app.chat.is_answering and "an answer is being written" not in shown(app))
-        await pilot.press("enter")
-        await until(pilot, lambda: app.chat.num_turns == 3)
+        await press(pilot, "enter", until=lambda: app.chat.num_turns == 3)
         assert texts(app)[2] == ("user", "next")
 
 
@@ -91,8 +98,7 @@ async def test_how_far_the_prompt_was_read_is_shown() -> None:
     service = FakeService(["Done."], prefill=4096)
     service.reads_on.clear()
     async with chatting(service) as (app, pilot):
-        await send(pilot, "a long text")
-        await until(pilot, lambda: "of 4,096 tokens" in shown(app))
+        await send(pilot, "a long text", until="of 4,096 tokens")
         service.reads_on.set()
         await until(pilot, lambda: app.chat.num_turns == 2)
         assert "of 4,096 tokens" not in shown(app)
@@ -101,18 +107,11 @@ async def test_how_far_the_prompt_was_read_is_shown() -> None:
 async def test_an_error_is_a_notice_with_four_lines_and_the_question_is_in_the_composer_again() -> None:
     error = DoesNotFitError("the model [b +] does not fit", why="it needs 9 GiB", fix="localllm plan tiny")
     async with chatting(FakeService([error, "Now."])) as (app, pilot):
-        await send(pilot, "Hello")
-        await until(pilot, lambda: app.chat.notice.error is not None)
-        for line in (
-            "error: the model [b +] does not fit",
-            "why:   it needs 9 GiB",
-            "fix:   localllm plan tiny",
-            "more:  localllm help does-not-fit",
-        ):
-            assert line in shown(app)
+        await send(pilot, "Hello", until=lambda: app.chat.notice.error is not None)
+        assert_shown(app, "error: the model [b +] does not fit", "why:   it needs 9 GiB")
+        assert_shown(app, "fix:   localllm plan tiny", "more:  localllm help does-not-fit")
         await until(pilot, lambda: app.chat.composer.text == "Hello")
-        await pilot.press("enter")
-        await until(pilot, lambda: app.chat.num_turns == 2)
+        await press(pilot, "enter", until=lambda: app.chat.num_turns == 2)
         assert app.chat.notice.error is None and texts(app)[-1][1] == "Now."
 
 
@@ -130,8 +129,7 @@ async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost(tm
         assert "the prompt has 9 tokens" in shown(app) and "/detach" not in shown(app)
         (tmp_path / "a.txt").write_text("NOTE", encoding="utf-8")
         app.chat.take_command(f"/file {tmp_path / 'a.txt'}")
-        await pilot.press("enter")
-        await until(pilot, lambda: "/detach, /undo, /clear, or shorten the prompt" in shown(app))
+        await press(pilot, "enter", until="/detach, /undo, /clear, or shorten the prompt")
 
 
 async def test_a_model_that_cannot_be_loaded_is_told_of_and_the_question_waits_for_another() -> None:
@@ -140,12 +138,10 @@ async def test_a_model_that_cannot_be_loaded_is_told_of_and_the_question_waits_f
     async with chatting(service) as (app, pilot):
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert "no model" in shown(app) and "tiny does not fit" in shown(app)
-        await send(pilot, "Anyone?")
-        await until(pilot, lambda: "there is no model: the question waits" in shown(app))
+        await send(pilot, "Anyone?", until="there is no model: the question waits")
         assert app.chat.num_turns == 1
         service.failure = None
-        await send(pilot, "/model tiny")
-        await until(pilot, lambda: app.chat.num_turns == 2)
+        await send(pilot, "/model tiny", until=lambda: app.chat.num_turns == 2)
         assert texts(app)[-1][1] == "By the other."
 
 
@@ -153,40 +149,29 @@ async def test_a_model_that_cannot_be_loaded_is_told_of_and_the_question_waits_f
 
 
 async def test_an_answer_is_had_again_and_the_first_stays_in_the_history() -> None:
-    async with chatting(FakeService(["One.", "Two."])) as (app, pilot):
-        await say(pilot, "Count")
-        await pilot.press("f5")
-        await until(pilot, lambda: texts(app)[-1][1] == "Two." and not app.chat.is_answering)
+    async with chatting(FakeService(["One.", "Two."]), asked="Count") as (app, pilot):
+        await press(pilot, "f5", until=lambda: texts(app)[-1][1] == "Two." and not app.chat.is_answering)
         assert len(texts(app)) == 2
-    with History.peek(history_file()) as history:
-        session, _ = history.sessions()[0]
-        assert [message.content for message in history.tree(session)] == ["Count", "One.", "Two."]
+    assert tree() == ["Count", "One.", "Two."]
 
 
 async def test_an_answer_that_cannot_be_had_again_stays() -> None:
     async with chatting(FakeService(["One.", DoesNotFitError("no", why="no", fix="no")])) as (app, pilot):
         await say(pilot, "Count")
-        await pilot.press("f5")
-        await until(pilot, lambda: app.chat.notice.error is not None and app.chat.num_turns == 2)
+        await press(pilot, "f5", until=lambda: app.chat.notice.error is not None and app.chat.num_turns == 2)
         assert texts(app)[-1][1] == "One."
 
 
 async def test_an_earlier_question_is_edited_and_what_followed_it_leaves_the_screen() -> None:
-    async with chatting(FakeService(["A.", "B.", "C."])) as (app, pilot):
-        await say(pilot, "first")
-        await say(pilot, "second")
+    async with chatting(FakeService(["A.", "B.", "C."]), asked=("first", "second")) as (app, pilot):
         await pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up", "e")
         assert app.chat.composer.text == "first" and "written anew" in shown(app)
-        await send(pilot, "other")
-        await until(pilot, lambda: texts(app) == [("user", "other"), ("assistant", "C.")])
-    with History.peek(history_file()) as history:
-        session, _ = history.sessions()[0]
-        assert len(history.tree(session)) == 6
+        await send(pilot, "other", until=lambda: texts(app) == [("user", "other"), ("assistant", "C.")])
+    assert len(tree()) == 6
 
 
 async def test_an_edit_is_given_up_with_escape() -> None:
-    async with chatting() as (app, pilot):
-        await say(pilot, "first")
+    async with chatting(asked="first") as (app, pilot):
         app.chat.composer.write("half a sentence")
         await pilot.press("ctrl+up", "ctrl+up", "e", "escape")
         assert app.chat.composer.text == "" and len(texts(app)) == 2
@@ -197,50 +182,37 @@ async def test_an_edit_is_given_up_with_escape() -> None:
 
 
 async def test_a_fork_goes_on_from_a_message_in_a_copy() -> None:
-    async with chatting(FakeService(["A.", "B.", "C."])) as (app, pilot):
-        await say(pilot, "first")
-        await say(pilot, "second")
+    async with chatting(FakeService(["A.", "B.", "C."]), asked=("first", "second")) as (app, pilot):
         original = app.chat.session_id
-        await pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "f")
-        await until(pilot, lambda: app.chat.session_id != original)
+        await press(pilot, "ctrl+up", "ctrl+up", "ctrl+up", "f", until=lambda: app.chat.session_id != original)
         assert [text for _, text in texts(app)] == ["first", "A."]
         await say(pilot, "third")
-    with History.peek(history_file()) as history:
-        assert [len(said(history, session)) for session, _ in history.sessions()] == [4, 4]
-        assert [session.title for session, _ in history.sessions()] == ["first (copy)", "first"]
+    assert list(map(len, kept())) == [4, 4] and kept_titles() == ["first (copy)", "first"]
 
 
 async def test_an_answer_is_continued_where_it_ends() -> None:
     service = FakeService(["It was a", " fox."])
-    async with chatting(service) as (app, pilot):
-        await say(pilot, "Who?")
-        await pilot.press("f6")
-        await until(pilot, lambda: texts(app)[-1][1] == "It was a fox." and not app.chat.is_answering)
+    async with chatting(service, asked="Who?") as (app, pilot):
+        await press(pilot, "f6", until=lambda: texts(app)[-1][1] == "It was a fox." and not app.chat.is_answering)
         assert len(texts(app)) == 2
         assert "".join(map(chr, service.requests[-1].prompt_ids)).endswith("<assistant>It was a")
         assert [request.opens_turn for request in service.requests] == [True, False]
         service.answers.append("")
-        await pilot.press("f6")
-        await until(pilot, lambda: "nothing was added" in shown(app))
+        await press(pilot, "f6", until="nothing was added")
 
 
 async def test_the_last_question_is_taken_back() -> None:
-    async with chatting() as (app, pilot):
-        await say(pilot, "first")
-        app.chat.take_command("/undo")
-        await until(pilot, lambda: app.chat.num_turns == 0)
+    async with chatting(asked="first") as (app, pilot):
+        await command(pilot, "/undo", until=lambda: app.chat.num_turns == 0)
         assert "localllm" in shown(app) and texts(app) == []
 
 
 @pytest.mark.parametrize("keys", [("ctrl+n",), ("f4", "n")])
 async def test_a_new_conversation_leaves_the_old_one_in_the_history(keys: tuple[str, ...]) -> None:
-    async with chatting() as (app, pilot):
-        await say(pilot, "first")
-        await pilot.press(*keys)
-        await until(pilot, lambda: app.screen is app.chat and app.chat.num_turns == 0)
+    async with chatting(asked="first") as (app, pilot):
+        await press(pilot, *keys, until=lambda: app.screen is app.chat and app.chat.num_turns == 0)
         await say(pilot, "second")
-    with History.peek(history_file()) as history:
-        assert [session.title for session, _ in history.sessions()] == ["second", "first"]
+    assert kept_titles() == ["second", "first"]
 
 
 # Copying and saving
@@ -255,8 +227,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def test_the_last_answer_a_code_block_and_the_selection_are_copied(copied: list[str]) -> None:
-    async with chatting(FakeService([CODE])) as (app, pilot):
-        await say(pilot, "Code")
+    async with chatting(FakeService([CODE]), asked="Code") as (app, pilot):
         app.chat.take_command("/copy")
         app.chat.take_command("/copy 2")
         app.chat.take_command("/copy 3")
@@ -272,52 +243,41 @@ async def test_the_last_answer_a_code_block_and_the_selection_are_copied(copied:
 async def test_the_answer_alone_is_copied_without_what_was_thought(tmp_path: Path, copied: list[str]) -> None:
     service = FakeService([f"```\nhm\n```\n</think>\n\n{CODE}"])
     service.opens_thought()
-    async with chatting(service) as (app, pilot):
-        await say(pilot, "Code")
+    async with chatting(service, asked="Code") as (app, pilot):
         for line in ("/copy", "/copy 1", f"/save {tmp_path / 'a.json'}"):
             app.chat.take_command(line)
         await until(pilot, lambda: (tmp_path / "a.json").exists())
         assert copied[0] == CODE and "print('fox')" in copied[1]
         before = app.chat.session_id
-        app.chat.take_command(f"/load {tmp_path / 'a.json'}")
-        await until(pilot, lambda: app.chat.session_id not in (before, None))
+        await command(pilot, f"/load {tmp_path / 'a.json'}", until=lambda: app.chat.session_id not in (before, None))
         assert "thought: 3 words" in shown(app) and "print('fox')" in shown(app)
-        await pilot.press("ctrl+up", "c", "y")
-        await until(pilot, lambda: isinstance(app.screen, CodeDialog))
+        await press(pilot, "ctrl+up", "c", "y", until=CodeDialog)
         assert copied[2:] == [CODE] and "1  python" in shown(app) and "hm" not in shown(app)
 
 
 async def test_an_answer_without_a_thought_is_copied_as_it_stands(copied: list[str]) -> None:
     plain = "\n\n The mark </think> ends a thought."
-    async with chatting(FakeService([plain])) as (app, pilot):
-        await say(pilot, "What ends it?")
+    async with chatting(FakeService([plain]), asked="What ends it?") as (app, pilot):
         app.chat.take_command("/copy")
-        await pilot.press("escape", "ctrl+up", "c")
-        await until(pilot, lambda: copied == [plain, plain])
+        await press(pilot, "escape", "ctrl+up", "c", until=lambda: copied == [plain, plain])
 
 
 async def test_the_picker_copies_or_saves_a_code_block(copied: list[str], tmp_path: Path) -> None:
-    async with chatting(FakeService([CODE])) as (app, pilot):
-        await say(pilot, "Code")
-        await pilot.press("f7")
-        await until(pilot, lambda: isinstance(app.screen, CodeDialog))
+    async with chatting(FakeService([CODE]), asked="Code") as (app, pilot):
+        await press(pilot, "f7", until=CodeDialog)
         assert "2  sh, 1 line: ls -l" in shown(app)
-        await pilot.press("down", "enter")
-        await until(pilot, lambda: copied == ["ls -l\n"])
+        await press(pilot, "down", "enter", until=lambda: copied == ["ls -l\n"])
         for is_new in (True, False):
-            await pilot.press("f7")
-            await until(pilot, lambda: isinstance(app.screen, CodeDialog))
+            await press(pilot, "f7", until=CodeDialog)
             await pilot.press("s")
             app.screen.query_one(Input).value = str(tmp_path / "a.py")
-            await pilot.press("enter")
-            await until(pilot, lambda: app.screen is app.chat and (tmp_path / "a.py").exists())
+            await press(pilot, "enter", until=lambda: app.screen is app.chat and (tmp_path / "a.py").exists())
             assert is_new == (app.chat.notice.error is None)
         assert (tmp_path / "a.py").read_text() == "print('fox')\n"
 
 
 async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
-    async with chatting() as (app, pilot):
-        await say(pilot, "Hello")
+    async with chatting(asked="Hello") as (app, pilot):
         for line in (f"/save {tmp_path / 'a.json'}", f"/export {tmp_path / 'a.md'}"):
             app.chat.take_command(line)
         await until(pilot, lambda: (tmp_path / "a.md").exists())
@@ -327,8 +287,7 @@ async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
             app.chat.take_command(f"/{'export' if name == 'a.md' else 'save'} {tmp_path / name}")
             await until(pilot, lambda: app.chat.notice.error is not None and "a-2." in app.chat.notice.error.fix)
             assert (tmp_path / name).read_bytes() == before
-        app.chat.take_command("/clear")
-        await until(pilot, lambda: "new conversation" in shown(app))
+        await command(pilot, "/clear", until="new conversation")
         app.chat.take_command(f"/load {tmp_path / 'a.json'}")
         await until(pilot, lambda: app.chat.num_turns == 2 and "localllm  Hello" in shown(app))
 
@@ -339,32 +298,28 @@ async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
 async def test_how_much_is_thought_is_changed_and_thoughts_stay_unfolded_where_they_are_to_be_shown() -> None:
     service = FakeService(["<think>Perhaps.</think>A fox.", ["<think>Perhaps", " not"]])
     service.engine.template = ChatTemplate("{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    async with chatting(service, show_thoughts=True) as (app, pilot):
-        await say(pilot, "Who is there?")
+    async with chatting(service, show_thoughts=True, asked="Who is there?") as (app, pilot):
         assert app.chat.query_one(Thought).is_open
-        app.chat.take_command("/think off")
-        await until(pilot, lambda: "thinking: off" in shown(app))
-        app.chat.take_command("/think low")
-        await until(pilot, lambda: "/think low cannot be had" in shown(app))
+        await command(pilot, "/think off", until="thinking: off")
+        await command(pilot, "/think low", until="/think low cannot be had")
         await say(pilot, "Who else?")
-        await until(pilot, lambda: "the answer is empty" in shown(app))
+        await until(pilot, "the answer is empty")
         service.engine.template = ChatTemplate("<think>{% for m in messages %}{{ m.content }}{% endfor %}")
         await say(pilot, "And there?")  # of a model that has no switch, as after another was chosen
-        await until(pilot, lambda: "think = off (/think) changes nothing" in shown(app))
+        await until(pilot, "think = off (/think) changes nothing")
         prompts = ["".join(map(chr, request.prompt_ids)) for request in service.requests]
         assert prompts[1].startswith("False") and "Perhaps" not in prompts[1] and "A fox." in prompts[1]
 
 
 async def test_thoughts_are_folded_when_the_answer_begins_and_unfold() -> None:
-    async with chatting(FakeService(["<think>\nIt may be a fox.\n</think>\n\nA fox."])) as (app, pilot):
-        await say(pilot, "Who?")
+    async with chatting(FakeService(["<think>\nIt may be a fox.\n</think>\n\nA fox."]), asked="Who?") as (app, pilot):
         assert "thought: 5 words" in shown(app) and "It may be" not in shown(app) and "A fox." in shown(app)
         await pilot.press("ctrl+t")
         assert "It may be a fox." in shown(app)
         await pilot.press("ctrl+t")
         await pilot.click(app.chat.query_one(Thought).query_one("_Fold"))
         assert "It may be a fox." in shown(app)
-    assert kept()[-1][1].startswith("<think>")
+    assert kept()[0][-1][1].startswith("<think>")
 
 
 async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() -> None:
@@ -373,30 +328,23 @@ async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() 
     async with chatting(FakeService(["Again."]), resumed=look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: len(texts(app)) == 2)
         assert texts(app)[0] == ("user", "Go on") and "interrupted: F6 goes on" in shown(app)
-        await pilot.press("f5")
-        await until(pilot, lambda: texts(app)[-1][1] == "Again.")
+        await press(pilot, "f5", until=lambda: texts(app)[-1][1] == "Again.")
 
 
 async def test_the_status_tells_of_model_context_and_speed() -> None:
-    async with chatting(FakeService(["A long answer about a fox."]), size=(120, 30)) as (app, pilot):
-        await say(pilot, "Who?")
-        screen = shown(app)
-        for part in ("tiny int4-g64", "/4,096", "tok/s", "first 0.01 s", "cached 0/"):
-            assert part in screen
+    async with chatting(FakeService(["A long answer about a fox."]), size=(120, 30), asked="Who?") as (app, _):
+        assert_shown(app, "tiny int4-g64", "/4,096", "tok/s", "first 0.01 s", "cached 0/")
 
 
 async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> None:
     async with chatting(keys={"chat.regenerate": "ctrl+y"}, size=(100, 160)) as (app, pilot):
-        await pilot.press("f1")
-        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
-        screen = shown(app)
-        assert "^y                        answer again" in screen
-        assert "search what was asked" in screen and "/export PATH" in screen
-        assert "Models (F3)" in screen
+        await press(pilot, "f1", until=HelpScreen)
+        assert_shown(
+            app, "^y                        answer again", "search what was asked", "/export PATH", "Models (F3)"
+        )
         await pilot.press("escape")
         await say(pilot, "one")
-        await pilot.press("ctrl+y")
-        await until(pilot, lambda: app.chat.is_answering or len(app.worker.session.dialogue.turns) == 2)
+        await press(pilot, "ctrl+y", until=lambda: app.chat.is_answering or len(app.worker.session.dialogue.turns) == 2)
 
 
 async def test_hints_name_the_users_own_keys() -> None:
@@ -410,27 +358,18 @@ async def test_hints_name_the_users_own_keys() -> None:
         "plan.reset": "x",
     }
     async with chatting(FakeService(["word " * 400], pause_s=0.02), keys=keys, size=(100, 160)) as (app, pilot):
-        await until(pilot, lambda: "F9 shows the models" in shown(app))
+        await until(pilot, "F9 shows the models")
         assert "/ for commands, ctrl+o for help" in shown(app)
         await begin(pilot, "one")
-        await send(pilot, "two")
-        await until(pilot, lambda: "an answer is being written: F12 stops it" in shown(app))
-        await pilot.press("f4", "n")
-        await until(pilot, lambda: "an answer is being written: F12 in the chat stops it" in shown(app))
-        await pilot.press("escape", "escape")
-        await until(pilot, lambda: app.screen is app.chat)
-        await pilot.press("f12")
-        await until(pilot, lambda: "stopped: ctrl+y goes on, alt+r answers anew" in shown(app))
-        await pilot.press("ctrl+f")
-        await until(pilot, lambda: "type; ctrl+f the next, enter takes it, esc closes" in shown(app))
-        await pilot.press("escape", "f2")
-        await until(pilot, lambda: "↑↓ choose  ←→ change  ⏎ apply  x reset  esc leave" in shown(app))
-        await pilot.press("escape")
-        await until(pilot, lambda: app.screen is app.chat)
-        await pilot.press("ctrl+o")
-        await until(pilot, lambda: "Models (F9)" in shown(app))
-        await pilot.press("ctrl+o")
-        await until(pilot, lambda: app.screen is app.chat)
+        await send(pilot, "two", until="an answer is being written: F12 stops it")
+        await press(pilot, "f4", "n", until="an answer is being written: F12 in the chat stops it")
+        await press(pilot, "escape", "escape", until=lambda: app.screen is app.chat)
+        await press(pilot, "f12", until="stopped: ctrl+y goes on, alt+r answers anew")
+        await press(pilot, "ctrl+f", until="type; ctrl+f the next, enter takes it, esc closes")
+        await press(pilot, "escape", "f2", until="↑↓ choose  ←→ change  ⏎ apply  x reset  esc leave")
+        await press(pilot, "escape", until=lambda: app.screen is app.chat)
+        await press(pilot, "ctrl+o", until="Models (F9)")
+        await press(pilot, "ctrl+o", until=lambda: app.screen is app.chat)
 
 
 def test_the_keys_that_hints_name_are_those_of_their_bindings() -> None:
@@ -440,13 +379,11 @@ def test_the_keys_that_hints_name_are_those_of_their_bindings() -> None:
 
 
 async def test_the_palette_does_what_a_command_does() -> None:
-    async with chatting() as (app, pilot):
-        await say(pilot, "one")
+    async with chatting(asked="one") as (app, pilot):
         await pilot.press("ctrl+p", *"/clear")
         found = partial(app.screen.query_one, CommandList)
         await until(pilot, lambda: found().highlighted == 0 and "/clear" in str(found().get_option_at_index(0).prompt))
-        await pilot.press("enter")
-        await until(pilot, lambda: app.chat.num_turns == 0)
+        await press(pilot, "enter", until=lambda: app.chat.num_turns == 0)
 
 
 async def test_ctrl_c_leaves_at_the_second_time_and_ctrl_d_at_once() -> None:
@@ -471,24 +408,19 @@ async def test_settings_and_the_system_message_are_changed() -> None:
         request = service.requests[-1]
         assert request.sampling.temperature == 0.25
         assert "".join(map(chr, request.prompt_ids)).startswith("<system>Be brief.")
-        app.chat.take_command("/set top_k=7")
-        await until(pilot, lambda: "top_k = 7" in shown(app))
-        app.chat.take_command("/set stop ==")
-        await until(pilot, lambda: "stop = '=='" in shown(app))
+        await command(pilot, "/set top_k=7", until="top_k = 7")
+        await command(pilot, "/set stop ==", until="stop = '=='")
         for unknown in ("/set temprature", "/set nothing=1"):
-            app.chat.take_command(unknown)
-            await until(pilot, lambda: "unknown key" in shown(app))
-        app.chat.take_command("/set temperature hot")
-        await until(pilot, lambda: app.chat.notice.error is not None)
+            await command(pilot, unknown, until="unknown key")
+        await command(pilot, "/set temperature hot", until=lambda: app.chat.notice.error is not None)
         for line in ("/set temperature -", "/set max_tokens 5", "/set max_tokens -"):
             app.chat.take_command(line)
-        await until(pilot, lambda: "max_tokens = -" in shown(app))
+        await until(pilot, "max_tokens = -")
         settings = app.worker.session.dialogue.resolved.settings
         assert (settings.temperature, settings.max_tokens) == (0.5, None)
 
 
 async def test_a_private_chat_is_not_kept_and_says_so() -> None:
-    async with chatting(private=True) as (app, pilot):
-        await say(pilot, "one")
+    async with chatting(private=True, asked="one") as (app, _):
         assert "private: nothing is kept" in shown(app)
     assert not history_file().exists()

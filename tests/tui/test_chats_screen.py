@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,21 @@ from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.bars import KeyBar
 from localllm.tui.widgets.message_view import MessageView
-from tests.history_support import said
+from tests.history_support import said, tables
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chat_app, chatting, running, say, send, shown, texts, until
+from tests.tui.support import (
+    FakeService,
+    chat_app,
+    chatting,
+    kept_titles,
+    press,
+    running,
+    say,
+    send,
+    shown,
+    texts,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -47,19 +58,6 @@ def keep(title: str, *messages: str, model: str = "tiny") -> Session:
         return history.refresh(session)
 
 
-def kept_titles() -> list[str]:
-    with opened() as history:
-        return [session.title for session, _ in history.sessions()]
-
-
-def tables() -> dict[str, list[Any]]:
-    with closing(sqlite3.connect(history_file())) as connection:
-        return {
-            name: connection.execute(f"SELECT * FROM {name} ORDER BY number").fetchall()
-            for name in ("sessions", "messages")
-        }
-
-
 def screen_of(app: ChatApp) -> ChatsScreen:
     assert isinstance(app.screen, ChatsScreen)
     return app.screen
@@ -76,8 +74,7 @@ def on_chat(app: ChatApp) -> Callable[[], bool]:
 
 async def enter(pilot: Pilot[None], app: ChatApp) -> ChatsScreen:
     """Opens the screen and waits for the list."""
-    await pilot.press("f4")
-    await until(pilot, lambda: isinstance(app.screen, ChatsScreen) and "reading" not in head(app))
+    await press(pilot, "f4", until=lambda: isinstance(app.screen, ChatsScreen) and "reading" not in head(app))
     return screen_of(app)
 
 
@@ -95,8 +92,7 @@ def head(app: ChatApp) -> str:
 
 async def line(pilot: Pilot[None], app: ChatApp, key: str, value: str | None = None) -> Input:
     """The field of the dialog that a key opens; with a value, it is written there and accepted."""
-    await pilot.press(key)
-    await until(pilot, lambda: isinstance(app.screen, LineDialog))
+    await press(pilot, key, until=LineDialog)
     field = app.screen.query_one(Input)
     if value is not None:
         field.value = value
@@ -117,8 +113,7 @@ async def test_the_latest_chat_stands_first_and_pinned_ones_above_it() -> None:
     with opened() as history:
         history.pin(first, True)
     async with listing(size=(120, 30)) as (app, pilot, screen):
-        assert titles(app) == ["About foxes", "About cats", "About owls"]
-        assert "3 kept" in head(app)
+        assert titles(app) == ["About foxes", "About cats", "About owls"] and "3 kept" in head(app)
         screen.add_class("-turned")  # the list alone
         await pilot.pause()
         line = next(line for line in shown(app).splitlines() if "owls" in line)
@@ -135,7 +130,7 @@ async def test_with_no_chat_kept_the_screen_says_so_and_no_key_ends_it() -> None
     async with listing() as (app, pilot, _):
         assert "no chat is kept yet" in shown(app)
         await pilot.press("enter", "r", "p", "d", "e", "down", "end", "space", "space", "u")
-        await until(pilot, lambda: "nothing was deleted" in shown(app))
+        await until(pilot, "nothing was deleted")
         assert not history_file().exists()
 
 
@@ -143,9 +138,8 @@ async def test_a_private_chat_lists_what_was_kept_and_says_how_to_go_on_with_ano
     keep("From before", "a", "b", model="big-one")
     async with listing(private=True) as (app, pilot, _):
         assert titles(app) == ["From before"]
-        await pilot.press("enter")
-        await until(pilot, lambda: app.chat.num_turns == 2)
-        await until(pilot, lambda: "/model big-one" in shown(app))
+        await press(pilot, "enter", until=lambda: app.chat.num_turns == 2)
+        await until(pilot, "/model big-one")
 
 
 async def test_what_strangers_wrote_is_shown_and_never_obeyed() -> None:
@@ -168,8 +162,7 @@ async def test_enter_goes_on_with_the_chosen_chat() -> None:
     keep("Owls", "Who?", "Me.")
     service = FakeService(["Still there."])
     async with listing(service) as (app, pilot, _):
-        await pilot.press("down", "enter")
-        await until(pilot, lambda: app.chat.num_turns == 2 and app.screen is app.chat)
+        await press(pilot, "down", "enter", until=lambda: app.chat.num_turns == 2 and app.screen is app.chat)
         await say(pilot, "And now?")
         assert [text for _, text in texts(app)] == ["Where?", "Home.", "And now?", "Still there."]
     assert kept_titles() == ["Foxes", "Owls"]
@@ -182,26 +175,22 @@ async def test_typing_finds_titles_and_messages_and_enter_opens_the_chat_at_the_
     keep("A lantern in a title", "a", "b")
     async with listing() as (app, pilot, screen):
         await search(pilot, app, "red LANTERN")
-        assert titles(app) == ["Long"]
-        assert "model: …before before" in shown(app)
+        assert titles(app) == ["Long"] and "model: …before before" in shown(app)
         assert "the red lantern hangs" in shown(app)
         await search(pilot, app, "lantern")
         await until(pilot, lambda: len(screen.chats.rows) == 2)
         assert [row.message is None for row in screen.chats.rows] == [True, False]
-        await pilot.press("down", "enter")
-        await until(pilot, lambda: app.screen is app.chat and app.chat.num_turns == 60)
+        await press(pilot, "down", "enter", until=lambda: app.screen is app.chat and app.chat.num_turns == 60)
         await until(pilot, lambda: [view.index for view in app.chat.query(".-found").results(MessageView)] == [7])
         assert app.chat.focused is app.chat.composer  # so that what is typed next is no key of the message
-        await until(pilot, lambda: "red lantern" in shown(app))
+        await until(pilot, "red lantern")
         await pilot.pause(0.2)
         assert "red lantern" in shown(app)
         await enter(pilot, app)
-        await pilot.press("home", "enter")
-        await until(pilot, lambda: app.screen is app.chat and app.chat.num_turns == 2)
+        await press(pilot, "home", "enter", until=lambda: app.screen is app.chat and app.chat.num_turns == 2)
         await enter(pilot, app)
-        await pilot.press("end", "enter")
-        await until(pilot, lambda: app.screen is app.chat and app.chat.num_turns == 60)
-        await until(pilot, lambda: "answer 59" in shown(app))
+        await press(pilot, "end", "enter", until=lambda: app.screen is app.chat and app.chat.num_turns == 60)
+        await until(pilot, "answer 59")
 
 
 async def test_what_is_found_in_a_branch_that_is_not_shown_is_shown_from_then_on() -> None:
@@ -211,7 +200,7 @@ async def test_what_is_found_in_a_branch_that_is_not_shown_is_shown_from_then_on
         history.append(session, session.head, "assistant", "The other one.")
     async with listing(size=(140, 30)) as (app, pilot, _):
         await search(pilot, app, "lantern")
-        await until(pilot, lambda: "does not show any more" in shown(app))
+        await until(pilot, "does not show any more")
         await pilot.press("enter")
         await until(pilot, lambda: app.screen is app.chat and texts(app)[-1:] == [("assistant", "The lantern one.")])
         await say(pilot, "Go on")
@@ -227,12 +216,10 @@ async def test_the_words_that_were_found_are_marked_and_escape_leaves_the_search
         assert titles(app) == ["Foxes"]
         lines = app.screen._compositor.render_strips(app.size)
         assert [s.text for line in lines for s in line if s.style and s.style.underline and s.style.bold] == ["Fox"]
-        await pilot.press("escape")
-        await until(pilot, lambda: len(titles(app)) == 2)
+        await press(pilot, "escape", until=lambda: len(titles(app)) == 2)
         row = screen_of(app).chats.row
         assert row is not None and row.session.title == "Foxes"
-        await pilot.press("escape")
-        await until(pilot, on_chat(app))
+        await press(pilot, "escape", until=on_chat(app))
 
 
 async def test_a_wide_screen_has_a_preview_beside_the_list_and_a_narrow_one_on_a_key() -> None:
@@ -241,17 +228,14 @@ async def test_a_wide_screen_has_a_preview_beside_the_list_and_a_narrow_one_on_a
         app = chat_app()
         async with running(app, size) as pilot:
             await enter(pilot, app)
-            await pilot.press(*keys)
-            await until(pilot, lambda app=app: "It went home." in shown(app))  # type: ignore[misc]
+            await press(pilot, *keys, until=lambda app=app: "It went home." in shown(app))  # type: ignore[misc]
             assert "hm" not in shown(app)
             if keys:
-                await pilot.press("escape")
-                await until(pilot, lambda app=app: screen_of(app).chats.has_focus)  # type: ignore[misc]
+                await press(pilot, "escape", until=lambda app=app: screen_of(app).chats.has_focus)  # type: ignore[misc]
 
 
 async def test_a_chat_is_renamed_from_its_old_title_and_keeps_the_new_one_when_it_goes_on() -> None:
-    async with chatting(FakeService(["One.", "Two."])) as (app, pilot):
-        await say(pilot, "Hello")
+    async with chatting(FakeService(["One.", "Two."]), asked="Hello") as (app, pilot):
         await enter(pilot, app)
         field = await line(pilot, app, "r")
         assert "▸ Hello" in shown(app) and field.value == "Hello"
@@ -268,10 +252,8 @@ async def test_a_pin_lifts_a_chat_and_the_same_key_takes_it_away() -> None:
     for title in ("Foxes", "Owls", "Cats"):
         keep(title, "a")
     async with listing() as (app, pilot, _):
-        await pilot.press("end", "p")
-        await until(pilot, lambda: titles(app) == ["Foxes", "Cats", "Owls"])
-        await pilot.press("p")
-        await until(pilot, lambda: titles(app) == ["Cats", "Owls", "Foxes"])
+        await press(pilot, "end", "p", until=lambda: titles(app) == ["Foxes", "Cats", "Owls"])
+        await press(pilot, "p", until=lambda: titles(app) == ["Cats", "Owls", "Foxes"])
 
 
 async def test_deleted_chats_come_back_in_turn_as_they_were_also_after_the_screen_was_left() -> None:
@@ -282,24 +264,18 @@ async def test_deleted_chats_come_back_in_turn_as_they_were_also_after_the_scree
             history.append(session, session.head, "assistant", "second")
     with opened() as history:
         history.pin(history.find("Owls"), True)
-    before = tables()
+    before = tables(history_file())
     async with listing() as (app, pilot, _):
-        await pilot.press("d", "d")
-        await until(pilot, lambda: kept_titles() == ["Foxes"])
+        await press(pilot, "d", "d", until=lambda: kept_titles() == ["Foxes"])
         assert titles(app) == ["Foxes"]
-        await pilot.press("delete")
-        await until(pilot, lambda: kept_titles() == [])
-        await until(pilot, lambda: "deleted: Foxes" in shown(app))
-        await pilot.press("u")
-        await until(pilot, lambda: titles(app) == ["Foxes"])
-        await pilot.press("escape")
-        await until(pilot, on_chat(app))
+        await press(pilot, "delete", until=lambda: kept_titles() == [])
+        await until(pilot, "deleted: Foxes")
+        await press(pilot, "u", until=lambda: titles(app) == ["Foxes"])
+        await press(pilot, "escape", until=on_chat(app))
         await enter(pilot, app)
-        await pilot.press("u", "u")
-        await until(pilot, lambda: titles(app) == ["Owls", "Cats", "Foxes"])
-        await pilot.press("u")
-        await until(pilot, lambda: "nothing was deleted" in shown(app))
-    assert tables() == before
+        await press(pilot, "u", "u", until=lambda: titles(app) == ["Owls", "Cats", "Foxes"])
+        await press(pilot, "u", until="nothing was deleted")
+    assert tables(history_file()) == before
 
 
 async def test_a_chat_that_is_deleted_in_the_last_moment_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,17 +300,14 @@ async def test_a_chat_that_is_deleted_in_the_last_moment_is_gone(monkeypatch: py
 
 
 async def test_the_open_chat_goes_on_unkept_when_it_is_deleted_and_is_kept_again_when_that_is_undone() -> None:
-    async with chatting(FakeService(["One.", "Two.", "Three."])) as (app, pilot):
-        await say(pilot, "First")
+    async with chatting(FakeService(["One.", "Two.", "Three."]), asked="First") as (app, pilot):
         await enter(pilot, app)
-        await pilot.press("d")
-        await until(pilot, lambda: app.chat.session_id is None)
+        await press(pilot, "d", until=lambda: app.chat.session_id is None)
         await pilot.press("escape")
         await say(pilot, "Second")
         assert kept_titles() == []
         await enter(pilot, app)
-        await pilot.press("u")
-        await until(pilot, lambda: app.chat.session_id is not None)
+        await press(pilot, "u", until=lambda: app.chat.session_id is not None)
         await pilot.press("escape")
         await say(pilot, "Third")
     with opened() as history:
@@ -342,7 +315,7 @@ async def test_the_open_chat_goes_on_unkept_when_it_is_deleted_and_is_kept_again
         assert [text for _, text, _ in said(history, session)] == ["First", "One.", "Second", "Two.", "Third", "Three."]
 
 
-async def test_a_chat_is_written_as_markdown_or_json_into_a_file_named_after_it(
+async def test_a_chat_is_written_as_markdown_or_json_named_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -354,14 +327,11 @@ async def test_a_chat_is_written_as_markdown_or_json_into_a_file_named_after_it(
         await until(pilot, lambda: path.exists() and "wrote" in shown(app))
         assert "Home." in path.read_text()
         await line(pilot, app, "e")
-        await pilot.press("ctrl+t", "enter")
-        await until(pilot, path.with_suffix(".json").exists)
+        await press(pilot, "ctrl+t", "enter", until=path.with_suffix(".json").exists)
         assert json.loads(path.with_suffix(".json").read_text())["sessions"][0]["title"].startswith("Wo ist")
 
 
-async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_cannot_be_written_is_told_of(
-    tmp_path: Path,
-) -> None:
+async def test_a_file_is_overwritten_only_where_that_is_accepted_and_a_failure_is_told_of(tmp_path: Path) -> None:
     keep("Foxes", "Where?", "Home.")
     path = tmp_path / "mine.md"
     path.write_text("precious")
@@ -370,14 +340,13 @@ async def test_a_file_is_overwritten_only_when_that_is_accepted_and_one_that_can
             await line(pilot, app, "e", str(path))
             await until(pilot, lambda: "already" in "".join(shown(app).split()))
             assert path.read_text() == "precious"
-            await pilot.press(answer)
-            await until(pilot, lambda text=text: path.read_text().startswith(text))  # type: ignore[misc]
-            await until(pilot, lambda: isinstance(app.screen, ChatsScreen))
+            await press(pilot, answer, until=lambda text=text: path.read_text().startswith(text))  # type: ignore[misc]
+            await until(pilot, ChatsScreen)
         await line(pilot, app, "e", "~nobody-of-that-name/x.md")
         await until(pilot, lambda: "thereisno" in "".join(shown(app).split()) and "why:" in shown(app))
 
 
-async def test_a_chat_that_another_process_deleted_is_told_of_and_goes_from_the_list(
+async def test_a_chat_that_another_process_deleted_goes_from_the_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -395,8 +364,7 @@ async def test_a_chat_that_another_process_deleted_is_told_of_and_goes_from_the_
             assert f"the chat {session.id} is not in the history any more" in shown(app)
             await until(pilot, lambda session=session: session.title not in titles(app))  # type: ignore[misc]
             await pilot.press("escape")
-        assert titles(app) == ["Staying"]
-        assert not list(tmp_path.glob("*.md"))
+        assert titles(app) == ["Staying"] and not list(tmp_path.glob("*.md"))
 
 
 async def test_a_chat_that_could_not_be_deleted_is_back_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,26 +375,23 @@ async def test_a_chat_that_could_not_be_deleted_is_back_in_the_list(monkeypatch:
 
     monkeypatch.setattr(History, "take_out", refused)
     async with listing() as (app, pilot, screen):
-        await pilot.press("d")
-        await until(pilot, lambda: screen.notice.error is not None and titles(app) == ["Foxes"])
+        await press(pilot, "d", until=lambda: screen.notice.error is not None and titles(app) == ["Foxes"])
         assert "the history is locked" in shown(app)
 
 
 async def test_a_damaged_history_is_told_of() -> None:
     history_file().parent.mkdir(parents=True, exist_ok=True)
     history_file().write_bytes(b"no database at all, " * 500)
-    async with listing() as (app, pilot, _):
-        await until(pilot, lambda: "the history was damaged" in shown(app))
+    async with listing() as (_, pilot, _):
+        await until(pilot, "the history was damaged")
 
 
 async def test_while_an_answer_is_written_no_other_chat_is_opened() -> None:
     keep("Foxes", "Where?", "Home.")
     async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
-        await send(pilot, "Go on")
-        await until(pilot, lambda: app.chat.is_answering)
+        await send(pilot, "Go on", until=lambda: app.chat.is_answering)
         await enter(pilot, app)
-        await pilot.press("end", "enter")
-        await until(pilot, lambda: "an answer is being written" in shown(app))
+        await press(pilot, "end", "enter", until="an answer is being written")
         await pilot.press("n")
         assert isinstance(app.screen, ChatsScreen)
         app.worker.answers.stop()
@@ -450,14 +415,12 @@ async def test_what_is_listed_by_the_thousand_is_drawn_by_the_screenful(monkeypa
     with opened() as history, history.together():
         for number in range(600):
             history.begin(f"chat {number}", "tiny", None)
-    async with listing(size=(80, 24)) as (app, pilot, screen):
+    async with listing(size=(80, 24)) as (_, pilot, screen):
         drawn = []
         line_of = screen.chats._line
         monkeypatch.setattr(screen.chats, "_line", lambda row, *rest: drawn.append(row) or line_of(row, *rest))
-        await pilot.press("end")
-        await until(pilot, lambda: "chat 0 " in shown(app))
-        await pilot.press("home")
-        await until(pilot, lambda: "chat 599 " in shown(app))
+        await press(pilot, "end", until="chat 0 ")
+        await press(pilot, "home", until="chat 599 ")
         assert 0 < len({row.key for row in drawn}) < 100
 
 

@@ -13,7 +13,7 @@ from textual import events
 from localllm.tui import drafts
 from localllm.tui.app import ChatApp
 from localllm.tui.widgets.composer import Suggestions
-from tests.tui.support import FakeService, chat_app, chatting, running, say, send, shown, texts, until
+from tests.tui.support import FakeService, chat_app, chatting, command, press, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -24,28 +24,23 @@ async def test_a_search_leaves_what_was_being_written_where_it_was() -> None:
             await say(pilot, text)
         composer = app.chat.composer
         composer.write("half a sen")
-        await pilot.press("ctrl+r", *"fox")
-        await until(pilot, lambda: composer.text == "fox" and "Where is the fox?" in shown(app))
+        await press(pilot, "ctrl+r", *"fox", until=lambda: composer.text == "fox" and "Where is the fox?" in shown(app))
         assert app.unsent == "half a sen"
         await pilot.press("escape")
         assert composer.text == "half a sen"
-        await pilot.press("ctrl+r", *"where", "ctrl+r", "enter")
-        await until(pilot, lambda: composer.text == "Where is the fox?")
+        await press(pilot, "ctrl+r", *"where", "ctrl+r", "enter", until=lambda: composer.text == "Where is the fox?")
         composer.clear_all()
         await pilot.press("up")
         assert composer.text == "half a sen"
 
 
-async def test_what_is_being_written_is_kept_while_it_is_and_not_once_it_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_is_being_written_is_kept_and_not_once_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.tui.app._DRAFT_S", 0.05)
     async with chatting(FakeService()) as (app, pilot):
         app.chat.composer.write("half a sentence")
         await until(pilot, lambda: drafts._path().exists())
         assert drafts._path().read_text(encoding="utf-8") == "half a sentence"
-        await pilot.press("enter")
-        await until(pilot, lambda: not drafts._path().exists())
+        await press(pilot, "enter", until=lambda: not drafts._path().exists())
 
 
 async def test_of_a_private_chat_no_draft_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +64,7 @@ def test_a_draft_is_taken_once_and_an_empty_one_is_none() -> None:
 @pytest.mark.parametrize("key", ["shift+enter", "alt+enter", "ctrl+j"])
 async def test_a_key_breaks_the_line_and_enter_sends(key: str) -> None:
     async with chatting() as (app, pilot):
-        await pilot.press("a", key, "b", "enter")
-        await until(pilot, lambda: app.chat.num_turns == 2)
+        await press(pilot, "a", key, "b", "enter", until=lambda: app.chat.num_turns == 2)
         assert texts(app)[0][1] == "a\nb"
 
 
@@ -80,8 +74,7 @@ async def test_a_large_paste_is_folded_and_sent_whole() -> None:
         await pilot.press(*"see ")
         app.chat.composer.post_message(events.Paste(pasted))
         await until(pilot, lambda: "[pasted text 1: 40 lines]" in app.chat.composer.text)
-        await pilot.press("enter")
-        await until(pilot, lambda: app.chat.num_turns == 2)
+        await press(pilot, "enter", until=lambda: app.chat.num_turns == 2)
         assert texts(app)[0][1] == f"see {pasted}"
 
 
@@ -89,16 +82,14 @@ async def test_a_small_paste_of_several_lines_is_one_message() -> None:
     async with chatting() as (app, pilot):
         app.chat.composer.post_message(events.Paste("a\r\nb\x1b[2Jc\rd"))
         await until(pilot, lambda: app.chat.composer.text == "a\nb[2Jc\nd")
-        await pilot.press("enter")
-        await until(pilot, lambda: app.chat.num_turns == 2)
+        await press(pilot, "enter", until=lambda: app.chat.num_turns == 2)
         assert texts(app)[0][1] == "a\nb[2Jc\nd"
 
 
 async def test_the_arrows_bring_back_what_was_asked_also_in_an_earlier_chat() -> None:
     async with chatting() as (app, pilot):
         await say(pilot, "first")
-    async with chatting() as (app, pilot):
-        await say(pilot, "second")
+    async with chatting(asked="second") as (app, pilot):
         await pilot.press(*"third", "up")
         assert app.chat.composer.text == "second"
         await pilot.press("up")
@@ -167,13 +158,10 @@ async def test_a_file_is_put_before_the_question(tmp_path: Path, monkeypatch: py
     (tmp_path / "notes.txt").write_text("the notes")
     monkeypatch.chdir(tmp_path)  # a long path is shown on two lines
     async with chatting() as (app, pilot):
-        app.chat.take_command("/file notes.txt")
-        await until(pilot, lambda: "(9 characters)" in shown(app))
+        await command(pilot, "/file notes.txt", until="(9 characters)")
         await say(pilot, "What of it?")
-        assert texts(app)[0][1] == "the notes\n\nWhat of it?"
-        assert "(9 characters)" not in shown(app)
-        app.chat.take_command("/file /no/such/file")
-        await until(pilot, lambda: app.chat.notice.error is not None)
+        assert texts(app)[0][1] == "the notes\n\nWhat of it?" and "(9 characters)" not in shown(app)
+        await command(pilot, "/file /no/such/file", until=lambda: app.chat.notice.error is not None)
 
 
 async def test_a_folded_paste_is_deleted_as_a_whole() -> None:
@@ -191,7 +179,6 @@ async def test_a_folded_paste_that_waits_is_not_lost_while_another_text_is_looke
         for keys in (("up",), ("ctrl+r",)):
             app.chat.composer.post_message(events.Paste(pasted))
             await until(pilot, lambda: "[pasted text 1: 60 lines]" in app.chat.composer.text)
-            await pilot.press(*keys)
-            await until(pilot, lambda: app.unsent == pasted)
+            await press(pilot, *keys, until=lambda: app.unsent == pasted)
             await pilot.press(*(["escape"] if keys == ("ctrl+r",) else []), "ctrl+c")
             assert pasted in app.chat.composer.asked

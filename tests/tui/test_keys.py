@@ -66,9 +66,7 @@ def test_a_name_that_is_there_with_quotes_and_without_is_refused(tmp_path: Path)
         ('"app.plan" = "f12"\n"app.models" = "f12"', "'app.plan'", "app."),
     ],
 )
-def test_what_is_no_key_or_another_ones_is_refused_with_its_line(
-    tmp_path: Path, text: str, what: str, why: str
-) -> None:
+def test_what_is_no_key_or_anothers_is_refused_with_its_line(tmp_path: Path, text: str, what: str, why: str) -> None:
     with pytest.raises(SettingsError) as error:
         checked_keys(resolved(tmp_path, text))
     assert what in error.value.what and why in error.value.why and "config.toml:4" in error.value.what

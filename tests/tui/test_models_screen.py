@@ -22,7 +22,7 @@ from localllm.tui.screens.dialogs import ChoiceDialog
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.widgets.model_table import DownloadView, ModelDetails, ModelTable
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chatting, say, send, shown, texts, until
+from tests.tui.support import FakeService, assert_shown, chatting, press, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home", "machine")
 
@@ -35,13 +35,11 @@ class FakeDisk:
     """What is here, and what is done with it. A pull moves on a part whenever `let` allows one."""
 
     def __init__(self) -> None:
-        packed = PackedWeights("int4-g64", Path("/packed"), 4 * GIB, "whole")
+        packed = (PackedWeights("int4-g64", Path("/packed"), 4 * GIB, "whole"),)
         entry = load_registry().find("qwen3-8b")
         self.models = [
             InstalledModel("tiny", Path(hub.locate("tiny").directory), 13 << 20),
-            InstalledModel(
-                "qwen3-8b", Path("/qwen"), 16 * GIB, "Qwen/Qwen3-8B", "a" * 40, entry=entry, packed=(packed,)
-            ),
+            InstalledModel("qwen3-8b", Path("/qwen"), 16 * GIB, "Qwen/Qwen3-8B", "a" * 40, entry=entry, packed=packed),
         ]
         self.let = threading.Semaphore(0)
         self.done: dict[str, int] = {}
@@ -143,8 +141,7 @@ async def answer(pilot: Pilot[None], text: str) -> None:
     replies = pilot.app.screen.query_one(OptionList)
     drawn = [str(option.prompt) for option in replies.options]
     replies.highlighted = next(index for index, prompt in enumerate(drawn) if prompt.startswith(text))
-    await pilot.press("enter")
-    await until(pilot, lambda: not isinstance(pilot.app.screen, ChoiceDialog))
+    await press(pilot, "enter", until=lambda: not isinstance(pilot.app.screen, ChoiceDialog))
 
 
 async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScreen:
@@ -157,7 +154,7 @@ async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScr
 
 async def test_all_models_are_listed_with_what_they_would_do_here_and_details_where_there_is_room() -> None:
     async with models(size=(180, 50)) as (app, pilot, _):
-        await until(pilot, lambda: "does not fit" in shown(app))
+        await until(pilot, "does not fit")
         lines = {
             line.split()[1 if line.startswith(" ●") else 0]: line for line in shown(app).splitlines() if line.split()
         }
@@ -171,7 +168,7 @@ async def test_all_models_are_listed_with_what_they_would_do_here_and_details_wh
 
 async def test_the_least_important_columns_go_where_there_is_no_room() -> None:
     async with models(size=(80, 24)) as (app, pilot, _):
-        await until(pilot, lambda: "0.18 tok/s" in shown(app))
+        await until(pilot, "0.18 tok/s")
         assert "size" in shown(app) and "packed" not in shown(app)
         await pilot.resize_terminal(50, 24)
         await until(pilot, lambda: "size" not in shown(app))
@@ -182,7 +179,7 @@ async def test_rows_are_there_before_their_verdicts(judge: Any) -> None:
     gate = threading.Event()
     judge(lambda _, say: (say("measuring the disk"), gate.wait(PATIENCE_S)))
     async with models() as (app, pilot, _):
-        await until(pilot, lambda: "measuring the disk" in shown(app))
+        await until(pilot, "measuring the disk")
         assert "qwen3-8b" in shown(app) and "fits" not in shown(app)
         gate.set()
         await until(pilot, lambda: "fits" in shown(app) and "measuring" not in shown(app))
@@ -192,12 +189,10 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
     measured = threading.Event()
     judge(lambda _, say: (say("measuring the disk"), measured.set()))
     async with chatting(FakeService(["word " * 400], pause_s=0.05)) as (app, pilot):
-        await send(pilot, "Go on")
-        await until(pilot, lambda: app.chat.is_answering)
+        await send(pilot, "Go on", until=lambda: app.chat.is_answering)
         await open_models(pilot, "qwen3-8b")
-        await until(pilot, lambda: "once it has nothing else to do" in shown(app))
-        await pilot.press("enter")
-        await until(pilot, lambda: "an answer is being written" in shown(app))
+        await until(pilot, "once it has nothing else to do")
+        await press(pilot, "enter", until="an answer is being written")
         assert isinstance(app.screen, ModelsScreen) and not measured.is_set()
         app.worker.answers.stop()
         await until(pilot, measured.is_set)
@@ -206,41 +201,36 @@ async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_
 async def test_a_verdict_is_found_out_once(judge: Any) -> None:
     judged: list[str] = []
     judge(lambda name, _: judged.append(name))
-    async with models() as (app, pilot, screen):
+    async with models() as (_, pilot, screen):
         count = screen.query_one(ModelTable).num_shown
         await until(pilot, lambda: len(judged) == count)
         await pilot.press("f3")
         await open_models(pilot)
-        await until(pilot, lambda: "fits" in shown(app))
+        await until(pilot, "fits")
         assert len(judged) == count
 
 
 async def test_what_is_typed_filters_and_enter_chooses_an_installed_model_for_the_chat() -> None:
     service = FakeService(["One.", "Two."])
-    async with chatting(service) as (app, pilot):
-        await say(pilot, "Hello")
+    async with chatting(service, asked="Hello") as (app, pilot):
         await open_models(pilot)
         await pilot.press("slash", *"wen3-8")
         assert screen_of(app).query_one(ModelTable).num_shown == 1
         app.worker.use = lambda word, changes=None: service.loads.append(word)  # type: ignore[method-assign, assignment]
-        await pilot.press("enter")
-        await until(pilot, lambda: app.screen is app.chat)
+        await press(pilot, "enter", until=lambda: app.screen is app.chat)
         await until(pilot, lambda: service.loads[-1] == "qwen3-8b")
         assert texts(app) == [("user", "Hello"), ("assistant", "One.")]
 
 
 async def test_a_name_that_no_model_has_is_said_to_be_one_and_escape_leaves_the_filter_then_the_screen() -> None:
     async with models() as (app, pilot, screen):
-        await pilot.press("slash", *"qqq")
-        await until(pilot, lambda: "no name has 'qqq' in it" in shown(app))
-        await pilot.press("backspace", "backspace", "backspace")
-        await until(pilot, lambda: "in all" in shown(app))
+        await press(pilot, "slash", *"qqq", until="no name has 'qqq' in it")
+        await press(pilot, "backspace", "backspace", "backspace", until="in all")
         await pilot.press(*"phi", "down")
         assert highlighted(app).startswith("phi") and screen.query_one(ModelTable).num_shown == 3
         await pilot.press("escape")
         assert screen.query_one(ModelTable).num_shown > 20
-        await pilot.press("escape")
-        await until(pilot, lambda: app.screen is app.chat)
+        await press(pilot, "escape", until=lambda: app.screen is app.chat)
 
 
 async def test_a_pull_shows_how_far_it_is_and_is_paused_and_gone_on_with(disk: FakeDisk) -> None:
@@ -249,11 +239,10 @@ async def test_a_pull_shows_how_far_it_is_and_is_paused_and_gone_on_with(disk: F
         disk.let.release(3)
         await until(pilot, lambda: "pulling 30%" in shown(app) and "300 B of 1000 B" in shown(app))
         assert "model.safetensors" in shown(app)
-        await pilot.press("p")
-        await until(pilot, lambda: "paused 30%" in shown(app))
+        await press(pilot, "p", until="paused 30%")
         await pilot.press("p")
         disk.let.release(7)
-        await until(pilot, lambda: "gemma-3-1b is here" in shown(app))
+        await until(pilot, "gemma-3-1b is here")
         assert disk.begun == ["gemma-3-1b", "gemma-3-1b"]
         await until(pilot, lambda: not app.downloads.all and not app.screen.query(DownloadView))
 
@@ -272,17 +261,16 @@ async def test_a_pull_is_paused_and_cancelled_by_the_mouse(disk: FakeDisk) -> No
             place = where(app, word)
             assert place is not None
             await pilot.click(offset=place)
-            await until(pilot, lambda state=state: state in shown(app))
+            await until(pilot, state)
         assert app.downloads.all == ()
 
 
 async def test_a_pull_goes_on_behind_the_chat_which_tells_of_its_end(disk: FakeDisk) -> None:
     async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
-        await pilot.press("f3")
-        await until(pilot, lambda: app.screen is app.chat)
+        await press(pilot, "f3", until=lambda: app.screen is app.chat)
         disk.let.release(10)
-        await until(pilot, lambda: "gemma-3-1b is here" in shown(app))
+        await until(pilot, "gemma-3-1b is here")
 
 
 async def test_a_pull_that_fails_is_told_in_four_lines_and_can_be_begun_again(disk: FakeDisk) -> None:
@@ -291,19 +279,19 @@ async def test_a_pull_that_fails_is_told_in_four_lines_and_can_be_begun_again(di
         screen = await begin_pull(pilot, "gemma-3-1b", disk)
         disk.let.release()
         await until(pilot, lambda: screen.notice.error is not None)
-        for line in ("[b]gated[/b] \\x1b[31m", "why:   its licence is not accepted", "fix:   open the page", "more:"):
-            assert line in shown(app)
+        assert_shown(
+            app, "[b]gated[/b] \\x1b[31m", "why:   its licence is not accepted", "fix:   open the page", "more:"
+        )
         disk.failure = None
         disk.let.release(10)
-        await pilot.press("p")
-        await until(pilot, lambda: "gemma-3-1b is here" in shown(app))
+        await press(pilot, "p", until="gemma-3-1b is here")
 
 
 async def test_leaving_stops_a_pull_that_keeps_what_it_has(disk: FakeDisk) -> None:
     async with chatting() as (app, pilot):
         await begin_pull(pilot, "gemma-3-1b", disk)
         disk.let.release(2)
-        await until(pilot, lambda: "pulling 20%" in shown(app))
+        await until(pilot, "pulling 20%")
     (transfer,) = app.downloads.all
     assert transfer.state == "paused" and disk.done["gemma-3-1b"] == 2 * PART
 
@@ -331,72 +319,63 @@ async def test_a_model_is_packed_in_the_chosen_format_and_can_be_cancelled(monke
     async with models(model="tiny") as (app, pilot, _):
         await pilot.press("z")
         await answer(pilot, "int8")
-        await until(pilot, lambda: "packing 75%" in shown(app))
+        await until(pilot, "packing 75%")
         assert packed == ["int8"] and "3.0 GiB of 4.0 GiB" in shown(app)
-        await pilot.press("c")
-        await until(pilot, lambda: "what is there is kept" in shown(app))
+        await press(pilot, "c", until="what is there is kept")
         assert app.downloads.all == ()
 
 
 async def test_delete_names_what_goes_and_tells_what_was_freed(disk: FakeDisk) -> None:
     async with models(model="qwen3-8b") as (app, pilot, _):
-        await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await press(pilot, "d", until=ChoiceDialog)
         assert "16.0 GiB of Qwen/Qwen3-8B" in shown(app) and "frees 20.0 GiB" in shown(app)
         await pilot.press("enter")  # what is highlighted keeps it
-        await until(pilot, lambda: "nothing was deleted" in shown(app))
+        await until(pilot, "nothing was deleted")
         assert disk.removed == []
         await pilot.press("d")
         await answer(pilot, "delete it")
-        await until(pilot, lambda: "deleted qwen3-8b: 20.0 GiB freed" in shown(app))
+        await until(pilot, "deleted qwen3-8b: 20.0 GiB freed")
         assert disk.removed == [("qwen3-8b", False)]
 
 
 async def test_what_is_packed_can_be_deleted_alone(disk: FakeDisk) -> None:
-    async with models(model="qwen3-8b") as (app, pilot, _):
+    async with models(model="qwen3-8b") as (_, pilot, _):
         await pilot.press("d")
         await answer(pilot, "delete what is packed alone")
-        await until(pilot, lambda: "deleted what was packed of qwen3-8b: 4.0 GiB freed" in shown(app))
+        await until(pilot, "deleted what was packed of qwen3-8b: 4.0 GiB freed")
         assert disk.removed == [("qwen3-8b", True)]
 
 
 async def test_what_cannot_be_deleted_says_why(disk: FakeDisk) -> None:
     async with models(model="tiny") as (app, pilot, screen):
-        await pilot.press("d")
-        await until(pilot, lambda: screen.notice.error is not None)
+        await press(pilot, "d", until=lambda: screen.notice.error is not None)
         assert "the built-in model is not removed" in shown(app)
 
 
 async def test_the_loaded_model_is_not_deleted_without_a_word(disk: FakeDisk) -> None:
     disk.models[0] = InstalledModel("tiny", Path("/tiny"), 1, packed=(PackedWeights("int8", Path("/p"), GIB, "whole"),))
     async with models(model="tiny") as (app, pilot, _):
-        await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await press(pilot, "d", until=ChoiceDialog)
         assert "It is the model that is loaded" in shown(app)
 
 
 async def test_details_tell_what_is_known_of_a_model() -> None:
     async with models(model="tiny", size=(90, 40)) as (app, pilot, screen):
         assert not screen.query_one(ModelDetails).display
-        await pilot.press("i")
-        await until(pilot, lambda: "vocabulary" in shown(app) and "apache-2.0" in shown(app))
-        await pilot.press("down")
-        await until(pilot, lambda: screen.query_one(ModelDetails).model == "qwen3-8b")
+        await press(pilot, "i", until=lambda: "vocabulary" in shown(app) and "apache-2.0" in shown(app))
+        await press(pilot, "down", until=lambda: screen.query_one(ModelDetails).model == "qwen3-8b")
         await pilot.press("i")
         assert not screen.query_one(ModelDetails).display
 
 
-async def test_a_click_highlights_and_another_one_chooses_which_asks_where_the_model_is_not_here(
-    disk: FakeDisk,
-) -> None:
+async def test_a_click_highlights_and_another_chooses_and_asks_where_the_model_is_not_here(disk: FakeDisk) -> None:
     async with models() as (app, pilot, _):
         row = next(y for y, line in enumerate(shown(app).splitlines()) if "llama-3.3-70b" in line)
         await pilot.click(offset=(5, row))
         await until(pilot, lambda: highlighted(app) == "llama-3.3-70b")
         await pilot.click(offset=(5, row))
-        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
-        for told in ("meta-llama/Llama-3.3-70B-Instruct", "llama3.3", "gated", "about 131.5 GiB", "HF_TOKEN"):
-            assert told in shown(app)
+        await until(pilot, ChoiceDialog)
+        assert_shown(app, "meta-llama/Llama-3.3-70B-Instruct", "llama3.3", "gated", "about 131.5 GiB", "HF_TOKEN")
         await pilot.press("escape")
         await pilot.pause()
         assert disk.begun == []

@@ -21,18 +21,25 @@ from localllm.tui import history_worker, messages
 from localllm.tui.screens import models
 from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.chat_list import ChatList
-from tests.history_support import said
 from tests.patience import PATIENCE_S
-from tests.tui.support import TEMPLATE, FakeEngine, FakeService, begin, chatting, say, send, shown, texts, until
+from tests.tui.support import (
+    TEMPLATE,
+    FakeEngine,
+    FakeService,
+    begin,
+    chatting,
+    command,
+    kept,
+    press,
+    say,
+    send,
+    shown,
+    texts,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("home")
 FAILURE = LocalLLMError("it broke", why="a test", fix="again")
-
-
-def kept() -> list[list[tuple[str, str, str]]]:
-    """What each chat shows, in the history, the latest first."""
-    with History.peek(history_file()) as history:
-        return [said(history, session) for session, _ in history.sessions()]
 
 
 class Slow(ChatTemplate):
@@ -47,11 +54,9 @@ class Slow(ChatTemplate):
 
 
 async def test_an_edit_ends_with_the_chat_that_it_was_begun_in() -> None:
-    async with chatting(FakeService(["A", "B", "C", "D"])) as (app, pilot):
-        await say(pilot, "one")
+    async with chatting(FakeService(["A", "B", "C", "D"]), asked="one") as (app, pilot):
         first = app.chat.session_id
-        await pilot.press("ctrl+n")
-        await until(pilot, lambda: app.chat.num_turns == 0)
+        await press(pilot, "ctrl+n", until=lambda: app.chat.num_turns == 0)
         await say(pilot, "other")
         await pilot.press("ctrl+up", "ctrl+up", "e")
         assert first is not None
@@ -62,36 +67,30 @@ async def test_an_edit_ends_with_the_chat_that_it_was_begun_in() -> None:
 
 
 async def test_a_question_that_is_gone_is_not_written_anew() -> None:
-    async with chatting() as (app, pilot):
-        await say(pilot, "one")
+    async with chatting(asked="one") as (app, pilot):
         app.worker.do(lambda: app.worker.edit({"role": "user", "content": "of another chat"}, "anew"))
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert len(texts(app)) == 2
 
 
 async def test_ctrl_c_leaves_an_edit_and_not_only_its_text() -> None:
-    async with chatting(FakeService(["A", "B", "C", "D"])) as (app, pilot):
-        await say(pilot, "one")
-        await say(pilot, "two")
+    async with chatting(FakeService(["A", "B", "C", "D"]), asked=("one", "two")) as (app, pilot):
         await pilot.press(*["ctrl+up"] * 4, "e", "ctrl+c")
         await say(pilot, "three")
         assert [text for _, text in texts(app)] == ["one", "A", "two", "B", "three", "C"]
 
 
 async def test_a_new_conversation_does_not_inherit_the_system_message_of_a_chat_that_was_opened() -> None:
-    async with chatting(system="Be a pirate.") as (app, pilot):
-        await say(pilot, "one")
+    async with chatting(system="Be a pirate.", asked="one") as (app, pilot):
         pirate = app.chat.session_id
     async with chatting() as (app, pilot):
         assert pirate is not None
         app.worker.do(lambda: app.worker.open(pirate))
         await until(pilot, lambda: app.chat.num_turns == 2 and app.worker.session.dialogue.system == "Be a pirate.")
-        await pilot.press("ctrl+n")
-        await until(pilot, lambda: app.chat.num_turns == 0)
+        await press(pilot, "ctrl+n", until=lambda: app.chat.num_turns == 0)
         assert app.worker.session.dialogue.system is None
         app.chat.take_command("/system Be brief.")
-        await pilot.press("ctrl+n")
-        await until(pilot, lambda: app.worker.session.dialogue.system == "Be brief.")
+        await press(pilot, "ctrl+n", until=lambda: app.worker.session.dialogue.system == "Be brief.")
 
 
 @pytest.mark.parametrize("text", [" ", "\t", " \n"])
@@ -115,12 +114,10 @@ async def test_a_first_model_that_is_refused_leaves_chats_that_can_be_opened_and
     async with chatting(refuse) as (app, pilot):
         await until(pilot, lambda: app.chat.notice.error is not None)
         assert "no model (F3 chooses one)" in shown(app) and app.chat.composer.asked == ["old"]
-        await send(pilot, "mine")
-        await until(pilot, lambda: app.chat.num_turns == 1)
+        await send(pilot, "mine", until=lambda: app.chat.num_turns == 1)
         app.worker.do(lambda: app.worker.open("old"))
         await until(pilot, lambda: app.chat.num_turns == 2)
-        await send(pilot, "more")
-        await until(pilot, lambda: app.chat.num_turns == 3)
+        await send(pilot, "more", until=lambda: app.chat.num_turns == 3)
     assert [[text for _, text, _ in chat] for chat in kept()] == [["old", "A", "more"], ["mine"]]
 
 
@@ -142,13 +139,11 @@ async def test_a_model_without_a_template_is_told_of_and_none_is_waited_for() ->
 
 async def test_f5_without_a_model_takes_nothing_back() -> None:
     service = FakeService(["A"])
-    async with chatting(service) as (app, pilot):
-        await say(pilot, "one")
+    async with chatting(service, asked="one") as (app, pilot):
         service.failure = FAILURE
         app.worker.do(lambda: app.worker.use("tiny"))
         await until(pilot, lambda: app.chat.notice.error is FAILURE)
-        await pilot.press("f5")
-        await until(pilot, lambda: "there is no model" in shown(app))
+        await press(pilot, "f5", until="there is no model")
         assert texts(app) == [("user", "one"), ("assistant", "A")]
 
 
@@ -180,18 +175,15 @@ async def test_esc_stops_an_answer_whose_prompt_is_still_being_made() -> None:
         await until(pilot, lambda: not app.chat.is_busy)
         await send(pilot, "one")
         assert app.chat.is_answering
-        await pilot.press("escape")
-        await until(pilot, lambda: not app.chat.is_answering)
+        await press(pilot, "escape", until=lambda: not app.chat.is_answering)
         assert len(texts(app)[-1][1]) < 100
 
 
 async def test_f5_pressed_twice_answers_once() -> None:
     service = FakeService(["A", "B", "C", "D"])
     service.engine.template = Slow(TEMPLATE)
-    async with chatting(service) as (app, pilot):
-        await say(pilot, "one")
-        await pilot.press("f5", "f5")
-        await until(pilot, lambda: texts(app)[-1] == ("assistant", "B") and not app.chat.is_answering)
+    async with chatting(service, asked="one") as (app, pilot):
+        await press(pilot, "f5", "f5", until=lambda: texts(app)[-1] == ("assistant", "B") and not app.chat.is_answering)
         assert len(service.requests) == 2
 
 
@@ -205,12 +197,9 @@ async def test_an_edit_whose_answer_breaks_off_keeps_the_new_question_and_what_w
             fields = {"finish_reason": "error", "usage": Usage(1, 0, 1), "timings": Timings(), "error": FAILURE}
             events.put(FinishedEvent(number, ctx=4096, **fields))
 
-    async with chatting(Breaking(["A", "B"])) as (app, pilot):
-        await say(pilot, "one")
-        await say(pilot, "two")
+    async with chatting(Breaking(["A", "B"]), asked=("one", "two")) as (app, pilot):
         await pilot.press(*["ctrl+up"] * 4, "e")
-        await send(pilot, "one anew")
-        await until(pilot, lambda: app.chat.notice.error is FAILURE and not app.chat.is_answering)
+        await send(pilot, "one anew", until=lambda: app.chat.notice.error is FAILURE and not app.chat.is_answering)
         assert texts(app) == [("user", "one anew"), ("assistant", "half a ")]
         assert "ended by an error: F6 goes on" in shown(app)
 
@@ -219,13 +208,10 @@ async def test_the_files_of_a_question_that_was_taken_back_wait_for_it(tmp_path:
     (tmp_path / "a.txt").write_text("NOTE", encoding="utf-8")
     service = FakeService([FAILURE, "B"])
     async with chatting(service) as (app, pilot):
-        app.chat.take_command(f"/file {tmp_path / 'a.txt'}")
-        await until(pilot, lambda: "a.txt (4 characters)" in shown(app))
-        await send(pilot, "one")
-        await until(pilot, lambda: app.chat.composer.text == "one" and not app.chat.is_answering)
+        await command(pilot, f"/file {tmp_path / 'a.txt'}", until="a.txt (4 characters)")
+        await send(pilot, "one", until=lambda: app.chat.composer.text == "one" and not app.chat.is_answering)
         assert "a.txt (4 characters)" in shown(app)
-        await pilot.press("enter")
-        await until(pilot, lambda: app.chat.num_turns == 2)
+        await press(pilot, "enter", until=lambda: app.chat.num_turns == 2)
         assert texts(app)[0] == ("user", "NOTE\n\none")
 
 
@@ -234,10 +220,8 @@ async def test_a_thought_that_is_gone_on_with_stays_a_thought() -> None:
     service.opens_thought()
     async with chatting(service) as (app, pilot):
         await begin(pilot, "Who?")
-        await pilot.press("escape")
-        await until(pilot, lambda: not app.chat.is_answering)
-        await pilot.press("f6")
-        await until(pilot, lambda: "A fox." in shown(app) and not app.chat.is_answering)
+        await press(pilot, "escape", until=lambda: not app.chat.is_answering)
+        await press(pilot, "f6", until=lambda: "A fox." in shown(app) and not app.chat.is_answering)
         assert "thought: " in shown(app) and "may be" not in shown(app)
 
 
@@ -247,13 +231,10 @@ async def test_a_thought_that_was_saved_is_gone_on_with_where_the_template_opens
     answer = {"role": "assistant", "content": "", "reasoning_content": "It may be"}
     (tmp_path / "a.json").write_text(json.dumps([{"role": "user", "content": "Who?"}, answer]))
     async with chatting(service) as (app, pilot):
-        app.chat.take_command(f"/load {tmp_path / 'a.json'}")
-        await until(pilot, lambda: app.chat.num_turns == 2)
-        await pilot.press("f6")
-        await until(pilot, lambda: "A fox." in shown(app) and not app.chat.is_answering)
+        await command(pilot, f"/load {tmp_path / 'a.json'}", until=lambda: app.chat.num_turns == 2)
+        await press(pilot, "f6", until=lambda: "A fox." in shown(app) and not app.chat.is_answering)
         assert "".join(map(chr, service.requests[-1].prompt_ids)) == "<assistant><think>\nIt may be"
-        app.chat.take_command(f"/save {tmp_path / 'b.json'}")
-        await until(pilot, lambda: (tmp_path / "b.json").exists())
+        await command(pilot, f"/save {tmp_path / 'b.json'}", until=lambda: (tmp_path / "b.json").exists())
     saved = json.loads((tmp_path / "b.json").read_text())["messages"][-1]
     assert saved == {"role": "assistant", "content": "A fox.", "reasoning_content": "It may be a fox."}
 
@@ -265,11 +246,10 @@ async def test_a_thought_that_was_interrupted_is_a_thought_when_the_chat_is_open
         await begin(pilot, "Who?")
         with History.peek(history_file()) as history:  # what a kill at this moment would leave
             while_written = history.path(history.find("last"))[-1]
-        await pilot.press("escape")
-        await until(pilot, lambda: not app.chat.is_answering)
+        await press(pilot, "escape", until=lambda: not app.chat.is_answering)
     assert while_written.state == "writing" and while_written.begins_in_thought
     async with chatting(resumed=look_up(app.worker, "last")) as (app, pilot):
-        await until(pilot, lambda: "thought: " in shown(app))
+        await until(pilot, "thought: ")
         assert "may be" not in shown(app)
 
 
@@ -282,30 +262,26 @@ async def test_a_model_that_is_closed_as_soon_as_it_is_loaded_is_nobodys(monkeyp
 
 
 async def test_a_chat_that_another_window_has_gone_on_with_says_so_and_loses_nothing() -> None:
-    async with chatting(FakeService(["A", "B", "C", "D"])) as (app, pilot):
-        await say(pilot, "one")
+    async with chatting(FakeService(["A", "B", "C", "D"]), asked="one") as (app, pilot):
         with History.open(history_file()) as history:
             session = history.find("last")
             history.append(session, session.head, "user", "from elsewhere")
             elsewhere = history.refresh(session).head
         app.chat.take_command("/title foxes")  # nothing is said by that: what the chat shows stays the other's
-        await until(pilot, lambda: "foxes" in shown(app))
+        await until(pilot, "foxes")
         assert "elsewhere" not in shown(app)
         with History.peek(history_file()) as history:
             assert history.find("foxes").head == elsewhere
         await say(pilot, "two")
         assert "gone on with elsewhere" in shown(app) and [text for _, text in texts(app)] == ["one", "A", "two", "B"]
-        app.chat.take_command("/fork")
-        await until(pilot, lambda: "a copy: " in shown(app))
+        await command(pilot, "/fork", until="a copy: ")
         with History.open(history_file()) as history:
             copy = history.find(app.chat.session_id or "")
             history.append(copy, copy.head, "user", "from elsewhere, too")
-        await pilot.press("escape")
-        await until(pilot, lambda: "elsewhere" not in shown(app))
+        await press(pilot, "escape", until=lambda: "elsewhere" not in shown(app))
         await say(pilot, "and")
         assert "gone on with elsewhere" in shown(app)
-        await pilot.press("ctrl+n")
-        await until(pilot, lambda: app.chat.num_turns == 0)
+        await press(pilot, "ctrl+n", until=lambda: app.chat.num_turns == 0)
         await say(pilot, "three")
         assert "elsewhere" not in shown(app)
     with History.peek(history_file()) as history:
@@ -318,14 +294,11 @@ async def test_one_can_look_at_the_beginning_while_an_answer_is_written() -> Non
         await say(pilot, "q")
     async with chatting(FakeService(["word " * 300], pause_s=0.005), look_up(app.worker, "last")) as (app, pilot):
         await until(pilot, lambda: app.chat.num_turns == 52)
-        await send(pilot, "last")
-        await until(pilot, lambda: app.chat.transcript.live is not None)
-        await pilot.press("ctrl+home", "pagedown", "pagedown")
-        await until(pilot, lambda: not app.chat.is_answering)
+        await send(pilot, "last", until=lambda: app.chat.transcript.live is not None)
+        await press(pilot, "ctrl+home", "pagedown", "pagedown", until=lambda: not app.chat.is_answering)
         seen = [view.index for view in app.chat.transcript.views]
         assert seen == list(range(len(seen)))
-        await pilot.press("ctrl+end")
-        await until(pilot, lambda: app.chat.transcript.views[-1].index == 53)
+        await press(pilot, "ctrl+end", until=lambda: app.chat.transcript.views[-1].index == 53)
         seen = [view.index for view in app.chat.transcript.views]
         assert seen == list(range(seen[0], 54)) and texts(app)[-1][1].startswith("word word")
 
@@ -342,9 +315,8 @@ async def test_whatever_the_list_of_models_raises_is_a_notice(monkeypatch: pytes
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(models, "model_rows", fail)
-    async with chatting() as (app, pilot):
-        await pilot.press("f3")
-        await until(pilot, lambda: "Input/output error" in shown(app))
+    async with chatting() as (_, pilot):
+        await press(pilot, "f3", until="Input/output error")
 
 
 async def test_a_folder_for_the_editor_that_there_is_not_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,21 +350,17 @@ async def test_what_came_of_a_chat_is_told_where_its_list_was_left(
         write(path, content)
 
     monkeypatch.setattr(history_worker, "write_new", write_late)
-    async with chatting() as (app, pilot):
-        await say(pilot, "one")
-        await pilot.press("f4")
-        await until(pilot, lambda: len(app.screen.query_one(ChatList).rows) == 1)
-        await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, LineDialog))
+    async with chatting(asked="one") as (app, pilot):
+        await press(pilot, "f4", until=lambda: len(app.screen.query_one(ChatList).rows) == 1)
+        await press(pilot, "e", until=LineDialog)
         app.screen.query_one(Input).value = "a.md"
         if is_there:
             (tmp_path / "a.md").touch()
-        await pilot.press("enter")
-        await until(pilot, reached.is_set)
+        await press(pilot, "enter", until=reached.is_set)
         await pilot.press("escape")
         assert app.screen is app.chat
         goes_on.set()
-        await until(pilot, lambda: text in shown(app))
+        await until(pilot, text)
 
 
 async def test_a_question_of_a_megabyte_on_one_line_is_shown_in_part_and_edited_folded() -> None:
@@ -407,17 +375,13 @@ async def test_a_question_of_a_megabyte_on_one_line_is_shown_in_part_and_edited_
 
 
 async def test_another_wording_and_what_followed_it_are_shown_again() -> None:
-    async with chatting(FakeService(["A", "B", "C", "D"])) as (app, pilot):
-        await say(pilot, "one")
-        await say(pilot, "two")
+    async with chatting(FakeService(["A", "B", "C", "D"]), asked=("one", "two")) as (app, pilot):
         await pilot.press(*["ctrl+up"] * 4, "e")
-        await send(pilot, "one anew")
-        await until(pilot, lambda: texts(app) == [("user", "one anew"), ("assistant", "C")])
+        await send(pilot, "one anew", until=lambda: texts(app) == [("user", "one anew"), ("assistant", "C")])
         await pilot.press("ctrl+up", "ctrl+up", "o")
         await until(pilot, lambda: [text for _, text in texts(app)] == ["one", "A", "two", "B"])
         assert "1 of 2" in shown(app)
-        await pilot.press("f5")
-        await until(pilot, lambda: texts(app)[-1] == ("assistant", "D") and not app.chat.is_answering)
+        await press(pilot, "f5", until=lambda: texts(app)[-1] == ("assistant", "D") and not app.chat.is_answering)
         app.chat.set_focus(app.chat.composer)
         await pilot.press("ctrl+up", "o")
         await until(pilot, lambda: texts(app)[-1] == ("assistant", "B") and app.chat.transcript.views[-1].has_focus)
@@ -425,8 +389,7 @@ async def test_another_wording_and_what_followed_it_are_shown_again() -> None:
         await until(pilot, lambda: texts(app)[-1] == ("assistant", "D") and app.chat.transcript.views[-1].has_focus)
         await pilot.press("o")
         await until(pilot, lambda: texts(app)[-1] == ("assistant", "B") and app.chat.transcript.views[-1].has_focus)
-        await pilot.press("ctrl+up", "o")
-        await until(pilot, lambda: "there is no other" in shown(app))
+        await press(pilot, "ctrl+up", "o", until="there is no other")
     assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A", "two", "B"]]
 
 
@@ -434,11 +397,10 @@ async def test_what_the_history_refused_is_kept_at_the_programs_end(monkeypatch:
     def refuse(*_: object) -> None:
         raise HistoryError("the history cannot be written", why="a test", fix="again")
 
-    async with chatting(FakeService(["A", "B"])) as (app, pilot):
-        await say(pilot, "one")
+    async with chatting(FakeService(["A", "B"]), asked="one") as (_, pilot):
         with monkeypatch.context() as refusing:
             refusing.setattr(ChatRecorder, "_sync", refuse)
             await say(pilot, "two")
-            await until(pilot, lambda: "is not kept" in shown(app))
+            await until(pilot, "is not kept")
         assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A"]]
     assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A", "two", "B"]]

@@ -20,10 +20,7 @@ from tests.cli_support import write_checkpoint
 from tests.history_support import said
 from tests.patience import PATIENCE_S, wait_for
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")]
 
 
 class Tmux:
@@ -178,9 +175,7 @@ def test_a_session_from_the_first_word_to_the_resumed_chat(tmux: Tmux, endless: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_signal_in_the_middle_of_an_answer_costs_at_most_its_last_sentence(
-    tmux: Tmux, number: signal.Signals
-) -> None:
+def test_a_signal_amidst_an_answer_costs_at_most_its_last_sentence(tmux: Tmux, number: signal.Signals) -> None:
     tmux.start()
     tmux.send("A tale about a fox, please.")
     seen = tmux.until(lambda screen: screen.count(". ") + screen.count(".\n") > 4)

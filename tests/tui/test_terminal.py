@@ -31,7 +31,7 @@ from localllm.tui.messages import BackgroundReported
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.terminal import TerminalParser, TerminalWriter
 from tests.patience import PATIENCE_S
-from tests.tui.support import FakeService, chat_app, chatting, running, send, texts, until
+from tests.tui.support import FakeService, chat_app, chatting, command, press, running, send, texts, until
 
 CODE = """
 import time
@@ -76,8 +76,7 @@ def test_the_terminal_is_asked_and_what_is_typed_meanwhile_is_kept(answer: bytes
     while b")" not in text:
         assert time.monotonic() < end
         text += os.read(ours, 1000)
-    assert child.wait(PATIENCE_S) == 0
-    assert found in text.decode()
+    assert child.wait(PATIENCE_S) == 0 and found in text.decode()
 
 
 def test_an_answer_that_comes_late_is_the_theme_and_stands_nowhere(tmp_path: Path) -> None:
@@ -231,8 +230,7 @@ async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was
         app.post_message(BackgroundReported(is_light=False))
         await pilot.pause()
         assert app.theme == "nord"
-        app.chat.take_command("/theme auto")
-        await until(pilot, lambda: app.theme == "textual-dark")
+        await command(pilot, "/theme auto", until=lambda: app.theme == "textual-dark")
     async with chatting(theme="nord") as (app, pilot):
         app.post_message(BackgroundReported(is_light=True))
         await pilot.pause()
@@ -284,9 +282,7 @@ async def test_a_key_whose_widget_goes_away_holds_no_other_up() -> None:
 
 
 @pytest.mark.usefixtures("home")
-async def test_what_is_typed_before_the_conversation_has_begun_stands_behind_what_was_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_is_typed_before_the_beginning_stands_behind_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = ChatApp._begin
 
     def begin_late(app: ChatApp) -> None:
@@ -294,8 +290,7 @@ async def test_what_is_typed_before_the_conversation_has_begun_stands_behind_wha
 
     monkeypatch.setattr(ChatApp, "_begin", begin_late)
     async with chatting(draft="dra") as (app, pilot):
-        await pilot.press("f", "t")
-        await until(pilot, lambda: app.chat.status.facts is not None)
+        await press(pilot, "f", "t", until=lambda: app.chat.status.facts is not None)
         assert app.chat.composer.text == "draft"
 
 

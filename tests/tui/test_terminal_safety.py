@@ -15,7 +15,7 @@ from localllm.engine.engine_info import EngineFacts
 from localllm.errors import LocalLLMError
 from localllm.tui import markdown_render, messages
 from localllm.tui.app import ChatApp
-from tests.tui.support import FakeService, chatting, say, shown, until
+from tests.tui.support import FakeService, assert_shown, chatting, shown, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -62,8 +62,7 @@ def painted(app: ChatApp) -> list[str]:
 def assert_intact(app: ChatApp) -> None:
     """No segment has what a terminal could obey, and what is always on the screen is there."""
     assert not [text for text in painted(app) if OBEYED.search(text)]
-    assert "f1 help" in shown(app).splitlines()[-1]
-    assert app.is_running and app.failure is None
+    assert "f1 help" in shown(app).splitlines()[-1] and app.is_running and app.failure is None
 
 
 @pytest.mark.parametrize("first", range(4))
@@ -123,14 +122,9 @@ def test_a_naughty_string_is_shown_whole(shared_data: Callable[[str], Path]) -> 
 
 
 async def test_nothing_of_an_answer_is_left_out_of_what_is_shown() -> None:
-    text = (
-        "Use <b>this</b> [a](http://b.test/c) and\n\n[r]: http://hidden.test\n\n<div>\nblock\n</div>\n\n![alt](x.png)"
-    )
-    async with chatting(FakeService([text])) as (app, pilot):
-        await say(pilot, "?")
-        screen = shown(app)
-        for part in ("<b>this</b>", "http://b.test/c", "http://hidden.test", "<div>", "</div>", "alt", "x.png"):
-            assert part in screen
+    text = "Use <b>this</b> [a](http://b.test/c)\n\n[r]: http://hidden.test\n\n<div>\nblock\n</div>\n\n![alt](x.png)"
+    async with chatting(FakeService([text]), asked="?") as (app, _):
+        assert_shown(app, "<b>this</b>", "http://b.test/c", "http://hidden.test", "<div>", "</div>", "alt", "x.png")
 
 
 @pytest.mark.parametrize("text", SEQUENCES, ids=[repr(text)[:30] for text in SEQUENCES])

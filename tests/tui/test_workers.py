@@ -68,7 +68,7 @@ def test_a_thread_of_a_worker_is_not_waited_for_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("cost_s", "interval_s"), [(0.001, 0.07), (0.03, 0.15), (2.0, 0.25)])
-def test_an_answer_is_drawn_as_often_as_a_fifth_of_a_core_allows(
+def test_answers_are_drawn_as_a_fifth_of_a_core_allows(
     cost_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent_s = 5.0
@@ -213,9 +213,7 @@ def test_what_nobody_foresaw_is_told_as_a_bug(told: Told, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("home")
-def test_a_conversion_that_was_stopped_goes_on_and_is_whole(
-    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_conversion_goes_on_and_is_whole(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
     hear, stopped = download_worker._Run._progress, threading.Event()
 

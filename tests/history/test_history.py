@@ -19,12 +19,6 @@ from localllm.errors import HistoryError
 from localllm.history import GoneError, History, Recording, Session, schema, search, title_of
 from tests.history_support import ask, crashed, said
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "data" / "conversations.db"
-
-
 # Against a model
 
 
@@ -79,6 +73,12 @@ class KeptAndModel(RuleBasedStateMachine):
     def _pick(self, pick: int) -> Chat:
         return self.chats[pick % len(self.chats)]
 
+    def _append(self, chat: Chat, parent: int | None, role: str, text: str, state: Any = "complete") -> int:
+        number = self.history.append(chat.session, parent, role, text, state=state)
+        chat.messages[number] = Told(parent, role, text, state)
+        self._touch(chat, number)
+        return number
+
     def _touch(self, chat: Chat, head: int | None) -> None:
         chat.head = head
         self.chats.remove(chat)
@@ -92,27 +92,20 @@ class KeptAndModel(RuleBasedStateMachine):
     @rule(pick=PICK, text=TEXTS, role=st.sampled_from(["user", "assistant"]))
     def append_to_what_is_shown(self, pick: int, text: str, role: str) -> None:
         chat = self._pick(pick)
-        number = self.history.append(chat.session, chat.head, role, text)
-        chat.messages[number] = Told(chat.head, role, text, "complete")
-        self._touch(chat, number)
+        self._append(chat, chat.head, role, text)
 
     @precondition(lambda self: any(chat.messages for chat in self.chats))
     @rule(pick=PICK, text=TEXTS)
     def answer_or_ask_anew(self, pick: int, text: str) -> None:
         chat = next(chat for chat in self.chats if chat.messages)
         other = list(chat.messages.values())[pick % len(chat.messages)]
-        number = self.history.append(chat.session, other.parent, other.role, text)
-        chat.messages[number] = Told(other.parent, other.role, text, "complete")
-        self._touch(chat, number)
+        self._append(chat, other.parent, other.role, text)
 
     @precondition(lambda self: self.chats and self.writing is None)
     @rule(pick=PICK, text=TEXTS)
     def begin_to_write(self, pick: int, text: str) -> None:
         chat = self._pick(pick)
-        number = self.history.append(chat.session, chat.head, "assistant", text, state="writing")
-        chat.messages[number] = Told(chat.head, "assistant", text, "writing")
-        self._touch(chat, number)
-        self.writing = chat, number
+        self.writing = chat, self._append(chat, chat.head, "assistant", text, "writing")
 
     @precondition(lambda self: self.writing is not None)
     @rule(text=TEXTS)
@@ -169,21 +162,18 @@ class KeptAndModel(RuleBasedStateMachine):
             _ = 1 / 0
 
     @rule()
-    def reopen(self) -> None:
-        self.history.close()
-        self._settle()
-        self.history = History.open(self.path)
-
-    @rule()
     def crash(self) -> None:
         self.crashes += 1
         left = crashed(self.path, self.root / str(self.crashes))
-        self.history.close()
-        self.path = left
-        self._settle()
-        self.history = History.open(self.path)
+        self._open_again(left)
 
-    def _settle(self) -> None:
+    @rule()
+    def reopen(self) -> None:
+        self._open_again(self.path)
+
+    def _open_again(self, path: Path) -> None:
+        self.history.close()
+        self.path, self.history = path, History.open(path)
         for chat in self.chats:
             for told in chat.messages.values():
                 told.state = "interrupted" if told.state == "writing" else told.state
@@ -194,21 +184,15 @@ class KeptAndModel(RuleBasedStateMachine):
         assert [session.id for session, _ in found] == [chat.session.id for chat in reversed(self.chats)]
         assert [count for _, count in found] == [len(chat.path()) for chat in reversed(self.chats)]
         for chat in self.chats:
-            told = [(each.role, each.content, each.state) for each in chat.path()]
-            assert said(self.history, chat.session) == told
-            assert [message.content for message in self.history.tree(chat.session)] == [
-                each.content for each in chat.messages.values()
-            ]
+            told, tree = list(chat.messages.values()), self.history.tree(chat.session)
+            assert said(self.history, chat.session) == [(each.role, each.content, each.state) for each in chat.path()]
+            assert [message.content for message in tree] == [each.content for each in told]
 
     @invariant()
     def finds_the_same(self) -> None:
         hits = {hit.message.number for hit in self.history.search("lantern", 10_000) if hit.message is not None}
-        expected = {
-            number
-            for chat in self.chats
-            for number, told in chat.messages.items()
-            if "lantern" in told.content and told.state != "writing"
-        }
+        told = {number: each for chat in self.chats for number, each in chat.messages.items()}
+        expected = {n for n, each in told.items() if "lantern" in each.content and each.state != "writing"}
         assert hits - expected == set() or not expected  # letter by letter, what is being written is found too
         assert expected <= hits
 
@@ -222,12 +206,10 @@ TestKeptAndModel = KeptAndModel.TestCase
 # Files
 
 
-def test_the_file_and_its_folder_are_their_owners_alone(path: Path) -> None:
-    with History.open(path) as history:
-        ask(history)
-        modes = {each.name: each.stat().st_mode & 0o777 for each in path.parent.iterdir()}
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert set(modes.values()) == {0o600}
+def test_the_file_and_its_folder_are_their_owners_alone(history: History, path: Path) -> None:
+    ask(history)
+    modes = {each.name: each.stat().st_mode & 0o777 for each in path.parent.iterdir()}
+    assert path.parent.stat().st_mode & 0o777 == 0o700 and set(modes.values()) == {0o600}
     assert {"conversations.db", "conversations.db-wal"} <= set(modes)
 
 
@@ -251,20 +233,18 @@ def test_what_was_removed_is_in_no_byte_of_the_file(path: Path) -> None:
     assert b"ordinary" in path.read_bytes()
 
 
-def test_the_order_does_not_depend_on_the_clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_does_not_depend_on_the_clock(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([2e9, 1e9, 5.0, -3e9, 1e8, 0.0, 7e9, 1.0, 2.0, 3.0, 4.0, 5.0])
     monkeypatch.setattr(time, "time", lambda: next(times))
-    with History.open(path) as history:
-        sessions = [ask(history, f"question {number}")[0] for number in range(3)]
-        assert [session.id for session, _ in history.sessions()] == [session.id for session in reversed(sessions)]
-        assert history.find("last").id == sessions[-1].id == history.sessions(1)[0][0].id
-        assert [format_time(session.updated) for session, _ in history.sessions()]
+    sessions = [ask(history, f"question {number}")[0] for number in range(3)]
+    assert [session.id for session, _ in history.sessions()] == [session.id for session in reversed(sessions)]
+    assert history.find("last").id == sessions[-1].id == history.sessions(1)[0][0].id
+    assert [format_time(session.updated) for session, _ in history.sessions()]
 
 
-def test_a_text_with_half_a_surrogate_is_kept_without_it(path: Path) -> None:
-    with History.open(path) as history:
-        session, _ = ask(history, "half \ud83d of it")
-        assert said(history, session) == [("user", "half ? of it", "complete")]
+def test_a_text_with_half_a_surrogate_is_kept_without_it(history: History) -> None:
+    session, _ = ask(history, "half \ud83d of it")
+    assert said(history, session) == [("user", "half ? of it", "complete")]
 
 
 def test_an_index_that_another_python_left_stale_is_built_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,37 +296,34 @@ def test_a_history_that_can_only_be_read_is_read(path: Path, monkeypatch: pytest
         ('"', []),
     ],
 )
-def test_words_phrases_and_parts_of_words_are_found(path: Path, query: str, expected: list[str]) -> None:
+def test_words_phrases_and_parts_of_words_are_found(history: History, query: str, expected: list[str]) -> None:
     texts = ["A red lantern", "Two lanterns, one fox", "Über den Wolken", "一个红灯笼", "It is 100% sure", "99 others"]
-    with History.open(path) as history:
-        session = history.begin("untitled", None, None)
-        for text in texts:
-            history.append(session, None, "user", text)
-        found = [hit.message.content for hit in history.search(query, 10) if hit.message is not None]
+    session = history.begin("untitled", None, None)
+    for text in texts:
+        history.append(session, None, "user", text)
+    found = [hit.message.content for hit in history.search(query, 10) if hit.message is not None]
     assert found == expected
 
 
 def test_an_excerpt_is_what_stands_around_the_word() -> None:
     text = "before " * 50 + "the lantern\nshone " + "after " * 50
     shown = search.excerpt(text, "lantern")
-    assert "the lantern shone" in shown and len(shown) < 140
-    assert shown[0] == shown[-1] == "…"
+    assert "the lantern shone" in shown and len(shown) < 140 and shown[0] == shown[-1] == "…"
 
 
-def test_a_session_is_found_by_its_id_the_beginning_of_it_its_title_or_as_the_last(path: Path) -> None:
-    with History.open(path) as history:
-        first, _ = ask(history, "The red fox")
-        second, _ = ask(history, "The red owl")
-        assert history.find(first.id).id == history.find(first.id.upper()).id == first.id
-        assert history.find("last").id == history.find("OWL").id == second.id
-        if first.id[0] != second.id[0]:
-            assert history.find(second.id[0]).id == second.id
-        with pytest.raises(HistoryError, match="more than one") as caught:
-            history.find("red")
-        assert first.id in caught.value.why and second.id in caught.value.why
-        for absent in ("nothing", "", " ", "%", "_"):
-            with pytest.raises(HistoryError, match="there is no chat"):
-                history.find(absent)
+def test_a_session_is_found_by_its_id_the_beginning_of_it_its_title_or_as_the_last(history: History) -> None:
+    first, _ = ask(history, "The red fox")
+    second, _ = ask(history, "The red owl")
+    assert history.find(first.id).id == history.find(first.id.upper()).id == first.id
+    assert history.find("last").id == history.find("OWL").id == second.id
+    if first.id[0] != second.id[0]:
+        assert history.find(second.id[0]).id == second.id
+    with pytest.raises(HistoryError, match="more than one") as caught:
+        history.find("red")
+    assert first.id in caught.value.why and second.id in caught.value.why
+    for absent in ("nothing", "", " ", "%", "_"):
+        with pytest.raises(HistoryError, match="there is no chat"):
+            history.find(absent)
 
 
 @pytest.mark.parametrize(
@@ -377,32 +354,29 @@ class CountedHistory:
         return getattr(self.history, name)
 
 
-def test_an_answer_is_written_with_each_sentence_and_each_half_second(path: Path) -> None:
-    with History.open(path) as history:
-        session, question = ask(history)
-        counted, now = CountedHistory(history), [0.0]
-        recording = Recording(counted, session, question, "tiny", clock=lambda: now[0])  # type: ignore[arg-type]
-        writes = []
-        for second, text in [(0, "The"), (0.1, " fox"), (0.2, " ran."), (0.3, " And"), (0.8, " on"), (0.9, "\n")]:
-            now[0] = second
-            recording.hear(text)
-            writes.append(counted.writes)
-        assert writes == [1, 1, 2, 2, 3, 4]
-        assert said(history, session)[-1] == ("assistant", "The fox ran. And on\n", "writing")
-        recording.finish("complete", {"seed": 3})
-        assert said(history, session)[-1][2] == "complete"
-        assert recording.error is None
+def test_an_answer_is_written_with_each_sentence_and_each_half_second(history: History) -> None:
+    session, question = ask(history)
+    counted, now = CountedHistory(history), [0.0]
+    recording = Recording(counted, session, question, "tiny", clock=lambda: now[0])  # type: ignore[arg-type]
+    writes = []
+    for second, text in [(0, "The"), (0.1, " fox"), (0.2, " ran."), (0.3, " And"), (0.8, " on"), (0.9, "\n")]:
+        now[0] = second
+        recording.hear(text)
+        writes.append(counted.writes)
+    assert writes == [1, 1, 2, 2, 3, 4]
+    assert said(history, session)[-1] == ("assistant", "The fox ran. And on\n", "writing")
+    recording.finish("complete", {"seed": 3})
+    assert said(history, session)[-1][2] == "complete" and recording.error is None
 
 
-def test_an_answer_that_another_process_calls_interrupted_is_written_on(path: Path) -> None:
-    with History.open(path) as history:
-        session, question = ask(history)
-        recording = Recording(history, session, question, "tiny")
-        recording.hear("The fox. ")
-        with History.open(path) as other:
-            assert said(other, session)[-1] == ("assistant", "The fox. ", "interrupted")
-            recording.hear("It ran. ")
-            assert said(other, session)[-1] == ("assistant", "The fox. It ran. ", "writing")
-        recording.finish("complete", {})
-        assert said(history, session)[-1] == ("assistant", "The fox. It ran. ", "complete")
-        assert [hit.message.role for hit in history.search("ran", 5) if hit.message] == ["assistant"]
+def test_an_answer_that_another_process_calls_interrupted_is_written_on(history: History, path: Path) -> None:
+    session, question = ask(history)
+    recording = Recording(history, session, question, "tiny")
+    recording.hear("The fox. ")
+    with History.open(path) as other:
+        assert said(other, session)[-1] == ("assistant", "The fox. ", "interrupted")
+        recording.hear("It ran. ")
+        assert said(other, session)[-1] == ("assistant", "The fox. It ran. ", "writing")
+    recording.finish("complete", {})
+    assert said(history, session)[-1] == ("assistant", "The fox. It ran. ", "complete")
+    assert [hit.message.role for hit in history.search("ran", 5) if hit.message] == ["assistant"]

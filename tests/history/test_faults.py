@@ -24,17 +24,12 @@ from localllm.config import ResolvedSettings
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import HistoryError
 from localllm.history import DamagedError, History, LockedError, Recording, database, schema
-from tests.history_support import SENTENCES, ask, begun, crashed, ended, in_child, said
+from tests.history_support import SENTENCES, ask, begun, crashed, ended, in_child, said, titles
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 QUESTIONS = ("Where did the fox go?", "And then?")
 WHOLE = "".join(SENTENCES)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "data" / "conversations.db"
 
 
 class Talk:
@@ -61,9 +56,16 @@ class Talk:
             record.take(FinishedEvent(0, "stop", Usage(), Timings()))
         heard("end\n")
 
+    def end(self) -> Talk:
+        self.recorder.close()
+        return self
+
     @property
     def warnings(self) -> list[str]:
         return [line for line in self.errors.getvalue().splitlines() if line.startswith("warning:")]
+
+    def warned_once(self, *words: object) -> bool:
+        return len(self.warnings) == 1 and all(str(word) in self.warnings[0] for word in words)
 
 
 def kept(path: Path) -> list[tuple[str, str, str]]:
@@ -73,6 +75,15 @@ def kept(path: Path) -> list[tuple[str, str, str]]:
         sessions = history.sessions()
         assert len(sessions) <= 1
         return said(history, sessions[0][0]) if sessions else []
+
+
+def questions(path: Path) -> list[str]:
+    return [content for role, content, _ in kept(path) if role == "user"]
+
+
+def executed(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as raw:
+        raw.execute(statement)
 
 
 @contextmanager
@@ -108,7 +119,7 @@ def talk_until(path: Path, statement: int) -> tuple[int, str]:
         talk = Talk(path)
         for question in QUESTIONS:
             talk.turn(question, lambda text: os.write(told, text.encode()) and None)
-        talk.recorder.close()
+        talk.end()
 
     status, written = in_child(work)
     return status, written.decode()
@@ -145,8 +156,7 @@ def test_a_kill_before_any_statement_loses_no_sentence_that_was_written(tmp_path
         assert not ended or os.WEXITSTATUS(status) == 0
         require_kept(path, told)
         statement += step
-    assert statement > 120
-    assert [state for _, _, state in kept(path)] == ["complete"] * 4
+    assert statement > 120 and [state for _, _, state in kept(path)] == ["complete"] * 4
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -170,7 +180,7 @@ def test_a_kill_at_any_moment_loses_no_sentence_that_was_written(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("with_schema", "step"), [(False, 512), (True, 4120)])
-def test_a_log_that_is_cut_anywhere_opens_with_what_was_committed_before(
+def test_a_log_that_is_cut_anywhere_has_what_was_committed(
     path: Path, tmp_path: Path, with_schema: bool, step: int
 ) -> None:
     log = path.with_name(f"{path.name}-wal")
@@ -216,10 +226,7 @@ def test_a_full_disk_is_told_once_and_the_chat_goes_on(path: Path) -> None:
 
         def work(told: int, limit: int = limit) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            talk = Talk(path.parent / str(limit) / path.name)
-            for _ in range(4):
-                talk.turn(QUESTIONS[0])
-            talk.recorder.close()
+            talk = Talk(path.parent / str(limit) / path.name).turns(*QUESTIONS[:1] * 4).end()
             os.write(told, f"{len(talk.warnings)} {len(talk.dialogue.turns)} {talk.warnings}".encode())
 
         status, written = in_child(work)
@@ -232,9 +239,7 @@ def test_a_full_disk_is_told_once_and_the_chat_goes_on(path: Path) -> None:
         assert all(text in QUESTIONS or WHOLE.startswith(text.rstrip()) for _, text, _ in shown)
 
 
-def test_what_was_said_while_the_disk_was_full_is_kept_when_it_has_room_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_said_beside_a_full_disk_is_kept_when_it_has_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Talk(path).turns(QUESTIONS[0])
     with monkeypatch.context() as patch:
 
@@ -244,73 +249,59 @@ def test_what_was_said_while_the_disk_was_full_is_kept_when_it_has_room_again(
             raise error
 
         patch.setattr(database.Database, "_begin", full)
-        talk.turn("Said meanwhile?")
-        talk.turn("And this?")
-        assert talk.recorder.session_id is None
-        assert talk.recorder.fork() is None
-    talk.turn(QUESTIONS[1])
-    talk.recorder.close()
-    assert len(talk.warnings) == 1 and "disk is full" in talk.warnings[0] and "df -h" in talk.warnings[0]
+        talk.turns("Said meanwhile?", "And this?")
+        assert talk.recorder.session_id is None and talk.recorder.fork() is None
+    talk.turns(QUESTIONS[1]).end()
+    assert talk.warned_once("disk is full", "df -h")
     assert talk.errors.getvalue().count("all of this chat is kept") == 1
-    questions = [content for role, content, _ in kept(path) if role == "user"]
-    assert questions == [QUESTIONS[0], "Said meanwhile?", "And this?", QUESTIONS[1]]
+    assert questions(path) == [QUESTIONS[0], "Said meanwhile?", "And this?", QUESTIONS[1]]
 
 
 def test_a_copy_of_a_chat_has_what_was_not_kept_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    talk = Talk(path).turns(QUESTIONS[0])
+    talk = Talk(path).turns(QUESTIONS[0]).end()  # what is opened anew waits for as long as the test says
     with monkeypatch.context() as patch, locked(path):
         patch.setattr(database, "PATIENCE_S", 0.1)
         talk.turn(QUESTIONS[1])
-    name = talk.recorder.fork()
-    talk.recorder.close()
-    assert name is not None
+    assert talk.recorder.fork() is not None
+    talk.end()
     with History.open(path) as history:
         assert [len(said(history, session)) for session, _ in history.sessions()] == [4, 4]
 
 
 @pytest.mark.parametrize("folder", ["/proc/none", "/dev/null/none"])
 def test_a_disk_that_cannot_be_written_is_told_once(folder: str) -> None:
-    talk = Talk(Path(folder) / "conversations.db").turns(*QUESTIONS)
-    assert len(talk.warnings) == 1 and folder in talk.warnings[0]
+    assert Talk(Path(folder) / "conversations.db").turns(*QUESTIONS).warned_once(folder)
 
 
 def test_a_folder_in_the_place_of_the_file_is_told_once(path: Path) -> None:
     path.mkdir(parents=True)
-    talk = Talk(path).turns(*QUESTIONS)
-    assert len(talk.warnings) == 1 and str(path) in talk.warnings[0]
-    assert path.is_dir()
+    assert Talk(path).turns(*QUESTIONS).warned_once(path) and path.is_dir()
 
 
 # Others at the same file
 
 
-def test_a_lock_that_is_held_is_told_once_and_what_was_said_is_kept_after_it(
+def test_a_held_lock_is_told_once_and_what_was_said_is_kept_after_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "PATIENCE_S", 0.1)
     talk = Talk(path).turns(QUESTIONS[0])
     with locked(path, "EXCLUSIVE"):
-        talk.recorder.close()
-        talk.turn("Said meanwhile?")
+        talk.end().turn("Said meanwhile?")
         with pytest.raises(LockedError, match="locked") as caught, History.open(path, patience_s=0.1) as history:
             ask(history)
         assert str(path) in caught.value.why and "lsof" in caught.value.fix
-    talk.turn(QUESTIONS[1])
-    talk.recorder.close()
-    assert len(talk.warnings) == 1 and "locked" in talk.warnings[0]
-    assert [content for role, content, _ in kept(path) if role == "user"][1] == "Said meanwhile?"
+    assert talk.turns(QUESTIONS[1]).end().warned_once("locked")
+    assert questions(path)[1] == "Said meanwhile?"
 
 
 @pytest.mark.parametrize("leaves", ["the chat", "this one for another"])
-def test_what_a_lock_kept_from_being_written_is_kept_at_the_end(
-    path: Path, monkeypatch: pytest.MonkeyPatch, leaves: str
-) -> None:
+def test_what_a_lock_held_up_is_kept_at_the_end(path: Path, monkeypatch: pytest.MonkeyPatch, leaves: str) -> None:
     monkeypatch.setattr("localllm.history.database.PATIENCE_S", 0.05)
     monkeypatch.setattr("localllm.chat.recorder._PATIENCE_S", 0.05)
     talk = Talk(path).turns(QUESTIONS[0])
     with locked(path, "EXCLUSIVE"):
-        talk.recorder.close()
-        talk.dialogue.ask(QUESTIONS[1])
+        talk.end().dialogue.ask(QUESTIONS[1])
         with pytest.raises(KeyboardInterrupt), talk.recorder.answering(Answer(3)) as record:
             record.take(TokenEvent(0, 1, "Half an"))
             raise KeyboardInterrupt
@@ -319,29 +310,26 @@ def test_what_a_lock_kept_from_being_written_is_kept_at_the_end(
     if leaves == "this one for another":
         talk.dialogue.clear()
         talk.recorder.begin_anew()
-    talk.recorder.close()
+    talk.end()
     assert kept(path)[2:] == [("user", QUESTIONS[1], "complete"), ("assistant", "Half an", "interrupted")]
 
 
 def test_a_file_that_is_replaced_while_it_is_not_open_is_begun_anew_with_all_of_it(path: Path) -> None:
-    talk = Talk(path).turns(QUESTIONS[0])
-    talk.recorder.close()
+    talk = Talk(path).turns(QUESTIONS[0]).end()
     path.rename(path.with_name("old.db"))
     with History.open(path) as other:
         assert other.count() == 0
-    talk.turn(QUESTIONS[1])
-    talk.recorder.close()
-    assert [content for role, content, _ in kept(path) if role == "user"] == list(QUESTIONS)
+    talk.turns(QUESTIONS[1]).end()
+    assert questions(path) == list(QUESTIONS)
 
 
 def test_the_title_is_of_a_question_that_was_kept(path: Path) -> None:
     talk = Talk(path)
     talk.dialogue.ask("a secret " * 1000)
     talk.dialogue.take_back_question()
-    talk.turn(QUESTIONS[0])
-    talk.recorder.close()
+    talk.turns(QUESTIONS[0]).end()
     with History.open(path) as history:
-        assert [session.title for session, _ in history.sessions()] == [QUESTIONS[0]]
+        assert titles(history) == [QUESTIONS[0]]
 
 
 def test_a_model_whose_name_is_no_text_is_kept_all_the_same(path: Path) -> None:
@@ -383,27 +371,22 @@ def test_two_processes_that_begin_and_write_at_once_lose_nothing(path: Path) -> 
 
 
 def test_a_chat_that_another_process_removes_is_not_brought_back(path: Path) -> None:
-    talk = Talk(path)
-    talk.turn("A secret?")
+    talk = Talk(path).turns("A secret?")
     with History.open(path) as history:
         history.remove([history.find("last")])
-    talk.turn(QUESTIONS[0])
-    talk.turn(QUESTIONS[1])
-    assert len(talk.warnings) == 1 and "removed" in talk.warnings[0]
+    assert talk.turns(*QUESTIONS).warned_once("removed")
     talk.recorder.begin_anew()
     talk.dialogue.clear()
-    talk.turn("Something else?")
-    talk.recorder.close()
-    assert [content for role, content, _ in kept(path) if role == "user"] == ["Something else?"]
+    talk.turns("Something else?").end()
+    assert questions(path) == ["Something else?"]
 
 
 def test_a_file_that_is_deleted_under_a_chat_is_begun_anew_with_all_of_it(path: Path) -> None:
     talk = Talk(path).turns(QUESTIONS[0])
     for each in list(path.parent.iterdir()):
         each.unlink()
-    talk.turn(QUESTIONS[1])
-    talk.recorder.close()
-    assert [content for role, content, _ in kept(path) if role == "user"] == list(QUESTIONS)
+    talk.turns(QUESTIONS[1]).end()
+    assert questions(path) == list(QUESTIONS)
 
 
 # Damage and versions
@@ -425,21 +408,16 @@ def cut_short(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_header, damage_pages, cut_short])
-def test_a_damaged_file_is_moved_aside_told_of_once_and_a_new_one_begun(
-    path: Path, damage: Callable[[Path], None]
-) -> None:
+def test_a_damaged_file_is_moved_aside_told_once_and_begun_anew(path: Path, damage: Callable[[Path], None]) -> None:
     for number in (1, 2):
         with History.open(path) as history:
             session, question = ask(history)
             history.append(session, question, "assistant", WHOLE * 50)
         damage(path)
         damaged = path.read_bytes()
-        talk = Talk(path).turns(*QUESTIONS)
-        talk.recorder.close()
         aside = path.with_name(f"{path.name}.damaged-{number}")
-        assert aside.read_bytes() == damaged
-        assert len(talk.warnings) == 1 and str(aside) in talk.warnings[0]
-        assert len(kept(path)) == 4
+        assert Talk(path).turns(*QUESTIONS).end().warned_once(aside)
+        assert aside.read_bytes() == damaged and len(kept(path)) == 4
         path.unlink()
     assert not path.with_name(f"{path.name}-suspect").exists()
 
@@ -501,20 +479,17 @@ def test_a_damaged_file_is_not_moved_from_under_another_process(path: Path) -> N
         with path.open("r+b") as file:
             file.write(b"no database at all")
         path.with_name(f"{path.name}-wal").write_bytes(b"")
-        talk = Talk(path)
-        talk.turn(QUESTIONS[0])
-        assert len(talk.warnings) == 1 and "when no other process has it open" in talk.warnings[0]
+        talk = Talk(path).turns(QUESTIONS[0])
+        assert talk.warned_once("when no other process has it open")
         assert not list(path.parent.glob("*.damaged*"))
     finally:
         os.kill(process, signal.SIGKILL)
         ended(process, reader)
-    talk.turn(QUESTIONS[1])
-    talk.recorder.close()
-    assert [content for role, content, _ in kept(path) if role == "user"] == list(QUESTIONS)
-    assert path.with_name(f"{path.name}.damaged-1").exists()
+    talk.turns(QUESTIONS[1]).end()
+    assert questions(path) == list(QUESTIONS) and path.with_name(f"{path.name}.damaged-1").exists()
 
 
-def test_pages_that_are_damaged_at_work_are_found_by_the_next_start_in_a_large_file_too(
+def test_pages_damaged_at_work_are_found_by_the_next_start_of_a_large_file(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "_CHECKED_BYTES", 0)
@@ -528,45 +503,37 @@ def test_pages_that_are_damaged_at_work_are_found_by_the_next_start_in_a_large_f
     with pytest.raises(DamagedError), History.open_to_read(path) as history:
         history.tree(history.find("last"))
     with History.open(path) as history:
-        assert history.moved_to is not None
-        assert history.count() == 0
+        assert history.moved_to is not None and history.count() == 0
 
 
 def test_a_damaged_index_costs_no_chat_and_is_built_anew(path: Path) -> None:
     with History.open(path) as history:
         for number in range(40):
             ask(history, f"{WHOLE} number{number}")
-    with closing(sqlite3.connect(path, isolation_level=None)) as raw:
-        raw.execute("UPDATE message_words_data SET block = x'a5a5a5a5' WHERE id > 10")
-    talk = Talk(path).turns("A new lantern?", "Another lantern?")
-    talk.recorder.close()
+    executed(path, "UPDATE message_words_data SET block = x'a5a5a5a5' WHERE id > 10")
+    Talk(path).turns("A new lantern?", "Another lantern?").end()
     with History.open(path) as history:
-        assert history.moved_to is None
-        assert history.count() == 41
-        assert len([hit for hit in history.search("lantern", 100) if hit.message]) == 2
-        assert len([hit for hit in history.search("number7", 100) if hit.message]) == 1
+        assert history.moved_to is None and history.count() == 41
+        assert [len([hit for hit in history.search(word, 100) if hit.message]) for word in ("lantern", "number7")] == [
+            2,
+            1,
+        ]
 
 
 def test_a_file_of_a_newer_version_is_left_as_it_is(path: Path) -> None:
     with History.open(path) as history:
         ask(history)
-    raw = sqlite3.connect(path, isolation_level=None)
-    raw.execute("PRAGMA user_version = 99")
-    raw.close()
+    executed(path, "PRAGMA user_version = 99")
     before = path.read_bytes()
     with pytest.raises(HistoryError, match=f"version 99; this localllm knows version {schema.VERSION}"):
         History.open(path)
-    talk = Talk(path).turns(*QUESTIONS)
-    assert len(talk.warnings) == 1 and "99" in talk.warnings[0]
-    assert path.read_bytes() == before
+    assert Talk(path).turns(*QUESTIONS).warned_once("99") and path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_a_database_of_another_program_is_left_as_it_is(path: Path) -> None:
     path.parent.mkdir()
-    raw = sqlite3.connect(path, isolation_level=None)
-    raw.execute("CREATE TABLE bookmarks (url)")
-    raw.close()
+    executed(path, "CREATE TABLE bookmarks (url)")
     before = path.read_bytes()
     with pytest.raises(HistoryError, match="another program"):
         History.open(path)
@@ -577,17 +544,18 @@ def test_a_migration_is_made_as_a_whole_or_not_at_all(path: Path, monkeypatch: p
     with History.open(path) as history:
         session, _ = ask(history)
     added = "ALTER TABLE sessions ADD COLUMN colour TEXT"
-    with monkeypatch.context() as patch:
-        patch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, (added, "ALTER TABLE nothing ADD COLUMN x")))
-        patch.setattr(schema, "VERSION", schema.VERSION + 1)
-        with pytest.raises(HistoryError):
-            History.open(path)
+
+    def migrate(*statements: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, statements))
+            patch.setattr(schema, "VERSION", schema.VERSION + 1)
+            with History.open(path) as history:
+                assert len(said(history, session)) == 1
+
+    with pytest.raises(HistoryError):
+        migrate(added, "ALTER TABLE nothing ADD COLUMN x")
     with History.open(path) as history:
         assert len(said(history, session)) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, (added,)))
-        patch.setattr(schema, "VERSION", schema.VERSION + 1)
-        with History.open(path) as history:
-            assert len(said(history, session)) == 1
+    migrate(added)
     with pytest.raises(HistoryError, match="version 2"):
         History.open(path)

@@ -1,0 +1,72 @@
+"""How much memory a conversion and a load take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localllm.models.families import load_config
+from localllm.models.layout import block_layouts, model_bytes
+from localllm.quant.recipe import recipe
+from tests.packed_support import resized
+
+pytestmark = pytest.mark.slow
+
+MiB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """270 MiB in bf16, 26 MiB a block at most."""
+    sizes = {"hidden_size": 512, "intermediate_size": 8192, "vocab_size": 4096, "head_dim": 128}
+    return resized(tmp_path_factory.mktemp("large"), num_hidden_layers=10, **sizes)
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from localllm.models.convert import convert
+from localllm.models.families import load_config
+from localllm.models.layout import block_layouts
+from localllm.models.packed import PackedModel
+from localllm.quant.recipe import recipe
+
+def status(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
+
+def peak(work):
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    kept = work()
+    return status("VmHWM") - before
+
+torch.set_num_threads(1)
+checkpoint, small, target, weights = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), recipe(sys.argv[4])
+convert(small, target.with_name("small"), weights, "warm up")
+
+def load():
+    with PackedModel.open(target, load_config(checkpoint), weights, "s") as packed:
+        return [packed.tensors(layout) for layout in block_layouts(packed.config)]
+
+print(peak(lambda: convert(checkpoint, target, weights, "s")), peak(load))
+"""
+
+
+@pytest.mark.parametrize("weights", ["int4-g64", "int8"])
+def test_a_conversion_takes_the_memory_of_two_blocks_and_a_load_that_of_the_packed_model(
+    weights, large, checkpoint, tmp_path
+):
+    command = [sys.executable, "-c", PEAK, str(large), str(checkpoint), str(tmp_path / "p"), weights]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout
+    converting, loading = map(int, out.split())
+    config = load_config(large)
+    layouts = block_layouts(config)
+    largest = max(2 * m.out_features * m.in_features for layout in layouts for m in layout.matrices)
+    block = max(sum(2 * m.out_features * m.in_features for m in layout.matrices) for layout in layouts)
+    assert largest < converting < 2 * block + 32 * MiB
+    packed = model_bytes(config, recipe(weights))
+    assert packed < loading < packed + 16 * MiB
