@@ -68,7 +68,9 @@ class Accepts:
         """Return the nearest value, else a usual one; "" where there is neither."""
         text = str(value).strip().casefold()
         if self.choices:
-            return [*difflib.get_close_matches(text, self.choices, n=1), *self.choices][0]
+            bits = [letter for letter in text if letter.isdigit()]  # q4_k_m and 8bit are said elsewhere
+            of_as_many = [choice for choice in self.choices if bits and choice.endswith(bits[0])]
+            return [*difflib.get_close_matches(text, self.choices, n=1), *of_as_many, *self.choices][0]
         if self.kind == "bytes":
             return f"{_nearest_gib(text):g}GiB"
         if self.kind == "bytes or off":
@@ -209,7 +211,7 @@ class EngineConfig:
     )  # fmt: skip
     speculate: str = setting(
         "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "auto|off|ngram|skip|model:NAME",
-        "What drafts tokens, of which one pass of the model keeps those that it would have sampled: the text "
+        "The drafter: it proposes tokens, and one pass of the model keeps those that it would have sampled. The text "
         "stays the same, and comes faster. ngram: what followed the last words before. skip: the model without some "
         "of its blocks. model:NAME: a second, smaller model of the same tokenizer. auto: ngram and skip, as far as "
         "they pay.",

@@ -88,6 +88,8 @@ strftime_now('%1000000000d')
         "{{ ns.x|tojson(indent=" + indent + ") }}"
         for indent in ("99999", "'x' * 100000")
     ),
+    "{% set ns = namespace(x=()) %}{% for i in range(3) %}{% for j in range(60000) %}{% set ns.x = (ns.x,) %}"
+    "{% endfor %}{% endfor %}{{ {ns.x: 1}|length }}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{% block b %}{{ self.b() }}{% endblock %}",
     "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from localllm.chat.text import format_seconds
-from localllm.cli.batch_input import TOLD, LineRules, Prompts, read_prompts
+from localllm.cli.batch_input import TOLD, LineRules, Problems, Prompts, read_prompts
 from localllm.cli.context import CliContext
 from localllm.cli.job import SEEDS, Job
 from localllm.cli.journal import open_journal
@@ -105,7 +105,7 @@ def _measure(prompts: Prompts, encoder: Encoder, line: ProgressLine) -> tuple[ar
 
     Raises UsageError for those that the template or the tokenizer refuses.
     """
-    problems: list[tuple[int, LocalLLMError]] = []
+    problems = Problems()
     lengths, highest_ids = array("q"), array("q")
     for index, number in enumerate(prompts.numbers):
         if index and index % 1000 == 0:  # 0.2 s
@@ -114,7 +114,7 @@ def _measure(prompts: Prompts, encoder: Encoder, line: ProgressLine) -> tuple[ar
         try:
             ids = encoder.encode(prompt.source)
         except LocalLLMError as error:
-            problems.append((number, error))
+            problems.add(number, error)
             continue
         lengths.append(len(ids))
         highest_ids.append(max((*ids, *prompt.sampling.logit_bias), default=0))
@@ -126,7 +126,7 @@ def _require_room(
     prompts: Prompts, lengths: array[int], highest_ids: array[int], encoder: Encoder, engine: Engine
 ) -> None:
     """Raises UsageError or ContextOverflowError for prompts that this engine cannot answer."""
-    problems: list[tuple[int, LocalLLMError]] = []
+    problems = Problems()
     too_long = []
     for index, (length, highest_id) in enumerate(zip(lengths, highest_ids, strict=True)):
         if length >= engine.ctx:
@@ -136,7 +136,7 @@ def _require_room(
             try:
                 engine.check(Request(encoder.encode(line.source), line.sampling))
             except UsageError as error:
-                problems.append((prompts.numbers[index], error))
+                problems.add(prompts.numbers[index], error)
     prompts.refuse(problems)
     if too_long:
         longest, possible = max(lengths), engine.config.longest_context
@@ -156,6 +156,9 @@ def _job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: E
     for path in (*(files.directory / name for name in _TEXT_FILES), *more):
         texts.update(path.read_bytes() if path.is_file() else b"")
         texts.update(path.name.encode())
+    told = hashlib.blake2b(digest_size=32)
+    for line in prompts.lines:
+        told.update(line + b"\n")
     decisive = {
         "localllm": __version__,
         "model": source_id(files),
@@ -167,7 +170,7 @@ def _job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: E
         "ctx": selection.settings.ctx,
         "think": selection.settings.think,
         "rules": asdict(rules),
-        "prompts": hashlib.blake2b(b"\n".join(prompts.lines), digest_size=32).hexdigest(),
+        "prompts": told.hexdigest(),
     }
     return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 

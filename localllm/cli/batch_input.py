@@ -9,7 +9,8 @@ import difflib
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -65,12 +66,25 @@ class BatchLine:
 
 
 @dataclass
+class Problems:
+    """Lines that cannot be used: how many, and the first of them with what is wrong."""
+
+    count: int = 0
+    first: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, number: int, error: LocalLLMError) -> None:
+        self.count += 1
+        if self.count <= TOLD:
+            self.first.append((number, f"{error.what[:200]}{f': {error.why[:200]}' if error.why else ''}"))
+
+
+@dataclass
 class Prompts:
-    """The lines of a job that say something, by their index. numbers: which lines of the file they are, from 1."""
+    """The lines of a job that say something, by their index, in memory. numbers: which lines of the file, from 1."""
 
     name: str
     rules: LineRules
-    numbers: list[int] = field(default_factory=list)
+    numbers: array[int] = field(default_factory=lambda: array("q"))
     lines: list[bytes] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -79,18 +93,15 @@ class Prompts:
     def __getitem__(self, index: int) -> BatchLine:
         return parse_line(self.lines[index], self.rules)
 
-    def refuse(self, problems: Sequence[tuple[int, LocalLLMError]]) -> None:
+    def refuse(self, problems: Problems) -> None:
         """Raises UsageError where there are lines that cannot be used; of many only the first are told."""
-        if problems:
-            told = [
-                f"line {number}: {error.what[:200]}{f': {error.why[:200]}' if error.why else ''}"
-                for number, error in problems[:TOLD]
-            ]
-            told += [f"and {len(problems) - TOLD} more"] if len(problems) > TOLD else []
-            numbers = shlex.quote(";".join(f"{number}p" for number, _ in problems[:TOLD]))
+        if problems.count:
+            told = [f"line {number}: {text}" for number, text in problems.first]
+            told += [f"and {problems.count - TOLD} more"] if problems.count > TOLD else []
+            numbers = shlex.quote(";".join(f"{number}p" for number, _ in problems.first))
             path = "FILE" if self.name == _STDIN else shlex.quote(self.name)
             raise UsageError(
-                f"{len(problems)} of {len(self)} lines of {self.name} cannot be used",
+                f"{problems.count} of {len(self)} lines of {self.name} cannot be used",
                 why="; ".join(told),
                 fix=f"mend what this prints: sed -n {numbers} {path}",
             )
@@ -101,13 +112,13 @@ _STDIN = "standard input"
 
 def read_prompts(path: Path, rules: LineRules, output: Output) -> Prompts:
     """Every prompt of a file, `-` being standard input, each checked. Raises UsageError that names the bad ones."""
-    prompts, problems = Prompts(_STDIN if str(path) == "-" else str(path), rules), []
+    prompts, problems = Prompts(_STDIN if str(path) == "-" else str(path), rules), Problems()
     with _opened(path, output) as stream:
         for number, data in _lines(stream, prompts.name):
             try:
                 parse_line(data, rules)
             except UsageError as error:
-                problems.append((number, error))
+                problems.add(number, error)
             prompts.numbers.append(number)
             prompts.lines.append(data)
     prompts.refuse(problems)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -209,7 +208,11 @@ class ModelPlanner:
         """Measure in a process of its own, which keeps what it finds: torch takes seconds and 300 MB of this one."""
         command = [sys.executable, "-P", "-m", "localllm.offload.measuring", self.weights, DTYPE_NAMES[self.dtype]]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        with suppress(OSError), subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True) as child:
+        try:
+            started = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True)
+        except OSError:  # no process can be started: it is measured in this one
+            return
+        with started as child:
             assert child.stdout is not None
             try:
                 for line in child.stdout:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import httpx2
 
 REDIRECT_LIMIT = 8
+LISTING_LIMIT_BYTES = 32 << 20
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
 _NOT_THE_HUB = "not the hub's: a proxy or a network's login page may stand between"
 
@@ -85,7 +86,11 @@ class HubClient:
         while True:
             try:
                 with self.open(url, {"Accept": "application/json"}) as response:
-                    data = response.read()
+                    data = bytearray()
+                    for chunk in response.iter_bytes():
+                        data += chunk
+                        if len(data) > LISTING_LIMIT_BYTES:
+                            raise TransferInterruptedError(f"the answer has more than {LISTING_LIMIT_BYTES} bytes")
                 with suppress(ValueError, RecursionError):
                     if isinstance(value := json.loads(data), dict):
                         return value

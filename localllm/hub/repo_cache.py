@@ -172,9 +172,11 @@ def shard_names(index: Path) -> list[str]:
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in a small file of the cache. Raises CheckpointError."""
     try:
-        if path.stat().st_size > JSON_LIMIT_BYTES:
+        with path.open("rb") as file:
+            data = file.read(JSON_LIMIT_BYTES + 1)
+        if len(data) > JSON_LIMIT_BYTES:
             raise CheckpointError(f"{path} is too large", why=f"more than {JSON_LIMIT_BYTES} bytes")
-        value = json.loads(path.read_bytes())
+        value = json.loads(data)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read", why=str(error)) from None
     except (ValueError, RecursionError) as error:

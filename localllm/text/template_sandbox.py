@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from itertools import islice
 from types import BuiltinMethodType
 from typing import Any
 
@@ -36,9 +35,9 @@ TIME_LIMIT_S = 2.0  # of the processor, for one rendering: a thread that waits f
 MAX_CHARS = 8 << 20  # of one value, or of the whole output; 2 M tokens are about as long
 MAX_TOTAL_CHARS = 96 << 20  # of all values together that one rendering makes
 MAX_ITEMS = 100_000  # of one list, which is jinja2's limit of a range; also of a width or a count
+MAX_DEPTH = 100  # of lists and mappings within one another
 MAX_INT_BITS = 1 << 16
 _ITEM_CHARS = 8  # the cost of a value beside its characters
-_MAX_INDENT = 100  # of JSON: each level holds a text of its own
 _MAX_NEEDLE = 100  # characters to strip or to search for from behind: CPython takes the product of both lengths
 
 _TEXT_METHODS = """capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit
@@ -89,7 +88,7 @@ class Budget:
         self._look_at = time.monotonic() + time_limit_s  # not before: a thread has no more of the processor than passes
         self._left = MAX_TOTAL_CHARS
         # Keeps alive what was weighed, so that an id stays one object's. Values never change in the sandbox.
-        self._weighed: dict[int, tuple[Any, int]] = {}
+        self._weighed: dict[int, tuple[Any, int, int]] = {}
 
     def tick(self) -> None:
         """Count one step of the template. Raises LimitError once the processor time is used up."""
@@ -122,14 +121,18 @@ class Budget:
             self.charge(3 * _ITEM_CHARS * len(value))  # an item can be a small object of its own
             self.weigh(value)
         elif isinstance(value, _ITERATED):
-            return self.made(list(islice(self.ticking(value), MAX_ITEMS + 1)))
+            return self.made(self.listed(value))
         return value
 
-    def ticking(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Yield the values, with a step of the template for each."""
+    def listed(self, values: Iterable[Any]) -> list[Any]:
+        """Return all of an iterator, unless it is too long."""
+        items: list[Any] = []
         for value in values:
             self.tick()
-            yield value
+            items.append(value)
+            if len(items) > MAX_ITEMS:
+                raise LimitError(f"a list of more than {MAX_ITEMS} items")
+        return items
 
     def joined(self, pieces: Iterable[str]) -> str:
         """Join pieces, unless they are too long together."""
@@ -142,21 +145,24 @@ class Budget:
         self.charge(size)
         return "".join(parts)
 
-    def weigh(self, value: Any) -> int:
-        """Return the characters of a value written in full, where shared parts count each time they appear."""
+    def weigh(self, value: Any) -> tuple[int, int]:
+        """Return (characters, depth) of a value written in full, where shared parts count each time they appear."""
         if isinstance(value, str):
-            return len(value) + _ITEM_CHARS
+            return len(value) + _ITEM_CHARS, 0
         if not isinstance(value, (list, tuple, dict)):
-            return _ITEM_CHARS
+            return _ITEM_CHARS, 0
         if known := self._weighed.get(id(value)):
-            return known[1]
-        size = _ITEM_CHARS
+            return known[1], known[2]
+        size, depth = _ITEM_CHARS, 0
         for part in (*value, *value.values()) if isinstance(value, dict) else value:
-            size += self.weigh(part)
+            part_size, part_depth = self.weigh(part)
+            size, depth = size + part_size, max(depth, part_depth)
             if size > MAX_CHARS:
                 raise LimitError(f"a value of more than {MAX_CHARS} characters")
-        self._weighed[id(value)] = (value, size)
-        return size
+        if depth >= MAX_DEPTH:
+            raise LimitError(f"values more than {MAX_DEPTH} deep in one another")
+        self._weighed[id(value)] = (value, size, depth + 1)
+        return size, depth + 1
 
     def charge_operation(self, operator: str, left: Any, right: Any) -> None:
         """Pay for an operation whose result can be much larger than its operands."""
@@ -165,7 +171,7 @@ class Budget:
             self.charge_format(left, "%", _WIDE_PERCENT, right)
         elif operator == "*" and len(bits) == 1:
             repeated, count = (right, left) if isinstance(left, int) else (left, right)
-            self.charge(self.weigh(repeated) * max(count, 0) if isinstance(repeated, (str, list, tuple)) else 0)
+            self.charge(self.weigh(repeated)[0] * max(count, 0) if isinstance(repeated, (str, list, tuple)) else 0)
         elif len(bits) == 2 and (bits[0] * abs(right) if operator == "**" else sum(bits)) > MAX_INT_BITS:
             raise LimitError(f"a number of more than {MAX_INT_BITS} bits")
 
@@ -174,7 +180,7 @@ class Budget:
         if wide.search(text):
             raise LimitError("a format with a width of more than 999, or with a width from outside")
         padding = 1000 if any(map(str.isdigit, text)) else 0
-        self.charge(len(text) + text.count(sign) * (self.weigh(values) + padding))
+        self.charge(len(text) + text.count(sign) * (self.weigh(values)[0] + padding))
 
     def charge_call(self, name: str, value: Any, args: list[Any]) -> None:
         """Pay for a filter or a method of a text with arguments that could make much of it."""
@@ -230,11 +236,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         own |= {"format": self._format, "indent": self._indent, "join": self._join, "replace": self._replace}
         own |= dict.fromkeys(("e", "escape", "forceescape"), _escape)
         self.filters = {name: self._guarded(name, own.get(name) or FILTERS[name]) for name in _FILTERS.split()}
-        self.filters |= {
-            _MADE: lambda value: self.budget.made(value),
-            _LOOPED: lambda values: self.budget.ticking(values),
-        }
-        self.filters[_SLICED] = lambda value, *bounds: self.budget.made(value[slice(*bounds)])
+        self.filters |= {_MADE: lambda value: self.budget.made(value), _LOOPED: self._looped, _SLICED: self._sliced}
         self.filters[_CONCATENATED] = lambda values: self.budget.joined(map(str, values))
         self.tests = {name: self._guarded(name, test) for name, test in dict[str, Any](self.tests).items()}
         self.globals = {
@@ -295,7 +297,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     @pass_context
     def _finalize_output(self, context: Context, value: Any) -> Any:  # noqa: ARG002
-        self.budget.charge(self.budget.weigh(value))
+        self.budget.charge(self.budget.weigh(value)[0])
         return value
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,12 +311,20 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         return guarded
 
+    def _looped(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self.budget.tick()
+            yield value
+
+    def _sliced(self, value: Any, *bounds: Any) -> Any:
+        return self.budget.made(value[slice(*bounds)])
+
     def _charge_replace(self, text: str, old: Any = "", new: Any = "", *_: Any) -> None:
         old, new = str(old), str(new)
         self.budget.charge(len(text) + text.count(old) * max(0, len(new) - len(old)))
 
     def _charge_join(self, separator: str, pieces: Any = ()) -> None:
-        self.budget.charge(self.budget.weigh(pieces) + len(pieces) * len(separator))
+        self.budget.charge(self.budget.weigh(pieces)[0] + len(pieces) * len(separator))
 
     def _replace(self, s: Any, old: Any, new: Any, count: int | None = None) -> str:
         self._charge_replace(str(s), old, new)
@@ -331,7 +341,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def _join(self, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
         if attribute is not None:
-            value = self.budget.made(map(make_attrgetter(self, attribute), value))
+            value = self.budget.listed(map(make_attrgetter(self, attribute), value))
         self._charge_join(str(d), value)
         return str(d).join(map(str, value))
 
@@ -346,11 +356,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        if (step := len(indent) if isinstance(indent, str) else indent or 0) > _MAX_INDENT:
-            raise LimitError(f"an indent of {step}; at most {_MAX_INDENT}")
-        self.budget.weigh(value)
-        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        return self.budget.joined(encoder.iterencode(value))
+        size, depth = self.budget.weigh(value)
+        step = len(indent) if isinstance(indent, str) else max(indent or 0, 0)
+        self.budget.charge(size + size // _ITEM_CHARS * (depth * step + sum(map(len, separators or ()))))
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def _strftime_now(self, pattern: str) -> str:
         if len(pattern) > 200 or _WIDE_DATE.search(pattern):

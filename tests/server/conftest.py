@@ -15,7 +15,7 @@ from localllm.server import generation_request
 from localllm.server.tools.output_format import OutputFormat
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar.grammar import Grammar
-from tests.server.support import Raw, Running, running
+from tests.server.support import Patch, Raw, Running, Says, running
 
 Connect = Callable[..., Raw]
 
@@ -55,7 +55,7 @@ def client(server: Running, libraries: Mapping[str, Any], request: pytest.Fixtur
 
 
 @pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def says(monkeypatch: Patch) -> Says:
     """What the model says from now on, as if it had come upon that by itself."""
 
     def set_said(text: str) -> None:
@@ -74,7 +74,7 @@ class _Playing(OutputFormat):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def calls(monkeypatch: Patch) -> Callable[..., None]:
     """From now on the model calls the first tool that it is free to call and has arguments for, and that only until it
     is told of a result. text: what it says otherwise; None: what it likes."""
 
@@ -95,7 +95,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def speaks(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def speaks(server: Running, monkeypatch: Patch) -> Says:
     """The model has another chat template from now on."""
 
     def set_template(source: str) -> None:

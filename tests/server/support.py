@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from localllm import hub
 from localllm.config import ResolvedSettings, load_settings
@@ -32,6 +33,9 @@ from localllm.server.http_server import bound, serve
 from localllm.server.model_server import Capacity, ModelServer
 from tests.patience import PATIENCE_S, wait_for
 
+Json = dict[str, Any]
+Patch = pytest.MonkeyPatch
+Says = Callable[[str], None]
 OWL = [{"role": "user", "content": "A tale about an owl, please."}]
 
 
@@ -78,6 +82,18 @@ class Running:
 
     def get(self, path: str, **headers: str) -> httpx2.Response:
         return self.client.get(path, headers=headers)
+
+    def answer(self, path: str, body: Any) -> Any:
+        """What a request that is honoured gets."""
+        reply = self.post(path, body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def error(self, path: str, body: Any, status: int = 400) -> Any:
+        """What a request that is refused gets."""
+        reply = self.post(path, body)
+        assert reply.status_code == status, reply.text
+        return reply.json()["error"]
 
     def stream_lines(self, path: str, body: Any) -> list[str]:
         """The lines of a streamed reply that say something."""
@@ -231,6 +247,10 @@ class Raw:
                 break
             data += piece
         return data
+
+    def status(self) -> int:
+        """Of the reply that comes."""
+        return int(self.read_until(b"\r\n").split()[1])
 
     def read_all(self) -> bytes:
         """To the end of the connection."""

@@ -9,16 +9,14 @@ from typing import Any
 import anthropic
 import pytest
 
-from localllm.engine.engine import Engine
 from localllm.server.errors import RequestError
 from localllm.server.stream import Delta, GenerationStream
-from localllm.text.chat_template import ChatTemplate
-from tests.server.support import OWL, Running
+from tests.server.support import OWL, Json, Patch, Running, Says
 
 PATH = "/v1/messages"
-ASKED: dict[str, Any] = {"model": "tiny", "messages": OWL}
-GREEDY: dict[str, Any] = {**ASKED, "max_tokens": 12, "extra_body": {"temperature": 0, "top_k": 1}}
-RAW: dict[str, Any] = {**ASKED, "max_tokens": 12, "temperature": 0}
+ASKED: Json = {"model": "tiny", "messages": OWL}
+GREEDY: Json = {**ASKED, "max_tokens": 12, "extra_body": {"temperature": 0, "top_k": 1}}
+RAW: Json = {**ASKED, "max_tokens": 12, "temperature": 0}
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=0a1b2;"
 SHORT = "Tell tales."
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -26,13 +24,15 @@ RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "7"}
 
 
 @pytest.fixture
-def thinker(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+def thinker(server: Running, speaks: Says) -> Running:
     """The model's template opens a thought, which goes on to the end of the answer unless it is told not to think."""
-    source = server.engine.template.sources["default"]
     opened = "{% if add_generation_prompt and enable_thinking is not false %}{{ '<think>\\n' }}{% endif %}"
-    template = ChatTemplate(source + opened, special_tokens=server.engine.tokenizer.special_tokens)
-    monkeypatch.setattr(Engine, "template", property(lambda _engine: template))
+    speaks(server.engine.template.sources["default"] + opened)
     return server
+
+
+def said(text: str) -> Json:
+    return {"role": "assistant", "content": text}
 
 
 def text_of(message: anthropic.types.Message) -> str:
@@ -73,20 +73,19 @@ def test_what_there_is_nothing_of_is_left_out(server: Running) -> None:
 
 
 def test_an_answer_that_ends_by_itself_has_ended_its_turn(client: anthropic.Anthropic) -> None:
-    begun = [*OWL, {"role": "assistant", "content": "The end."}]
+    begun = [*OWL, said("The end.")]
     message = client.messages.create(**{**GREEDY, "messages": begun}, stop_sequences=["never said"])
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert [block.type for block in message.content] == ["text"]
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "an answer, streamed")
-@pytest.mark.supports("anthropic", "/v1/messages", "pieces put together again")
+@pytest.mark.supports("anthropic", "/v1/messages", "an answer, streamed", "pieces put together again")
 def test_the_librarys_stream_helper_accumulates_the_same_message(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(**GREEDY)
     with client.messages.stream(**GREEDY) as stream:
-        said = "".join(stream.text_stream)
+        text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert said == text_of(whole) == text_of(final)
+    assert text == text_of(whole) == text_of(final)
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 12)
     assert total_input(final) == total_input(whole)
 
@@ -95,9 +94,10 @@ def total_input(message: anthropic.types.Message) -> int:
     return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
 
 
-def test_the_events_of_a_stream_come_in_the_originals_order(client: anthropic.Anthropic) -> None:
-    events = list(client.messages.create(**GREEDY, stream=True))
-    kinds = [event.type for event in events]
+def test_the_events_of_a_stream_come_in_the_originals_order_each_named_by_its_type(server: Running) -> None:
+    lines = server.stream_lines(PATH, {**RAW, "stream": True})
+    kinds = [line.removeprefix("event: ") for line in lines[::2]]
+    assert kinds == [json.loads(line.removeprefix("data: "))["type"] for line in lines[1::2]]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[2:-3]) == {"content_block_delta"}
@@ -109,13 +109,6 @@ def test_a_message_starts_with_nothing_said_and_the_tokens_of_its_prompt(client:
         first = next(iter(stream))
     assert first.type == "message_start" and first.message.content == []
     assert first.message.stop_reason is None and first.message.usage.input_tokens == counted
-
-
-def test_each_event_is_named_by_its_type(server: Running) -> None:
-    lines = server.stream_lines(PATH, {**RAW, "stream": True})
-    names = [line.removeprefix("event: ") for line in lines[::2]]
-    assert names == [json.loads(line.removeprefix("data: "))["type"] for line in lines[1::2]]
-    assert names[0] == "message_start" and names[-1] == "message_stop"
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "cached tokens counted")
@@ -141,7 +134,7 @@ def shown(message: anthropic.types.Message) -> list[str]:
     return [getattr(block, block.type) for block in message.content]
 
 
-def final_of(client: anthropic.Anthropic, asked: dict[str, Any]) -> anthropic.types.Message:
+def final_of(client: anthropic.Anthropic, asked: Json) -> anthropic.types.Message:
     with client.messages.stream(**asked) as stream:
         return stream.get_final_message()
 
@@ -158,7 +151,7 @@ def final_of(client: anthropic.Anthropic, asked: dict[str, Any]) -> anthropic.ty
     ],
     ids=["blocks", "billing block", "billing line", "billing lines", "message"],
 )
-def test_a_system_prompt_is_the_same_however_it_comes(client: anthropic.Anthropic, asked: dict[str, Any]) -> None:
+def test_a_system_prompt_is_the_same_however_it_comes(client: anthropic.Anthropic, asked: Json) -> None:
     plain = client.messages.create(**GREEDY, system=SHORT)
     message = client.messages.create(**{**GREEDY, **asked})
     assert (total_input(message), text_of(message)) == (total_input(plain), text_of(plain))
@@ -170,8 +163,8 @@ def test_a_system_prompt_of_billing_alone_is_none(client: anthropic.Anthropic) -
 
 
 def test_messages_of_one_role_behind_each_other_are_one_turn(server: Running) -> None:
-    parts = [*user("one", "two", blocks("three")), {"role": "assistant", "content": "four"}, *user("five")]
-    one = [*user("one\ntwo\nthree"), {"role": "assistant", "content": "four"}, *user("five")]
+    parts = [*user("one", "two", blocks("three")), said("four"), *user("five")]
+    one = [*user("one\ntwo\nthree"), said("four"), *user("five")]
     counted = [server.post(f"{PATH}/count_tokens", {"messages": each}).json() for each in (parts, one)]
     assert counted[0] == counted[1] and counted[0]["input_tokens"] > 0
 
@@ -180,47 +173,28 @@ def test_messages_of_one_role_behind_each_other_are_one_turn(server: Running) ->
 def test_an_answer_that_was_begun_goes_on(client: anthropic.Anthropic) -> None:
     whole = text_of(client.messages.create(**GREEDY))
     begun = " ".join(whole.split(" ")[:5])
-    message = client.messages.create(**{**GREEDY, "messages": [*OWL, {"role": "assistant", "content": begun}]})
+    message = client.messages.create(**{**GREEDY, "messages": [*OWL, said(begun)]})
     assert (begun + text_of(message)).startswith(whole)
-
-
-@pytest.mark.parametrize("begun", ["Once ", "Once\n"])
-def test_an_answer_is_not_begun_with_white_space_at_its_end(client: anthropic.Anthropic, begun: str) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="cannot end with trailing whitespace"):
-        client.messages.create(**{**GREEDY, "messages": [*OWL, {"role": "assistant", "content": begun}]})
-
-
-def test_an_answer_to_nothing_is_refused(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="nothing to answer"):
-        client.messages.create(**{**GREEDY, "messages": [{"role": "assistant", "content": "Once"}]})
 
 
 @pytest.mark.supports("anthropic", "/v1/messages/count_tokens", "tokens counted")
 @pytest.mark.parametrize(
     "more",
-    [
-        {},
-        {"system": SHORT},
-        {"thinking": {"type": "disabled"}},
-        {"messages": [*OWL, {"role": "assistant", "content": "Once upon"}]},
-    ],
-    ids=["messages", "system", "thinking", "prefill"],
+    [{}, {"system": SHORT}, {"thinking": {"type": "disabled"}}, {"messages": [*OWL, said("Once upon")]}],
+    ids=str,
 )
-def test_tokens_are_counted_as_an_answer_has_them(client: anthropic.Anthropic, more: dict[str, Any]) -> None:
+def test_tokens_are_counted_as_an_answer_has_them(client: anthropic.Anthropic, more: Json) -> None:
     counted = client.messages.count_tokens(**{**ASKED, **more}).input_tokens
     assert counted == total_input(client.messages.create(**{**GREEDY, "max_tokens": 1, **more}))
 
 
-def test_the_tokens_of_a_prompt_that_is_too_long_are_counted(client: anthropic.Anthropic) -> None:
-    assert client.messages.count_tokens(model="tiny", messages=user("owl " * 3000)).input_tokens > 3000
-
-
 @pytest.mark.supports("anthropic", "/v1/messages", "refused: a prompt that is too long")
-def test_a_prompt_that_is_too_long_is_refused_in_the_originals_words(client: anthropic.Anthropic) -> None:
-    messages = user("owl " * 3000)
-    counted = client.messages.count_tokens(model="tiny", messages=messages).input_tokens
+def test_a_prompt_that_is_too_long_is_counted_and_refused_in_the_originals_words(client: anthropic.Anthropic) -> None:
+    asked = {**GREEDY, "messages": user("owl " * 3000)}
+    counted = client.messages.count_tokens(model="tiny", messages=asked["messages"]).input_tokens
+    assert counted > 3000
     with pytest.raises(anthropic.BadRequestError, match=f"prompt is too long: {counted} tokens > 1024 maximum"):
-        client.messages.create(**{**GREEDY, "messages": messages})
+        client.messages.create(**asked)
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "thinking")
@@ -240,9 +214,8 @@ def test_a_thought_is_streamed_with_a_signature_at_its_end(thinker: Running, cli
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_thought_is_not_shown_where_it_is_to_be_omitted(
-    thinker: Running, client: anthropic.Anthropic, streams: bool
-) -> None:
+@pytest.mark.usefixtures("thinker")
+def test_a_thought_is_not_shown_where_it_is_to_be_omitted(client: anthropic.Anthropic, streams: bool) -> None:
     asked = {**GREEDY, "thinking": {"type": "adaptive", "display": "omitted"}}
     message = final_of(client, asked) if streams else client.messages.create(**asked)
     assert [block.type for block in message.content] == ["thinking", "text"] and shown(message) == ["", ""]
@@ -256,8 +229,8 @@ def test_disabled_thinking_is_told_to_the_template(thinker: Running, client: ant
 
 @pytest.mark.supports("anthropic", "/v1/messages", "an answer goes back")
 def test_a_message_with_its_thought_can_be_sent_back(thinker: Running, client: anthropic.Anthropic) -> None:
-    said = client.messages.create(**GREEDY)
-    history: list[Any] = [*OWL, {"role": "assistant", "content": said.content}, *user("And then?")]
+    thought = client.messages.create(**GREEDY).content
+    history: list[Any] = [*OWL, {"role": "assistant", "content": thought}, *user("And then?")]
     assert client.messages.create(**{**GREEDY, "messages": history}).content
 
 
@@ -281,18 +254,24 @@ def test_what_cannot_be_honoured_is_a_400_that_names_it(client: anthropic.Anthro
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(**{**GREEDY, "extra_body": {field.partition(".")[0]: value}})
     error: Any = caught.value.body
-    assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert field in error["error"]["message"]
 
 
-def test_a_thinking_budget_is_refused_with_the_reason(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="budget of thinking cannot be held to"):
-        client.messages.create(**GREEDY, thinking={"type": "enabled", "budget_tokens": 1024})
-
-
-def test_an_effort_without_thinking_is_refused(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.effort"):
-        client.messages.create(**GREEDY, thinking={"type": "disabled"}, output_config={"effort": "low"})
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"messages": [said("Once")]}, "nothing to answer"),
+        ({"messages": [*OWL, said("Once ")]}, "cannot end with trailing whitespace"),
+        ({"messages": [*OWL, said("Once\n")]}, "cannot end with trailing whitespace"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "budget of thinking cannot be held to"),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, r"output_config\.effort"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_has_the_reason(client: anthropic.Anthropic, more: Json, why: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=why):
+        client.messages.create(**{**GREEDY, **more})
 
 
 @pytest.mark.parametrize(
@@ -304,34 +283,23 @@ def test_an_effort_without_thinking_is_refused(client: anthropic.Anthropic) -> N
         {"context_management": {"edits": []}},
     ],
 )
-def test_what_asks_for_no_more_than_is_done_anyway_changes_nothing(server: Running, more: dict[str, Any]) -> None:
-    said = [server.post(PATH, {**ASKED, "max_tokens": 8, "temperature": 0, **fields}).json() for fields in ({}, more)]
-    assert said[0]["content"] == said[1]["content"]
+def test_what_asks_for_no_more_than_is_done_anyway_changes_nothing(server: Running, more: Json) -> None:
+    plain, asked = (server.answer(PATH, {**RAW, "max_tokens": 8, **fields}) for fields in ({}, more))
+    assert plain["content"] == asked["content"]
 
 
 def test_a_request_without_max_tokens_is_refused_in_the_originals_words(server: Running) -> None:
-    reply = server.post(PATH, ASKED)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["message"] == "max_tokens: Field required"
+    assert server.error(PATH, ASKED)["message"] == "max_tokens: Field required"
 
 
 def test_what_has_no_effect_is_accepted(client: anthropic.Anthropic) -> None:
-    inert: dict[str, Any] = {
-        "metadata": {"user_id": "u"},
-        "service_tier": "auto",
-        "tools": [],
-        "tool_choice": {"type": "auto"},
-        "cache_control": {"type": "ephemeral", "ttl": "1h"},
-        "speed": "standard",
-        "container": None,
-        "thinking": {"type": "adaptive"},
-    }
+    inert: Json = {"metadata": {"user_id": "u"}, "service_tier": "auto", "tools": [], "tool_choice": {"type": "auto"}}
+    inert |= {"cache_control": {"type": "ephemeral", "ttl": "1h"}, "thinking": {"type": "adaptive"}}
+    inert |= {"speed": "standard", "container": None}
     assert client.messages.create(**GREEDY, **inert).usage.service_tier == "standard"
 
 
-def test_silence_is_told_by_pings_and_a_failure_ends_the_stream(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silence_is_told_by_pings_and_a_failure_ends_the_stream(server: Running, monkeypatch: Patch) -> None:
     break_answers(monkeypatch)
     lines = server.stream_lines(PATH, {**RAW, "stream": True})
     assert lines[lines.index("event: ping") + 1] == 'data: {"type":"ping"}'
@@ -339,18 +307,16 @@ def test_silence_is_told_by_pings_and_a_failure_ends_the_stream(
     assert lines[-1].startswith('data: {"type":"error","error":{"type":"overloaded_error"')
 
 
-def test_the_library_raises_what_ends_a_stream(client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_raises_what_ends_a_stream(client: anthropic.Anthropic, monkeypatch: Patch) -> None:
     break_answers(monkeypatch)
     with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
         list(client.messages.create(**GREEDY, stream=True))
 
 
-def break_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def break_answers(monkeypatch: Patch) -> None:
     """They begin, are silent, and fail."""
 
-    async def deltas(
-        _answers: GenerationStream, _silence_s: float | None = None
-    ) -> AsyncIterator[tuple[int, Delta] | None]:
+    async def deltas(*_: Any, **__: Any) -> AsyncIterator[tuple[int, Delta] | None]:
         yield 0, Delta("Once")
         yield None
         raise RequestError(503, "the server is shutting down", name="overloaded")

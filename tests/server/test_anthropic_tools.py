@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any, Literal
 
 import anthropic
 import pytest
 from jsonschema import validate
 
-from tests.server.support import OWL, Running
+from tests.server.support import OWL, Json, Running, Says
 from tests.server.tools_support import ANSWER, ANTHROPIC_TOOLS, BROKEN, CALLED_TWICE, ROOM, WEATHER, Animal
 
 PATH = "/v1/messages"
-GREEDY: dict[str, Any] = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "extra_body": {"temperature": 0}}
-RAW: dict[str, Any] = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "temperature": 0}
+GREEDY: Json = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "extra_body": {"temperature": 0}}
+RAW: Json = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "temperature": 0}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"unit": "C"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "21"}
+FORM = {"type": "json_schema", "schema": ANSWER}
 CLOCK: Any = {"type": "tool", "name": "clock"}
 
 
@@ -28,18 +28,22 @@ def conversation(*blocks: Any) -> list[Any]:
 
 def refused(server: Running, **fields: Any) -> str:
     """What is told of a request that says that too."""
-    reply = server.post(PATH, {**RAW, **fields})
-    assert reply.status_code == 400, reply.text
-    error = reply.json()
-    assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
-    return str(error["error"]["message"])
+    error = server.error(PATH, {**RAW, **fields})
+    assert error["type"] == "invalid_request_error"
+    return str(error["message"])
 
 
-def final_of(client: anthropic.Anthropic, streams: bool, **more: Any) -> anthropic.types.Message:
+def final_of(client: anthropic.Anthropic, streams: bool = False, **more: Any) -> anthropic.types.Message:
+    """The message that the library gets; what more is asked takes the place of `GREEDY`'s."""
+    asked = {**GREEDY, **more}
     if not streams:
-        return client.messages.create(**GREEDY, **more)
-    with client.messages.stream(**GREEDY, **more) as stream:
+        return client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
         return stream.get_final_message()
+
+
+def total_input(message: Any) -> int:
+    return int(message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0))
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "tools: a call that is required")
@@ -63,8 +67,8 @@ def test_the_tool_that_is_named_is_called_once(client: anthropic.Anthropic, stre
 
 @pytest.mark.supports("anthropic", "/v1/messages", "tools: one call at most")
 def test_one_call_is_made_where_several_are_not_wanted(client: anthropic.Anthropic) -> None:
-    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
-    message = client.messages.create(**GREEDY, tools=ANTHROPIC_TOOLS, tool_choice=choice)
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    message = final_of(client, tools=ANTHROPIC_TOOLS, tool_choice=choice)
     assert [block.type for block in message.content] == ["tool_use"]
 
 
@@ -84,9 +88,7 @@ def test_a_streamed_call_is_a_block_of_json_in_pieces(client: anthropic.Anthropi
 
 @pytest.mark.supports("anthropic", "/v1/messages", "tools: calls that the model chooses to make")
 @pytest.mark.parametrize("streams", [False, True])
-def test_text_and_calls_are_blocks_in_their_order(
-    client: anthropic.Anthropic, says: Callable[[str], None], streams: bool
-) -> None:
+def test_text_and_calls_are_blocks_in_their_order(client: anthropic.Anthropic, says: Says, streams: bool) -> None:
     says(f"Let me look.\n{CALLED_TWICE}")
     message = final_of(client, streams, tools=ANTHROPIC_TOOLS)
     assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
@@ -96,7 +98,7 @@ def test_text_and_calls_are_blocks_in_their_order(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_broken_call_stays_text(client: anthropic.Anthropic, says: Callable[[str], None], streams: bool) -> None:
+def test_a_broken_call_stays_text(client: anthropic.Anthropic, says: Says, streams: bool) -> None:
     says(BROKEN)
     message = final_of(client, streams, tools=ANTHROPIC_TOOLS)
     assert [block.text for block in message.content if block.type == "text"] == [BROKEN]
@@ -108,44 +110,33 @@ def test_a_broken_call_stays_text(client: anthropic.Anthropic, says: Callable[[s
 def test_an_answer_that_is_cut_within_a_call_has_what_there_is_of_it(
     client: anthropic.Anthropic, streams: bool, most: int
 ) -> None:
-    asked = {**GREEDY, "max_tokens": most, "tools": ANTHROPIC_TOOLS[:1], "tool_choice": {"type": "any"}}
-    if streams:
-        with client.messages.stream(**asked) as stream:
-            message: Any = stream.get_final_message()
-    else:
-        message = client.messages.create(**asked)
-    last = message.content[-1]
+    message = final_of(client, streams, max_tokens=most, tools=ANTHROPIC_TOOLS[:1], tool_choice={"type": "any"})
+    last: Any = message.content[-1]
     assert message.stop_reason == "max_tokens" and last.type == ("text" if most == 2 else "tool_use")
     assert most == 40 or last.text == ""
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "tools: none of them")
 def test_no_tool_is_called_where_none_is_wanted(client: anthropic.Anthropic) -> None:
-    message = client.messages.create(**{**GREEDY, "max_tokens": 8}, tools=ANTHROPIC_TOOLS, tool_choice={"type": "none"})
+    message = final_of(client, max_tokens=8, tools=ANTHROPIC_TOOLS, tool_choice={"type": "none"})
     assert [block.type for block in message.content] == ["text"]
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "tools: strict")
 def test_a_strict_tool_is_one_whose_schema_can_be_held_to(client: anthropic.Anthropic, server: Running) -> None:
     strict = [{**ANTHROPIC_TOOLS[0], "strict": True}]
-    assert client.messages.create(**{**GREEDY, "max_tokens": 8}, tools=strict).content
+    assert final_of(client, max_tokens=8, tools=strict).content
     told = refused(server, tools=[{**strict[0], "input_schema": {"type": "object", "not": {}}}])
     assert "weather" in told and "'not'" in told
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "tools: a result goes back")
 def test_a_call_and_its_result_go_back(client: anthropic.Anthropic) -> None:
-    first = client.messages.create(**GREEDY, tools=ANTHROPIC_TOOLS, tool_choice=CLOCK)
-    [use] = first.content
-    assert use.type == "tool_use"
-    result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "noon"}]}
-    said: list[Any] = [
-        *OWL,
-        {"role": "assistant", "content": first.content},
-        {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
-    ]
-    asked = {**GREEDY, "messages": said, "max_tokens": 6}
-    assert client.messages.create(**asked, tools=ANTHROPIC_TOOLS).content
+    uses: Any = final_of(client, tools=ANTHROPIC_TOOLS, tool_choice=CLOCK).content
+    result = {"type": "tool_result", "tool_use_id": uses[0].id, "content": [{"type": "text", "text": "noon"}]}
+    goes_on = {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]}
+    messages = [*OWL, {"role": "assistant", "content": uses}, goes_on]
+    assert final_of(client, messages=messages, max_tokens=6, tools=ANTHROPIC_TOOLS).content
 
 
 @anthropic.beta_tool
@@ -159,40 +150,33 @@ def weather(unit: Literal["C", "F"]) -> str:
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "tools: run by the library")
-def test_the_library_runs_tools_and_sends_their_results(
-    client: anthropic.Anthropic, says: Callable[[str], None]
-) -> None:
+def test_the_library_runs_tools_and_sends_their_results(client: anthropic.Anthropic, says: Says) -> None:
     says(CALLED_TWICE.partition('\n<tool_call>\n{"name": "clock"')[0])
-    asked: dict[str, Any] = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "tools": [weather]}
+    asked: Json = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "tools": [weather]}
     replies = []
     for reply in client.beta.messages.tool_runner(**asked, max_iterations=2):
         replies.append(reply)
         says("It is warm.")
     assert [reply.stop_reason for reply in replies] == ["tool_use", "end_turn"]
-    assert (
-        replies[1].usage.input_tokens + (replies[1].usage.cache_read_input_tokens or 0) > replies[0].usage.input_tokens
-    )
+    assert total_input(replies[1]) > replies[0].usage.input_tokens
 
 
 @pytest.mark.parametrize("nothing", [{"input": None}, {"input": ""}, {}], ids=str)
 def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Running, nothing: Any) -> None:
-    def num_tokens(given: dict[str, Any]) -> int:
+    def num_tokens(given: Json) -> int:
         use = {"type": "tool_use", "id": "toolu_1", "name": "clock", **given}
         said = [*OWL, {"role": "assistant", "content": [use]}, {"role": "user", "content": [RESULT]}]
-        reply = server.post(f"{PATH}/count_tokens", {"messages": said})
-        assert reply.status_code == 200, reply.text
-        return int(reply.json()["input_tokens"])
+        return int(server.answer(f"{PATH}/count_tokens", {"messages": said})["input_tokens"])
 
     assert num_tokens(nothing) == num_tokens({"input": {}})
 
 
 def test_a_result_that_is_an_error_is_told_as_one(server: Running) -> None:
-    counts = [
-        server.post(f"{PATH}/count_tokens", {"messages": conversation({**RESULT, **more}), "tools": ANTHROPIC_TOOLS})
-        for more in ({}, {"is_error": False}, {"is_error": True})
-    ]
-    plain, false, true = (reply.json()["input_tokens"] for reply in counts)
-    assert plain == false < true
+    def num_tokens(**more: bool) -> int:
+        asked = {"messages": conversation({**RESULT, **more}), "tools": ANTHROPIC_TOOLS}
+        return int(server.answer(f"{PATH}/count_tokens", asked)["input_tokens"])
+
+    assert num_tokens() == num_tokens(is_error=False) < num_tokens(is_error=True)
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "tools: refused: a result of a call that never was")
@@ -228,12 +212,9 @@ def test_results_are_of_calls_and_calls_have_results(server: Running, messages: 
         ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "'g'"),
         ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "'not'"),
+        ({"output_config": {"format": {**FORM, "schema": {"not": {}}}}}, "'not'"),
         ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
-        (
-            {"output_format": {"type": "json_schema", "schema": ANSWER}, "structured_outputs": {"regex": "a"}},
-            "together",
-        ),
+        ({"output_format": FORM, "structured_outputs": {"regex": "a"}}, "together"),
     ],
 )
 def test_what_is_no_tool_or_no_form_is_refused_by_name(server: Running, fields: Any, words: str) -> None:
@@ -242,21 +223,17 @@ def test_what_is_no_tool_or_no_form_is_refused_by_name(server: Running, fields: 
 
 @pytest.mark.supports("anthropic", "/v1/messages/count_tokens", "tokens of tools counted")
 def test_the_tokens_of_tools_are_counted(client: anthropic.Anthropic) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": OWL}
-    plain, with_tools = (
-        client.messages.count_tokens(**asked, **more).input_tokens for more in ({}, {"tools": ANTHROPIC_TOOLS})
-    )
-    message = client.messages.create(**{**GREEDY, "max_tokens": 1}, tools=ANTHROPIC_TOOLS)
-    assert with_tools > plain
-    assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == with_tools
+    asked: Json = {"model": "tiny", "messages": OWL}
+    counted = client.messages.count_tokens(**asked, tools=ANTHROPIC_TOOLS).input_tokens
+    assert counted > client.messages.count_tokens(**asked).input_tokens
+    assert counted == total_input(final_of(client, max_tokens=1, tools=ANTHROPIC_TOOLS))
 
 
 @pytest.mark.supports("anthropic", "/v1/messages", "structured output: a JSON Schema")
 @pytest.mark.parametrize("field", ["output_config", "output_format"])
 def test_an_answer_fits_the_schema_that_it_has_to(client: anthropic.Anthropic, field: str) -> None:
-    form = {"type": "json_schema", "schema": ANSWER}
-    more = {"temperature": 0, field: {"format": form} if field == "output_config" else form}
-    message = client.messages.create(**{**GREEDY, "extra_body": more})
+    more = {"temperature": 0, field: {"format": FORM} if field == "output_config" else FORM}
+    message = final_of(client, extra_body=more)
     [block] = message.content
     assert block.type == "text" and validate(json.loads(block.text), ANSWER) is None
     assert message.stop_reason == "end_turn"
@@ -273,10 +250,8 @@ def test_an_answer_is_parsed_into_the_librarys_type(client: anthropic.Anthropic)
     [({"regex": "owl|fox"}, {"owl", "fox"}), ({"choice": ["a", "b"]}, {"a", "b"}),
      ({"grammar": 'root ::= "x" | "y"'}, {"x", "y"}), ({"grammar": 'start: "p"'}, {"p"})],
 )  # fmt: skip
-def test_an_answer_is_of_the_form_that_it_has_to_have(
-    client: anthropic.Anthropic, form: dict[str, Any], said: set[str]
-) -> None:
-    message = client.messages.create(**{**GREEDY, "extra_body": {"structured_outputs": form}})
+def test_an_answer_is_of_the_form_that_it_has_to_have(client: anthropic.Anthropic, form: Json, said: set[str]) -> None:
+    message = final_of(client, extra_body={"structured_outputs": form})
     assert [block.text in said for block in message.content if block.type == "text"] == [True]
 
 
@@ -284,18 +259,18 @@ def test_an_answer_is_of_the_form_that_it_has_to_have(
 @pytest.mark.parametrize(
     ("field", "form"),
     [
-        ("output_config.format", {"output_config": {"format": {"type": "json_schema", "schema": ANSWER}}}),
-        ("output_format", {"output_format": {"type": "json_schema", "schema": ANSWER}}),
+        ("output_config.format", {"output_config": {"format": FORM}}),
+        ("output_format", {"output_format": FORM}),
         ("structured_outputs", {"structured_outputs": {"regex": "a+"}}),
         ("tool_choice", {"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}}),
         ("tool_choice", {"tools": ANTHROPIC_TOOLS, "tool_choice": CLOCK}),
     ],
 )
-def test_an_answer_that_was_begun_has_no_form(server: Running, field: str, form: dict[str, Any]) -> None:
+def test_an_answer_that_was_begun_has_no_form(server: Running, field: str, form: Json) -> None:
     told = refused(server, messages=[*OWL, {"role": "assistant", "content": "{"}], **form)
     assert f"{field!r}" in told and "begun" in told and "leave out" in told
 
 
 def test_an_answer_that_was_begun_may_call_where_it_need_not(server: Running) -> None:
     begun = [*OWL, {"role": "assistant", "content": "Let me"}]
-    assert server.post(PATH, {**RAW, "messages": begun, "tools": ANTHROPIC_TOOLS, "max_tokens": 4}).status_code == 200
+    server.answer(PATH, {**RAW, "messages": begun, "tools": ANTHROPIC_TOOLS, "max_tokens": 4})

@@ -26,11 +26,12 @@ from localllm.runtime.server_client import attached
 from localllm.runtime.watchdog import Patience
 from tests.cli_support import environment, start_cli, write_checkpoint
 from tests.patience import PATIENCE_S, wait_for
+from tests.server.support import Json, Patch
 from tests.server.test_cli_serve import Served
 
-# Torch cannot be imported: what runs all the same has attached.
-NO_TORCH = 'raise ImportError("torch is not to be loaded")'
+SLOW = pytest.mark.slow
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+Ended = subprocess.CompletedProcess[bytes]
 ASK = ("run", "-p", "A tale about an owl, please.", "--max-tokens", "6", "--temperature", "0")
 
 
@@ -39,42 +40,31 @@ class Home:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        blocked = path / "blocked"
-        blocked.mkdir()
-        (blocked / "torch.py").write_text(NO_TORCH)
-        self.blocked = blocked
+        self.blocked = path / "blocked"
+        self.blocked.mkdir()
+        (self.blocked / "torch.py").write_text('raise ImportError("torch is not to be loaded")')
 
-    def localllm(
-        self, *arguments: str | Path, torch: bool = True, stdin: bytes = b""
-    ) -> subprocess.CompletedProcess[bytes]:
+    def localllm(self, *arguments: str | Path, torch: bool = True, stdin: bytes = b"") -> Ended:
+        """torch: may be imported; where it may not, what runs all the same has attached."""
         environ = environment(self.path)
         if not torch:
             environ["PYTHONPATH"] = f"{self.blocked}{os.pathsep}{environ['PYTHONPATH']}"
         command = [sys.executable, "-m", "localllm", *map(str, arguments)]
         return subprocess.run(command, env=environ, cwd=self.path, capture_output=True, input=stdin, timeout=PATIENCE_S)
 
-    def rows(self) -> list[dict[str, object]]:
-        told = json.loads(self.localllm("ps", "--json").stdout)
-        rows: list[dict[str, object]] = told["models"]
-        return rows
-
-    def row_of(self, name: str) -> dict[str, object]:
-        [row] = [row for row in self.rows() if row["name"] == name]
-        return row
+    def rows(self) -> dict[str, Json]:
+        """What `ps` tells of each model, by its name."""
+        return {row["name"]: row for row in json.loads(self.localllm("ps", "--json").stdout)["models"]}
 
     def pid_of(self, name: str) -> int:
         """The process of a model's engine."""
-        pid = self.row_of(name)["pid"]
-        assert isinstance(pid, int)
-        return pid
+        return int(self.rows()[name]["pid"])
 
-    def client(self, model: str | Path, monkeypatch: pytest.MonkeyPatch) -> EngineClient:
+    def client(self, model: str | Path, monkeypatch: Patch) -> EngineClient:
         """A client of the server's engine, in this process."""
         monkeypatch.setenv("LOCALLLM_HOME", environment(self.path)["LOCALLLM_HOME"])
         resolved = load_settings({}, environ={})
-        client = attached(with_defaults(resolved, locate(resolved, str(model))), lambda _text: None)
-        assert client is not None
-        return client
+        return attached(with_defaults(resolved, locate(resolved, str(model))), lambda _text: None)
 
 
 @contextmanager
@@ -146,28 +136,24 @@ def test_an_engine_that_has_come_to_what_is_asked_for_answers_in_the_same_forms(
     assert json.loads(answered.stdout)["text"] in ("yes", "no")
 
 
+OTHER_CTX = pytest.param(("--ctx", "256"), "the server's engine has ctx 1024, and 256 is asked for", marks=SLOW)
+PRIVATE = pytest.param(("--private",), "which --private rules out", marks=SLOW)
+
+
 @pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (("--kv", "bf16"), b"the server's engine has kv int8, and bf16 is asked for"),
-        pytest.param(
-            ("--ctx", "256"), b"the server's engine has ctx 1024, and 256 is asked for", marks=pytest.mark.slow
-        ),
-        pytest.param(("--private",), b"which --private rules out", marks=pytest.mark.slow),
-    ],
-    ids=["kv", "ctx", "private"],
+    ("flags", "why"), [(("--kv", "bf16"), "the server's engine has kv int8, and bf16 is asked for"), OTHER_CTX, PRIVATE]
 )
 def test_an_engine_that_is_not_what_is_asked_for_is_left_alone_and_that_is_said(
-    home: Home, flags: tuple[str, ...], why: bytes
+    home: Home, flags: tuple[str, ...], why: str
 ) -> None:
-    refused = home.localllm(*ASK, *flags)
-    assert refused.returncode == 0 and b"the running server is not used" in refused.stderr and why in refused.stderr
+    answered = home.localllm(*ASK, *flags)
+    assert answered.returncode == 0 and b"the running server is not used" in answered.stderr
+    assert why in answered.stderr.decode()
 
 
 def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:
     pid = home.pid_of("tiny")
     with start_cli(home.path, "chat", "--plain", "--max-tokens", "4", **PIPES) as chat:
-        assert chat.stdin is not None and chat.stdout is not None
         chat.stdin.write(b"A tale about a fox.\n")
         chat.stdin.flush()
         first = chat.stdout.readline()
@@ -182,7 +168,6 @@ def test_a_chat_goes_on_where_its_engine_is_killed(home: Home) -> None:
 def test_a_chat_goes_on_by_itself_where_the_server_has_ended(tmp_path: Path) -> None:
     chat_line = ("chat", "--plain", "--max-tokens", "4", "--temperature", "0")
     with served_alone(tmp_path) as server, start_cli(tmp_path, *chat_line, **PIPES) as chat:
-        assert chat.stdin is not None and chat.stdout is not None and chat.stderr is not None
         chat.stdin.write(b"A tale about a fox.\n")
         chat.stdin.flush()
         first = chat.stdout.readline()
@@ -203,24 +188,23 @@ def test_an_engine_that_was_killed_has_ended_and_is_loaded_by_the_next_question(
         os.kill(own.pid_of("tiny"), signal.SIGKILL)
         told = server.wait_for("has ended")
         assert "the engine of tiny has ended: its process was ended by SIGKILL" in told
-        [row] = own.rows()
+        [row] = own.rows().values()
         assert (row["state"], row["pid"], row["expires_at"]) == ("ended", None, None)
         cells = own.localllm("ps").stdout.decode().splitlines()[1].split()
         assert cells == ["tiny", "ended", "-"]
         assert server.ask("/health").status == 200
         assert own.localllm(*ASK, torch=False).returncode == 0
-        assert own.rows()[0]["state"] == "loaded"
+        assert own.rows()["tiny"]["state"] == "loaded"
 
 
 def test_an_engine_that_is_stopped_is_listed_as_silent_and_a_program_that_waits_for_it_is_told(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+    home: Home, monkeypatch: Patch
 ) -> None:
     assert home.localllm("load", "tiny", torch=False).returncode == 0
     pid, service = home.pid_of("tiny"), home.client("tiny", monkeypatch)
     engine = service.wait_loaded()
-    assert engine is not None
     os.kill(pid, signal.SIGSTOP)
-    row = home.row_of("tiny")
+    row = home.rows()["tiny"]
     assert row["state"] == "silent" and row["ctx"] == 1024
     service.watchdog.patience = Patience(still_s=1.0)
     stream = service.submit(Request(tuple(engine.encode("Once")), SamplingParams(max_tokens=2)))
@@ -232,24 +216,20 @@ def test_an_engine_that_is_stopped_is_listed_as_silent_and_a_program_that_waits_
     service.close()
 
 
-def test_a_model_that_is_written_anew_answers_run_and_chat_as_it_is_now(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_written_anew_answers_run_and_chat_as_it_is_now(home: Home, monkeypatch: Patch) -> None:
     folder = write_checkpoint(home.path / "other")
     asked = ("run", str(folder), "-p", "A tale.", "--max-tokens", "6", "--temperature", "0")
     before = home.localllm(*asked, torch=False)
     chat = home.client(folder, monkeypatch)
     engine, sampling = chat.wait_loaded(), SamplingParams(max_tokens=2)
-    assert engine is not None
     old = Request(tuple(engine.encode([{"role": "user", "content": "A tale."}])), sampling)
     write_checkpoint(folder, seed=1)
     (folder / "chat_template.jinja").write_text("another: {{ messages[0].content }}")
     with pytest.raises(ModelChangedError, match="has changed since the question was asked"):
         chat.submit(old)
     new = engine.encode([{"role": "user", "content": "A tale."}])
-    assert engine.tokenizer.decode(new).endswith("another: A tale.") and list(
-        chat.submit(Request(tuple(new), sampling))
-    )
+    assert engine.tokenizer.decode(new).endswith("another: A tale.")
+    assert list(chat.submit(Request(tuple(new), sampling)))
     chat.close()
     after, alone = home.localllm(*asked, torch=False), home.localllm(*asked, "--no-attach")
     assert before.returncode == after.returncode == 0 and after.stdout == alone.stdout != before.stdout
@@ -260,11 +240,11 @@ def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
     folder = home.path / "other"
     loaded = home.localllm("load", folder, torch=False)
     assert loaded.returncode == 0 and loaded.stderr == b"other is loaded\n"
-    assert {row["name"] for row in home.rows()} == {"tiny", "other"}
+    assert home.rows().keys() == {"tiny", "other"}
     table = home.localllm("ps", torch=False).stdout.decode()
     assert "other" in table and "RESERVED" in table and "memory" in table and "its room is needed" in table
     stopped = home.localllm("stop", "other", torch=False)
-    assert stopped.returncode == 0 and [row["name"] for row in home.rows()] == ["tiny"]
+    assert stopped.returncode == 0 and list(home.rows()) == ["tiny"]
     again = home.localllm("stop", "other", torch=False)
     assert again.returncode == 1 and b"other is not loaded" in again.stderr and b"fix:   localllm ps" in again.stderr
 
@@ -272,11 +252,8 @@ def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
 def test_an_error_in_mid_answer_begins_on_a_line_of_its_own(home: Home) -> None:
     assert home.localllm("load", "tiny").returncode == 0
     pid = home.pid_of("tiny")
-    endless = ("--max-tokens", "900", "--logit-bias", "2=-100", "--logit-bias", "0=-100")
-    with start_cli(
-        home.path, "run", "-p", "A tale.", *endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as answering:
-        assert answering.stdout is not None
+    endless = ("run", "-p", "A tale.", "--max-tokens", "900", "--logit-bias", "2=-100", "--logit-bias", "0=-100")
+    with start_cli(home.path, *endless, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as answering:
         said = answering.stdout.read(40)
         os.kill(pid, signal.SIGKILL)
         said += answering.stdout.read()
@@ -289,10 +266,10 @@ def test_a_model_that_was_found_loaded_is_unloaded_after_its_time(tmp_path: Path
     own = Home(tmp_path)
     with served_alone(tmp_path, "--idle-unload", "8s") as server:
         assert own.localllm(*command, torch=False).returncode == 0
-        [row] = own.rows()
+        [row] = own.rows().values()
         assert row["expires_at"] is not None and not any("is unloaded" in line for line in server.said)
         server.wait_for("tiny is unloaded")
-        assert own.rows() == []
+        assert own.rows() == {}
 
 
 @pytest.mark.slow
@@ -312,11 +289,8 @@ def test_who_asks_for_a_model_that_is_being_unloaded_waits_until_its_process_has
 @pytest.mark.parametrize(("command", "fix"), [("load", "localllm load tiny"), ("stop", "localllm ps")])
 def test_a_model_that_there_is_not_is_told_by_name_with_what_helps(home: Home, command: str, fix: str) -> None:
     told = home.localllm(command, "tinny", torch=False)
-    assert told.returncode == 3 and told.stderr.decode().splitlines()[:3] == [
-        "error: there is no model 'tinny'",
-        "why:   did you mean tiny?",
-        f"fix:   {fix}",
-    ]
+    lines = ["error: there is no model 'tinny'", "why:   did you mean tiny?", f"fix:   {fix}"]
+    assert told.returncode == 3 and told.stderr.decode().splitlines()[:3] == lines
 
 
 def test_the_servers_socket_is_this_users_alone(home: Home) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from localllm import hub
-from tests.server.support import Running, running
+from tests.server.support import Json, Running, running
 
 PATH = "/v1/completions"
+Score = Callable[[list[int]], list[float]]
 SENTENCES = [
     "Once upon a time there was a fox who found a lantern.",
     "The owl in the barn was very old.",
@@ -34,7 +35,7 @@ def exact() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def scores() -> Callable[[list[int]], list[float]]:
+def scores() -> Score:
     """Of each token but the first, by transformers."""
     from transformers import AutoModelForCausalLM
 
@@ -48,20 +49,16 @@ def scores() -> Callable[[list[int]], list[float]]:
     return of
 
 
-def asked(server: Running, **more: Any) -> list[dict[str, Any]]:
+def asked(server: Running, **more: Any) -> list[Json]:
     """The choices, by their numbers."""
     body = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, **more}
-    reply = server.post(PATH, body)
-    assert reply.status_code == 200, reply.text
-    found: list[dict[str, Any]] = reply.json()["choices"]
+    found: list[Json] = server.answer(PATH, body)["choices"]
     assert [choice["index"] for choice in found] == list(range(len(found)))
     return found
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_ten_sentences_are_as_likely_as_transformers_finds_them(
-    exact: Running, scores: Callable[[list[int]], list[float]], as_ids: bool
-) -> None:
+def test_ten_sentences_are_as_likely_as_transformers_finds_them(exact: Running, scores: Score, as_ids: bool) -> None:
     ids = [exact.engine.encode(text) for text in SENTENCES]
     choices = asked(exact, prompt=ids if as_ids else SENTENCES)
     for choice, own in zip(choices, ids, strict=True):
@@ -73,9 +70,7 @@ def test_ten_sentences_are_as_likely_as_transformers_finds_them(
             assert logprob in top.values() and 1 <= len(top) <= 2
 
 
-def test_a_long_prompt_is_read_in_pieces_and_scored_whole(
-    exact: Running, scores: Callable[[list[int]], list[float]]
-) -> None:
+def test_a_long_prompt_is_read_in_pieces_and_scored_whole(exact: Running, scores: Score) -> None:
     ids = exact.engine.encode(" ".join(SENTENCES * 3))
     assert len(ids) > 300
     for _ in range(2):  # the second time much of it is known, and has to be computed all the same
@@ -144,5 +139,4 @@ def test_answers_beside_a_scored_prompt_are_what_they_are_alone(server: Running)
 
 def test_too_many_log_probabilities_of_a_prompt_are_refused(server: Running) -> None:
     body = {"model": "tiny", "prompt": ["owl " * 900] * 16, "n": 16, "logprobs": 20, "echo": True, "max_tokens": 0}
-    reply = server.post(PATH, body)
-    assert reply.status_code == 400 and reply.json()["error"]["param"] in ("logprobs", "n")
+    assert server.error(PATH, body)["param"] in ("logprobs", "n")

@@ -9,8 +9,10 @@ import os
 import shlex
 import shutil
 import subprocess
+import threading
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from localllm.runtime.client_configs import CONNECTIONS, YOUR_KEY, Target, ask_m
 from tests.cli_support import run_cli, write_checkpoint
 from tests.patience import PATIENCE_S
 from tests.server.claims import environments
-from tests.server.support import Running, running
+from tests.server.support import Json, Patch, Running, running
 from tests.server.test_other_clients import installed, interpreter
 from tests.server.tools_support import ANTHROPIC_TOOLS, OPENAI_TOOLS
 
@@ -72,8 +74,9 @@ def test_the_list_names_every_program_and_how_it_was_tested() -> None:
 @pytest.mark.parametrize("name", names())
 def test_settings_are_for_the_model_that_is_served(server: Running, name: str) -> None:
     result = run_cli("connect", name, "--url", server.url)
-    assert result.code == 0 and "$" not in result.out.decode()
-    assert server.url in result.out.decode() and ("tiny" in result.out.decode() or name == "open-webui")
+    printed = result.out.decode()
+    assert result.code == 0 and "$" not in printed and server.url in printed
+    assert "tiny" in printed or name == "open-webui"
     assert f"a server answers at {server.url}, with tiny" in result.err
 
 
@@ -126,9 +129,7 @@ def test_what_is_printed_can_go_into_its_file_as_it_is(connection: Any) -> None:
         assert f"# {part.where}\n" in result.err and (part is whole or f"{part.text}\n" in result.err)
 
 
-def test_a_key_is_asked_for_where_the_server_wants_one_and_never_printed(
-    locked: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_is_asked_for_where_the_server_wants_one_and_never_printed(locked: Running, monkeypatch: Patch) -> None:
     result = run_cli("connect", "openai", "--url", locked.url)
     assert YOUR_KEY in result.out.decode() and "wants its API key" in result.err
     monkeypatch.setenv("LOCALLLM_API_KEY", KEY)
@@ -146,19 +147,18 @@ def test_what_a_program_needs_and_the_model_has_not_is_told(server: Running) -> 
 @pytest.mark.parametrize(
     ("line", "fix"),
     [
-        (["aidr"], "localllm connect aider"),
-        (["aider", "--url", "ftp://box"], "--url http://127.0.0.1:8420"),
-        (["aider", "--url", "http://"], "--url http://127.0.0.1:8420"),
-        (["aider", "--url", "http://box:port"], "--url http://127.0.0.1:8420"),
-        (["aider", "--url", "http://me:secret@box"], "--url http://127.0.0.1:8420"),
-        (["aider", "--url", "http://box/api"], "--url http://box"),
-        (["aider", "--model", ""], "--model tiny"),
-        (["--url", "http://box"], "localllm connect"),
+        ("aidr", "localllm connect aider"),
+        ("aider --url ftp://box", "--url http://127.0.0.1:8420"),
+        ("aider --url http://", "--url http://127.0.0.1:8420"),
+        ("aider --url http://box:port", "--url http://127.0.0.1:8420"),
+        ("aider --url http://me:secret@box", "--url http://127.0.0.1:8420"),
+        ("aider --url http://box/api", "--url http://box"),
+        ("aider --model ''", "--model tiny"),
+        ("--url http://box", "localllm connect"),
     ],
-    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
-def test_what_cannot_be_meant_is_refused_with_what_helps(line: list[str], fix: str) -> None:
-    result = run_cli("connect", *line)
+def test_what_cannot_be_meant_is_refused_with_what_helps(line: str, fix: str) -> None:
+    result = run_cli("connect", *shlex.split(line))
     assert result.code == 2 and fix in result.err and result.out == b""
 
 
@@ -168,9 +168,6 @@ def test_the_shell_completes_names() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"data": 1}', b'{"data": [{"id": 1}]}', b"<html>"])
 def test_what_is_no_server_of_models_is_not_taken_for_one(data: bytes) -> None:
-    import threading
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -193,7 +190,7 @@ def test_the_libraries_tell_a_tale_by_what_is_printed(locked: Running, name: str
 
 def run_python(text: str) -> str:
     told = io.StringIO()
-    scope: dict[str, Any] = {}
+    scope: Json = {}
     with contextlib.redirect_stdout(told):
         exec(compile(text, "<printed>", "exec"), scope)
     client = scope["client"]
@@ -201,13 +198,15 @@ def run_python(text: str) -> str:
     return told.getvalue()
 
 
+def require_tale(command: list[str], home: Path) -> None:
+    environ = {"PATH": os.environ["PATH"], "HOME": str(home)}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0 and len(ended.stdout) > 10, ended.stderr
+
+
 def test_langchain_tells_a_tale_by_what_is_printed(server: Running, tmp_path: Path) -> None:
     printed = parts("langchain", "--url", server.url)[-1]
-    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    command = [interpreter(installed("langchain-openai")), "-c", printed]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ended.returncode == 0, ended.stderr
-    assert len(ended.stdout) > 10
+    require_tale([interpreter(installed("langchain-openai")), "-c", printed], tmp_path)
 
 
 def test_the_ai_sdk_tells_a_tale_by_what_is_printed(server: Running, tmp_path: Path) -> None:
@@ -215,14 +214,10 @@ def test_the_ai_sdk_tells_a_tale_by_what_is_printed(server: Running, tmp_path: P
     tale = tmp_path / "tale.mjs"
     tale.write_text(parts("ai-sdk", "--url", server.url)[-1])
     (tmp_path / "node_modules").symlink_to(place / "node_modules")
-    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    command = ["node", "--preserve-symlinks", tale]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ended.returncode == 0, ended.stderr
-    assert len(ended.stdout) > 10
+    require_tale(["node", "--preserve-symlinks", str(tale)], tmp_path)
 
 
-def streamed(url: str, key: str, body: dict[str, Any]) -> list[Any]:
+def streamed(url: str, key: str, body: Json) -> list[Any]:
     headers = {"authorization": f"Bearer {key}"}
     with httpx2.stream("POST", url, json=body, headers=headers, timeout=PATIENCE_S) as reply:
         assert reply.status_code == 200, reply.read()
@@ -237,15 +232,9 @@ def test_what_zed_asks_is_answered(server: Running) -> None:
     [model] = provider["available_models"]
     assert model["max_tokens"] == 1024
     assert (model["capabilities"]["images"], model["capabilities"]["tools"]) == (False, True)
-    body = {
-        "model": model["name"],
-        "messages": [{"role": "system", "content": "You tell tales."}, TALE],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 1.0,
-        "tools": OPENAI_TOOLS,
-        "tool_choice": "auto",
-    }
+    messages = [{"role": "system", "content": "You tell tales."}, TALE]
+    body = {"model": model["name"], "messages": messages, "temperature": 1.0, "tools": OPENAI_TOOLS}
+    body |= {"tool_choice": "auto", "stream": True, "stream_options": {"include_usage": True}}
     key = variables(export)["LOCAL_LLM_API_KEY"]
     *said, usage = streamed(f"{provider['api_url']}/chat/completions", key, body)
     assert said[-1]["choices"][0]["finish_reason"] == "length" and usage["usage"]["total_tokens"] > 0
@@ -310,7 +299,7 @@ def test_what_claude_code_asks_is_answered(server: Running) -> None:
     assert said[-1]["type"] == "message_stop"
 
 
-def text_block(text: str) -> dict[str, Any]:
+def text_block(text: str) -> Json:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
 
 
@@ -334,26 +323,14 @@ def run_agent(name: str, words: Sequence[str], server: Running, owl: Path, **mor
             file.write_text(part["text"])
     # They reach for nothing but the server, and write nothing but into their own home.
     environ = {"PATH": os.environ["PATH"], "HOME": str(home), **QUIET, **more}
-    ended = subprocess.run(
-        [found, *arguments],
-        env=environ,
-        cwd=owl.parent,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        stdin=subprocess.DEVNULL,
-    )
+    how: Json = {"capture_output": True, "text": True, "timeout": PATIENCE_S, "stdin": subprocess.DEVNULL}
+    ended = subprocess.run([found, *arguments], env=environ, cwd=owl.parent, **how)
     assert ended.returncode == 0, (ended.stdout, ended.stderr, server.log)
     return ended.stdout
 
 
-QUIET = {
-    "CONTINUE_TELEMETRY_ENABLED": "0",
-    "OPENCODE_DISABLE_AUTOUPDATE": "1",
-    "OPENCODE_DISABLE_MODELS_FETCH": "1",
-    "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
-    "PI_OFFLINE": "1",
-}
+QUIET = {"CONTINUE_TELEMETRY_ENABLED": "0", "PI_OFFLINE": "1"}
+QUIET |= {f"OPENCODE_DISABLE_{what}": "1" for what in ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD")}
 
 
 @pytest.fixture

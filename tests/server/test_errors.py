@@ -15,11 +15,11 @@ from localllm.engine.events import FinishedEvent
 from localllm.errors import DoesNotFitError, EngineClosedError, NonFiniteError
 from localllm.runtime.engine_handle import RequestStream
 from localllm.server.errors import body_of, failure_of
-from tests.server.support import OWL, Running, num_cancelled, running, wait_for
+from tests.server.support import OWL, Json, Patch, Running, num_cancelled, running, wait_for
 from tests.thinning import thinned
 
 CHAT = "/v1/chat/completions"
-BODIES: dict[str, dict[str, Any]] = {
+BODIES: dict[str, Json] = {
     CHAT: {"messages": OWL, "max_tokens": 30},
     "/v1/completions": {"prompt": "Once", "max_tokens": 30},
     "/v1/responses": {"input": "Once", "max_output_tokens": 30},
@@ -37,7 +37,7 @@ def own() -> Iterator[Running]:
 
 
 @pytest.fixture
-def fail(own: Running, monkeypatch: pytest.MonkeyPatch) -> Fail:
+def fail(own: Running, monkeypatch: Patch) -> Fail:
     """Has the steps after so many fail."""
 
     def failing(num_steps: int, error: Exception) -> None:
@@ -55,30 +55,29 @@ def fail(own: Running, monkeypatch: pytest.MonkeyPatch) -> Fail:
     return failing
 
 
-def message(body: dict[str, Any]) -> str:
+def message(body: Json) -> str:
     """Of an error in any dialect."""
     error = body.get("error", body)
     return str(error if isinstance(error, str) else error["message"])
 
 
+FAILURES: list[tuple[Exception, int]] = [
+    (NonFiniteError("a NaN in block 3"), 500),
+    (DoesNotFitError("there is no room", why="3 GiB are missing"), 503),
+    (ValueError("nobody foresaw it"), 500),
+]
+
+
 @pytest.mark.parametrize(
     ("path", "error", "status"),
     thinned(
-        [
-            (path, error, status)
-            for path in BODIES
-            for error, status in (
-                (NonFiniteError("a NaN in block 3"), 500),
-                (DoesNotFitError("there is no room", why="3 GiB are missing"), 503),
-                (ValueError("nobody foresaw it"), 500),
-            )
-        ],
+        [(path, *failure) for path in BODIES for failure in FAILURES],
         lambda case: isinstance(case[1], NonFiniteError) or case[0] in (CHAT, "/api/chat"),
     ),
     ids=str,
 )
 def test_what_fails_before_anything_is_said_has_a_status(
-    own: Running, fail: Fail, monkeypatch: pytest.MonkeyPatch, path: str, error: Exception, status: int
+    own: Running, fail: Fail, monkeypatch: Patch, path: str, error: Exception, status: int
 ) -> None:
     if isinstance(error, ValueError):  # within the engine's bookkeeping: of one request alone
 
@@ -98,15 +97,12 @@ def test_what_fails_before_anything_is_said_has_a_status(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_fails_later_ends_the_stream_with_an_error(
-    own: Running, fail: Fail, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_what_fails_later_ends_a_stream_with_an_error(own: Running, fail: Fail, monkeypatch: Patch, path: str) -> None:
     own.log.clear()
     fail(6, NonFiniteError("a NaN in block 3"))
     lines = own.stream_lines(path, {**BODIES[path], "stream": True})
     last = [json.loads(line.removeprefix("data: ")) for line in lines if not line.startswith("event: ")][-1]
-    assert "a NaN in block 3" in message(last) and "data: [DONE]" not in lines
-    assert len(lines) > 3
+    assert "a NaN in block 3" in message(last) and "data: [DONE]" not in lines and len(lines) > 3
     own.wait_until_idle()
     assert path in own.line_with(" non-finite ")
     if path == "/v1/responses":
@@ -116,9 +112,7 @@ def test_what_fails_later_ends_the_stream_with_an_error(
 
 
 @pytest.mark.parametrize("path", thinned(BODIES, lambda path: path in (CHAT, "/v1/responses")))
-def test_an_engine_that_has_broken_is_started_anew_for_the_next_request(
-    monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_an_engine_that_has_broken_is_started_anew_for_the_next_request(monkeypatch: Patch, path: str) -> None:
     with running() as server:
 
         def step(*_: Any) -> list[FinishedEvent]:
@@ -142,9 +136,7 @@ def test_an_engine_that_has_broken_is_started_anew_for_the_next_request(
         assert server.service is not broken
 
 
-def test_of_several_answers_none_is_left_where_one_cannot_be_begun(
-    own: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_answers_none_is_left_where_one_cannot_be_begun(own: Running, monkeypatch: Patch) -> None:
     plain, count, before = own.service.submit, 0, num_cancelled(own)
 
     def submit(*arguments: Any) -> RequestStream:
@@ -156,8 +148,7 @@ def test_of_several_answers_none_is_left_where_one_cannot_be_begun(
 
     monkeypatch.setattr(own.service, "submit", submit)
     endless = {"messages": OWL, "n": 3, "logit_bias": {"2": -100, "0": -100}}
-    refused = own.post(CHAT, endless)
-    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+    assert own.error(CHAT, endless, 503)["code"] == "shutting_down"
     own.wait_until_idle()
     wait_for(lambda: num_cancelled(own) == before + 2)
 
@@ -166,11 +157,10 @@ def test_a_server_that_is_being_closed_says_so() -> None:
     with running() as server:
         server.pool.stop()
         wait_for(lambda: server.served.engine_if_loaded is None)
-        refused = server.post(CHAT, BODIES[CHAT])
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        assert server.error(CHAT, BODIES[CHAT], 503)["code"] == "shutting_down"
 
 
-def test_a_model_is_known_by_the_name_of_its_repository(own: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_known_by_the_name_of_its_repository(own: Running, monkeypatch: Patch) -> None:
     selection = own.served.selection
     files = replace(selection.files, repo="maker/Model")
     monkeypatch.setattr(own.served, "selection", replace(selection, files=files))
@@ -178,16 +168,12 @@ def test_a_model_is_known_by_the_name_of_its_repository(own: Running, monkeypatc
     assert [reply.status_code for reply in replies.values()] == [200, 200, 404]
 
 
-@pytest.mark.parametrize(
-    ("path", "fix"),
-    [
-        ("/v1/chat/completion", "ask for /v1/chat/completions"),
-        ("/health/", "ask for /health"),
-        ("/api/copy", "GET /openapi.json lists all of them"),
-        ("/" + "x" * 5000, "GET /openapi.json lists all of them"),
-    ],
-    ids=["misspelt", "a folder", "another", "long"],
-)
+LISTED = "GET /openapi.json lists all of them"
+NOWHERE = {"/v1/chat/completion": "ask for /v1/chat/completions", "/health/": "ask for /health"}
+NOWHERE |= {"/api/copy": LISTED, "/" + "x" * 5000: LISTED}
+
+
+@pytest.mark.parametrize(("path", "fix"), NOWHERE.items(), ids=["misspelt", "a folder", "another", "long"])
 def test_an_address_that_there_is_not_is_told_with_one_that_there_is(own: Running, path: str, fix: str) -> None:
     reply = own.post(path, {})
     assert reply.status_code == 404 and message(reply.json()).endswith(f"To mend it: {fix}")
@@ -212,7 +198,7 @@ def test_a_bug_tells_its_kind_and_nothing_more() -> None:
     assert "secret" not in failure.place + json.dumps(body_of(failure, "openai"))
 
 
-def test_a_bug_is_told_to_the_log_with_its_place(own: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_told_to_the_log_with_its_place(own: Running, monkeypatch: Patch) -> None:
     def taken(*_: Any) -> Any:
         raise ValueError("with something secret")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from localllm.server.generation_request import GenerationRequest, PreparedReques
 from localllm.server.tools.toolset import Tool, Toolset
 from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatInput, ChatTemplate
-from tests.server.support import OWL, Running, running
+from tests.server.support import OWL, Json, Patch, Running, Says, running
 
 CHAT = ChatInput(messages=OWL)
 LONG = [*({"role": role, "content": "owl " * 150} for role in ("user", "assistant") * 4), *OWL]  # beyond the context
@@ -38,6 +38,11 @@ def most_tokens(asked: PreparedRequest) -> int | None:
     return asked.requests[0].sampling.max_tokens
 
 
+def ids_of(engine: Engine, prompt: Any, **more: Any) -> tuple[int, ...]:
+    """What the engine is given."""
+    return prepare(GenerationRequest(prompt, **more), engine).requests[0].prompt_ids
+
+
 @pytest.mark.parametrize("num_ctx", [None, 64, 5000])
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(engine: Engine, num_ctx: int | None) -> None:
     ctx = min(num_ctx or engine.ctx, engine.ctx)
@@ -45,19 +50,15 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(engine: Engine, n
         prepare(GenerationRequest((5,) * ctx, num_ctx=num_ctx), engine)
     assert (caught.value.status, caught.value.name) == (400, "context_length_exceeded")
     assert caught.value.numbers == {"n_prompt_tokens": ctx, "n_ctx": ctx}
-    asked = prepare(GenerationRequest((5,) * (ctx - 1), num_ctx=num_ctx), engine)
-    assert most_tokens(asked) == 1
+    assert most_tokens(prepare(GenerationRequest((5,) * (ctx - 1), num_ctx=num_ctx), engine)) == 1
 
 
 @pytest.mark.parametrize("num_ctx", [None, 64])
 def test_a_text_to_embed_may_fill_the_context(engine: Engine, num_ctx: int | None) -> None:
     ctx = num_ctx or engine.ctx
-    assert (
-        len(prepare(GenerationRequest((5,) * ctx, num_ctx=num_ctx, pooling="mean"), engine).requests[0].prompt_ids)
-        == ctx
-    )
+    assert len(ids_of(engine, (5,) * ctx, num_ctx=num_ctx, pooling="mean")) == ctx
     with pytest.raises(RequestError):
-        prepare(GenerationRequest((5,) * (ctx + 1), num_ctx=num_ctx, pooling="mean"), engine)
+        ids_of(engine, (5,) * (ctx + 1), num_ctx=num_ctx, pooling="mean")
 
 
 def test_a_longer_context_is_advised_where_it_helps() -> None:
@@ -81,12 +82,10 @@ def test_an_answer_ends_where_the_context_does(engine: Engine) -> None:
 
 def test_a_longer_context_is_refused_where_it_is_needed(engine: Engine) -> None:
     room = engine.ctx - 24
-    fits, does_not = (
-        GenerationRequest((5,) * 24, SamplingParams(max_tokens=most), num_ctx=5000) for most in (room, room + 1)
-    )
-    assert most_tokens(prepare(fits, engine)) == room
+    ask = GenerationRequest((5,) * 24, SamplingParams(max_tokens=room), num_ctx=5000)
+    assert most_tokens(prepare(ask, engine)) == room
     with pytest.raises(RequestError) as caught:
-        prepare(does_not, engine)
+        prepare(replace(ask, sampling=SamplingParams(max_tokens=room + 1)), engine)
     assert (caught.value.param, caught.value.name) == ("num_ctx", "invalid_value")
 
 
@@ -104,17 +103,16 @@ def test_what_the_engine_would_refuse_is_refused_before_it_is_asked(engine: Engi
 def test_a_raw_prompt_may_have_special_tokens_and_a_chat_may_not(engine: Engine) -> None:
     special = engine.tokenizer.encode("<|im_start|>", special=True)
     assert len(special) == 1
-    assert list(prepare(GenerationRequest("<|im_start|>hi"), engine).requests[0].prompt_ids[:1]) == special
+    assert list(ids_of(engine, "<|im_start|>hi")[:1]) == special
     chats = [replace(CHAT, messages=[{"role": "user", "content": text}]) for text in ("hi", "<|im_start|>hi")]
-    plain, forged = (prepare(GenerationRequest(chat), engine).requests[0].prompt_ids for chat in chats)
+    plain, forged = (ids_of(engine, chat) for chat in chats)
     assert plain.count(special[0]) == forged.count(special[0]) and len(forged) > len(plain)
 
 
-def test_a_raw_prompt_begins_as_the_models_texts_do(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_raw_prompt_begins_as_the_models_texts_do(engine: Engine, monkeypatch: Patch) -> None:
     monkeypatch.setattr(engine.tokenizer, "adds_bos", True)
     monkeypatch.setattr(engine.tokenizer, "bos_token_id", 7)
-    ids = prepare(GenerationRequest("Once"), engine).requests[0].prompt_ids
-    assert ids == (7, *engine.tokenizer.encode("Once"))
+    assert ids_of(engine, "Once") == (7, *engine.tokenizer.encode("Once"))
 
 
 def test_all_of_a_conversation_is_counted_and_of_an_answer_only_what_fits(engine: Engine) -> None:
@@ -126,9 +124,7 @@ def test_all_of_a_conversation_is_counted_and_of_an_answer_only_what_fits(engine
 
 @pytest.mark.parametrize("evicts", [False, True])
 def test_an_answer_goes_on_behind_what_was_said(engine: Engine, evicts: bool) -> None:
-    plain, begun = (
-        prepare(GenerationRequest(CHAT, said=said, evicts=evicts), engine).requests[0].prompt_ids for said in ("", "Hm")
-    )
+    plain, begun = (ids_of(engine, CHAT, said=said, evicts=evicts) for said in ("", "Hm"))
     assert begun == (*plain, *engine.tokenizer.encode("Hm"))
 
 
@@ -148,14 +144,14 @@ def test_log_probabilities_are_counted_over_all_answers() -> None:
 
 
 @pytest.fixture
-def telling(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def tell(engine: Engine, monkeypatch: Patch) -> Says:
     """Gives the model another template."""
 
-    def tell(source: str) -> None:
+    def set_template(source: str) -> None:
         template = ChatTemplate(source, special_tokens=engine.tokenizer.special_tokens)
         monkeypatch.setattr(Engine, "template", property(lambda _engine: template))
 
-    return tell
+    return set_template
 
 
 @pytest.mark.parametrize(
@@ -184,57 +180,39 @@ def telling(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     ],
 )
 def test_how_much_is_to_be_thought_is_told_as_the_template_has_it(
-    engine: Engine,
-    telling: Callable[[str], None],
-    template: str,
-    effort: str | None,
-    given: dict[str, Any],
-    told: dict[str, Any],
+    engine: Engine, tell: Says, template: str, effort: str | None, given: Json, told: Json
 ) -> None:
-    telling(template)
+    tell(template)
     chat = chat_of(replace(CHAT, variables=given), engine, effort, usual_effort="usual")
     assert chat.variables == told
 
 
-def test_harmony_begins_with_what_is_said_where_nothing_is_to_be_thought(
-    engine: Engine, telling: Callable[[str], None]
-) -> None:
-    telling("<|start|>assistant{# <|channel|>final<|message|> #}")
+def test_harmony_begins_with_what_is_said_where_nothing_is_to_be_thought(engine: Engine, tell: Says) -> None:
+    tell("<|start|>assistant{# <|channel|>final<|message|> #}")
     final = engine.tokenizer.encode("<|channel|>final<|message|>", special=True)
-    plain, silent = (
-        prepare(GenerationRequest(CHAT, effort=effort), engine).requests[0].prompt_ids for effort in (None, "none")
-    )
+    plain, silent = (ids_of(engine, CHAT, effort=effort) for effort in (None, "none"))
     assert silent == (*plain, *final)
     tools = Toolset((Tool("look", "Looks."),), ("look",))
     with pytest.raises(RequestError, match="cannot be had so"):
         prepare(GenerationRequest(CHAT, effort="none", tools=tools), engine)
 
 
-@pytest.mark.parametrize(
-    ("template", "effort"), [("<think>", "none"), ("<think>", "high"), ("", "on"), ("{{ enable_thinking_x }}", "none")]
-)
-def test_what_a_template_cannot_have_thought_is_refused(
-    engine: Engine, telling: Callable[[str], None], template: str, effort: str
-) -> None:
-    telling(template)
+UNTHOUGHT = [("<think>", "none"), ("<think>", "high"), ("", "on"), ("{{ enable_thinking_x }}", "none")]
+
+
+@pytest.mark.parametrize(("template", "effort"), UNTHOUGHT)
+def test_what_a_template_cannot_have_thought_is_refused(engine: Engine, tell: Says, template: str, effort: str) -> None:
+    tell(template)
     with pytest.raises(RequestError, match="'think'") as caught:
         chat_of(CHAT, engine, effort, "think")
     assert (caught.value.param, caught.value.name) == ("think", "unsupported_value")
 
 
 @pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        ("{{ verbose }}", "verb"),
-        ("{{ verbose }}{{ bos_token }}", "bos_token"),
-        ("{{ verbose }} a b", "a b"),
-        ("{{ verbose }}", "v" * 5000),
-    ],
+    ("more", "name"), [("", "verb"), ("{{ bos_token }}", "bos_token"), (" a b", "a b"), ("", "v" * 5000)]
 )
-def test_a_variable_that_has_no_effect_is_refused(
-    engine: Engine, telling: Callable[[str], None], template: str, name: str
-) -> None:
-    telling(template)
+def test_a_variable_that_has_no_effect_is_refused(engine: Engine, tell: Says, more: str, name: str) -> None:
+    tell("{{ verbose }}" + more)
     assert chat_of(replace(CHAT, variables={"verbose": 1}), engine).variables == {"verbose": 1}
     with pytest.raises(RequestError) as caught:
         chat_of(replace(CHAT, variables={name: 1}), engine)
@@ -242,8 +220,8 @@ def test_a_variable_that_has_no_effect_is_refused(
     assert caught.value.param.startswith(f"chat_template_kwargs.{name[:20]}") and len(caught.value.param) <= 200
 
 
-def test_variables_may_be_so_long(engine: Engine, telling: Callable[[str], None]) -> None:
-    telling("{{ verbose }}")
+def test_variables_may_be_so_long(engine: Engine, tell: Says) -> None:
+    tell("{{ verbose }}")
     long, too_long = (replace(CHAT, variables={"verbose": "x" * length}) for length in (250_000, 270_000))
     assert chat_of(long, engine).variables == long.variables
     with pytest.raises(RequestError, match="too large") as caught:
@@ -253,9 +231,9 @@ def test_variables_may_be_so_long(engine: Engine, telling: Callable[[str], None]
 
 @pytest.mark.parametrize(("template", "role"), [("", "system"), ("developer", "developer")])
 def test_developers_speak_as_the_system_where_a_template_knows_no_other(
-    engine: Engine, telling: Callable[[str], None], template: str, role: str
+    engine: Engine, tell: Says, template: str, role: str
 ) -> None:
-    telling(template)
+    tell(template)
     chat = chat_of(replace(CHAT, messages=[{"role": "developer", "content": "Be brief."}, *OWL]), engine)
     assert [message["role"] for message in chat.messages] == [role, "user"]
 
@@ -274,18 +252,16 @@ def test_developers_speak_as_the_system_where_a_template_knows_no_other(
     ],
 )
 def test_an_answer_begins_in_the_thought_that_the_template_has_opened(
-    engine: Engine, telling: Callable[[str], None], tail: str, said: str, is_thinking: bool, splits: bool
+    engine: Engine, tell: Says, tail: str, said: str, is_thinking: bool, splits: bool
 ) -> None:
-    telling(PLAIN + tail)
+    tell(PLAIN + tail)
     reader = prepare(GenerationRequest(CHAT, said=said), engine).new_parser()
     assert (reader is not None and reader.is_thinking, reader is not None) == (is_thinking, splits or is_thinking)
 
 
-def test_what_is_begun_goes_on_behind_the_thought_that_the_template_has_opened(
-    engine: Engine, telling: Callable[[str], None]
-) -> None:
-    telling(PLAIN + "<think>")
-    ids = prepare(GenerationRequest(CHAT, said="Once upon"), engine).requests[0].prompt_ids
+def test_what_is_begun_goes_on_behind_the_thought_that_the_template_has_opened(engine: Engine, tell: Says) -> None:
+    tell(PLAIN + "<think>")
+    ids = ids_of(engine, CHAT, said="Once upon")
     assert engine.tokenizer.decode(list(ids), skip_special=False).endswith("<think></think>\n\nOnce upon")
 
 
@@ -298,9 +274,7 @@ def test_the_server_may_be_told_to_let_old_turns_go() -> None:
     assert reply.status_code == 200 and int(reply.headers["x-localllm-evicted-turns"]) > 0
 
 
-def test_prompts_are_prepared_beside_the_loop_and_disks_beside_both(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_prepared_beside_the_loop_and_disks_beside_both(server: Running, monkeypatch: Patch) -> None:
     threads: list[str] = []
 
     def noting(ask: GenerationRequest, engine: Engine) -> PreparedRequest:

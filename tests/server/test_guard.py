@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gzip
 import hmac
@@ -21,10 +22,11 @@ from localllm.server.endpoint import OPENAPI_PATH
 from localllm.server.errors import RequestError
 from localllm.server.guard import Admission, given_key, kept_key
 from tests.server.conftest import Connect
-from tests.server.support import Running, each_once, running, wait_for
+from tests.server.support import Patch, Running, each_once, running, wait_for
 
 KEY = "correct-horse-battery"
 _PATHS = {(each.method, re.sub(r"\{.*?\}", "tiny", each.path)) for each in ENDPOINTS}
+Route = tuple[str, str]
 ROUTES = sorted(_PATHS | {("GET", OPENAPI_PATH)})
 
 
@@ -39,6 +41,10 @@ def ask(server: Running, method: str, path: str, **headers: str) -> httpx2.Respo
     return server.client.request(method, path, headers=fields, content=b"{}" if method != "GET" else None)
 
 
+OF_FORMS = ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded")
+ODD_METHODS = ("GET", "HEAD", "PUT", "PATCH", "DELETE", "FROBNICATE")
+ODD_PATHS = ("/v1/models", "/v1/chat/completions", "/api/delete", "/no", "/", "//", "/v1/models/")
+PAGES = ("Origin: http://localhost", "Sec-Fetch-Site: none", "Cookie: a=b", "Sec-Fetch-Mode: cors")
 HOSTS = ("evil.test", "127.0.0.1.nip.io", "", "localhost:1", "localhost", "[::1")
 ORIGINS = (
     "https://evil.test", "null", "http://localhost.evil.test", "http://evillocalhost", "http://evil.test#localhost",
@@ -47,14 +53,14 @@ ORIGINS = (
 
 
 @pytest.mark.parametrize(("route", "host"), each_once(ROUTES, HOSTS))
-def test_a_host_that_is_not_this_server_is_refused(server: Running, route: tuple[str, str], host: str) -> None:
+def test_a_host_that_is_not_this_server_is_refused(server: Running, route: Route, host: str) -> None:
     host = f"{host}:{server.port}" if host.count(".") else host
     reply = ask(server, *route, host=host)
     assert reply.status_code == 403 and "Host" in reply.text
 
 
 @pytest.mark.parametrize(("route", "origin"), each_once(ROUTES, ORIGINS))
-def test_a_page_from_elsewhere_is_refused(server: Running, route: tuple[str, str], origin: str) -> None:
+def test_a_page_from_elsewhere_is_refused(server: Running, route: Route, origin: str) -> None:
     reply = ask(server, *route, origin=origin)
     assert reply.status_code == 403
     assert "access-control-allow-origin" not in reply.headers
@@ -80,16 +86,8 @@ def test_a_preflight_is_answered_for_pages_of_this_machine_alone(server: Running
     assert not any(name.startswith("access-control") for name in (*theirs.headers, *nobodys.headers))
 
 
-@pytest.mark.parametrize(
-    ("route", "kind"),
-    each_once(
-        [route for route in ROUTES if route[0] != "GET"],
-        ["text/plain", "multipart/form-data", "application/x-www-form-urlencoded"],
-    ),
-)
-def test_what_a_page_could_send_without_a_preflight_is_no_request(
-    server: Running, route: tuple[str, str], kind: str
-) -> None:
+@pytest.mark.parametrize(("route", "kind"), each_once([route for route in ROUTES if route[0] != "GET"], OF_FORMS))
+def test_what_a_page_could_send_without_a_preflight_is_no_request(server: Running, route: Route, kind: str) -> None:
     reply = ask(server, *route, content_type=kind, referer="http://x")
     assert reply.status_code == 415 and "application/json" in reply.text
 
@@ -104,37 +102,23 @@ def test_a_body_that_is_compressed_is_refused_by_its_coding(server: Running) -> 
 
 
 @pytest.mark.parametrize("kind", ["", "Content-Type: application/x-www-form-urlencoded\r\n"], ids=["none", "curl's"])
-@pytest.mark.parametrize(
-    "told",
-    ["", "Origin: http://localhost\r\n", "Sec-Fetch-Site: none\r\n", "Cookie: a=b\r\n", "Sec-Fetch-Mode: cors\r\n"],
-)
+@pytest.mark.parametrize("told", ["", *(f"{page}\r\n" for page in PAGES)])
 def test_a_body_of_no_type_or_of_curls_is_taken_from_programs_alone(
     connect: Connect, server: Running, told: str, kind: str
 ) -> None:
-    head = kind + told
-    connection = connect(server)
-    connection.send(
-        f"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n{head}Content-Length: 15\r\n\r\n".encode()
-        + b'{"content":"a"}'
-    )
-    assert connection.read_until(b"\r\n").split()[1] == (b"415" if told else b"200")
+    raw = connect(server)
+    head = f"Host: 127.0.0.1:{server.port}\r\n{kind}{told}Content-Length: 15\r\n\r\n"
+    raw.send(f'POST /tokenize HTTP/1.1\r\n{head}{{"content":"a"}}'.encode())
+    assert raw.status() == (415 if told else 200)
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_without_the_key_no_route_is_reached(locked: Running, method: str, path: str) -> None:
-    assert ask(locked, method, path).status_code == 401
-    assert ask(locked, method, path, authorization="Bearer wrong").status_code == 401
-    assert ask(locked, method, path, authorization=f"Basic {KEY}").status_code == 401
-    assert ask(locked, method, path, x_api_key=KEY[:-1]).status_code == 401
+    wrong = {}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}, {"x_api_key": KEY[:-1]}
+    assert [ask(locked, method, path, **headers).status_code for headers in wrong] == [401] * 4
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    each_once(
-        ["GET", "HEAD", "PUT", "PATCH", "DELETE", "FROBNICATE"],
-        ["/v1/models", "/v1/chat/completions", "/api/delete", "/no", "/", "//", "/v1/models/"],
-    ),
-)
+@pytest.mark.parametrize(("method", "path"), each_once(ODD_METHODS, ODD_PATHS))
 def test_without_the_key_no_method_and_no_other_address_is_reached(locked: Running, method: str, path: str) -> None:
     assert ask(locked, method, path).status_code == 401
 
@@ -153,9 +137,8 @@ def test_the_key_opens(locked: Running, headers: dict[str, str]) -> None:
     assert ask(locked, "GET", "/v1/models", **headers).status_code == 200
 
 
-def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[tuple[bytes, bytes]] = []
-    plain = hmac.compare_digest
+def test_keys_are_compared_in_constant_time(monkeypatch: Patch) -> None:
+    compared, plain = list[tuple[bytes, bytes]](), hmac.compare_digest
 
     def noting(one: Any, other: Any) -> bool:
         compared.append((one, other))
@@ -165,23 +148,22 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     admission = Admission((1,), key_digest=guard.key_digest(KEY))
     for key in ("", "x", KEY):
         headers = guard.Headers({"x-api-key": key, "authorization": "Bearer another"})
-        if key == KEY:
+        with contextlib.nullcontext() if key == KEY else pytest.raises(RequestError):
             admission.require_key(headers)
-        else:
-            with pytest.raises(RequestError):
-                admission.require_key(headers)
     assert len(compared) == 6 and {len(part) for pair in compared for part in pair} == {32}
+
+
+UNSEEN = {
+    "x-content-type-options": "nosniff", "x-frame-options": "DENY", "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin", "referrer-policy": "no-referrer",
+}  # fmt: skip
 
 
 def test_every_reply_tells_browsers_to_make_nothing_of_it(server: Running) -> None:
     replies = [ask(server, "GET", "/v1/models"), ask(server, "GET", "/no"), ask(server, "GET", "/", host="evil.test")]
     for reply in replies:
-        assert reply.headers["x-content-type-options"] == "nosniff"
+        assert UNSEEN.items() <= dict(reply.headers).items() and "server" not in reply.headers
         assert reply.headers["content-security-policy"].startswith("default-src 'none'")
-        assert (reply.headers["x-frame-options"], reply.headers["cache-control"]) == ("DENY", "no-store")
-        assert reply.headers["cross-origin-resource-policy"] == "same-origin"
-        assert reply.headers["referrer-policy"] == "no-referrer"
-        assert "server" not in reply.headers
 
 
 @pytest.mark.parametrize(
@@ -216,7 +198,7 @@ def test_a_page_that_was_allowed_is_let_in() -> None:
 def test_two_hosts_are_none(connect: Connect, server: Running) -> None:
     raw, own = connect(server), f"Host: 127.0.0.1:{server.port}\r\n"
     raw.send(f"GET /v1/models HTTP/1.1\r\n{own}{own}\r\n".encode())
-    assert raw.read_until(b"\r\n").split()[1] in (b"400", b"403")
+    assert raw.status() in (400, 403)
 
 
 @pytest.mark.parametrize(
@@ -244,10 +226,8 @@ def test_a_request_in_absolute_form_is_for_the_address_that_it_names(
 def test_a_body_of_two_lengths_is_refused_and_the_connection_ends(connect: Connect, server: Running) -> None:
     raw = connect(server)
     own = f"host: 127.0.0.1:{server.port}\r\n"
-    raw.send(
-        f"POST /tokenize HTTP/1.1\r\n{own}content-length: 6\r\ntransfer-encoding: chunked\r\n\r\n"
-        f"0\r\n\r\nGET /health HTTP/1.1\r\n{own}\r\n".encode()
-    )
+    head = f"POST /tokenize HTTP/1.1\r\n{own}content-length: 6\r\ntransfer-encoding: chunked\r\n\r\n"
+    raw.send(f"{head}0\r\n\r\nGET /health HTTP/1.1\r\n{own}\r\n".encode())
     said = raw.read_all()
     assert said.count(b"HTTP/1.1") == 1 and said.split()[1] == b"400" and b"two lengths" in said
 
@@ -274,15 +254,11 @@ def test_a_made_key_is_shown_once_and_kept_as_its_digest(tmp_path: Any) -> None:
     assert first.digest == second.digest == guard.key_digest(first.made)
     assert first.made not in file.read_text() and file.stat().st_mode & 0o077 == 0
     assert kept_key(file, is_new=True).made not in (None, first.made)
-
-
-def test_a_half_written_key_file_is_made_anew(tmp_path: Any) -> None:
-    file = tmp_path / "server-key"
     file.write_text("abcd")
-    assert kept_key(file, is_new=False).made is not None
+    assert kept_key(file, is_new=False).made is not None  # it was half written
 
 
-def test_a_key_that_cannot_be_kept_replaces_none(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_cannot_be_kept_replaces_none(tmp_path: Any, monkeypatch: Patch) -> None:
     file = tmp_path / "server-key"
     first = kept_key(file, is_new=False)
 
@@ -297,7 +273,7 @@ def test_a_key_that_cannot_be_kept_replaces_none(tmp_path: Any, monkeypatch: pyt
     assert kept_key(file, is_new=False).digest == first.digest
 
 
-def test_a_key_file_may_be_in_the_home_of_its_user(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_file_may_be_in_the_home_of_its_user(tmp_path: Any, monkeypatch: Patch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "key.txt").write_text(KEY)
     found = given_key(Path("~/key.txt"), {})
@@ -329,11 +305,8 @@ def test_a_key_comes_from_the_file_before_the_variable(tmp_path: Any) -> None:
     file.write_text(f"{KEY}\n")
     variable = {"LOCALLLM_API_KEY": "another-key-of-mine"}
     found = given_key(file, variable), given_key(None, variable), given_key(None, {})
-    assert [each and each.digest for each in found] == [
-        guard.key_digest(KEY),
-        guard.key_digest("another-key-of-mine"),
-        None,
-    ]
+    wanted = [guard.key_digest(KEY), guard.key_digest("another-key-of-mine"), None]
+    assert [each and each.digest for each in found] == wanted
 
 
 def test_the_log_names_the_address_also_of_who_is_not_let_in(locked: Running) -> None:

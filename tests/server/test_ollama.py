@@ -19,12 +19,12 @@ from tests.fake_hub import FakeHub
 from tests.fake_hub import serve as serve_hub
 from tests.hub.support import PIECE, REPO, single_model
 from tests.patience import wait_for
-from tests.server.support import OWL, Running, each_once
+from tests.server.support import OWL, Json, Patch, Running, each_once
 
 GREEDY = {"temperature": 0, "num_predict": 20}
-CHAT: dict[str, Any] = {"model": "tiny", "messages": OWL, "options": GREEDY}
-PROMPT: dict[str, Any] = {"model": "tiny", "prompt": OWL[0]["content"], "options": GREEDY}
-STORY: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "raw": True, "options": GREEDY}
+CHAT: Json = {"model": "tiny", "messages": OWL, "options": GREEDY}
+PROMPT: Json = {"model": "tiny", "prompt": OWL[0]["content"], "options": GREEDY}
+STORY: Json = {"model": "tiny", "prompt": "Once upon a time", "raw": True, "options": GREEDY}
 DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
 
 
@@ -44,7 +44,7 @@ def hub_servers() -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def fake(hub_servers: FakeHub, own_folders: None, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+def fake(hub_servers: FakeHub, own_folders: None, monkeypatch: Patch) -> FakeHub:
     """A hub with one model, and an empty cache."""
     for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HF_TOKEN"):
         monkeypatch.delenv(variable, raising=False)
@@ -58,17 +58,19 @@ def pull_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "localllm-pull"]
 
 
-def refused(raw: httpx2.Client, path: str, body: dict[str, Any]) -> str:
+def refused(raw: httpx2.Client, path: str, body: Json) -> str:
     """What a 400 says."""
     reply = raw.post(path, json=body)
-    assert reply.status_code == 400, reply.text
-    assert list(reply.json()) == ["error"]
+    assert reply.status_code == 400 and list(reply.json()) == ["error"], reply.text
     return str(reply.json()["error"])
 
 
-@pytest.mark.supports("ollama", "/api/chat", "a whole answer")
-@pytest.mark.supports("ollama", "/api/chat", "an answer, streamed")
-@pytest.mark.supports("ollama", "/api/chat", "tokens counted")
+def answered(client: ollama.Client, **options: Any) -> ollama.ChatResponse:
+    """What the library gets; these options take the place of `GREEDY`'s."""
+    return client.chat(**{**CHAT, "options": {**GREEDY, **options}})
+
+
+@pytest.mark.supports("ollama", "/api/chat", "a whole answer", "an answer, streamed", "tokens counted")
 def test_a_chat_says_the_same_streamed_or_whole(client: ollama.Client) -> None:
     whole = client.chat(**CHAT)
     parts = list(client.chat(**CHAT, stream=True))
@@ -78,11 +80,9 @@ def test_a_chat_says_the_same_streamed_or_whole(client: ollama.Client) -> None:
     assert (whole.eval_count, parts[-1].eval_count) == (20, 20)
 
 
-@pytest.mark.supports("ollama", "/api/generate", "a whole answer")
-@pytest.mark.supports("ollama", "/api/generate", "an answer, streamed")
-@pytest.mark.supports("ollama", "/api/generate", "tokens counted")
+@pytest.mark.supports("ollama", "/api/generate", "a whole answer", "an answer, streamed", "tokens counted")
 @pytest.mark.parametrize("asked", [PROMPT, STORY], ids=["chat template", "raw"])
-def test_a_prompt_is_answered_the_same_streamed_or_whole(client: ollama.Client, asked: dict[str, Any]) -> None:
+def test_a_prompt_is_answered_the_same_streamed_or_whole(client: ollama.Client, asked: Json) -> None:
     whole = client.generate(**asked)
     parts = list(client.generate(**asked, stream=True))
     assert "".join(part.response or "" for part in parts) == whole.response != ""
@@ -106,7 +106,7 @@ def test_a_raw_prompt_goes_on_as_it_is(client: ollama.Client, raw: httpx2.Client
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 @pytest.mark.parametrize("stream", [{}, {"stream": False}])
-def test_without_a_prompt_the_model_is_loaded(raw: httpx2.Client, path: str, stream: dict[str, Any]) -> None:
+def test_without_a_prompt_the_model_is_loaded(raw: httpx2.Client, path: str, stream: Json) -> None:
     reply = raw.post(path, json={"model": "tiny", **stream}).json()
     said = reply["message"]["content"] if path == "/api/chat" else reply["response"]
     assert (said, reply["done"], reply["done_reason"], reply["model"]) == ("", True, "load", "tiny")
@@ -120,12 +120,9 @@ def test_the_library_loads_a_model_without_messages(client: ollama.Client) -> No
 
 
 @pytest.mark.parametrize(("path", "body"), [("/api/chat", CHAT), ("/api/generate", PROMPT)])
-def test_a_stream_is_the_default_and_every_line_of_it_is_json(
-    raw: httpx2.Client, path: str, body: dict[str, Any]
-) -> None:
+def test_a_stream_is_the_default_and_every_line_of_it_is_json(raw: httpx2.Client, path: str, body: Json) -> None:
     reply = raw.post(path, json=body)
-    assert reply.headers["content-type"] == "application/x-ndjson"
-    assert reply.text.endswith("}\n")
+    assert reply.headers["content-type"] == "application/x-ndjson" and reply.text.endswith("}\n")
     lines = reply.text.removesuffix("\n").split("\n")
     assert all(json.loads(line)["model"] == "tiny" for line in lines) and len(lines) > 2
 
@@ -133,38 +130,30 @@ def test_a_stream_is_the_default_and_every_line_of_it_is_json(
 def test_an_answer_ends_with_whole_nanoseconds_and_a_time_of_day(raw: httpx2.Client) -> None:
     reply = raw.post("/api/chat", json={**CHAT, "stream": False}).json()
     assert all(type(reply[name]) is int and reply[name] >= 0 for name in DURATIONS)
-    assert reply["total_duration"] >= reply["eval_duration"] > 0
-    assert reply["prompt_eval_count"] > 5
+    assert reply["total_duration"] >= reply["eval_duration"] > 0 and reply["prompt_eval_count"] > 5
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", reply["created_at"])
 
 
 def test_a_stop_text_ends_the_answer_before_it(client: ollama.Client) -> None:
     whole = client.chat(**CHAT).message.content or ""
     word = whole.split()[3]
-    cut = client.chat(**{**CHAT, "options": {**GREEDY, "stop": [word]}})
+    cut = answered(client, stop=[word])
     assert cut.message.content == whole[: whole.index(word)] and cut.done_reason == "stop"
 
 
 @pytest.mark.parametrize("num_predict", [-1, -2])
 def test_an_answer_may_go_on_to_the_end_of_its_context(client: ollama.Client, num_predict: int) -> None:
-    options = {"temperature": 0, "num_predict": num_predict, "num_ctx": 48}
-    reply = client.chat(**{**CHAT, "options": options})
-    assert reply.done_reason == "length"
-    assert (reply.prompt_eval_count or 0) + (reply.eval_count or 0) == 48
+    reply = answered(client, num_predict=num_predict, num_ctx=48)
+    assert reply.done_reason == "length" and (reply.prompt_eval_count or 0) + (reply.eval_count or 0) == 48
 
 
 @pytest.mark.supports("ollama", "/api/chat", "a seed")
 def test_a_seed_gives_the_same_text_again_and_minus_one_another(client: ollama.Client) -> None:
-    def said(seed: int) -> str:
-        options = {"temperature": 1.5, "num_predict": 20, "seed": seed}
-        return str(client.chat(**{**CHAT, "options": options}).message.content)
-
-    assert said(7) == said(7)
-    assert said(-1) != said(-1)
+    said = [answered(client, temperature=1.5, seed=seed).message.content for seed in (7, 7, -1, -1)]
+    assert said[0] == said[1] and said[2] != said[3]
 
 
-@pytest.mark.supports("ollama", "/api/chat", "log-probabilities")
-@pytest.mark.supports("ollama", "/api/chat", "log-probabilities, streamed")
+@pytest.mark.supports("ollama", "/api/chat", "log-probabilities", "log-probabilities, streamed")
 def test_logprobs_come_with_the_likeliest_tokens(client: ollama.Client) -> None:
     whole = client.chat(**CHAT, logprobs=True, top_logprobs=2)
     assert whole.logprobs is not None and len(whole.logprobs) == 20
@@ -193,10 +182,8 @@ def test_an_option_that_cannot_be_honoured_is_refused_by_name(raw: httpx2.Client
 
 def test_penalties_look_at_as_many_tokens_as_are_wanted(server: Running) -> None:
     def said(**options: float) -> str:
-        body = {"model": "tiny", "prompt": "Once upon a time", "raw": True, "stream": False}
         wanted = {**GREEDY, "num_predict": 40, **options}
-        text: str = server.post("/api/generate", {**body, "options": wanted}).json()["response"]
-        return text
+        return str(server.answer("/api/generate", {**STORY, "stream": False, "options": wanted})["response"])
 
     plain, whole = said(), said(repeat_penalty=2.0)
     assert said(repeat_penalty=2.0, repeat_last_n=0) == plain != whole == said(repeat_penalty=2.0, repeat_last_n=-1)
@@ -221,8 +208,8 @@ def test_a_context_that_is_not_needed_may_be_longer_than_the_servers(raw: httpx2
         {"num_gpu": None, "num_thread": None, "top_k": -1, "num_ctx": 256},
     ],
 )
-def test_an_option_that_can_be_honoured_is(client: ollama.Client, options: dict[str, Any]) -> None:
-    assert client.chat(**{**CHAT, "options": {**GREEDY, "num_predict": 2, **options}}).eval_count == 2
+def test_an_option_that_can_be_honoured_is(client: ollama.Client, options: Json) -> None:
+    assert answered(client, num_predict=2, **options).eval_count == 2
 
 
 @pytest.mark.parametrize(
@@ -302,8 +289,7 @@ def test_a_vector_may_be_cut_to_fewer_dimensions(client: ollama.Client) -> None:
     assert [value / cut[0] for value in cut] == pytest.approx([value / whole[0] for value in whole[:16]], rel=1e-4)
 
 
-@pytest.mark.supports("ollama", "/api/embed", "a text cut to fit")
-@pytest.mark.supports("ollama", "/api/embed", "refused: a prompt that is too long")
+@pytest.mark.supports("ollama", "/api/embed", "a text cut to fit", "refused: a prompt that is too long")
 def test_a_text_too_long_to_embed_is_cut_where_the_client_says_so(client: ollama.Client, server: Running) -> None:
     text = "owl " * 100
     kept = server.engine.tokenizer.decode(server.engine.encode(text)[:64])
@@ -323,20 +309,18 @@ def test_without_a_text_nothing_is_embedded(client: ollama.Client, asked: Any) -
 def test_the_served_model_is_listed_under_its_names_with_what_else_is_here(client: ollama.Client) -> None:
     models = client.list().models
     assert [each.model for each in models[:2]] == ["tiny:latest", "teller:latest"]
-    tiny = models[0]
-    assert tiny.digest == models[1].digest and re.fullmatch("[0-9a-f]{64}", tiny.digest or "")
-    assert tiny.size is not None and tiny.size > 10**7 and tiny.modified_at is not None
-    assert tiny.details is not None
+    tiny: Any = models[0]
+    assert tiny.digest == models[1].digest and re.fullmatch("[0-9a-f]{64}", tiny.digest)
+    assert tiny.size > 10**7 and tiny.modified_at is not None
     assert (tiny.details.format, tiny.details.family, tiny.details.parameter_size) == ("safetensors", "llama", "6.95M")
 
 
 @pytest.mark.supports("ollama", "/api/ps", "the loaded model")
 def test_the_loaded_model_never_expires(client: ollama.Client, server: Running) -> None:
-    [loaded] = client.ps().models
+    [loaded] = list[Any](client.ps().models)
     assert (loaded.name, loaded.model, loaded.context_length) == ("tiny:latest", "tiny:latest", server.engine.ctx)
-    assert loaded.size and loaded.size > 10**6 and loaded.size_vram == 0
-    assert loaded.expires_at is not None and loaded.expires_at.year > 2100
-    assert loaded.details is not None and loaded.details.quantization_level == server.engine.weights
+    assert loaded.size > 10**6 and loaded.size_vram == 0 and loaded.expires_at.year > 2100
+    assert loaded.details.quantization_level == server.engine.weights
 
 
 @pytest.mark.supports("ollama", "/api/show", "what editors look for")
@@ -360,9 +344,7 @@ def test_ollamas_own_program_says_nothing_in_fields_that_it_always_sends(raw: ht
         assert field in refused(raw, path, {"model": "tiny", field: "something"})
 
 
-def test_stop_texts_are_shown_as_editors_parse_them(
-    raw: httpx2.Client, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_texts_are_shown_as_editors_parse_them(raw: httpx2.Client, server: Running, monkeypatch: Patch) -> None:
     model = hub.describe("tiny")
     assert model.entry is not None
     told = replace(model, entry=replace(model.entry, stop=('a "b" c',)))

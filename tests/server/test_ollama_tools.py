@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import ollama
@@ -11,11 +10,11 @@ import pytest
 from jsonschema import validate
 
 from localllm.errors import TemplateError
-from tests.server.support import OWL, Running
+from tests.server.support import OWL, Json, Patch, Running, Says
 from tests.server.tools_support import ANSWER, BROKEN, CALLED_TWICE, OPENAI_TOOLS, ROOM
 
-CHAT: dict[str, Any] = {"model": "tiny", "messages": OWL, "options": {"temperature": 0, "num_predict": ROOM}}
-PROMPT: dict[str, Any] = {"model": "tiny", "prompt": "A tale.", "options": {"temperature": 0, "num_predict": ROOM}}
+CHAT: Json = {"model": "tiny", "messages": OWL, "options": {"temperature": 0, "num_predict": ROOM}}
+PROMPT: Json = {"model": "tiny", "prompt": "A tale.", "options": {"temperature": 0, "num_predict": ROOM}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [
     {"function": {"name": "weather", "arguments": {"unit": "C"}}}, {"function": {"name": "clock", "arguments": {}}},
 ]}  # fmt: skip
@@ -38,16 +37,12 @@ def weather(unit: str) -> str:
 
 def refused(server: Running, path: str = "/api/chat", **fields: Any) -> str:
     """What is told of a request that says that too."""
-    reply = server.post(path, {**(CHAT if path == "/api/chat" else PROMPT), **fields})
-    assert reply.status_code == 400, reply.text
-    return str(reply.json()["error"])
+    return str(server.error(path, {**(CHAT if path == "/api/chat" else PROMPT), **fields}))
 
 
 @pytest.mark.supports("ollama", "/api/chat", "tools: calls that the model chooses to make")
 @pytest.mark.parametrize("streams", [False, True])
-def test_calls_are_whole_and_their_arguments_objects(
-    client: ollama.Client, says: Callable[[str], None], streams: bool
-) -> None:
+def test_calls_are_whole_and_their_arguments_objects(client: ollama.Client, says: Says, streams: bool) -> None:
     says(f"Let me look.\n{CALLED_TWICE}")
     replies: Any = client.chat(**CHAT, tools=OPENAI_TOOLS, stream=streams)
     replies = list(replies) if streams else [replies]
@@ -58,42 +53,41 @@ def test_calls_are_whole_and_their_arguments_objects(
 
 
 @pytest.mark.supports("ollama", "/api/chat", "tools: Python functions")
-def test_a_python_function_is_a_tool(client: ollama.Client, says: Callable[[str], None]) -> None:
+def test_a_python_function_is_a_tool(client: ollama.Client, says: Says) -> None:
     says('<tool_call>\n{"name": "weather", "arguments": {"unit": "F"}}\n</tool_call>')
     [call] = client.chat(**CHAT, tools=[weather]).message.tool_calls or ()
     assert weather(**call.function.arguments) == "F"
 
 
-def test_a_broken_call_stays_text(client: ollama.Client, says: Callable[[str], None]) -> None:
+def test_a_broken_call_stays_text(client: ollama.Client, says: Says) -> None:
     says(BROKEN)
     message = client.chat(**CHAT, tools=OPENAI_TOOLS).message
     assert (message.content, message.tool_calls) == (BROKEN, None)
 
 
 @pytest.mark.supports("ollama", "/api/chat", "tools: a result goes back")
-def test_calls_and_results_go_back(client: ollama.Client, says: Callable[[str], None], server: Running) -> None:
+def test_calls_and_results_go_back(client: ollama.Client, says: Says, server: Running) -> None:
     says(CALLED_TWICE)
     said = client.chat(**CHAT, tools=OPENAI_TOOLS).message
     asked = {**CHAT, "messages": [*OWL, said, WARM, NOON]}
     assert client.chat(**asked, tools=OPENAI_TOOLS).message.content is not None
 
 
-@pytest.mark.parametrize(
-    "results", [[WARM, NOON], [NOON, WARM], [{"role": "tool", "content": "21"}, {"role": "tool", "content": "noon"}]]
-)
+NAMELESS = [{"role": "tool", "content": "21"}, {"role": "tool", "content": "noon"}]
+
+
+@pytest.mark.parametrize("results", [[WARM, NOON], [NOON, WARM], NAMELESS])
 def test_a_result_is_of_the_call_of_its_tool_or_of_the_next_one(server: Running, results: list[Any]) -> None:
-    body = {**CHAT, "messages": [*OWL, CALLING, *results], "stream": False, "tools": OPENAI_TOOLS}
-    assert server.post("/api/chat", {**body, "options": {"num_predict": 1}}).status_code == 200
+    body = {"messages": [*OWL, CALLING, *results], "stream": False, "tools": OPENAI_TOOLS}
+    server.answer("/api/chat", {**body, "options": {"num_predict": 1}})
 
 
 @pytest.mark.parametrize("nothing", [{"arguments": ""}, {"arguments": None}, {}], ids=str)
 def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Running, nothing: Any) -> None:
-    def num_tokens(arguments: dict[str, Any]) -> int:
+    def num_tokens(arguments: Json) -> int:
         called = {"role": "assistant", "tool_calls": [{"function": {"name": "clock", **arguments}}]}
         body = {**CHAT, "messages": [*OWL, called, NOON], "stream": False, "options": {"num_predict": 1}}
-        reply = server.post("/api/chat", body)
-        assert reply.status_code == 200, reply.text
-        return int(reply.json()["prompt_eval_count"])
+        return int(server.answer("/api/chat", body)["prompt_eval_count"])
 
     assert num_tokens(nothing) == num_tokens({"arguments": {}})
 
@@ -142,7 +136,7 @@ def test_what_is_no_tool_is_refused_by_name(server: Running, tools: Any, words: 
     ],
 )
 def test_what_a_model_can_do_is_one_answer_in_every_dialect(
-    client: ollama.Client, server: Running, monkeypatch: pytest.MonkeyPatch, source: str | None, wanted: list[str]
+    client: ollama.Client, server: Running, monkeypatch: Patch, source: str | None, wanted: list[str]
 ) -> None:
     from localllm.text.chat_template import ChatTemplate
 
@@ -184,7 +178,7 @@ def test_a_prompts_answer_fits_the_schema_that_it_has_to(client: ollama.Client, 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_an_answer_is_of_the_form_that_it_has_to_have(server: Running, path: str) -> None:
     asked = {**(CHAT if path == "/api/chat" else PROMPT), "stream": False, "structured_outputs": {"regex": "owl|fox"}}
-    reply = server.post(path, asked).json()
+    reply = server.answer(path, asked)
     assert (reply["message"]["content"] if path == "/api/chat" else reply["response"]) in ("owl", "fox")
 
 

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 from jsonschema import validate
 
-from tests.server.support import Running
+from tests.server.support import Json, Running, Says
 from tests.server.tools_support import ANSWER, BROKEN, CALLED_TWICE, FUNCTIONS, ROOM, WEATHER, Animal
 
 PATH = "/v1/responses"
-ASKED: dict[str, Any] = {"model": "tiny", "input": "A tale, please.", "temperature": 0, "max_output_tokens": ROOM}
+ASKED: Json = {"model": "tiny", "input": "A tale, please.", "temperature": 0, "max_output_tokens": ROOM}
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"unit": "C"}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "21"}
 USER = {"role": "user", "content": "How warm is it?"}
 CLOCK: Any = {"type": "function", "name": "clock"}
+
+
+def final_of(client: openai.OpenAI, streams: bool, **more: Any) -> Any:
+    if not streams:
+        ask: Any = client.responses.parse if "text_format" in more else client.responses.create
+        return ask(**ASKED, **more)
+    with client.responses.stream(**ASKED, **more) as stream:
+        return stream.get_final_response()
 
 
 @pytest.mark.supports("openai", "/v1/responses", "tools: a call that is required")
@@ -49,28 +56,21 @@ def test_the_librarys_stream_helper_accumulates_a_call(client: openai.OpenAI) ->
         [item] = stream.get_final_response().output
     assert item.type == "function_call" and (item.name, item.arguments) == ("clock", "{}")
     assert kinds[2] == "response.output_item.added" and "response.function_call_arguments.delta" in kinds
-    assert kinds[-3:] == [
-        "response.function_call_arguments.done", "response.output_item.done", "response.completed",
-    ]  # fmt: skip
+    ends = ("function_call_arguments.done", "output_item.done", "completed")
+    assert kinds[-3:] == [f"response.{end}" for end in ends]
 
 
 @pytest.mark.supports("openai", "/v1/responses", "tools: calls that the model chooses to make")
 @pytest.mark.parametrize("streams", [False, True])
-def test_text_and_calls_are_items_in_their_order(
-    client: openai.OpenAI, says: Callable[[str], None], streams: bool
-) -> None:
+def test_text_and_calls_are_items_in_their_order(client: openai.OpenAI, says: Says, streams: bool) -> None:
     says(f"Let me look.\n{CALLED_TWICE}")
-    if streams:
-        with client.responses.stream(**ASKED, tools=FUNCTIONS) as stream:
-            reply: Any = stream.get_final_response()
-    else:
-        reply = client.responses.create(**ASKED, tools=FUNCTIONS)
+    reply = final_of(client, streams, tools=FUNCTIONS)
     assert [item.type for item in reply.output] == ["message", "function_call", "function_call"]
     assert reply.output_text == "Let me look." and [item.name for item in reply.output[1:]] == ["weather", "clock"]
     assert len({item.call_id for item in reply.output[1:]}) == 2
 
 
-def test_a_broken_call_stays_text(client: openai.OpenAI, says: Callable[[str], None]) -> None:
+def test_a_broken_call_stays_text(client: openai.OpenAI, says: Says) -> None:
     says(BROKEN)
     assert client.responses.create(**ASKED, tools=FUNCTIONS).output_text == BROKEN
 
@@ -94,11 +94,10 @@ def test_calls_and_results_go_back_as_items(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("nothing", [{"arguments": ""}, {"arguments": "null"}, {"arguments": None}, {}], ids=str)
 def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Running, nothing: Any) -> None:
-    def num_tokens(arguments: dict[str, Any]) -> int:
+    def num_tokens(arguments: Json) -> int:
         call = {"type": "function_call", "call_id": "call_1", "name": "clock", **arguments}
-        reply = server.post(PATH, {"input": [USER, call, RESULT], "tools": FUNCTIONS, "max_output_tokens": 1})
-        assert reply.status_code == 200, reply.text
-        return int(reply.json()["usage"]["input_tokens"])
+        asked = {"input": [USER, call, RESULT], "tools": FUNCTIONS, "max_output_tokens": 1}
+        return int(server.answer(PATH, asked)["usage"]["input_tokens"])
 
     assert num_tokens(nothing) == num_tokens({"arguments": "{}"})
 
@@ -118,8 +117,7 @@ def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Runni
     ],
 )
 def test_results_are_of_calls_and_calls_have_results(server: Running, items: Any, param: str) -> None:
-    reply = server.post(PATH, {**ASKED, "input": items})
-    assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+    assert server.error(PATH, {**ASKED, "input": items})["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -137,19 +135,13 @@ def test_results_are_of_calls_and_calls_have_results(server: Running, items: Any
     ],
 )
 def test_what_is_no_tool_or_no_form_is_refused_by_name(server: Running, fields: Any, param: str) -> None:
-    reply = server.post(PATH, {**ASKED, **fields})
-    assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+    assert server.error(PATH, {**ASKED, **fields})["param"] == param
 
 
 @pytest.mark.supports("openai", "/v1/responses", "structured output: parsed")
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_response_is_parsed_into_the_librarys_type(client: openai.OpenAI, streams: bool) -> None:
-    if streams:
-        with client.responses.stream(**ASKED, text_format=Animal) as stream:
-            parsed = stream.get_final_response().output_parsed
-    else:
-        parsed = client.responses.parse(**ASKED, text_format=Animal).output_parsed
-    assert isinstance(parsed, Animal)
+    assert isinstance(final_of(client, streams, text_format=Animal).output_parsed, Animal)
 
 
 @pytest.mark.supports("openai", "/v1/responses", "structured output: a JSON Schema")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from tests.server.support import OWL, Running
+from tests.server.support import OWL, Json, Running
 from tests.server.tools_support import FUNCTIONS, OPENAI_TOOLS, ROOM
 
 CHAT = {"model": "tiny", "messages": OWL, "max_tokens": 6}
@@ -65,7 +65,7 @@ def spec(shared_data: Callable[[str], Path]) -> Spec:
         ("Response", "/v1/responses", CALLED_ITEM),
     ],
 )
-def test_a_reply_is_as_described(server: Running, spec: Spec, schema: str, path: str, body: dict[str, Any]) -> None:
+def test_a_reply_is_as_described(server: Running, spec: Spec, schema: str, path: str, body: Json) -> None:
     spec(schema).validate(server.post(path, body).json())
 
 
@@ -80,9 +80,7 @@ def test_a_reply_is_as_described(server: Running, spec: Spec, schema: str, path:
         ("ResponseStreamEvent", "/v1/responses", CALLED_ITEM),
     ],
 )
-def test_each_piece_of_a_stream_is_as_described(
-    server: Running, spec: Spec, schema: str, path: str, body: dict[str, Any]
-) -> None:
+def test_each_part_of_a_stream_is_as_described(server: Running, spec: Spec, schema: str, path: str, body: Json) -> None:
     validator = spec(schema)
     pieces = server.events(path, {**body, "stream": True})
     assert len(pieces) > 3
@@ -107,7 +105,7 @@ def test_the_models_are_listed_as_described(server: Running, spec: Spec) -> None
         ("/v1/nothing", {}),
     ],
 )
-def test_an_error_is_as_described(server: Running, spec: Spec, path: str, body: dict[str, Any]) -> None:
+def test_an_error_is_as_described(server: Running, spec: Spec, path: str, body: Json) -> None:
     reply = server.post(path, body)
     assert reply.status_code >= 400
     spec("ErrorResponse").validate(reply.json())

@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import openai
 import pytest
 from jsonschema import validate
 
-from tests.server.support import OWL, Running
+from tests.server.support import OWL, Json, Running, Says
 from tests.server.tools_support import ANSWER, BROKEN, CALLED, CALLED_TWICE, OPENAI_TOOLS, ROOM, WEATHER, Animal
 
 PATH = "/v1/chat/completions"
-GREEDY: dict[str, Any] = {"model": "tiny", "messages": OWL, "temperature": 0, "max_tokens": ROOM}
+GREEDY: Json = {"model": "tiny", "messages": OWL, "temperature": 0, "max_tokens": ROOM}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"unit": "C"}'}}
 ASKED_FOR = [*OWL, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "21 degrees"}
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANSWER, "strict": True}}
 NAMED: Any = {"type": "function", "function": {"name": "clock"}}
+ONE_TOOL: Json = {"tools": OPENAI_TOOLS[:1], "tool_choice": "required"}
 
 
 def refused(server: Running, **fields: Any) -> Any:
     """The error of a request that says that too."""
-    reply = server.post(PATH, {**GREEDY, **fields})
-    assert reply.status_code == 400, reply.text
-    return reply.json()["error"]
+    return server.error(PATH, {**GREEDY, **fields})
+
+
+def answered(client: openai.OpenAI, *, streams: bool = False, **more: Any) -> Any:
+    """The choice that the library gets; what more is asked takes the place of `GREEDY`'s."""
+    asked: Any = {**GREEDY, **more}
+    if not streams:
+        return client.chat.completions.create(**asked).choices[0]
+    with client.chat.completions.stream(**asked) as stream:
+        return stream.get_final_completion().choices[0]
+
+
+def called(choice: Any) -> list[tuple[str, str]]:
+    """The names and arguments of its calls."""
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+
+
+def function(name: str, **more: Any) -> Json:
+    return {"type": "function", "function": {"name": name, **more}}
 
 
 # Calls that have to be made
@@ -35,52 +52,42 @@ def refused(server: Running, **fields: Any) -> Any:
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call that is required")
 def test_a_call_that_is_required_is_made(client: openai.OpenAI) -> None:
-    reply = client.chat.completions.create(**GREEDY, tools=OPENAI_TOOLS[:1], tool_choice="required").choices[0]
-    assert reply.finish_reason == "tool_calls" and reply.message.content is None
-    for call in reply.message.tool_calls or ():
+    reply = answered(client, **ONE_TOOL)
+    assert reply.finish_reason == "tool_calls" and reply.message.content is None and reply.message.tool_calls
+    for call in reply.message.tool_calls:
         assert call.type == "function" and call.function.name == "weather" and call.id.startswith("call_")
         validate(json.loads(call.function.arguments), WEATHER)
-    assert reply.message.tool_calls
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call of one that is named")
 def test_the_tool_that_is_named_is_called_once(client: openai.OpenAI) -> None:
-    reply = client.chat.completions.create(**GREEDY, tools=OPENAI_TOOLS, tool_choice=NAMED).choices[0]
-    [call] = reply.message.tool_calls or ()
-    assert call.type == "function" and (call.function.name, call.function.arguments) == ("clock", "{}")
-    assert reply.finish_reason == "tool_calls"
+    reply = answered(client, tools=OPENAI_TOOLS, tool_choice=NAMED)
+    assert called(reply) == [("clock", "{}")] and reply.finish_reason == "tool_calls"
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: one call at most")
 def test_one_call_is_made_where_several_are_not_wanted(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "parallel_tool_calls": False}
-    reply = client.chat.completions.create(**asked, tool_choice="required").choices[0]
-    assert len(reply.message.tool_calls or ()) == 1 and reply.finish_reason == "tool_calls"
-    asked["max_tokens"] = 8
-    assert client.chat.completions.create(**asked).choices[0].message.tool_calls is None  # it may, and does not
+    asked: Json = {"tools": OPENAI_TOOLS, "parallel_tool_calls": False}
+    reply = answered(client, **asked, tool_choice="required")
+    assert len(called(reply)) == 1 and reply.finish_reason == "tool_calls"
+    assert answered(client, **asked, max_tokens=8).message.tool_calls is None  # it may, and does not
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call of some of them")
 def test_a_choice_among_some_of_the_tools_is_held_to(client: openai.OpenAI) -> None:
     allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
-    reply = client.chat.completions.create(**GREEDY, tools=OPENAI_TOOLS, tool_choice=allowed).choices[0]
-    assert {call.function.name for call in reply.message.tool_calls or () if call.type == "function"} == {"clock"}
+    reply = answered(client, tools=OPENAI_TOOLS, tool_choice=allowed)
+    assert {name for name, _ in called(reply)} == {"clock"}
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call, streamed")
 def test_the_librarys_stream_helper_accumulates_a_call(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS[:1], "tool_choice": "required"}
-    whole = client.chat.completions.create(**asked).choices[0].message.tool_calls
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**GREEDY, **ONE_TOOL) as stream:
         events = [event.type for event in stream]
         choice = stream.get_final_completion().choices[0]
     assert events.count("tool_calls.function.arguments.delta") > 2
-    assert events[-2:] != [] and "tool_calls.function.arguments.done" in events
-    assert choice.finish_reason == "tool_calls"
-    functions = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
-    assert functions == [
-        (call.function.name, call.function.arguments) for call in whole or () if call.type == "function"
-    ]
+    assert "tool_calls.function.arguments.done" in events
+    assert choice.finish_reason == "tool_calls" and called(choice) == called(answered(client, **ONE_TOOL))
 
 
 def test_a_streamed_call_begins_with_its_name_and_goes_on_by_its_index(server: Running) -> None:
@@ -94,7 +101,7 @@ def test_a_streamed_call_begins_with_its_name_and_goes_on_by_its_index(server: R
 
 
 def test_each_of_several_answers_calls_for_itself(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {**GREEDY, "temperature": 1, "seed": 1, "n": 3, "tools": OPENAI_TOOLS, "tool_choice": NAMED}
+    asked: Json = {**GREEDY, "temperature": 1, "seed": 1, "n": 3, "tools": OPENAI_TOOLS, "tool_choice": NAMED}
     whole = client.chat.completions.create(**asked).choices
     ids = [call.id for choice in whole for call in choice.message.tool_calls or ()]
     said: list[str] = ["", "", ""]
@@ -106,16 +113,15 @@ def test_each_of_several_answers_calls_for_itself(client: openai.OpenAI) -> None
 
 
 def test_an_answer_that_is_cut_within_a_call_says_so(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS[:1], "tool_choice": "required"}
-    lengths = [client.chat.completions.create(**{**asked, "max_tokens": most}).choices[0] for most in (1, 2, 3, 5, 40)]
+    lengths = [answered(client, **ONE_TOOL, max_tokens=most) for most in (1, 2, 3, 5, 40)]
     assert {(choice.finish_reason, choice.message.content or None) for choice in lengths} == {("length", None)}
     assert lengths[0].message.tool_calls is None
-    [call] = lengths[-1].message.tool_calls or ()
-    assert call.type == "function" and '{"unit": "C"}'.startswith(call.function.arguments[:9])
+    [(_, arguments)] = called(lengths[-1])
+    assert '{"unit": "C"}'.startswith(arguments[:9])
 
 
 def test_log_probabilities_are_told_of_calls_too(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "tool_choice": NAMED, "logprobs": True}
+    asked: Json = {**GREEDY, "tools": OPENAI_TOOLS, "tool_choice": NAMED, "logprobs": True}
     whole = client.chat.completions.create(**asked)
     assert whole.usage is not None and whole.choices[0].logprobs is not None
     streamed = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(**asked, stream=True)]
@@ -129,55 +135,38 @@ def test_log_probabilities_are_told_of_calls_too(client: openai.OpenAI) -> None:
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: calls that the model chooses to make")
 @pytest.mark.parametrize("streams", [False, True])
-def test_calls_that_a_model_makes_by_itself_are_calls(
-    client: openai.OpenAI, says: Callable[[str], None], streams: bool
-) -> None:
+def test_calls_that_a_model_makes_by_itself_are_calls(client: openai.OpenAI, says: Says, streams: bool) -> None:
     says(f"Let me look.\n{CALLED_TWICE}")
-    message, reason = answered(client, streams, tools=OPENAI_TOOLS)
-    assert reason == "tool_calls" and message.content == "Let me look."
-    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+    choice = answered(client, streams=streams, tools=OPENAI_TOOLS)
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me look."
+    calls = [(name, json.loads(arguments)) for name, arguments in called(choice)]
     assert calls == [("weather", {"unit": "C"}), ("clock", {})]
-    assert len({call.id for call in message.tool_calls}) == 2
-
-
-def answered(client: openai.OpenAI, streams: bool, **more: Any) -> tuple[Any, str | None]:
-    """(message, why it ended)."""
-    if not streams:
-        choice: Any = client.chat.completions.create(**GREEDY, **more).choices[0]
-        return choice.message, choice.finish_reason
-    with client.chat.completions.stream(**GREEDY, **more) as stream:
-        streamed = stream.get_final_completion().choices[0]
-    return streamed.message, streamed.finish_reason
+    assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
 @pytest.mark.parametrize("text", [BROKEN, CALLED.replace("weather", "nobody"), CALLED.replace("}}", "}")])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_broken_call_stays_text(client: openai.OpenAI, says: Callable[[str], None], text: str, streams: bool) -> None:
+def test_a_broken_call_stays_text(client: openai.OpenAI, says: Says, text: str, streams: bool) -> None:
     says(text)
-    message, reason = answered(client, streams, tools=OPENAI_TOOLS)
-    assert (message.content, message.tool_calls, reason) == (text, None, "stop")
+    choice = answered(client, streams=streams, tools=OPENAI_TOOLS)
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: none of them")
-def test_without_tools_to_call_what_looks_like_a_call_is_text(
-    client: openai.OpenAI, says: Callable[[str], None]
-) -> None:
+def test_without_tools_to_call_what_looks_like_a_call_is_text(client: openai.OpenAI, says: Says) -> None:
     says(CALLED)
-    told = [client.chat.completions.create(**GREEDY, tools=OPENAI_TOOLS, tool_choice="none"),
-            client.chat.completions.create(**GREEDY)]  # fmt: skip
+    none: Json = {"tools": OPENAI_TOOLS, "tool_choice": "none"}
+    told: list[Any] = [client.chat.completions.create(**GREEDY, **more) for more in (none, {})]
     assert [reply.choices[0].message.content for reply in told] == [CALLED] * 2
-    assert told[0].usage is not None and told[1].usage is not None
     assert told[0].usage.prompt_tokens == told[1].usage.prompt_tokens
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: strict")
 def test_a_strict_tool_may_be_called_or_not(client: openai.OpenAI, server: Running) -> None:
-    strict = [{"type": "function", "function": {**OPENAI_TOOLS[0]["function"], "strict": True}}]
-    plain = client.chat.completions.create(**{**GREEDY, "max_tokens": 12}, tools=OPENAI_TOOLS[:1])
-    free = client.chat.completions.create(**{**GREEDY, "max_tokens": 12}, tools=strict)  # type: ignore[call-overload]
-    assert free.choices[0].message.content == plain.choices[0].message.content
-    strict[0]["function"]["parameters"] = {"type": "object", "not": {}}
-    error = refused(server, tools=strict)
+    strict = {**OPENAI_TOOLS[0]["function"], "strict": True}
+    plain, free = (answered(client, tools=tools, max_tokens=12) for tools in (OPENAI_TOOLS[:1], [function(**strict)]))
+    assert free.message.content == plain.message.content
+    error = refused(server, tools=[function(**{**strict, "parameters": {"type": "object", "not": {}}})])
     assert error["param"] == "tools" and "weather" in error["message"] and "'not'" in error["message"]
 
 
@@ -192,26 +181,22 @@ def test_the_result_of_a_call_goes_back(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("nothing", [{"arguments": ""}, {"arguments": "null"}, {"arguments": None}, {}], ids=str)
 def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Running, nothing: Any) -> None:
-    def num_tokens(arguments: dict[str, Any]) -> int:
+    def num_tokens(arguments: Json) -> int:
         said = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "clock", **arguments}}]}
-        reply = server.post(PATH, {"messages": [*OWL, said, RESULT], "tools": OPENAI_TOOLS, "max_tokens": 1})
-        assert reply.status_code == 200, reply.text
-        return int(reply.json()["usage"]["prompt_tokens"])
+        asked = {"messages": [*OWL, said, RESULT], "tools": OPENAI_TOOLS, "max_tokens": 1}
+        return int(server.answer(PATH, asked)["usage"]["prompt_tokens"])
 
     assert num_tokens(nothing) == num_tokens({"arguments": "{}"})
 
 
 def test_an_answer_with_calls_goes_back_as_the_library_has_it(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "tool_choice": NAMED}
-    plain: Any = client.chat.completions.create(**asked).choices[0].message
-    with client.chat.completions.stream(**asked) as stream:
-        parsed: Any = stream.get_final_completion().choices[0].message
-    for said in (plain, parsed.model_dump()):
-        result = {"role": "tool", "tool_call_id": "", "content": [{"type": "text", "text": "noon"}]}
-        message: Any = said if isinstance(said, dict) else said.model_dump()
-        result["tool_call_id"] = message["tool_calls"][0]["id"]
-        reply = client.chat.completions.create(**{**asked, "messages": [*OWL, said, result], "tool_choice": "none"})
-        assert reply.choices[0].message.content
+    plain, parsed = (
+        answered(client, streams=streams, tools=OPENAI_TOOLS, tool_choice=NAMED).message for streams in (False, True)
+    )
+    for said, call in ((plain, plain.tool_calls[0]), (parsed.model_dump(), parsed.tool_calls[0])):
+        result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "noon"}]}
+        reply = answered(client, messages=[*OWL, said, result], tools=OPENAI_TOOLS, tool_choice="none")
+        assert reply.message.content
 
 
 # What is refused at the door
@@ -242,10 +227,6 @@ def test_a_call_that_never_was_is_named(server: Running) -> None:
     assert "'call_2'" in error["message"] and "never was" in error["message"] and "'call_1'" in error["message"]
 
 
-def function(name: str, **more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, **more}}
-
-
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: refused: what cannot be one, by name")
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
@@ -268,9 +249,7 @@ def function(name: str, **more: Any) -> dict[str, Any]:
         ({"functions": [{"name": "f"}]}, "functions", "'tools'"),
     ],
 )
-def test_what_is_no_tool_or_no_choice_is_refused_by_name(
-    server: Running, fields: dict[str, Any], param: str, word: str
-) -> None:
+def test_what_is_no_tool_or_no_choice_is_refused_by_name(server: Running, fields: Json, param: str, word: str) -> None:
     error = refused(server, **fields)
     assert error["param"] == param and word in error["message"] + str(fields.get("tool_choice")), error
 
@@ -287,15 +266,14 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(server: Running) -> None:
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "structured output: parsed")
-def test_an_answer_is_parsed_into_the_librarys_type(client: openai.OpenAI) -> None:
-    parsed = client.chat.completions.parse(**GREEDY, response_format=Animal).choices[0].message.parsed
-    assert isinstance(parsed, Animal)
-
-
 @pytest.mark.supports("openai", "/v1/chat/completions", "structured output: parsed, streamed")
-def test_a_streamed_answer_is_parsed_into_the_librarys_type(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(**GREEDY, response_format=Animal) as stream:
-        parsed = stream.get_final_completion().choices[0].message.parsed
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_is_parsed_into_the_librarys_type(client: openai.OpenAI, streams: bool) -> None:
+    if streams:
+        with client.chat.completions.stream(**GREEDY, response_format=Animal) as stream:
+            parsed = stream.get_final_completion().choices[0].message.parsed
+    else:
+        parsed = client.chat.completions.parse(**GREEDY, response_format=Animal).choices[0].message.parsed
     assert isinstance(parsed, Animal)
 
 
@@ -303,18 +281,16 @@ def test_a_streamed_answer_is_parsed_into_the_librarys_type(client: openai.OpenA
 @pytest.mark.parametrize("strict", [False, *(pytest.param(each, marks=pytest.mark.slow) for each in (True, None))])
 def test_a_schema_is_held_to_whether_or_not_it_is_strict(client: openai.OpenAI, strict: bool | None) -> None:
     form: Any = {"type": "json_schema", "json_schema": {**FORM["json_schema"], "strict": strict}}
-    reply = client.chat.completions.create(**GREEDY, response_format=form).choices[0]
-    validate(json.loads(reply.message.content or ""), ANSWER)
+    reply = answered(client, response_format=form)
+    validate(json.loads(reply.message.content), ANSWER)
     assert reply.finish_reason == "stop"
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "structured output: any object")
 def test_an_answer_is_an_object_where_json_is_wanted(client: openai.OpenAI) -> None:
-    asked = {**GREEDY, "max_tokens": 16}
-    reply = client.chat.completions.create(**asked, response_format={"type": "json_object"}).choices[0]
-    assert (reply.message.content or "").lstrip().startswith("{")
-    if reply.finish_reason == "stop":
-        assert isinstance(json.loads(reply.message.content or ""), dict)
+    reply = answered(client, max_tokens=16, response_format={"type": "json_object"})
+    assert reply.message.content.lstrip().startswith("{")
+    assert reply.finish_reason != "stop" or isinstance(json.loads(reply.message.content), dict)
 
 
 @pytest.mark.parametrize(
@@ -327,15 +303,14 @@ def test_an_answer_is_an_object_where_json_is_wanted(client: openai.OpenAI) -> N
     ],
     ids=["any object with a schema", "without the wrapper", "flat", "without a name"],
 )
-def test_a_schema_may_stand_where_llama_cpps_clients_write_it(server: Running, form: dict[str, Any]) -> None:
-    reply = server.post(PATH, {**GREEDY, "response_format": form})
-    validate(json.loads(reply.json()["choices"][0]["message"]["content"]), ANSWER)
+def test_a_schema_may_stand_where_llama_cpps_clients_write_it(server: Running, form: Json) -> None:
+    reply = server.answer(PATH, {**GREEDY, "response_format": form})
+    validate(json.loads(reply["choices"][0]["message"]["content"]), ANSWER)
 
 
 def test_text_is_what_an_answer_is_anyway(client: openai.OpenAI) -> None:
-    told = [client.chat.completions.create(**{**GREEDY, "max_tokens": 6}, **more).choices[0].message.content
-            for more in ({}, {"response_format": {"type": "text"}})]  # fmt: skip
-    assert told[0] == told[1]
+    plain, text = (answered(client, max_tokens=6, **more) for more in ({}, {"response_format": {"type": "text"}}))
+    assert plain.message.content == text.message.content
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "`structured_outputs`, `grammar`")
@@ -353,9 +328,7 @@ def test_text_is_what_an_answer_is_anyway(client: openai.OpenAI) -> None:
         pytest.param({"grammar": '%llguidance {}\nstart: "owl"'}, "owl", marks=pytest.mark.slow),
     ],
 )
-def test_an_answer_is_of_the_form_that_it_has_to_have(
-    client: openai.OpenAI, form: dict[str, Any], pattern: str
-) -> None:
+def test_an_answer_is_of_the_form_that_it_has_to_have(client: openai.OpenAI, form: Json, pattern: str) -> None:
     asked = {**GREEDY, "temperature": 1, "seed": 2, "extra_body": form}
     reply = client.chat.completions.create(**asked, n=2)
     assert all(re.fullmatch(pattern, choice.message.content or "") for choice in reply.choices), reply
@@ -364,21 +337,21 @@ def test_an_answer_is_of_the_form_that_it_has_to_have(
 
 @pytest.mark.supports("openai", "/v1/completions", "`structured_outputs`, `grammar`")
 @pytest.mark.parametrize("form", [{"structured_outputs": {"regex": "[ab]{3}"}}, {"grammar": 'root ::= [ab] [ab] "a"'}])
-def test_a_text_goes_on_in_the_form_that_it_has_to_have(client: openai.OpenAI, form: dict[str, Any]) -> None:
+def test_a_text_goes_on_in_the_form_that_it_has_to_have(client: openai.OpenAI, form: Json) -> None:
     reply = client.completions.create(model="tiny", prompt=["Once", "The"], max_tokens=8, extra_body=form)
     assert all(re.fullmatch("[ab]{3}", choice.text) for choice in reply.choices)
 
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "structured output: beside tools")
 def test_an_answer_that_is_no_call_has_the_form_that_it_has_to_have(client: openai.OpenAI, server: Running) -> None:
-    asked: dict[str, Any] = {**GREEDY, "tools": OPENAI_TOOLS, "response_format": FORM}
-    said = client.chat.completions.create(**asked).choices[0].message
-    assert said.tool_calls or validate(json.loads(said.content or ""), ANSWER) is None
-    called = client.chat.completions.create(**asked, tool_choice=NAMED).choices[0].message
-    assert called.tool_calls and called.content is None
+    asked: Json = {"tools": OPENAI_TOOLS, "response_format": FORM}
+    said = answered(client, **asked).message
+    assert said.tool_calls or validate(json.loads(said.content), ANSWER) is None
+    call = answered(client, **asked, tool_choice=NAMED).message
+    assert call.tool_calls and call.content is None
     blank, mark = server.engine.tokenizer.encode("\n<")
-    said = client.chat.completions.create(**asked, logit_bias={str(blank): 50, str(mark): -100}).choices[0].message
-    assert (said.content or "").startswith("{")
+    said = answered(client, **asked, logit_bias={str(blank): 50, str(mark): -100}).message
+    assert said.content.startswith("{")
     error = refused(server, tools=OPENAI_TOOLS, structured_outputs={"regex": "a+"})
     assert error["param"] == "structured_outputs" and "tools" in error["message"]
 
@@ -395,13 +368,10 @@ UNHELD: Mapping[str, Any] = {
 def test_a_tool_to_which_no_call_can_be_held_fails_no_request_for_the_others(server: Running, schema: Any) -> None:
     """Also where only the attempt to compile it tells."""
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    bad = {"type": "function", "function": {"name": "bad", "parameters": parameters}}
-    tools = [*OPENAI_TOOLS, bad]
-    clock = {"type": "function", "function": {"name": "clock"}}
-    for asked in ({"tool_choice": "required"}, {"parallel_tool_calls": False}, {"tool_choice": clock}):
-        reply = server.post(PATH, {**GREEDY, "tools": tools, **asked})
-        assert reply.status_code == 200, reply.text
-    error = refused(server, tools=tools, tool_choice={"type": "function", "function": {"name": "bad"}})
+    tools = [*OPENAI_TOOLS, function("bad", parameters=parameters)]
+    for asked in ({"tool_choice": "required"}, {"parallel_tool_calls": False}, {"tool_choice": NAMED}):
+        server.answer(PATH, {**GREEDY, "tools": tools, **asked})
+    error = refused(server, tools=tools, tool_choice=function("bad"))
     assert error["param"] == "tools" and f"tools[{len(tools) - 1}], 'bad'" in error["message"]
     assert "$defs" not in error["message"]  # of which the client knows none
 
@@ -430,9 +400,7 @@ def test_a_tool_to_which_no_call_can_be_held_fails_no_request_for_the_others(ser
         ({"json_schema": {}}, "json_schema", "response_format"),
     ],
 )  # fmt: skip
-def test_a_form_that_cannot_be_held_to_is_refused_by_name(
-    server: Running, fields: dict[str, Any], param: str, word: str
-) -> None:
+def test_a_form_that_cannot_be_held_to_is_refused_by_name(server: Running, fields: Json, param: str, word: str) -> None:
     error = refused(server, **fields)
     assert error["param"] == param and word in error["message"], error
 

@@ -31,12 +31,14 @@ from localllm.runtime.watchdog import Patience, Watchdog
 from localllm.server.model_server import Capacity
 from tests.cli_support import write_checkpoint
 from tests.patience import PATIENCE_S
-from tests.server.support import OWL, Running, running, wait_for
+from tests.server.support import OWL, Json, Patch, Running, running, wait_for
 
 CHAT = "/v1/chat/completions"
-TEXT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+TEXT: Json = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 BIAS = {"2": -100, "0": -100}  # of what would end the answer
-ENDLESS: dict[str, Any] = {"prompt": "Once", "max_tokens": 900, "stream": True, "logit_bias": BIAS}
+Changing = tuple[Running, Path]
+Texts = dict[str, str]
+ENDLESS: Json = {"prompt": "Once", "max_tokens": 900, "stream": True, "logit_bias": BIAS}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def texts(other: Path) -> dict[str, str]:
+def texts(other: Path) -> Texts:
     """What each model says of TEXT."""
     return {"tiny": _text_of("tiny"), "other": _text_of(str(other))}
 
@@ -61,9 +63,15 @@ def _text_of(model: str) -> str:
 
 @pytest.fixture(scope="module")
 def processes(other: Path) -> Iterator[Running]:
-    """A server under whose cap one of its two models has room."""
     with running(in_processes=True, also=[other], ram="600MiB") as server:
         yield server
+
+
+@pytest.fixture
+def tight(processes: Running) -> Running:
+    """A server under whose cap one of its two models has room: tiny has it."""
+    said(processes, "tiny")
+    return processes
 
 
 @pytest.fixture(scope="module")
@@ -91,29 +99,31 @@ def said(server: Running, model: str) -> str:
     return str(reply.json()["choices"][0]["text"])
 
 
+def listed(server: Running) -> list[str]:
+    return [each["id"] for each in server.get("/v1/models").json()["data"]]
+
+
 def loaded(server: Running) -> list[str]:
     return [each["name"].removesuffix(":latest") for each in server.get("/api/ps").json()["models"]]
 
 
 def process_of(server: Running, name: str) -> EngineClient:
-    served = server.pool.known(name)
-    assert served is not None and isinstance(served.handle, EngineClient)
-    return served.handle
+    engine = server.pool.known(name).handle
+    assert isinstance(engine, EngineClient)
+    return engine
 
 
 def pid_of(server: Running, name: str) -> int:
-    pid = process_of(server, name).peer.pid
-    assert pid is not None
-    return pid
+    return process_of(server, name).peer.pid
 
 
-def kill(server: Running, name: str) -> None:
-    os.kill(pid_of(server, name), signal.SIGKILL)
+def kill(server: Running, name: str, how: int = signal.SIGKILL) -> None:
+    os.kill(pid_of(server, name), how)
 
 
 def hold(server: Running, name: str, *, still_s: float = 2.0) -> None:
     """Stop the engine, which is found out after that time."""
-    os.kill(pid_of(server, name), signal.SIGSTOP)
+    kill(server, name, signal.SIGSTOP)
     process_of(server, name).watchdog.patience = Patience(still_s=still_s)
 
 
@@ -126,92 +136,79 @@ def answering(server: Running, **more: Any) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def test_a_model_is_loaded_when_it_is_asked_for_and_the_other_makes_room(
-    processes: Running, texts: dict[str, str]
-) -> None:
+def test_a_model_is_loaded_when_it_is_asked_for_and_the_other_makes_room(tight: Running, texts: Texts) -> None:
     for name in ("tiny", "other", "tiny"):
-        assert said(processes, name) == texts[name]
-        assert loaded(processes) == [name]
-        assert [each["id"] for each in processes.get("/v1/models").json()["data"]] == ["tiny", "other"]
+        assert said(tight, name) == texts[name]
+        assert loaded(tight) == [name]
+        assert listed(tight) == ["tiny", "other"]
 
 
-def test_a_model_that_has_room_beside_the_others_leaves_them_alone(both: Running, texts: dict[str, str]) -> None:
+def test_a_model_that_has_room_beside_the_others_leaves_them_alone(both: Running, texts: Texts) -> None:
     assert [said(both, name) for name in ("other", "tiny")] == [texts["other"], texts["tiny"]]
     assert loaded(both) == ["tiny", "other"]
 
 
-def test_a_model_that_answers_is_waited_for_and_then_makes_room(processes: Running, texts: dict[str, str]) -> None:
-    said(processes, "tiny")
+def test_a_model_that_answers_is_waited_for_and_then_makes_room(tight: Running, texts: Texts) -> None:
     with ThreadPoolExecutor() as threads:
-        with answering(processes, model="tiny") as lines:
-            waiting = threads.submit(said, processes, "other")
-            wait_for(lambda: processes.served.is_leaving or waiting.done())
-            behind = threads.submit(said, processes, "tiny")  # it does not keep the other from its turn
+        with answering(tight, model="tiny") as lines:
+            waiting = threads.submit(said, tight, "other")
+            wait_for(lambda: tight.served.is_leaving or waiting.done())
+            behind = threads.submit(said, tight, "tiny")  # it does not keep the other from its turn
             rest = list(lines)
-        assert rest[-2] == "data: [DONE]" or "data: [DONE]" in rest
+        assert "data: [DONE]" in rest
         assert waiting.result(PATIENCE_S) == texts["other"] and behind.result(PATIENCE_S) == texts["tiny"]
 
 
-def test_where_no_room_comes_the_refusal_has_the_numbers(processes: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_room_comes_the_refusal_has_the_numbers(tight: Running, monkeypatch: Patch) -> None:
     monkeypatch.setattr(resident_models, "_ROOM_S", 0.0)
-    said(processes, "tiny")
-    with answering(processes, model="tiny"):
-        refused = processes.post("/v1/completions", {**TEXT, "model": "other"})
-    error = refused.json()["error"]
+    with answering(tight, model="tiny"):
+        refused = tight.post("/v1/completions", {**TEXT, "model": "other"})
     assert refused.status_code == 503 and "retry-after" in refused.headers
-    assert "there is no room for other" in error["message"] and "tiny" in error["message"]
-    assert "MiB" in error["message"]
-    processes.wait_until_idle()
+    told = refused.json()["error"]["message"]
+    assert "there is no room for other" in told and "tiny" in told and "MiB" in told
+    tight.wait_until_idle()
 
 
-def test_an_engine_that_is_killed_in_mid_answer_ends_the_stream_with_an_error(
-    processes: Running, texts: dict[str, str]
-) -> None:
-    said(processes, "tiny")
-    pid = pid_of(processes, "tiny")
-    with answering(processes, model="tiny") as lines:
-        kill(processes, "tiny")
+def test_an_engine_that_is_killed_in_mid_answer_ends_the_stream_with_an_error(tight: Running, texts: Texts) -> None:
+    pid = pid_of(tight, "tiny")
+    with answering(tight, model="tiny") as lines:
+        kill(tight, "tiny")
         told = "".join(lines)
     assert "the engine is gone" in told and "SIGKILL" in told and "[DONE]" not in told
-    assert said(processes, "tiny") == texts["tiny"]
-    assert pid_of(processes, "tiny") != pid
+    assert said(tight, "tiny") == texts["tiny"]
+    assert pid_of(tight, "tiny") != pid
 
 
 @pytest.mark.parametrize("phase", ["idle", "reading the prompt"])
 def test_a_request_of_which_nothing_was_said_is_asked_anew_where_its_engine_is_killed(
-    processes: Running, texts: dict[str, str], phase: str
+    tight: Running, texts: Texts, phase: str
 ) -> None:
-    said(processes, "tiny")
     if phase == "idle":
-        kill(processes, "tiny")
-        assert said(processes, "tiny") == texts["tiny"]
+        kill(tight, "tiny")
+        assert said(tight, "tiny") == texts["tiny"]
         return
     long = {**TEXT, "prompt": "owl " * 900, "model": "tiny", "logit_bias": BIAS}
     with ThreadPoolExecutor() as threads:
-        asked = threads.submit(processes.post, "/v1/completions", long)
-        wait_for(lambda: not processes.is_idle or asked.done())
-        kill(processes, "tiny")
+        asked = threads.submit(tight.post, "/v1/completions", long)
+        wait_for(lambda: not tight.is_idle or asked.done())
+        kill(tight, "tiny")
         reply = asked.result(PATIENCE_S)
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 8
 
 
 @pytest.mark.parametrize("end", [kill, hold], ids=["killed", "stopped"])
 def test_an_engine_that_ends_or_does_not_move_while_it_loads_is_loaded_anew(
-    processes: Running, texts: dict[str, str], end: Callable[[Running, str], None]
+    tight: Running, texts: Texts, end: Callable[[Running, str], None]
 ) -> None:
-    said(processes, "tiny")
-    served = processes.pool.known("other")
-    assert served is not None
+    served = tight.pool.known("other")
     with ThreadPoolExecutor() as threads:
-        asked = threads.submit(said, processes, "other")
+        asked = threads.submit(said, tight, "other")
         wait_for(lambda: isinstance(served.handle, EngineClient) and served.handle.peer.pid is not None)
-        end(processes, "other")
+        end(tight, "other")
         assert asked.result(PATIENCE_S) == texts["other"]
 
 
-def test_who_waits_behind_an_answer_whose_engine_is_killed_keeps_no_other_model_from_its_turn(
-    other: Path, texts: dict[str, str]
-) -> None:
+def test_who_waits_for_an_engine_that_is_killed_keeps_no_other_model_from_its_turn(other: Path, texts: Texts) -> None:
     capacity = Capacity(parallel=1, queue=8)
     with (
         running(in_processes=True, also=[other], ram="600MiB", capacity=capacity) as server,
@@ -261,16 +258,13 @@ class FakeLoading(EngineClient):
         self._ended.set()
 
 
-def test_a_model_that_is_asked_something_small_in_its_last_moment_goes_all_the_same(processes: Running) -> None:
-    said(processes, "tiny")
-    processes.post("/v1/completions", {**TEXT, "model": "tiny", "keep_alive": 0.2})
-    processes.post("/tokenize", {"content": "an owl", "model": "tiny"})
-    wait_for(lambda: processes.served.handle is None)
+def test_a_model_that_is_asked_something_small_in_its_last_moment_goes_all_the_same(tight: Running) -> None:
+    tight.post("/v1/completions", {**TEXT, "model": "tiny", "keep_alive": 0.2})
+    tight.post("/tokenize", {"content": "an owl", "model": "tiny"})
+    wait_for(lambda: tight.served.handle is None)
 
 
-def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered(monkeypatch: Patch) -> None:
     looked, released, seen = threading.Event(), threading.Event(), Engine.status
 
     def status(engine: Engine) -> EngineStatus:
@@ -289,7 +283,7 @@ def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered
 
 
 def test_who_asks_an_engine_that_was_killed_a_moment_ago_is_answered_by_another(
-    processes: Running, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tight: Running, texts: Texts, monkeypatch: Patch
 ) -> None:
     submitted, killed = EngineClient.submit, list[int]()
 
@@ -301,52 +295,49 @@ def test_who_asks_an_engine_that_was_killed_a_moment_ago_is_answered_by_another(
         return submitted(service, *arguments)
 
     monkeypatch.setattr(EngineClient, "submit", submit)
-    assert said(processes, "tiny") == texts["tiny"]
-    assert len(killed) == 1 and processes.pool.known("tiny").num_open == 0
+    assert said(tight, "tiny") == texts["tiny"]
+    assert len(killed) == 1 and tight.pool.known("tiny").num_open == 0
 
 
 def test_who_waits_for_a_model_that_is_unloaded_as_soon_as_it_is_loaded_has_it_loaded_again(
-    processes: Running, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tight: Running, texts: Texts, monkeypatch: Patch
 ) -> None:
-    load, unloaded = processes.pool.load, list[str]()
+    load, unloaded = tight.pool.load, list[str]()
 
     async def loaded_for_a_moment(served: ServedModel) -> None:
         await load(served)
         if not unloaded:
             unloaded.append(served.name)
-            await processes.pool.residents.unload(served)
+            await tight.pool.residents.unload(served)
 
-    said(processes, "other")  # in whose place the first one comes
-    monkeypatch.setattr(processes.pool, "load", loaded_for_a_moment)
-    assert said(processes, "tiny") == texts["tiny"] and unloaded == ["tiny"]
+    said(tight, "other")  # in whose place the first one comes
+    monkeypatch.setattr(tight.pool, "load", loaded_for_a_moment)
+    assert said(tight, "tiny") == texts["tiny"] and unloaded == ["tiny"]
 
 
 @pytest.mark.parametrize("phase", ["before anything was said", "in mid answer"])
-def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(
-    processes: Running, texts: dict[str, str], phase: str
-) -> None:
-    said(processes, "tiny")
-    stopped, pid = process_of(processes, "tiny"), pid_of(processes, "tiny")
+def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(tight: Running, texts: Texts, phase: str) -> None:
+    stopped, pid = process_of(tight, "tiny"), pid_of(tight, "tiny")
     with ThreadPoolExecutor() as threads:
         if phase == "in mid answer":
-            with answering(processes, model="tiny") as lines:
-                hold(processes, "tiny")
+            with answering(tight, model="tiny") as lines:
+                hold(tight, "tiny")
                 told = "".join(lines)
             assert "does not move on" in told and "[DONE]" not in told
         else:
-            hold(processes, "tiny", still_s=8.0)
-            waiting = threads.submit(processes.post, "/v1/completions", {**TEXT, "model": "tiny"})
-            wait_for(lambda: processes.get("/health").status_code == 503 or waiting.done())
+            hold(tight, "tiny", still_s=8.0)
+            waiting = threads.submit(tight.post, "/v1/completions", {**TEXT, "model": "tiny"})
+            wait_for(lambda: tight.get("/health").status_code == 503 or waiting.done())
             assert not waiting.done()
             stopped.watchdog.patience = Patience(still_s=1.0)
             refused = waiting.result(PATIENCE_S)
             assert refused.status_code == 503 and "retry-after" in refused.headers
             assert "neither computed nor read" in refused.json()["error"]["message"]
-    assert said(processes, "tiny") == texts["tiny"] and processes.get("/health").status_code == 200
-    assert pid_of(processes, "tiny") != pid and not psutil.pid_exists(pid)
+    assert said(tight, "tiny") == texts["tiny"] and tight.get("/health").status_code == 200
+    assert pid_of(tight, "tiny") != pid and not psutil.pid_exists(pid)
 
 
-def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(both: Running, texts: dict[str, str]) -> None:
+def test_an_engine_that_is_stopped_keeps_no_other_request_waiting(both: Running, texts: Texts) -> None:
     with ThreadPoolExecutor() as threads:
         assert said(both, "other") == texts["other"] and said(both, "tiny") == texts["tiny"]
         hold(both, "tiny", still_s=PATIENCE_S)
@@ -387,18 +378,15 @@ def test_an_engine_that_hangs_is_ended_also_where_its_process_answers_other_ques
             say.write(protocol.line({"op": "loaded", "facts": protocol.plain(EngineFacts(64, "fp32", "fp32"))}))
             for message in map(protocol.message, lines):
                 if message["op"] == "call":
-                    say.write(
-                        protocol.line({"op": "answered", "id": message["id"], "value": protocol.plain(EngineStatus())})
-                    )
+                    told = {"op": "answered", "id": message["id"], "value": protocol.plain(EngineStatus())}
+                    say.write(protocol.line(told))
 
     threading.Thread(target=hang, daemon=True).start()
-    patience = Patience(still_s=0.05, hung_s=0.3)
     peer = EnginePeer(lambda: ours)
     peer.pid, peer.kill = os.getpid(), theirs.close  # type: ignore[method-assign]
-    service = EngineClient(TINY_DIRECTORY, peer, patience=patience)
+    service = EngineClient(TINY_DIRECTORY, peer, patience=Patience(still_s=0.05, hung_s=0.3))
     service.watchdog._effort = lambda: None  # type: ignore[method-assign]
     engine = service.wait_loaded()
-    assert engine is not None
     stream = service.submit(Request((1,), SamplingParams(max_tokens=2)))
     with pytest.raises(EngineStuckError, match="does not move on"):
         wait_for(lambda: not engine.status())
@@ -407,7 +395,7 @@ def test_an_engine_that_hangs_is_ended_also_where_its_process_answers_other_ques
 
 
 @pytest.fixture(scope="module")
-def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changing]:
     """A server of a folder that others write in."""
     folder = write_checkpoint(tmp_path_factory.mktemp("changing") / "teller")
     with running(folder, in_processes=True) as server:
@@ -415,7 +403,7 @@ def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running
 
 
 def test_a_model_whose_files_are_being_written_keeps_no_other_from_being_loaded(
-    other: Path, texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: Path, texts: Texts, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("localllm.runtime.model_pool._REST_WAIT_S", 3.0)
     folder = write_checkpoint(tmp_path / "copied")
@@ -441,7 +429,7 @@ def test_a_model_whose_files_are_being_written_keeps_no_other_from_being_loaded(
 
 
 def test_a_model_that_leaves_while_its_files_are_looked_at_is_loaded_again(
-    both: Running, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    both: Running, texts: Texts, monkeypatch: Patch
 ) -> None:
     said(both, "tiny")
     has_changed, looks = both.pool.has_changed, list[ServedModel]()
@@ -465,7 +453,6 @@ def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(both
         asked.set()
         raise EngineStuckError("the engine does not answer", why="it was asked 5 s ago")
 
-    assert engine is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "status", status)
         both.post("/api/generate", {"model": "tiny", "keep_alive": 0})
@@ -474,11 +461,11 @@ def test_an_engine_that_does_not_say_whether_it_is_idle_is_not_taken_for_it(both
     wait_for(lambda: both.served.handle is None)
 
 
-def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tuple[Running, Path]) -> None:
+def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: Changing) -> None:
     server, folder = changing
     said(server, "teller")
     process = process_of(server, "teller")
-    os.kill(pid_of(server, "teller"), signal.SIGSTOP)
+    kill(server, "teller", signal.SIGSTOP)
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(server.post, "/v1/completions", TEXT)
         wait_for(lambda: process._connection._recipients)
@@ -489,9 +476,7 @@ def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: tu
     said(server, "teller")
 
 
-def test_a_model_that_is_written_anew_is_loaded_anew_with_all_that_belongs_to_it(
-    changing: tuple[Running, Path],
-) -> None:
+def test_a_model_that_is_written_anew_is_loaded_anew_with_all_that_belongs_to_it(changing: Changing) -> None:
     server, folder = changing
     write_checkpoint(folder)
     long = {**TEXT, "prompt": "once upon a time there was a fox " * 10}
@@ -513,7 +498,7 @@ def test_a_model_that_is_written_anew_is_loaded_anew_with_all_that_belongs_to_it
     (folder / "chat_template.jinja").unlink()
 
 
-def test_an_answer_that_is_being_written_is_not_cut_where_the_model_changes(changing: tuple[Running, Path]) -> None:
+def test_an_answer_that_is_being_written_is_not_cut_where_the_model_changes(changing: Changing) -> None:
     server, folder = changing
     write_checkpoint(folder)
     said(server, "teller")
@@ -525,26 +510,18 @@ def test_an_answer_that_is_being_written_is_not_cut_where_the_model_changes(chan
         assert "data: [DONE]" in rest and waiting.result(PATIENCE_S) == _text_of(str(folder))
 
 
-@pytest.mark.parametrize(
-    ("harm", "status", "word"), [("gone", 404, "is gone"), ("half there", 503, "is cut short")], ids=["gone", "half"]
-)
+@pytest.mark.parametrize(("harm", "status", "word"), [("gone", 404, "is gone"), ("half", 503, "is cut short")])
 def test_a_model_that_is_not_whole_is_told_with_the_reason_and_answers_when_it_is(
-    changing: tuple[Running, Path], harm: str, status: int, word: str
+    changing: Changing, harm: str, status: int, word: str
 ) -> None:
     server, folder = changing
     said(server, "teller")
-    pid, weights = pid_of(server, "teller"), folder / "model.safetensors"
+    pid, weights, away = pid_of(server, "teller"), folder / "model.safetensors", folder.with_name("away")
     whole = weights.read_bytes()
-    if harm == "gone":
-        away = folder.rename(folder.with_name("away"))
-    else:
-        weights.write_bytes(whole[: len(whole) // 2])
+    folder.rename(away) if harm == "gone" else weights.write_bytes(whole[: len(whole) // 2])
     refused = server.post("/v1/completions", TEXT)
     assert refused.status_code == status and word in refused.json()["error"]["message"]
-    if harm == "gone":
-        away.rename(folder)
-    else:
-        weights.write_bytes(whole)
+    away.rename(folder) if harm == "gone" else weights.write_bytes(whole)
     assert server.post("/v1/completions", TEXT).status_code == 200
     assert harm != "gone" or pid_of(server, "teller") == pid
 
@@ -552,7 +529,7 @@ def test_a_model_that_is_not_whole_is_told_with_the_reason_and_answers_when_it_i
 def test_models_of_one_folder_name_have_different_names_and_each_answers_by_its_own(tmp_path: Path) -> None:
     folders = [write_checkpoint(tmp_path / place / "model", seed=seed) for seed, place in enumerate("abc")]
     with running(folders[0], also=[folders[1], folders[2], folders[1]]) as server:
-        ids = [each["id"] for each in server.get("/v1/models").json()["data"]]
+        ids = listed(server)
         assert ids[:3] == ["model", "b/model", "c/model"] and len(set(ids)) == len(ids)
         for name, folder in zip(ids, folders, strict=False):
             assert said(server, name) == _text_of(str(folder))
@@ -560,9 +537,7 @@ def test_models_of_one_folder_name_have_different_names_and_each_answers_by_its_
         assert {each["name"] for each in server.get("/api/tags").json()["models"]} >= {f"{name}:latest" for name in ids}
 
 
-def test_a_revision_that_is_served_by_its_name_is_not_what_the_plain_name_means(
-    own_folders: None, tmp_path: Path
-) -> None:
+def test_a_revision_served_by_its_name_is_not_what_the_plain_name_means(own_folders: None, tmp_path: Path) -> None:
     plain, other = pulled(tmp_path / "hub", 0, 1, main="a", dev="b")
     with running("maker/teller@dev") as server:
         for name, snapshot in (("maker/teller@dev", other), ("maker/teller", plain)):
@@ -581,7 +556,7 @@ def test_a_revision_that_is_served_by_its_name_is_not_what_the_plain_name_means(
         ("/api/generate", {"prompt": "Once", "options": {"num_predict": 2}, "stream": False}),
     ],
 )
-def test_a_model_is_unloaded_behind_the_request_that_says_so(both: Running, path: str, body: dict[str, Any]) -> None:
+def test_a_model_is_unloaded_behind_the_request_that_says_so(both: Running, path: str, body: Json) -> None:
     assert both.post(path, {"model": "tiny", **body, "keep_alive": 0}).status_code == 200
     wait_for(lambda: both.served.handle is None)
     assert "tiny" not in loaded(both) and both.get("/health").status_code == 200
@@ -619,12 +594,11 @@ def test_a_first_load_that_came_to_nothing_is_not_waited_for() -> None:
         assert said(server, "tiny")
 
 
-def test_a_model_that_there_is_not_is_refused_by_name_and_nothing_is_unloaded(processes: Running) -> None:
-    said(processes, "tiny")
+def test_a_model_that_there_is_not_is_refused_by_name_and_nothing_is_unloaded(tight: Running) -> None:
     for name in ("tinny", "../tiny", "/etc", str(Path.cwd())):
-        refused = processes.post("/v1/completions", {**TEXT, "model": name})
+        refused = tight.post("/v1/completions", {**TEXT, "model": name})
         assert refused.status_code == 404 and refused.json()["error"]["code"] == "model_not_found"
-    assert loaded(processes) == ["tiny"]
+    assert loaded(tight) == ["tiny"]
 
 
 def test_no_name_is_suggested_for_one_that_is_like_none() -> None:
@@ -644,15 +618,13 @@ def resources() -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_fifty_switches_leave_nothing_behind_and_each_answer_is_right(
-    processes: Running, texts: dict[str, str]
-) -> None:
+def test_fifty_switches_leave_nothing_behind_and_each_answer_is_right(tight: Running, texts: Texts) -> None:
     names = ["tiny", "other"] * 25
     for name in names[:6]:
-        said(processes, name)
+        said(tight, name)
     descriptors, threads, rss_bytes = resources()
     for name in names:
-        assert said(processes, name) == texts[name]
+        assert said(tight, name) == texts[name]
     after = resources()
     assert after[0] <= descriptors + 2 and after[1] <= threads + 2 and after[2] < rss_bytes + (16 << 20)
     engines = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
@@ -660,23 +632,22 @@ def test_fifty_switches_leave_nothing_behind_and_each_answer_is_right(
 
 
 @pytest.mark.slow
-def test_the_server_answers_whenever_an_engine_is_killed(processes: Running, texts: dict[str, str]) -> None:
+def test_the_server_answers_whenever_an_engine_is_killed(tight: Running, texts: Texts) -> None:
     """Twenty times, at moments spread over loading, reading a long prompt and answering."""
     long = {**ENDLESS, "prompt": "owl " * 900, "max_tokens": 100, "model": "tiny"}
     for round_number in range(20):
         name = ("tiny", "other")[round_number % 2]
         with ThreadPoolExecutor() as threads:
-            busy = threads.submit(_ended, processes, {**long, "model": name})
+            busy = threads.submit(_ended, tight, {**long, "model": name})
             threading.Event().wait(0.025 * round_number)
-            served = processes.pool.known(name)
-            assert served is not None
-            if isinstance(served.handle, EngineClient) and served.handle.peer.pid is not None:
-                os.kill(served.handle.peer.pid, signal.SIGKILL)
+            engine = tight.pool.known(name).handle
+            if isinstance(engine, EngineClient) and engine.peer.pid is not None:
+                os.kill(engine.peer.pid, signal.SIGKILL)
             busy.result(PATIENCE_S)
-        assert said(processes, name) == texts[name]
+        assert said(tight, name) == texts[name]
 
 
-def _ended(server: Running, body: dict[str, Any]) -> None:
+def _ended(server: Running, body: Json) -> None:
     """Whatever comes of it."""
     with (
         httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as client,
@@ -692,13 +663,12 @@ def test_a_model_that_was_pulled_is_loaded_by_its_name_and_no_half_of_one(tmp_pa
     half.mkdir(parents=True)
     (half / "config.json").write_text("{}")
     with running() as server:
-        ids = [each["id"] for each in server.get("/v1/models").json()["data"]]
-        assert ids == ["tiny", "maker/teller"]
+        assert listed(server) == ["tiny", "maker/teller"]
         assert server.post("/v1/completions", {**TEXT, "model": "Maker/teller"}).json()["model"] == "Maker/teller"
         assert sorted(loaded(server)) == ["maker/teller", "tiny"]
         later = write_checkpoint(snapshot.with_name("c" * 40), seed=1)
         (snapshot.parent.parent / "refs" / "main").write_text("c" * 40)
-        ids = [each["id"] for each in server.get("/v1/models").json()["data"]]
+        ids = listed(server)
         assert ids[:2] == ["tiny", "maker/teller"] and ids.count("maker/teller") == 1
         assert said(server, "maker/teller") == _text_of(str(later))
         refused = server.post("/v1/completions", {**TEXT, "model": "maker/half"})

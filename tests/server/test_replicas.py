@@ -128,13 +128,8 @@ def slots(client: httpx2.Client) -> list[dict[str, bool]]:
 
 
 def test_a_model_that_does_not_fit_ends_it_with_the_numbers(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        command("--replicas", "2", "--ram", "200MiB"),
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    words, how = command("--replicas", "2", "--ram", "200MiB"), {"capture_output": True, "text": True}
+    ended = subprocess.run(words, env=environment(tmp_path), timeout=PATIENCE_S, **how)
     assert ended.returncode == 4, ended.stderr
     assert "100 MiB" in ended.stderr or "100.0 MiB" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -17,7 +17,7 @@ from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.errors import ClientGoneError
 from localllm.server.replies import encoded, encoded_in_parts, unless_gone
 from localllm.server.stream import EventMailbox
-from tests.server.support import OWL, Running
+from tests.server.support import OWL, Patch, Running
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -61,9 +61,8 @@ def test_what_is_no_number_in_json_is_not_said(number: float) -> None:
         encoded({"a": [number]})
 
 
-def test_a_large_reply_is_made_in_parts_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    threads: set[int] = set()
+def test_a_large_reply_is_made_in_parts_beside_the_loop(monkeypatch: Patch) -> None:
+    sizes, threads = list[int](), set[int]()
 
     def noting(value: object) -> bytes:
         threads.add(threading.get_ident())
@@ -77,9 +76,10 @@ def test_a_large_reply_is_made_in_parts_beside_the_loop(monkeypatch: pytest.Monk
     assert max(sizes) < 1000 < len(reply.body) and threading.get_ident() not in threads
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/v1/chat/completions", "text/event-stream"), ("/api/chat", "application/x-ndjson")]
-)
+STREAMS = {"/v1/chat/completions": "text/event-stream", "/api/chat": "application/x-ndjson"}
+
+
+@pytest.mark.parametrize(("path", "kind"), STREAMS.items())
 def test_a_stream_is_told_not_to_be_kept_back(server: Running, path: str, kind: str) -> None:
     with server.client.stream("POST", path, json={"messages": OWL, "stream": True}) as reply:
         assert reply.headers["content-type"].startswith(kind)

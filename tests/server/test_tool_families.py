@@ -16,11 +16,11 @@ from localllm.server.tools.output_format import output_format_of
 from localllm.server.tools.toolset import Tool, toolset
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.tokenizer import Tokenizer
-from tests.server.support import OWL, Running
+from tests.server.support import OWL, Json, Patch, Running, Says
 from tests.server.tools_support import CALLED, OPENAI_TOOLS
 
 PATH = "/v1/chat/completions"
-ASKED: dict[str, Any] = {"messages": OWL, "max_tokens": 300, "tools": OPENAI_TOOLS}
+ASKED: Json = {"messages": OWL, "max_tokens": 300, "tools": OPENAI_TOOLS}
 DEVSTRAL = "unsloth-mistral-Devstral-Small-2507"
 BRIEF = {"role": "system", "content": "Be brief."}  # in place of its own 2,000 tokens
 CALL = [("weather", {"unit": "C"})]
@@ -43,27 +43,24 @@ SAID = [
 ]  # fmt: skip
 
 
+def turns_for(name: str) -> list[Json]:
+    return [*([BRIEF] if name == DEVSTRAL else []), *OWL]
+
+
 @pytest.fixture
-def speaks_as(speaks: Callable[[str], None], shared_data: Callable[[str], Path]) -> Callable[[str], None]:
+def speaks_as(speaks: Says, shared_data: Callable[[str], Path]) -> Says:
     return lambda name: speaks((shared_data("chat_templates/jinja") / f"{name}.jinja").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(("name", "text", "thought", "content", "calls"), SAID)
 @pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_a_model_says_is_thought_said_and_called(
-    server: Running,
-    speaks_as: Callable[[str], None],
-    says: Callable[[str], None],
-    name: str,
-    text: str,
-    thought: str | None,
-    content: str | None,
-    calls: list[Any],
-    streams: bool,
-) -> None:
+    server: Running, speaks_as: Says, says: Says, name: str, text: str, thought: str | None, content: str | None,
+    calls: list[Any], streams: bool,
+) -> None:  # fmt: skip
     speaks_as(name)
     says(text)
-    asked = {**ASKED, "messages": [*([BRIEF] if name == DEVSTRAL else []), *OWL]}
+    asked = {**ASKED, "messages": turns_for(name)}
     found = streamed(server, asked) if streams else server.post(PATH, asked).json()["choices"][0]
     message = found["message"]
     assert message.get("reasoning_content") == thought and (message["content"] or None) == content
@@ -72,9 +69,9 @@ def test_what_a_model_says_is_thought_said_and_called(
     assert found["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
-def streamed(server: Running, asked: dict[str, Any]) -> dict[str, Any]:
+def streamed(server: Running, asked: Json) -> Json:
     """The same, put together of its pieces."""
-    message: dict[str, Any] = {"content": ""}
+    message: Json = {"content": ""}
     reason = None
     for chunk in server.events(PATH, {**asked, "stream": True}):
         [choice] = chunk["choices"]
@@ -93,21 +90,16 @@ def streamed(server: Running, asked: dict[str, Any]) -> dict[str, Any]:
 # Without harmony's, whose marks are no tokens of this model, which could think on for ever.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name for name, *_ in SAID if not name.startswith("openai")}))
-def test_a_call_that_is_required_is_made_in_the_way_of_the_family(
-    server: Running, speaks_as: Callable[[str], None], name: str
-) -> None:
+def test_a_call_that_is_required_is_made_in_the_way_of_the_family(server: Running, speaks_as: Says, name: str) -> None:
     speaks_as(name)
-    messages = [*([BRIEF] if name == DEVSTRAL else []), *OWL]
     more = {"chat_template_kwargs": {"enable_thinking": False}} if "Qwen3" in name else {}
     choice = {"type": "function", "function": {"name": "weather"}}
-    reply = server.post(PATH, {**ASKED, **more, "messages": messages, "temperature": 0, "tool_choice": choice})
+    reply = server.post(PATH, {**ASKED, **more, "messages": turns_for(name), "temperature": 0, "tool_choice": choice})
     [call] = reply.json()["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "weather" and json.loads(call["function"]["arguments"])["unit"] in ("C", "F")
 
 
-def test_a_form_is_of_what_is_said_and_not_of_what_is_thought(
-    server: Running, speaks_as: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_form_is_of_what_is_said_not_of_what_is_thought(server: Running, speaks_as: Says, monkeypatch: Patch) -> None:
     seen: list[Request] = []
     check = Engine.check
 
@@ -118,26 +110,18 @@ def test_a_form_is_of_what_is_said_and_not_of_what_is_thought(
     monkeypatch.setattr(Engine, "check", noting)
     form = {"structured_outputs": {"regex": "owl|fox"}, "messages": OWL, "max_tokens": 40, "temperature": 0}
     speaks_as("Qwen-Qwen3-0.6B")
-    assert server.post(PATH, form).status_code == 200
-    assert server.post(PATH, {**form, "reasoning_effort": "none"}).json()["choices"][0]["message"]["content"] in (
-        "owl",
-        "fox",
-    )
-    thinking, plain = (request.grammar for request in (seen[0], seen[-1]))
-    assert thinking is not None and ("<think>", "</think>") in thinking.thoughts and not thinking.is_thinking
-    assert plain is not None and plain.thoughts == ()
+    server.answer(PATH, form)
+    plain = server.answer(PATH, {**form, "reasoning_effort": "none"})
+    assert plain["choices"][0]["message"]["content"] in ("owl", "fox")
+    first, last = (request.grammar for request in (seen[0], seen[-1]))
+    assert first is not None and ("<think>", "</think>") in first.thoughts and not first.is_thinking
+    assert last is not None and last.thoughts == ()
     speaks_as("openai-gpt-oss-120b")
     assert server.post(PATH, form).json()["choices"][0]["message"]["content"] in ("owl", "fox")
     assert server.engine.tokenizer.decode(list(seen[-1].prompt_ids[-40:])).endswith("<|channel|>final<|message|>")
 
 
 # Special tokens
-
-
-@pytest.fixture
-def phi(shared_data: Callable[[str], Path]) -> Tokenizer:
-    """A tokenizer with special tokens of its own."""
-    return Tokenizer.load(shared_data("tokenizers/phi-3-mini"))
 
 
 @pytest.mark.parametrize(
@@ -149,10 +133,11 @@ def phi(shared_data: Callable[[str], Path]) -> Tokenizer:
     ],
 )
 def test_the_special_tokens_that_tell_an_answer_apart_are_shown(
-    phi: Tokenizer, source: str, marks: tuple[str, ...], shown: tuple[str, ...]
+    shared_data: Callable[[str], Path], source: str, marks: tuple[str, ...], shown: tuple[str, ...]
 ) -> None:
-    phi._backend.add_special_tokens(list(marks))
-    tokenizer = Tokenizer(phi._backend)
+    backend = Tokenizer.load(shared_data("tokenizers/phi-3-mini"))._backend
+    backend.add_special_tokens(list(marks))
+    tokenizer = Tokenizer(backend)
     tools = toolset([Tool("weather")]) if "TOOL" in source else None
     manner = output_format_of(ChatTemplate(source), tokenizer, OWL, tools, is_begun=False)
     assert {tokenizer.token_text(index) for index in manner.shown_ids} == set(shown)

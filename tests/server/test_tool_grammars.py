@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from localllm.server.tools.toolset import Tool, Toolset, toolset
 from localllm.text.grammar.compiled import Grammars
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
+from tests.server.support import Json
 
 BY_NAME = {syntax.name: syntax for syntax in (*TOOL_FORMATS, GENERIC)}
 TOOLS = (
@@ -38,9 +40,22 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "<|im_end|>"})
 
 
-@pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> Grammars:
-    assert tokenizer.eos_token_id is not None
+class CallGrammar:
+    """Of calls of a family, beside an answer's schema or in its place."""
+
+    def __init__(self, tokenizer: Tokenizer, family: str, tools: Toolset | None, answer: str | None = None) -> None:
+        assert tools is not None and tokenizer.eos_token_id is not None
+        self._encode = tokenizer.encode
+        self.lark = tools_lark(BY_NAME[family], tools, tokenizer.token_id, answer)
+        self._grammars = grammars_of(tokenizer)
+
+    def takes(self, text: str, **thinking: Any) -> bool:
+        constraint = self._grammars.constraint(Grammar("lark", self.lark, **thinking))
+        return constraint.is_met(self._encode(text, special=True))
+
+
+@cache
+def grammars_of(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer, [tokenizer.eos_token_id], tokenizer.vocab_size)
 
 
@@ -54,84 +69,71 @@ def written(family: str, *calls: tuple[str, str]) -> str:
 WARM, NOON = ("weather", '{"unit": "C"}'), ("clock", "{}")
 
 
-def meets(grammars: Grammars, tokenizer: Tokenizer, lark: str, text: str, **thinking: Any) -> bool:
-    constraint = grammars.constraint(Grammar("lark", lark, **thinking))
-    return constraint.is_met(tokenizer.encode(text, special=True))
-
-
-def lark_of(family: str, tokenizer: Tokenizer, tools: Toolset | None, answer: str | None = None) -> str:
-    assert tools is not None
-    return tools_lark(BY_NAME[family], tools, tokenizer.token_id, answer)
-
-
-@pytest.mark.parametrize("family", BY_NAME)
-def test_a_call_that_has_to_be_made_is_one_of_the_tools(grammars: Grammars, tokenizer: Tokenizer, family: str) -> None:
-    lark = lark_of(family, tokenizer, toolset(TOOLS, must_call=True))
-    for call in (WARM, NOON):
-        assert meets(grammars, tokenizer, lark, written(family, call))
-    several = meets(grammars, tokenizer, lark, written(family, WARM, NOON))
-    assert several != BY_NAME[family].one_call
-    for call in (("weather", "{}"), ("weather", '{"unit": "K"}'), ("clock", '{"a": 1}'), ("nobody", "{}")):
-        assert not meets(grammars, tokenizer, lark, written(family, call))
-    assert not meets(grammars, tokenizer, lark, "It is warm.") and not meets(grammars, tokenizer, lark, "")
-
-
-@pytest.mark.parametrize("family", BY_NAME)
-def test_a_tool_that_is_named_is_called_once(grammars: Grammars, tokenizer: Tokenizer, family: str) -> None:
-    lark = lark_of(family, tokenizer, toolset(TOOLS, must_call=True, only=["clock"], one_call=True))
-    assert meets(grammars, tokenizer, lark, written(family, NOON))
-    assert not meets(grammars, tokenizer, lark, written(family, WARM))
-    assert not meets(grammars, tokenizer, lark, written(family, NOON, NOON))
-
-
-@pytest.mark.parametrize("family", BY_NAME)
-def test_a_call_that_may_be_made_is_held_to_once_it_begins(
-    grammars: Grammars, tokenizer: Tokenizer, family: str
-) -> None:
+def require_marks(tokenizer: Tokenizer, family: str = "harmony") -> None:
     if family == "harmony" and tokenizer.token_id(harmony.CHANNEL) is None:
         pytest.skip("every model of harmony has its marks as tokens")
-    lark = lark_of(family, tokenizer, toolset(TOOLS, one_call=True))
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_a_call_that_has_to_be_made_is_one_of_the_tools(tokenizer: Tokenizer, family: str) -> None:
+    grammar = CallGrammar(tokenizer, family, toolset(TOOLS, must_call=True))
+    for call in (WARM, NOON):
+        assert grammar.takes(written(family, call))
+    assert grammar.takes(written(family, WARM, NOON)) != BY_NAME[family].one_call
+    for call in (("weather", "{}"), ("weather", '{"unit": "K"}'), ("clock", '{"a": 1}'), ("nobody", "{}")):
+        assert not grammar.takes(written(family, call))
+    assert not grammar.takes("It is warm.") and not grammar.takes("")
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_a_tool_that_is_named_is_called_once(tokenizer: Tokenizer, family: str) -> None:
+    grammar = CallGrammar(tokenizer, family, toolset(TOOLS, must_call=True, only=["clock"], one_call=True))
+    assert grammar.takes(written(family, NOON))
+    assert not grammar.takes(written(family, WARM))
+    assert not grammar.takes(written(family, NOON, NOON))
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_a_call_that_may_be_made_is_held_to_once_it_begins(tokenizer: Tokenizer, family: str) -> None:
+    require_marks(tokenizer, family)
+    grammar = CallGrammar(tokenizer, family, toolset(TOOLS, one_call=True))
     text = "It is warm." if family != "harmony" else "<|channel|>final<|message|>It is warm."
-    assert meets(grammars, tokenizer, lark, text) and meets(grammars, tokenizer, lark, written(family, WARM))
-    assert not meets(grammars, tokenizer, lark, written(family, ("weather", '{"unit": "K"}')))
+    assert grammar.takes(text) and grammar.takes(written(family, WARM))
+    assert not grammar.takes(written(family, ("weather", '{"unit": "K"}')))
     if family not in ("harmony", "llama"):
-        assert meets(grammars, tokenizer, lark, f"Let me look.\n{written(family, NOON)}")
+        assert grammar.takes(f"Let me look.\n{written(family, NOON)}")
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral", "mistral-list", "llama", "generic"])
-def test_an_answer_that_is_no_call_may_have_a_schema(grammars: Grammars, tokenizer: Tokenizer, family: str) -> None:
-    lark = lark_of(family, tokenizer, toolset(TOOLS), ANSWER)
-    assert meets(grammars, tokenizer, lark, '{"name": "Ada"}') and meets(
-        grammars, tokenizer, lark, written(family, WARM)
-    )
-    assert not meets(grammars, tokenizer, lark, '{"name": "Bob"}')
-    assert not meets(grammars, tokenizer, lark, "It is warm.")
+def test_an_answer_that_is_no_call_may_have_a_schema(tokenizer: Tokenizer, family: str) -> None:
+    grammar = CallGrammar(tokenizer, family, toolset(TOOLS), ANSWER)
+    assert grammar.takes('{"name": "Ada"}')
+    assert grammar.takes(written(family, WARM))
+    assert not grammar.takes('{"name": "Bob"}')
+    assert not grammar.takes("It is warm.")
 
 
-def test_harmony_may_think_in_front_of_a_call(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    if tokenizer.token_id(harmony.CHANNEL) is None:
-        pytest.skip("every model of harmony has its marks as tokens")
-    lark = lark_of("harmony", tokenizer, toolset(TOOLS, must_call=True))
+def test_harmony_may_think_in_front_of_a_call(tokenizer: Tokenizer) -> None:
+    require_marks(tokenizer)
+    grammar = CallGrammar(tokenizer, "harmony", toolset(TOOLS, must_call=True))
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    assert meets(grammars, tokenizer, lark, thought + written("harmony", WARM))
-    assert meets(grammars, tokenizer, lark, thought * 2 + written("harmony", WARM))
-    assert not meets(grammars, tokenizer, lark, thought)
+    assert grammar.takes(thought + written("harmony", WARM))
+    assert grammar.takes(thought * 2 + written("harmony", WARM))
+    assert not grammar.takes(thought)
 
 
-def test_a_thought_stands_in_front_of_a_call(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    lark, call = lark_of("hermes", tokenizer, toolset(TOOLS, must_call=True)), written("hermes", WARM)
-    assert meets(grammars, tokenizer, lark, f"<think>\nHm.\n</think>\n\n{call}", thoughts=THOUGHTS)
-    assert meets(grammars, tokenizer, lark, f"Hm.\n</think>\n\n{call}", thoughts=THOUGHTS, is_thinking=True)
-    assert not meets(grammars, tokenizer, lark, "<think>\nHm.\n</think>\n\nWarm.", thoughts=THOUGHTS)
+def test_a_thought_stands_in_front_of_a_call(tokenizer: Tokenizer) -> None:
+    grammar, call = CallGrammar(tokenizer, "hermes", toolset(TOOLS, must_call=True)), written("hermes", WARM)
+    assert grammar.takes(f"<think>\nHm.\n</think>\n\n{call}", thoughts=THOUGHTS)
+    assert grammar.takes(f"Hm.\n</think>\n\n{call}", thoughts=THOUGHTS, is_thinking=True)
+    assert not grammar.takes("<think>\nHm.\n</think>\n\nWarm.", thoughts=THOUGHTS)
 
 
 def test_what_is_only_read_of_a_tool_is_not_in_its_grammar(tokenizer: Tokenizer) -> None:
-    parameters = {
-        "properties": {"title": {"type": "string", "description": "Of the book." * 9000}},
-        "title": "Arguments",
-    }
-    lark = lark_of("hermes", tokenizer, toolset([Tool("find", "", parameters)], must_call=True))
-    assert "Of the book." not in lark and '"title"' in lark and "Arguments" not in lark
+    title = {"type": "string", "description": "Of the book." * 9000}
+    parameters = {"properties": {"title": title}, "title": "Arguments"}
+    grammar = CallGrammar(tokenizer, "hermes", toolset([Tool("find", "", parameters)], must_call=True))
+    assert "Of the book." not in grammar.lark and '"title"' in grammar.lark and "Arguments" not in grammar.lark
 
 
 FIND = Tool("find", "", {"properties": {"a": {"not": {}}}})
@@ -140,15 +142,14 @@ FIND = Tool("find", "", {"properties": {"a": {"not": {}}}})
 @pytest.mark.parametrize("family", BY_NAME)
 @pytest.mark.parametrize("choice", [{"must_call": True}, {"one_call": True}], ids=str)
 def test_a_tool_to_which_no_call_can_be_held_takes_any_object_and_the_others_what_they_say(
-    grammars: Grammars, tokenizer: Tokenizer, family: str, choice: dict[str, Any]
+    tokenizer: Tokenizer, family: str, choice: Json
 ) -> None:
-    if family == "harmony" and tokenizer.token_id(harmony.CHANNEL) is None:
-        pytest.skip("every model of harmony has its marks as tokens")
-    lark = lark_of(family, tokenizer, toolset([FIND, *TOOLS], **choice))
+    require_marks(tokenizer, family)
+    grammar = CallGrammar(tokenizer, family, toolset([FIND, *TOOLS], **choice))
     for call in (("find", '{"a": 1, "b": [{}]}'), WARM):
-        assert meets(grammars, tokenizer, lark, written(family, call))
+        assert grammar.takes(written(family, call))
     for call in (("find", "[1]"), ("weather", '{"unit": "K"}')):
-        assert not meets(grammars, tokenizer, lark, written(family, call))
+        assert not grammar.takes(written(family, call))
 
 
 @pytest.mark.parametrize(
@@ -160,10 +161,10 @@ def test_a_tool_to_which_no_call_can_be_held_takes_any_object_and_the_others_wha
     ],
     ids=["named", "alone", "strict"],
 )
-def test_a_schema_to_which_no_call_can_be_held_is_refused_where_one_has_to_be(
+def test_a_schema_to_which_no_call_can_be_held_is_refused_where_one_must_be(
     tokenizer: Tokenizer, tools: Toolset
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        lark_of("hermes", tokenizer, tools)
+        CallGrammar(tokenizer, "hermes", tools)
     assert f"tools[{len(tools.tools) - 1}]" in caught.value.what
     assert caught.value.param == "tools" and "'find'" in caught.value.what and "'not'" in caught.value.why

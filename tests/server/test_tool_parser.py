@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from localllm.server.tools.tool_formats import GENERIC, TOOL_FORMATS
 from localllm.server.tools.tool_parser import ValueEnd, partial_object
 from localllm.server.tools.toolset import Tool, Toolset
 from localllm.text.tokenizer import Tokenizer
+from tests.server.support import Json
 
 BY_NAME = {syntax.name: syntax for syntax in (*TOOL_FORMATS, GENERIC)}
 NAMES = ("weather", "clock")
@@ -35,14 +36,7 @@ def hermes(*arguments: Any, name: str = "weather") -> str:
 UNIT = ("call", "weather"), ("arguments", '{"unit": "C"}')
 NOON = ("call", "clock"), ("arguments", "{}")
 # How models write that a call has no arguments.
-NOTHING = (
-    "",
-    ', "arguments": null',
-    ', "arguments": ""',
-    ', "arguments": "null"',
-    ', "arguments": "{}"',
-    ', "arguments": {}',
-)
+NOTHING = ("", *(f', "arguments": {nothing}' for nothing in ("null", '""', '"null"', '"{}"', "{}")))
 MISTRAL_LIST = '[TOOL_CALLS] [{"name": "weather", "arguments": {"unit": "C"}, "id": "abcdefghi"}'
 
 # family, what the model says, what that comes to
@@ -137,10 +131,8 @@ def reader_of(family: str, *, streams: bool = False, splits: bool = False, says:
 def certain(family: str, *arguments: str) -> str:
     """A call of each tool, as a grammar lets them be made; of one, where the family makes no more."""
     written = BY_NAME[family]
-    calls = [
-        f"{written.begins}{name}{written.middle}{each}{written.ends}"
-        for name, each in zip(NAMES, arguments, strict=False)
-    ]
+    named = zip(NAMES, arguments, strict=False)
+    calls = [f"{written.begins}{name}{written.middle}{each}{written.ends}" for name, each in named]
     return written.first + written.between.join(calls[:1] if written.one_call else calls) + written.last
 
 
@@ -152,14 +144,12 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 @pytest.mark.parametrize(("family", "text", "parts"), RECORDED)
 def test_what_a_model_writes_is_told_apart(family: str, text: str, parts: Sequence[Part]) -> None:
-    assert read(reader_of(family), [text]) == list(parts)
-    assert read(reader_of(family), text) == list(parts)
+    assert read(reader_of(family), [text]) == read(reader_of(family), text) == list(parts)
 
 
 @pytest.mark.parametrize(("family", "text"), TEXTS)
 def test_what_is_no_call_is_text(family: str, text: str) -> None:
-    assert read(reader_of(family), [text]) == [("text", text)]
-    assert read(reader_of(family), text) == [("text", text)]
+    assert read(reader_of(family), [text]) == read(reader_of(family), text) == [("text", text)]
 
 
 @given(
@@ -214,17 +204,10 @@ def test_a_thought_stands_in_front_of_calls(splits: bool) -> None:
 
 def test_a_thought_is_one_while_it_is_written() -> None:
     reader = reader_of("harmony")
-    seen = []
-    for piece in (
-        "<|channel|>analysis",
-        "<|message|>",
-        "Hm.",
-        "<|end|>",
-        "<|start|>assistant<|channel|>final<|message|>",
-    ):
+    pieces = "<|channel|>analysis", "<|message|>", "Hm.", "<|end|>", "<|start|>assistant<|channel|>final<|message|>"
+    for piece, is_thinking in zip(pieces, (False, True, True, False, False), strict=True):
         reader.feed(piece)
-        seen.append(reader.is_thinking)
-    assert seen == [False, True, True, False, False]
+        assert reader.is_thinking == is_thinking
 
 
 # Calls that a grammar has seen to
@@ -251,9 +234,7 @@ def test_the_arguments_of_a_certain_call_are_given_out_as_they_come(family: str)
         ("llama", '{"unit": "C"}', [("text", '{"unit": "C"}')]),
     ],
 )
-def test_text_may_stand_in_front_of_a_certain_call_or_in_its_place(
-    family: str, text: str, parts: Sequence[Part]
-) -> None:
+def test_text_may_stand_before_a_certain_call_or_in_its_place(family: str, text: str, parts: Sequence[Part]) -> None:
     assert read(reader_of(family, streams=True), text) == parts
 
 
@@ -270,28 +251,28 @@ def test_a_call_that_is_cut_is_told_as_far_as_it_goes(streams: bool) -> None:
     assert "call" not in dict(read(reader_of("hermes", streams=streams), [text[:20]], is_cut=True))
 
 
+def read_by_parts(text: str, family: str, splits: bool, says: Says) -> Iterator[list[Part]]:
+    """What it comes to wherever it is cut, however it is told to end, and in whatever pieces it comes."""
+    for end, is_cut in itertools.product(range(len(text) + 1), (True, False)):
+        for pieces in ([text[:end]], text[:end]):
+            yield read(reader_of(family, streams=True, splits=splits, says=says), pieces, is_cut=is_cut)
+
+
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("blank", ["", "\n\n"])
 @pytest.mark.parametrize("family", BY_NAME)
 def test_nothing_is_said_beside_a_call_that_has_to_be_made(family: str, blank: str, splits: bool) -> None:
-    """Wherever it is cut, and however it is told to end."""
     arguments = '{"unit": "C", "days": [1, 2]}', "{}"
-    text = blank + certain(family, *arguments)
-    for end, is_cut in itertools.product(range(len(text) + 1), (True, False)):
-        for pieces in ([text[:end]], text[:end]):
-            parts = read(reader_of(family, streams=True, splits=splits, says="nothing"), pieces, is_cut=is_cut)
-            assert {kind for kind, _ in parts} <= {"call", "arguments"}
-            assert "".join(arguments).startswith("".join(said for kind, said in parts if kind == "arguments"))
+    for parts in read_by_parts(blank + certain(family, *arguments), family, splits, "nothing"):
+        assert {kind for kind, _ in parts} <= {"call", "arguments"}
+        assert "".join(arguments).startswith("".join(said for kind, said in parts if kind == "arguments"))
 
 
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("family", [family for family in BY_NAME if family not in ("harmony", "llama")])
 def test_a_call_in_the_place_of_json_is_never_said(family: str, splits: bool) -> None:
-    text = "\n\n" + certain(family, '{"unit": "C"}', "{}")
-    for end, is_cut in itertools.product(range(len(text) + 1), (True, False)):
-        for pieces in ([text[:end]], text[:end]):
-            parts = read(reader_of(family, streams=True, splits=splits, says="json"), pieces, is_cut=is_cut)
-            assert {kind for kind, _ in parts} <= {"call", "arguments"}
+    for parts in read_by_parts("\n\n" + certain(family, '{"unit": "C"}', "{}"), family, splits, "json"):
+        assert {kind for kind, _ in parts} <= {"call", "arguments"}
 
 
 @pytest.mark.parametrize("answer", ['{"name": "Ada", "says": "[TOOL_CALLS]clock[ARGS]{}, <tool_call>"}', '["<"]', "7"])
@@ -309,19 +290,17 @@ def test_json_begins_with_its_first_character_and_has_no_call_in_it(family: str,
     [('{"a": 1, "b": [1, 2', {"a": 1, "b": [1, 2]}), ('{"a": "tex', {}), ("", {}), ("[1", {}), ('{"a": 1e999}', {}),
      ('{"a": 1}', {"a": 1}), ("{" * 5000, {})],
 )  # fmt: skip
-def test_of_arguments_that_are_cut_there_is_what_is_whole(text: str, found: dict[str, Any]) -> None:
+def test_of_arguments_that_are_cut_there_is_what_is_whole(text: str, found: Json) -> None:
     assert partial_object(text) == found
 
 
 # Whatever comes
 
 
-@given(
-    st.recursive(
-        st.none() | st.text(max_size=5) | st.integers(),
-        lambda each: st.lists(each) | st.dictionaries(st.text(max_size=3), each),
-    )
-)
+LEAVES = st.none() | st.text(max_size=5) | st.integers()
+
+
+@given(st.recursive(LEAVES, lambda each: st.lists(each) | st.dictionaries(st.text(max_size=3), each)))
 @settings(max_examples=30, deadline=None)
 def test_a_value_ends_where_it_does(value: Any) -> None:
     text = json.dumps([value])
@@ -331,19 +310,19 @@ def test_a_value_ends_where_it_does(value: Any) -> None:
     assert ValueEnd().feed(text + "]}") == len(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * 300_000,
-        '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * 300_000 + "]" * 300_000 + "}}</tool_call>",
-        "<tool_call>{ " * 20_000,
-        "<tool_call>{ " * 20_000 + "}" * 20_000,
-        "<tool_call>" * 20_000,
-        " " * 300_000,
-        '<tool_call>{"name": "weather", "arguments": {"a": ' + "9" * 10_000 + "}}</tool_call>",
-    ],
-    ids=["open", "deep", "begun", "nested", "marks", "blanks", "digits"],
-)
+BEGUN = '<tool_call>{"name": "weather", "arguments": {"a": '
+BULKY = {
+    "open": BEGUN + "[" * 300_000,
+    "deep": BEGUN + "[" * 300_000 + "]" * 300_000 + "}}</tool_call>",
+    "begun": "<tool_call>{ " * 20_000,
+    "nested": "<tool_call>{ " * 20_000 + "}" * 20_000,
+    "marks": "<tool_call>" * 20_000,
+    "blanks": " " * 300_000,
+    "digits": BEGUN + "9" * 10_000 + "}}</tool_call>",
+}
+
+
+@pytest.mark.parametrize("text", BULKY.values(), ids=BULKY)
 def test_megabytes_that_are_no_call_are_text(text: str) -> None:
     assert read(reader_of("hermes"), cut(text, range(0, len(text), 997))) == [("text", text)]
 

@@ -87,17 +87,28 @@ class OpenAIChatBody(common.OpenAIGenerationBody):
 
 
 class ChatFunction(ReplyBody):
-    name: Absent[str] = None
+    name: str
     arguments: str
 
 
 class ChatToolCall(ReplyBody):
-    """A call; or in a stream more of the call `index`, of which the first piece has id, type and name."""
+    id: str
+    type: Literal["function"] = "function"
+    function: ChatFunction
 
-    index: Absent[int] = None
+
+class ChatFunctionDelta(ReplyBody):
+    name: Absent[str] = None
+    arguments: str
+
+
+class ChatToolCallDelta(ReplyBody):
+    """More of the call `index`, of which the first piece has id, type and name."""
+
+    index: int
     id: Absent[str] = None
     type: Absent[Literal["function"]] = None
-    function: ChatFunction
+    function: ChatFunctionDelta
 
 
 class ChatMessage(ReplyBody):
@@ -114,7 +125,7 @@ class ChatDelta(ReplyBody):
     role: Absent[Literal["assistant"]] = None
     content: Absent[str] = None
     reasoning_content: Absent[str] = None
-    tool_calls: Absent[list[ChatToolCall]] = None
+    tool_calls: Absent[list[ChatToolCallDelta]] = None
 
 
 class ChatLogprobs(ReplyBody):
@@ -243,7 +254,7 @@ def _logprobs(delta: Delta, tokenizer: Tokenizer, most: int | None) -> ChatLogpr
 
 def _choice(index: int, answer: Delta, tokenizer: Tokenizer, most_logprobs: int | None) -> ChatChoice:
     text = answer.text if answer.text or not answer.calls else None
-    calls = [_call(each, None) for each in answer.calls]
+    calls = [_call(each) for each in answer.calls]
     return ChatChoice(
         index=index,
         message=ChatMessage(content=text, reasoning_content=answer.thought or None, tool_calls=calls or None),
@@ -252,11 +263,15 @@ def _choice(index: int, answer: Delta, tokenizer: Tokenizer, most_logprobs: int 
     )
 
 
-def _call(more: ToolCallDelta, index: int | None) -> ChatToolCall:
-    function = ChatFunction(name=more.name, arguments=more.arguments)
+def _call(call: ToolCallDelta) -> ChatToolCall:
+    return ChatToolCall(id=new_id("call_"), function=ChatFunction(name=call.name or "", arguments=call.arguments))
+
+
+def _call_delta(more: ToolCallDelta) -> ChatToolCallDelta:
+    function = ChatFunctionDelta(name=more.name, arguments=more.arguments)
     if more.name is None:
-        return ChatToolCall(index=index, function=function)
-    return ChatToolCall(index=index, id=new_id("call_"), type="function", function=function)
+        return ChatToolCallDelta(index=more.index, function=function)
+    return ChatToolCallDelta(index=more.index, id=new_id("call_"), type="function", function=function)
 
 
 def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
@@ -293,7 +308,7 @@ class ChatWriter(common.ChunkWriter):
             yield self._delta(index, logprobs, content=delta.text)
         if delta.calls:
             self._called.add(index)
-            yield self._delta(index, tool_calls=[_call(more, more.index) for more in delta.calls])
+            yield self._delta(index, tool_calls=[_call_delta(more) for more in delta.calls])
         if delta.finished is not None:
             reason = _reason(delta.finished, called=index in self._called)
             choice = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason)
