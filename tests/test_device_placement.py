@@ -221,7 +221,7 @@ MODELS = [
     pytest.param(model, marks=[pytest.mark.slow] * (model not in OFTEN), id="-".join(model))
     for model in itertools.product(FAMILIES, ("fp32", "int4-g32", "int8"))
 ]
-Guessing = Callable[[Residency], Speculation]
+Drafting = Callable[[Residency], Speculation]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -267,10 +267,10 @@ class Packed:
     def engine(self, placed: OffloadedModel) -> Engine:
         return Engine(placed.decode_model, Tokenizer.load(self.checkpoint), ctx=128, placed=placed)
 
-    def text(self, placed: OffloadedModel, max_tokens: int = 12, guessing: Guessing | None = None) -> list[int]:
+    def text(self, placed: OffloadedModel, max_tokens: int = 12, drafting: Drafting | None = None) -> list[int]:
         engine = self.engine(placed)
-        if guessing is not None:
-            engine.speculation = guessing(engine.residency)
+        if drafting is not None:
+            engine.speculation = drafting(engine.residency)
         return tokens(engine, max_tokens)
 
 
@@ -302,13 +302,13 @@ def test_the_text_is_the_same_wherever_blocks_are(packed: Packed, kind: str) -> 
 
 
 @pytest.mark.parametrize("who", every_other(["skip", "an oracle"]))
-def test_guesses_change_no_text_wherever_blocks_are(packed: Packed, who: str) -> None:
+def test_drafts_change_no_text_wherever_blocks_are(packed: Packed, who: str) -> None:
     """Verified by whoever computes few rows and by whoever computes many; made without what is slow to come by."""
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), NEVER)
         expected = packed.text(placed, max_tokens=24)
 
-        def guessing(residency: Residency) -> Speculation:
+        def drafting(residency: Residency) -> Speculation:
             if who == "skip":
                 return Speculation(residency, None, [SkipDrafter(lambda: residency.runner)], 4, adapts=False)
             oracle = Oracle({PROMPT: (*PROMPT, *expected)}, 0.8, packed.config.vocab_size)
@@ -318,7 +318,7 @@ def test_guesses_change_no_text_wherever_blocks_are(packed: Packed, who: str) ->
         for kinds in (lambda _index: "streamed", lambda _index: "computed", lambda _index: "split", *everywhere):
             for many_rows in (NEVER, 4):
                 placed.place(packed.blocks(kinds), many_rows)
-                assert packed.text(placed, 24, guessing) == expected
+                assert packed.text(placed, 24, drafting) == expected
 
 
 def test_what_is_released_is_held_by_nobody(packed: Packed) -> None:

@@ -429,12 +429,12 @@ def test_when_the_rates_were_measured_is_told_and_whether_beside_other_work(own_
 
 
 @pytest.mark.usefixtures("small_process")
-def test_a_disk_that_could_not_be_measured_is_said_to_be_a_guess(own_cache: Path) -> None:
+def test_a_disk_that_could_not_be_measured_is_said_to_be_a_draft(own_cache: Path) -> None:
     assert planned("mistral-7b", "--ram", "1200MiB")[1]["estimates"] == []
     keep(replace(kept_profile(), disk_read_gbs=UNKNOWN_DISK_GBS))
-    guesses = planned("mistral-7b", "--ram", "1200MiB")[1]["estimates"]
-    assert guesses == ["the disk is taken to read 0.5 GB/s: no file could be written to measure it"]
-    assert guesses[0] in run_cli("plan", "mistral-7b", "--ram", "1200MiB").out.decode()
+    drafts = planned("mistral-7b", "--ram", "1200MiB")[1]["estimates"]
+    assert drafts == ["the disk is taken to read 0.5 GB/s: no file could be written to measure it"]
+    assert drafts[0] in run_cli("plan", "mistral-7b", "--ram", "1200MiB").out.decode()
 
 
 @pytest.mark.parametrize(

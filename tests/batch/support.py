@@ -29,7 +29,7 @@ def rerun(model: Path, path: Path, *arguments: str) -> Result:
 
 
 def answers(result: Result) -> list[dict[str, Any]]:
-    """The lines of the output without what the clock says, and what it decides: how much is guessed."""
+    """The lines of the output without what the clock says, and what it decides: how much is drafted."""
     lines = [json.loads(line) for line in result.out.splitlines()]
     return [{key: value for key, value in line.items() if key not in ("timings", "speculation")} for line in lines]
 

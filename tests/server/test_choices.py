@@ -24,7 +24,7 @@ PATHS = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """In fp32: which rows share a step, and how many are guessed, changes no token."""
+    """In fp32: which rows share a step, and how many are drafted, changes no token."""
     with running(dtype="fp32") as server:
         yield server
 

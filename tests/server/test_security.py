@@ -227,13 +227,13 @@ def test_deleting_a_linked_model_deletes_the_link(hermit: Running, downloads: Pa
     assert sorted(path.name for path in (tmp_path / "kept" / "snapshots" / snapshot.name).iterdir()) == files
 
 
-@pytest.mark.parametrize("use", ["answers", "guesses"])
+@pytest.mark.parametrize("use", ["answers", "drafts"])
 def test_a_model_that_is_used_is_not_deleted(hermit: Running, downloads: Path, monkeypatch: Patch, use: str) -> None:
     snapshot = other_tools_snapshot(HubSettings(downloads, "http://127.0.0.1:1"))
     selection = hermit.served.selection
     files = ModelFiles(snapshot, "maker/sharded", "maker/sharded", snapshot.name)
-    guessing = replace(selection.resolved, settings=replace(selection.settings, speculate="maker/sharded"))
-    using = replace(selection, files=files) if use == "answers" else replace(selection, resolved=guessing)
+    drafting = replace(selection.resolved, settings=replace(selection.settings, speculate="maker/sharded"))
+    using = replace(selection, files=files) if use == "answers" else replace(selection, resolved=drafting)
     monkeypatch.setattr(hermit.served, "selection", using)
     reply = ask(hermit, "/api/delete", {"model": "Maker/Sharded"})
     held = snapshot.is_dir()

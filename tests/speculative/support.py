@@ -1,4 +1,4 @@
-"""Engines that guess, placed in several ways, and what they must say: what one says that does not guess."""
+"""Engines that draft, placed in several ways, and what they must say: what one says that does not draft."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def place(engine: Engine, placement: str) -> None:
     engine.move([replace(each, tier="disk" if from_disk(each.name) else "ram") for each in engine.residency.blocks])
 
 
-def guess_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool = False) -> None:
+def draft_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool = False) -> None:
     """From now on. `skip` leaves out what is streamed, a few blocks where nothing is."""
     lookup = NgramLookup() if "ngram" in drafter else None
     drafters: list[Drafter] = []
@@ -138,9 +138,9 @@ def said(engine: Engine, *requests: Request) -> list[Said]:
 
 
 def plainly(engine: Engine, *requests: Request, placement: str = "whole") -> list[Said]:
-    """What each says alone, without guesses."""
+    """What each says alone, without drafts."""
     place(engine, placement)
-    guess_with(engine, "", 0)
+    draft_with(engine, "", 0)
     return [said(engine, request)[0] for request in requests]
 
 

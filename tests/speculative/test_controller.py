@@ -1,4 +1,4 @@
-"""Who guesses how many: what gives the most tokens a second, and never at a cost beyond a small share of the time."""
+"""Who drafts how many: what gives the most tokens a second, and never at a cost beyond a small share of the time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ OFFERED, SKIP = "ngram-4", "skip"
 
 
 class World:
-    """A machine whose steps take known times, and a text of which a known share of guesses is right."""
+    """A machine whose steps take known times, and a text of which a known share of drafts is right."""
 
-    def __init__(self, alpha: float, row_s: float = 0.05, guess_s: float = 0.1, seed: int = 0) -> None:
-        """Seconds: a step takes 1 and `row_s` for each further row, a guess of a drafter `guess_s`."""
-        self.alpha, self.row_s, self.guess_s = alpha, row_s, guess_s
+    def __init__(self, alpha: float, row_s: float = 0.05, draft_s: float = 0.1, seed: int = 0) -> None:
+        """Seconds: a step takes 1 and `row_s` for each further row, a draft of a drafter `draft_s`."""
+        self.alpha, self.row_s, self.draft_s = alpha, row_s, draft_s
         self.controller, self.acceptance = Controller(StepTimes()), Acceptance(Acceptance())
         self.random = random.Random(seed)
         self.plain_s = 1.0
-        self.is_spiteful = False  # guesses come true where nobody makes them, and never else
+        self.is_spiteful = False  # drafts are accepted where nobody makes them, and never else
         self.seconds, self.tokens = 0.0, 0
 
     def run(self, steps: int, *, offers: bool, drafters: tuple[str, ...] = ()) -> float:
-        """Tokens a second, where a step without guesses gives 1."""
+        """Tokens a second, where a step without drafts gives 1."""
         before = self.seconds, self.tokens
         for _ in range(steps):
             self._step(Draft((1,) * 8, OFFERED) if offers else NO_DRAFT, drafters)
@@ -33,12 +33,12 @@ class World:
 
     def _step(self, offer: Draft, drafters: tuple[str, ...]) -> None:
         option = self.controller.choose(Situation([self.acceptance], [8], [offer], 16), drafters)
-        count, guess_s, source = 0, 0.0, OFFERED
+        count, draft_s, source = 0, 0.0, OFFERED
         if option is not None:
             count = option.counts[0]
             if option.drafter is not None:
-                guess_s, source = count * self.guess_s, option.drafter
-                self.controller.learn_drafting(option.drafter, 1, count, guess_s)
+                draft_s, source = count * self.draft_s, option.drafter
+                self.controller.learn_drafting(option.drafter, 1, count, draft_s)
         said = []
         alpha = self.alpha if not self.is_spiteful else float(not count)
         for _ in range(count + 1):
@@ -50,13 +50,13 @@ class World:
         elif offer.token_ids:
             self.acceptance.learn(offer.source, offer.token_ids, said[:1])
         step_s = 1 + self.row_s * count if count else self.plain_s
-        self.controller.learn(option, 1 + count, len(said), 1, guess_s, step_s)
-        self.seconds += guess_s + step_s
+        self.controller.learn(option, 1 + count, len(said), 1, draft_s, step_s)
+        self.seconds += draft_s + step_s
         self.tokens += len(said)
 
 
-def best_rate(alpha: float, row_s: float, guess_s: float) -> float:
-    rates = [sum(alpha**i for i in range(k + 1)) / (1 + k * (row_s + guess_s)) for k in range(9)]
+def best_rate(alpha: float, row_s: float, draft_s: float) -> float:
+    rates = [sum(alpha**i for i in range(k + 1)) / (1 + k * (row_s + draft_s)) for k in range(9)]
     return max(rates)
 
 
@@ -70,24 +70,24 @@ def test_offers_are_taken_as_far_as_they_pay(alpha: float, row_s: float) -> None
 
 @pytest.mark.parametrize("alpha", [0.6, 0.8, 0.95])
 def test_a_drafter_that_takes_time_is_used_as_far_as_it_pays(alpha: float) -> None:
-    for guess_s in (0.02, 0.1, 0.3):
-        world = World(alpha, 0.02, guess_s)
+    for draft_s in (0.02, 0.1, 0.3):
+        world = World(alpha, 0.02, draft_s)
         world.run(300, offers=False, drafters=(SKIP,))
-        rate, best = world.run(1000, offers=False, drafters=(SKIP,)), best_rate(alpha, 0.02, guess_s)
-        assert rate >= (0.85 * best if best > 1.3 else 0.98), guess_s
+        rate, best = world.run(1000, offers=False, drafters=(SKIP,)), best_rate(alpha, 0.02, draft_s)
+        assert rate >= (0.85 * best if best > 1.3 else 0.98), draft_s
 
 
 @pytest.mark.parametrize("row_s", [0.01, 0.1, 0.5])
-@pytest.mark.parametrize("guess_s", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("draft_s", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("alpha", [0.0, 0.2])
-def test_guesses_that_are_wrong_cost_next_to_nothing(alpha: float, row_s: float, guess_s: float) -> None:
-    world = World(alpha, row_s, guess_s)
+def test_drafts_that_are_wrong_cost_next_to_nothing(alpha: float, row_s: float, draft_s: float) -> None:
+    world = World(alpha, row_s, draft_s)
     assert world.run(600, offers=True, drafters=(SKIP,)) >= 0.975
 
 
 @pytest.mark.parametrize("row_s", [0.05, 0.5])
 def test_no_text_costs_more_than_the_budget(row_s: float) -> None:
-    """What is seen always says that guesses pay, and they never do."""
+    """What is seen always says that drafts pay, and they never do."""
     world = World(0.0, row_s)
     world.is_spiteful = True
     assert world.run(1000, offers=True) >= 0.98 and world.run(1000, offers=True) >= 0.99
@@ -105,7 +105,7 @@ def test_a_text_that_changes_is_followed() -> None:
     assert world.tokens / world.seconds > 1.3
 
 
-def test_plain_steps_that_become_faster_are_noticed_while_guesses_pay() -> None:
+def test_plain_steps_that_become_faster_are_noticed_while_drafts_pay() -> None:
     world = World(0.6, 0.05)
     assert world.run(300, offers=True) > 1.5
     world.plain_s = 0.2
@@ -113,8 +113,8 @@ def test_plain_steps_that_become_faster_are_noticed_while_guesses_pay() -> None:
     assert world.run(300, offers=True) > 0.95 / 0.2
 
 
-def test_one_of_which_not_even_right_guesses_would_pay_is_not_asked_again() -> None:
-    world = World(1.0, 0.1, guess_s=1.2)
+def test_one_of_which_not_even_right_drafts_would_pay_is_not_asked_again() -> None:
+    world = World(1.0, 0.1, draft_s=1.2)
     world.run(50, offers=False, drafters=(SKIP,))
     assert world.controller.is_hopeless(SKIP, 1)
     assert world.run(500, offers=False, drafters=(SKIP,)) == pytest.approx(1.0)
@@ -137,7 +137,7 @@ def test_a_batch_takes_the_better_of_both_for_each() -> None:
     assert option.drafter == SKIP and option.are_offered == (True, False) and option.counts == (3, 3)
 
 
-def test_no_more_guesses_than_there_is_room_for() -> None:
+def test_no_more_drafts_than_there_is_room_for() -> None:
     acceptances = [Acceptance()] * 4
     situation = Situation(acceptances, [8, 8, 2, 0], [NO_DRAFT] * 4, 16)
     assert situation.most == 3

@@ -1,4 +1,4 @@
-"""A second model that guesses: what is refused, what is left out, and that it changes no token."""
+"""A second model that drafts: what is refused, what is left out, and that it changes no token."""
 
 from __future__ import annotations
 
@@ -48,33 +48,33 @@ def engine(who: str, notes: list[str] | None = None, ctx: int | None = None) -> 
     return engine
 
 
-def test_it_guesses_and_changes_nothing(twin: Path, always_worth_it: None) -> None:
-    plain, guessing = engine("off"), engine(f"model:{twin}")
-    assert guessing.plan is not None and guessing.plan.ledger["ram"]["draft"] > 5e6
+def test_it_drafts_and_changes_nothing(twin: Path, always_worth_it: None) -> None:
+    plain, drafting = engine("off"), engine(f"model:{twin}")
+    assert drafting.plan is not None and drafting.plan.ledger["ram"]["draft"] > 5e6
     for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 4}):
         expected = text(plain, **sampling)
-        assert text(guessing, **sampling) == expected
-    events = list(guessing.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)))
+        assert text(drafting, **sampling) == expected
+    events = list(drafting.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)))
     told = events[-1].speculation  # type: ignore[union-attr]
     assert told.drafter == f"model:{twin}" and told.accepted > 0.6 * told.drafted  # the same model, other roundings
     assert told.tokens_per_pass > 3
-    (drafter,) = guessing.speculation._drafters
+    (drafter,) = drafting.speculation._drafters
     assert not drafter._kvs  # type: ignore[attr-defined]
     plain.close()
-    guessing.close()
+    drafting.close()
 
 
-def test_one_that_reads_a_shorter_context_stops_guessing_there(
+def test_one_that_reads_a_shorter_context_stops_drafting_there(
     twin: Path, tmp_path: Path, always_worth_it: None
 ) -> None:
     short = tmp_path / "short"
     shutil.copytree(twin, short)
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 70}))
-    plain, guessing = engine("off"), engine(f"model:{short}")
-    assert text(guessing, temperature=0) == text(plain, temperature=0)
+    plain, drafting = engine("off"), engine(f"model:{short}")
+    assert text(drafting, temperature=0) == text(plain, temperature=0)
     plain.close()
-    guessing.close()
+    drafting.close()
 
 
 def test_another_tokenizer_is_refused_with_the_difference(twin: Path, tmp_path: Path, model: Path) -> None:
@@ -95,10 +95,10 @@ def test_a_model_that_is_not_here_is_named() -> None:
 
 def test_one_that_would_not_pay_is_left_out_and_that_is_said(twin: Path) -> None:
     notes: list[str] = []
-    guessing = engine(f"model:{twin}", notes)  # as large as the model that it would guess for
+    drafting = engine(f"model:{twin}", notes)  # as large as the model that it would draft for
     assert len(notes) == 1 and "does not draft" in notes[0] and "tok/s" in notes[0]
-    assert not guessing.speculation.is_on
-    guessing.close()
+    assert not drafting.speculation.is_on
+    drafting.close()
 
 
 def test_one_that_does_not_fit_is_left_out_and_that_is_said(twin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,18 +109,18 @@ def test_one_that_does_not_fit_is_left_out_and_that_is_said(twin: Path, monkeypa
     monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(taken + (1 << 20), 0, taken + (1 << 20)))
     monkeypatch.setattr(planner.DraftShape, "num_bytes", lambda *_: taken)
     notes: list[str] = []
-    guessing = engine(f"model:{twin}", notes, ctx=256)
+    drafting = engine(f"model:{twin}", notes, ctx=256)
     assert len(notes) == 1 and "for which there is no room" in notes[0]
-    guessing.close()
+    drafting.close()
 
 
 def test_memory_that_ends_while_it_is_loaded_leaves_it_out(twin: Path, always_worth_it: None) -> None:
     notes: list[str] = []
     with mock.patch.object(loader, "Residency", side_effect=MemoryError):
-        guessing = engine(f"model:{twin}", notes)
+        drafting = engine(f"model:{twin}", notes)
     assert len(notes) == 1 and "too little memory" in notes[0]
-    assert len(text(guessing, temperature=0)) == 40
-    guessing.close()
+    assert len(text(drafting, temperature=0)) == 40
+    drafting.close()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_memory_that_ends_while_it_is_loaded_leaves_it_out(twin: Path, always_wo
         ("--speculate", "model:no-such-model", "--speculate model:no-such-model: there is no model"),
     ],
 )
-def test_the_command_line_refuses_what_cannot_guess(own_folders: None, flag: str, value: str, said: str) -> None:
+def test_the_command_line_refuses_what_cannot_draft(own_folders: None, flag: str, value: str, said: str) -> None:
     result = run_cli("run", "tiny", "-p", "x", flag, value)
     assert result.code != 0 and said in result.err and "Traceback" not in result.err
 

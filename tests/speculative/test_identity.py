@@ -1,4 +1,4 @@
-"""Guessing changes no token: whoever guesses, however tokens are drawn, wherever the blocks rest."""
+"""Drafting changes no token: whoever drafts, however tokens are drawn, wherever the blocks rest."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.speculative.support import (
     TALE,
     Said,
     answers,
+    draft_with,
     grammar_like,
-    guess_with,
     loaded,
     loaded_in_fp32,
     place,
@@ -67,7 +67,7 @@ def int4() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> dict[str, Said]:
-    """What the engine says without guesses, by the wish: each is asked for once."""
+    """What the engine says without drafts, by the wish: each is asked for once."""
     return {}
 
 
@@ -81,15 +81,15 @@ def check(
     draft_tokens: int = 5,
     **wishes: Any,
 ) -> int:
-    """Returns how many guesses were right."""
+    """Returns how many drafts were right."""
     wish = request(engine, seed=seed, **SAMPLERS[sampler], **wishes)
     if str(wish) not in plain:
         place(engine, "whole")
-        guess_with(engine, "", 0)
+        draft_with(engine, "", 0)
         (plain[str(wish)],) = said(engine, wish)
     expected = plain[str(wish)]
     place(engine, placement)
-    guess_with(engine, drafter, draft_tokens)
+    draft_with(engine, drafter, draft_tokens)
     (events,) = answers(engine, [wish])
     assert tuple(event.token_id for event in events if isinstance(event, TokenEvent)) == expected.token_ids
     return stats(events).accepted
@@ -127,7 +127,7 @@ def test_every_kv_format_rolls_back(kv: str) -> None:
     wish = request(engine, temperature=0, max_tokens=3 * PAGE_TOKENS)
     (expected,) = said(engine, wish)
     for alpha, draft_tokens in ((0.5, 3), (0.9, 15), (0.0, 15), (1.0, 15)):
-        guess_by_oracle(engine, wish, expected, alpha, draft_tokens)
+        draft_by_oracle(engine, wish, expected, alpha, draft_tokens)
         assert said(engine, wish) == [expected]
     engine.close()
 
@@ -138,16 +138,16 @@ def test_a_batch_is_that_of_each_request_alone(int4: Engine) -> None:
     alone = plainly(int4, *wishes)
     for drafter, placement in itertools.product(DRAFTERS, ("whole", "some")):
         place(int4, placement)
-        guess_with(int4, drafter, 4)
+        draft_with(int4, drafter, 4)
         assert said(int4, *wishes) == alone, (drafter, placement)
 
 
 def test_as_many_requests_as_a_job_has_at_once(int4: Engine) -> None:
-    """Where each has one guess, a step has 64 rows."""
+    """Where each has one draft, a step has 64 rows."""
     wishes = [request(int4, TALE[: 30 + 3 * i], seed=i, temperature=0.8, max_tokens=8) for i in range(32)]
     alone = plainly(int4, *wishes)
     for drafter, draft_tokens in (("ngram", 15), ("skip", 1)):
-        guess_with(int4, drafter, draft_tokens)
+        draft_with(int4, drafter, draft_tokens)
         assert said(int4, *wishes) == alone, drafter
 
 
@@ -159,18 +159,18 @@ def test_a_grammar_like_mask_holds(int4: Engine) -> None:
         for end, token in enumerate(text.token_ids):
             assert bool(mask(text.token_ids[:end])[token])
     for drafter in DRAFTERS:
-        guess_with(int4, drafter, 6)
+        draft_with(int4, drafter, 6)
         assert [said(int4, wish)[0] for wish in wishes] == expected
 
 
 def test_a_prompt_in_chunks_and_one_that_is_known_already(int4: Engine) -> None:
-    """A request that comes while another one guesses, and one whose pages are found again."""
+    """A request that comes while another one drafts, and one whose pages are found again."""
     long = request(int4, TALE * 6, temperature=0, max_tokens=20)
     short = request(int4, seed=4, **SAMPLERS["plain"])
     place(int4, "some")
-    guess_with(int4, "", 0)
+    draft_with(int4, "", 0)
     expected = said(int4, short, long)
-    guess_with(int4, "ngram+skip", 5)
+    draft_with(int4, "ngram+skip", 5)
     assert said(int4, short, long) == expected
     int4.submit(short)
     for _ in range(4):
@@ -184,7 +184,7 @@ def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
     wish = request(int4, temperature=0)
     (expected,) = plainly(int4, wish, placement="some")
     for drafter in DRAFTERS:
-        guess_with(int4, drafter, 6)
+        draft_with(int4, drafter, 6)
         for num_steps in (1, 2, 4):
             request_id = int4.submit(wish)
             for _ in range(num_steps):
@@ -201,7 +201,7 @@ def _of_drafters(engine: Engine) -> set[object]:
     return {kv for drafter in engine.speculation._drafters for kv in getattr(drafter, "_kvs", {}).values()}
 
 
-def guess_by_oracle(engine: Engine, wish: Request, answer: Said, alpha: float, draft_tokens: int) -> None:
+def draft_by_oracle(engine: Engine, wish: Request, answer: Said, alpha: float, draft_tokens: int) -> None:
     """Of which a share of alpha is right."""
     oracle = Oracle({wish.prompt_ids: (*wish.prompt_ids, *answer.token_ids)}, alpha, engine.config.vocab_size)
     engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
@@ -222,7 +222,7 @@ def test_a_cancel_between_draft_and_verification_leaves_nothing(int4: Engine, mo
     wish = request(int4, temperature=0)
     (expected,) = plainly(int4, wish)
     for drafter in DRAFTERS:
-        guess_with(int4, drafter, 6)
+        draft_with(int4, drafter, 6)
         request_id, drafted = int4.submit(wish), int4.speculation.drafted
 
         def abort_after(*arguments: object, _id: int = request_id, _drafted: object = drafted) -> object:
@@ -240,7 +240,7 @@ def test_a_cancel_between_draft_and_verification_leaves_nothing(int4: Engine, mo
 def test_a_cancel_while_a_second_model_reads_the_prompt(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     wish = request(int4, TALE * 8, temperature=0)
     (expected,) = plainly(int4, wish)
-    guess_with(int4, "model", 5)
+    draft_with(int4, "model", 5)
     forward, read = ModelRunner.forward, list[int]()
     request_id = int4.submit(wish)
 
@@ -269,7 +269,7 @@ def test_what_ends_an_answer_ends_it_inside_a_draft(int4: Engine, draft_tokens: 
     ]
     expected = [said(int4, wish)[0] for wish in wishes]
     assert [text.finish_reason for text in expected] == ["stop", *["length"] * 4]
-    guess_by_oracle(int4, whole, long, 1.0, draft_tokens)
+    draft_by_oracle(int4, whole, long, 1.0, draft_tokens)
     assert [said(int4, wish)[0] for wish in wishes] == expected
     eos = long.token_ids[13]
     int4.eos_ids, before = frozenset({eos}), int4.eos_ids
@@ -279,7 +279,7 @@ def test_what_ends_an_answer_ends_it_inside_a_draft(int4: Engine, draft_tokens: 
     assert isinstance(finished, FinishedEvent) and finished.speculation is not None
     drawn = finished.usage.completion_tokens  # behind the prompt's own: the token that ended it is one of them
     assert finished.speculation.tokens_per_pass == drawn / math.ceil(drawn / (1 + draft_tokens))
-    guess_with(int4, "", 0)
+    draft_with(int4, "", 0)
     assert said(int4, ended) == [by_draft] and by_draft.finish_reason == "stop"
     int4.eos_ids = before
 
@@ -289,11 +289,11 @@ def test_the_end_of_the_context_inside_a_draft(int4: Engine) -> None:
     prompt = request(int4, temperature=0, max_tokens=None).prompt_ids
     int4.ctx, before = len(prompt) + 9, int4.ctx
     wish = request(int4, temperature=0, max_tokens=None)
-    guess_with(int4, "", 0)
+    draft_with(int4, "", 0)
     (expected,) = said(int4, wish)
     assert len(expected.token_ids) == 9
     for drafter in DRAFTERS:
-        guess_with(int4, drafter, 15)
+        draft_with(int4, drafter, 15)
         assert said(int4, wish) == [expected]
     int4.ctx = before
 
@@ -301,15 +301,15 @@ def test_the_end_of_the_context_inside_a_draft(int4: Engine) -> None:
 def test_logprobs_are_those_of_plain_decoding(int4: Engine) -> None:
     wish = request(int4, temperature=0, logprobs=2)
     place(int4, "whole")
-    guess_with(int4, "", 0)
+    draft_with(int4, "", 0)
     plain = answers(int4, [wish])[0]
-    guess_with(int4, "ngram+skip", 5)
-    guessed = answers(int4, [wish])[0]
-    told = [[event.logprob for event in events if isinstance(event, TokenEvent)] for events in (plain, guessed)]
+    draft_with(int4, "ngram+skip", 5)
+    drafted = answers(int4, [wish])[0]
+    told = [[event.logprob for event in events if isinstance(event, TokenEvent)] for events in (plain, drafted)]
     assert told[0] == told[1] and told[0][0] is not None
 
 
-def test_no_guesses_at_all(int4: Engine) -> None:
+def test_no_drafts_at_all(int4: Engine) -> None:
     """--draft-tokens 0."""
     wish = request(int4, temperature=0)
     (expected,) = plainly(int4, wish)
@@ -335,7 +335,7 @@ def test_a_model_that_is_moved_meanwhile(int4: Engine) -> None:
 def test_a_drafter_without_memory_is_let_go_of(int4: Engine, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wish = request(int4, temperature=0)
     (expected,) = plainly(int4, wish)
-    guess_with(int4, drafter, 5)
+    draft_with(int4, drafter, 5)
     forward, calls = ModelRunner.forward, []
 
     def without_memory(runner: ModelRunner, *arguments: Any, **options: Any) -> Tensor:
@@ -350,8 +350,8 @@ def test_a_drafter_without_memory_is_let_go_of(int4: Engine, drafter: str, monke
     assert not int4.residency.kv_pages.sequences
 
 
-def test_a_chat_goes_on_after_a_restart_from_pages_that_guesses_filled(tmp_path: Path) -> None:
-    """What was guessed wrong stands in no page that outlives the process."""
+def test_a_chat_goes_on_after_a_restart_from_pages_that_drafts_filled(tmp_path: Path) -> None:
+    """What was drafted wrong stands in no page that outlives the process."""
     first_turn, rest = TALE * 2, " And then the owl said:"
     plain = loaded(ctx=512)
     expected = said(plain, request(plain, first_turn, temperature=0, max_tokens=80))[0]
@@ -359,14 +359,14 @@ def test_a_chat_goes_on_after_a_restart_from_pages_that_guesses_filled(tmp_path:
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     second = said(plain, Request(prompt, sampling))[0]
     plain.close()
-    guessing = loaded(ctx=512, reuse=KVReuse(directory=tmp_path))
-    guess_with(guessing, "ngram+skip", 7)
-    assert said(guessing, request(guessing, first_turn, temperature=0, max_tokens=80)) == [expected]
-    assert guessing.prefix is not None and guessing.prefix.disk is not None and guessing.prefix.disk.flush(20)
-    guessing.close()
+    drafting = loaded(ctx=512, reuse=KVReuse(directory=tmp_path))
+    draft_with(drafting, "ngram+skip", 7)
+    assert said(drafting, request(drafting, first_turn, temperature=0, max_tokens=80)) == [expected]
+    assert drafting.prefix is not None and drafting.prefix.disk is not None and drafting.prefix.disk.flush(20)
+    drafting.close()
     for drafter in ("", "ngram+skip"):
         resumed = loaded(ctx=512, reuse=KVReuse(directory=tmp_path))
-        guess_with(resumed, drafter, 7)
+        draft_with(resumed, drafter, 7)
         (events,) = answers(resumed, [Request(prompt, sampling)])
         finished = events[-1]
         assert isinstance(finished, FinishedEvent) and finished.usage.cached_tokens >= 128
@@ -389,11 +389,11 @@ def ending(length: int, vocab_size: int) -> Callable[[Sequence[int]], Tensor]:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_mask_that_fails_behind_wrong_guesses_fails_no_answer(int4: Engine, drafter: str) -> None:
+def test_a_mask_that_fails_behind_wrong_drafts_fails_no_answer(int4: Engine, drafter: str) -> None:
     mask = ending(24, int4.config.vocab_size)
     wish = request(int4, QUOTING, mask=mask, temperature=0.8, max_tokens=24)
     (expected,) = plainly(int4, wish)
-    guess_with(int4, drafter, 9)
+    draft_with(int4, drafter, 9)
     assert said(int4, wish) == [expected]
 
 
@@ -404,7 +404,7 @@ def test_a_draft_that_is_no_number_ends_the_draft_alone(
 ) -> None:
     wish = request(int4, temperature=temperature)
     (expected,) = plainly(int4, wish)
-    guess_with(int4, drafter, 5)
+    draft_with(int4, drafter, 5)
     forward, count = ModelRunner.forward, itertools.count()
 
     def damaged(runner: ModelRunner, *arguments: Any, **options: Any) -> Tensor:
@@ -416,10 +416,10 @@ def test_a_draft_that_is_no_number_ends_the_draft_alone(
     assert next(count) > 5
 
 
-def test_memory_that_ends_in_a_verification_ends_the_guesses(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_ends_in_a_verification_ends_the_drafts(int4: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     wish = request(int4, QUOTING, temperature=0, max_tokens=60)
     (expected,) = plainly(int4, wish)
-    guess_with(int4, "ngram+skip", 5)
+    draft_with(int4, "ngram+skip", 5)
     forward, rows = ModelRunner.forward, int4.runner.batch_rows
 
     def without_memory(runner: ModelRunner, chunks: Any, **options: Any) -> Tensor:

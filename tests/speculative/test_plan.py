@@ -1,4 +1,4 @@
-"""What guesses are expected to give, and blocks that are placed for them: by the formula, and by what trials found."""
+"""What drafts are expected to give, and blocks that are placed for them: by the formula, and by what trials found."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def steps(row_s: float) -> Costs:
     return cast(Costs, _Steps(1.0, row_s))
 
 
-@given(alpha=st.floats(0, 0.99), guess=st.floats(0, 1), row=st.floats(0, 0.5), most=st.integers(1, 15))
-def test_the_gain_is_that_of_the_best_number_of_guesses(alpha: float, guess: float, row: float, most: int) -> None:
+@given(alpha=st.floats(0, 0.99), draft=st.floats(0, 1), row=st.floats(0, 0.5), most=st.integers(1, 15))
+def test_the_gain_is_that_of_the_best_number_of_drafts(alpha: float, draft: float, row: float, most: int) -> None:
     """By the closed form of the expectation, which the code sums up."""
-    found = gain(steps(row), 0, alpha, guess, most=most)
-    speedups = [(1 - alpha ** (k + 1)) / (1 - alpha) / (k * guess + 1 + k * row) for k in range(1, most + 1)]
+    found = gain(steps(row), 0, alpha, draft, most=most)
+    speedups = [(1 - alpha ** (k + 1)) / (1 - alpha) / (k * draft + 1 + k * row) for k in range(1, most + 1)]
     assert found.speedup == pytest.approx(max(speedups)) == pytest.approx(found.tok_s)
     assert speedups[found.count - 1] == pytest.approx(max(speedups))
 
 
-def test_what_is_fetched_while_guessing_shortens_the_step_as_far_as_there_is_a_place_for_it() -> None:
+def test_what_is_fetched_while_drafting_shortens_the_step_as_far_as_there_is_a_place_for_it() -> None:
     apart = gain(steps(0.0), 0, 1.0, 0.1, most=4)
     assert gain(steps(0.0), 0, 1.0, 0.1, staging_s=9.0, most=4).tok_s == pytest.approx(5.0)
     assert apart.tok_s == pytest.approx(5 / 1.4)
@@ -95,7 +95,7 @@ def planned(*options: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_plan_tells_what_each_who_guesses_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_tells_what_each_who_drafts_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = dict.fromkeys(RECIPES, FormatRates(RATES.matrix_gbs, RATES.compute_gops, 0))  # of no busy machine
     profile = Profile("this machine", dram_read_gbs=RATES.matrix_gbs, disk_read_gbs=RATES.disk_gbs, formats=rates)
     for module in (planner, model_plan):
@@ -126,7 +126,7 @@ def test_a_plan_leaves_out_a_second_model_as_a_run_would(tmp_path: Path, own_fol
         assert refused.error_lines[2].endswith("--speculate auto")
     (other / "tokenizer.json").unlink()
     found = run_cli("plan", "tiny", "--speculate", f"model:{other}", "--json").json
-    assert any("no tokenizer.json of" in guess for guess in found["estimates"])
+    assert any("no tokenizer.json of" in draft for draft in found["estimates"])
 
 
 def test_an_embedding_that_is_looked_up_on_the_disk_is_no_block_to_leave_out() -> None:

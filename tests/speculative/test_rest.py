@@ -1,4 +1,4 @@
-"""Where nobody can guess, nobody looks for guesses all the time; what would have been offered is seen afterwards."""
+"""Where nobody can draft, nobody looks for drafts all the time; what would have been offered is seen afterwards."""
 
 from __future__ import annotations
 

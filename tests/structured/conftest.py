@@ -33,7 +33,7 @@ def tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """The built-in model, which guesses nothing."""
+    """The built-in model, which drafts nothing."""
     engine = Engine.load("tiny", EngineConfig(device="cpu", weights="int4", speculate="off"))
     yield engine
     engine.close()

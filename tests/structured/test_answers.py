@@ -1,4 +1,4 @@
-"""Grammars in the engine: guessed or not, alone or in a batch, an answer is the same and ends with its grammar."""
+"""Grammars in the engine: drafted or not, alone or in a batch, an answer is the same and ends with its grammar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
 from localllm.errors import GrammarError, LocalLLMError, UsageError
 from localllm.text.grammar.grammar import Grammar
-from tests.speculative.support import Said, answers, guess_with, said
+from tests.speculative.support import Said, answers, draft_with, said
 from tests.structured.support import json_schema, wish
 
 SCHEMA = {
@@ -50,20 +50,20 @@ def finished(engine: Engine, request: Request) -> FinishedEvent:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "skip", "ngram+skip"])
-def test_the_text_is_the_same_with_guesses_and_without(engine: Engine, drafter: str) -> None:
+def test_the_text_is_the_same_with_drafts_and_without(engine: Engine, drafter: str) -> None:
     wishes = [
         wish(engine, grammar, seed=seed, max_tokens=24, **SAMPLERS[sampler])
         for grammar in (GRAMMARS["schema"], GRAMMARS["gbnf"], GRAMMARS["thinks"])
         for seed, sampler in enumerate(SAMPLERS)
     ]
-    guess_with(engine, "", 0)
+    draft_with(engine, "", 0)
     expected = [said(engine, each)[0] for each in wishes]
-    guess_with(engine, drafter, 6)
+    draft_with(engine, drafter, 6)
     assert [said(engine, each)[0] for each in wishes] == expected
 
 
-def test_what_is_forced_is_guessed_and_always_right(engine: Engine) -> None:
-    guess_with(engine, "ngram", 8)
+def test_what_is_forced_is_drafted_and_always_right(engine: Engine) -> None:
+    draft_with(engine, "ngram", 8)
     schema = {"type": "object", "properties": {"the_only_name": {"const": 7}}, "required": ["the_only_name"]}
     last = finished(engine, wish(engine, json_schema({**schema, "additionalProperties": False}), temperature=1.5))
     assert last.speculation is not None and last.finish_reason == "stop"
@@ -72,13 +72,13 @@ def test_what_is_forced_is_guessed_and_always_right(engine: Engine) -> None:
 
 
 def test_eight_answers_at_once_are_those_of_each_alone(engine: Engine) -> None:
-    guess_with(engine, "ngram", 4)
+    draft_with(engine, "ngram", 4)
     wishes = [wish(engine, grammar, seed=3, max_tokens=20) for grammar in GRAMMARS.values()]
     assert len(wishes) == 8 and said(engine, *wishes) == [said(engine, each)[0] for each in wishes]
 
 
 def test_answers_to_one_request_are_held_each_by_itself(engine: Engine) -> None:
-    guess_with(engine, "", 0)
+    draft_with(engine, "", 0)
     grammar = Grammar("regex", "[a-z]{4,8}")
     texts = [each.text for each in said(engine, *(wish(engine, grammar, seed=seed) for seed in range(4)))]
     assert len(set(texts)) == 4 and all(4 <= len(text) <= 8 and text.isalpha() for text in texts)
@@ -94,7 +94,7 @@ def test_an_answer_that_is_whole_says_so_and_one_that_was_cut_too(engine: Engine
 
 
 def test_an_answer_ends_with_its_grammar_and_takes_no_step_more(engine: Engine) -> None:
-    guess_with(engine, "", 0)
+    draft_with(engine, "", 0)
     last = finished(engine, wish(engine, Grammar("regex", "a"), max_tokens=1))
     assert (last.finish_reason, last.meets_grammar, last.usage.completion_tokens) == ("stop", True, 1)
 
@@ -129,7 +129,7 @@ def test_what_contradicts_a_grammar_is_refused_by_name(engine: Engine) -> None:
 
 def test_a_limit_that_is_met_on_the_way_ends_the_one_answer(engine: Engine) -> None:
     """What only the tokens of an answer make large is not found before: 3,000 rules to choose from behind the first."""
-    guess_with(engine, "ngram", 4)
+    draft_with(engine, "ngram", 4)
     rules = " | ".join(f'"{number:04}"' for number in range(3000))
     late = Grammar("lark", f'start: /[a-z]{{90}}/ "!" late\nlate: {rules}')
     wishes = [wish(engine, late, max_tokens=120), wish(engine, GRAMMARS["lark"], seed=1)]
@@ -148,7 +148,7 @@ def test_from_python_a_grammar_is_an_argument(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_answers_of_the_model_validate(engine: Engine) -> None:
-    guess_with(engine, "ngram", 4)
+    draft_with(engine, "ngram", 4)
     schemas = [
         SCHEMA,
         {"type": "array", "items": {"type": "number", "minimum": -1, "exclusiveMaximum": 5}, "maxItems": 3},

@@ -1,4 +1,4 @@
-"""One answer's state: whatever was said, guessed and taken back, it allows what a fresh one would."""
+"""One answer's state: whatever was said, drafted and taken back, it allows what a fresh one would."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_nothing_is_allowed_behind_what_the_grammar_forbids(shared: Grammars) ->
 
 @pytest.mark.parametrize("thoughts", [(), THOUGHT])
 @settings(max_examples=25, deadline=None)
-@given(moves=st.lists(st.tuples(st.sampled_from(["say", "back", "ask", "guess"]), st.integers(0, 10**6)), max_size=40))
+@given(moves=st.lists(st.tuples(st.sampled_from(["say", "back", "ask", "draft"]), st.integers(0, 10**6)), max_size=40))
 def test_any_order_of_saying_and_taking_back_equals_a_fresh_state(
     shared: Grammars, thoughts: tuple[tuple[str, str], ...], moves: list[tuple[str, int]]
 ) -> None:
@@ -78,9 +78,9 @@ def test_any_order_of_saying_and_taking_back_equals_a_fresh_state(
     for move, number in moves:
         if move == "back":
             del said[number % (len(said) + 1) :]
-        elif move == "guess":
-            guesses = [number % 4096, number % 7]
-            assert constraint.cut(said, guesses) == shared.constraint(grammar).cut(said, guesses)
+        elif move == "draft":
+            drafts = [number % 4096, number % 7]
+            assert constraint.cut(said, drafts) == shared.constraint(grammar).cut(said, drafts)
         elif not constraint.has_ended(said):
             mask = allowed(constraint, said, SIZE)
             if move == "say":
@@ -111,7 +111,7 @@ def test_what_is_forced_is_what_the_tokenizer_makes_of_it(shared: Grammars, toke
     assert list(forced) == tokenizer.encode('name":')[: len(forced)] or tokenizer.decode(forced) in 'name":'
 
 
-def test_guesses_are_cut_where_the_grammar_forbids_one(shared: Grammars, tokenizer: Tokenizer) -> None:
+def test_drafts_are_cut_where_the_grammar_forbids_one(shared: Grammars, tokenizer: Tokenizer) -> None:
     constraint, said = shared.constraint(PERSON), tokenizer.encode('{"name": "owl", "ages": [')
     good, bad = tokenizer.encode("3, 4]"), tokenizer.encode("x")
     assert constraint.cut(said, [*good, *bad, *good]) == tuple(good)

@@ -1,4 +1,4 @@
-"""Guesses on a GPU: verified by its step, drawn by its kernel, made by a model without some of its blocks."""
+"""Drafts on a GPU: verified by its step, drawn by its kernel, made by a model without some of its blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_longer_drafts_are_verified_too(engine: Engine, sampling: dict[str, floa
 
 
 @pytest.mark.slow
-def test_a_gpu_guesses_without_some_of_its_blocks(engine: Engine) -> None:
+def test_a_gpu_drafts_without_some_of_its_blocks(engine: Engine) -> None:
     wish = Request(tuple(range(60, 90)), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     engine.speculation = Speculation(engine.residency, None, (), 0)
     (expected,) = said(engine, wish)
