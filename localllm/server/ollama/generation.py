@@ -260,9 +260,9 @@ async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput |
         grammar_field=grammar_field,
         **more,
     )
+    tokenizer = served.engine().tokenizer  # an engine that breaks has none
     answers = await call.server.ask(served, request)
-    name, tokenizer = body.model or served.name, served.engine().tokenizer
-    writer = OllamaWriter(name, is_chat, tokenizer, most_logprobs, started_ns, load_ns)
+    writer = OllamaWriter(body.model or served.name, is_chat, tokenizer, most_logprobs, started_ns, load_ns)
     if body.stream is not False:
         return await streamed(answers, writer)
     [answer] = await collected(answers)
