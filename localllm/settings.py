@@ -76,12 +76,12 @@ class Accepts:
         if self.kind == "bytes or off":
             number = _leading_number(text)
             return f"{number:g}GiB" if number else "off" if text in _OFF else self.usual
-        with contextlib.suppress(ValueError, OverflowError):
-            near = min(max(self.low, float(text)), self.high)
-            if self.kind == "number" and math.isfinite(near):
+        if self.kind == "integer":
+            meant = _as_whole_number(text)
+            return str(meant) if meant is not None and self.low <= meant <= self.high else self.usual
+        with contextlib.suppress(ValueError):
+            if math.isfinite(near := min(max(self.low, float(text)), self.high)):
                 return f"{near:g}"
-            if near == int(near) and self.low <= float(text) <= self.high:
-                return str(int(near))
         return self.usual
 
     def _has_prefix(self, text: str) -> bool:
@@ -107,6 +107,16 @@ class Accepts:
             case "number":
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 return number and self.low <= value <= self.high  # type: ignore[operator]
+
+
+def _as_whole_number(text: str) -> int | None:
+    """Return the whole number that 8k, 1.5k, 1e3 or 4096.0 means; None where there is none."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(k|e\d)?", text, re.ASCII)
+    if found is None:
+        return None
+    suffix = found[2] or "e0"
+    meant = float(found[1]) * (1024 if suffix == "k" else 10 ** int(suffix[1:]))
+    return int(meant) if meant.is_integer() else None
 
 
 def _nearest_gib(amount: str) -> float:

@@ -159,6 +159,7 @@ RUN = "localllm run MODEL -p x"
             b"",
             f"{RUN} --dry-multiplier 1 --dry-base 1",
         ),
+        (["plan", "MODEL", "--vram", "4GiB", "--device", "cpu"], b"", "localllm plan MODEL --device cpu"),
         (["tokenize", "MODEL"], b"\xe9", "iconv -f ISO-8859-1 -t UTF-8 FILE | localllm tokenize MODEL"),
         (
             ["perplexity", "MODEL", "--file", "LATIN"],

@@ -68,7 +68,9 @@ def test_what_is_none_of_the_choices_is_told_with_all_of_them(command: str, flag
     assert result.error_lines[2] == f"fix:   localllm {command} {flag} {proposed}"
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("8k", "8192"), ("1e3", "1000"), ("4096.0", "4096"), ("4096.5", "8192")])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("8k", "8192"), ("1.5K", "1536"), ("1e3", "1000"), ("4096.0", "4096"), ("4096.5", "8192")]
+)
 def test_the_number_that_was_meant_is_proposed(typed: str, meant: str) -> None:
     assert run_cli("run", "--ctx", typed, "-p", "x").error_lines[2] == f"fix:   localllm run -p x --ctx {meant}"
 

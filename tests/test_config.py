@@ -218,8 +218,19 @@ def test_a_wrong_variable_names_itself_and_what_is_accepted(config_file, setting
     assert text in error.what and error.fix == f"unset {variable}"
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("INT4", "int4"), ("bf61", "bf16"), ("gguf", "auto")])
-def test_a_format_that_is_none_is_told_the_nearest(config_file, typed, meant):
+MEANT = {
+    "INT4": "int4",
+    "bf61": "bf16",
+    "q4_k_m": "int4",
+    "Q8_0": "int8",
+    "8bit": "int8",
+    "fp16": "bf16",
+    "gguf": "auto",
+}
+
+
+@pytest.mark.parametrize(("typed", "meant"), MEANT.items())
+def test_a_format_that_is_none_here_is_told_what_was_meant(config_file, typed, meant):
     assert refused(config_file, {"weights": typed}).fix == f"--weights {meant}"
 
 

@@ -142,9 +142,8 @@ def _other_name(arguments: Sequence[str]) -> list[str] | None:
     return None
 
 
-_SWITCHES = frozenset(
-    {"--new-key", "--also-ollama-port", "--metrics", "--ray"}
-)  # of the flags that a fix leaves out: they take no value
+# Flags that a fix leaves out, and that take no value.
+_SWITCHES = frozenset({"--new-key", "--also-ollama-port", "--metrics", "--ray"})
 
 
 def _without_flag(arguments: list[str], flag: str) -> list[str]:

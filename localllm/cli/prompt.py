@@ -16,7 +16,7 @@ from typing import TextIO
 
 from localllm.chat.text_file import ICONV, MAX_INPUT_BYTES, as_text, read_text_file
 from localllm.cli.output import Output
-from localllm.errors import Fix, UsageError
+from localllm.errors import MODEL, Fix, UsageError
 
 _PATIENCE_S = 2.0  # a pipe that stays silent for longer is mentioned, for nobody may know that it is waited for
 
@@ -33,7 +33,7 @@ def split_positionals(
         raise UsageError(
             "the prompt is given twice: as an argument and with -p/--prompt",
             why=f"the argument is {positionals[1]!r}, -p is {prompt_flag!r}",
-            fix=Fix.command("run", "MODEL", "-p", "PROMPT"),
+            fix=Fix.command("run", MODEL, "-p", "PROMPT"),
         )
     if len(positionals) == 2:
         return positionals[0], positionals[1]
@@ -45,7 +45,7 @@ def split_positionals(
         raise UsageError(
             "the prompt is given twice: as an argument and with -p/--prompt",
             why=f"the argument is {word!r}, -p is {prompt_flag!r}; a model's name has no blanks",
-            fix=Fix.command("run", "MODEL", "-p", "PROMPT"),
+            fix=Fix.command("run", MODEL, "-p", "PROMPT"),
         )
     return (None, word) if is_prompt else (word, prompt_flag)
 

@@ -44,7 +44,7 @@ from localllm.cli.source import (
     require_met,
     typed_grammar,
 )
-from localllm.errors import Fix, ModelNotFoundError, UsageError
+from localllm.errors import MODEL, Fix, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.plan_request import DEFAULT_PARALLEL
@@ -222,7 +222,7 @@ def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
         ("batch", "the prompts are the lines of its file", "FILE"),
     ):
         if flags[flag] is not None and text is not None:
-            fix = Fix.command("run", "MODEL", f"--{flag}", file)
+            fix = Fix.command("run", MODEL, f"--{flag}", file)
             raise UsageError(f"--{flag} and a prompt cannot go together", why=why, fix=fix)
     return word, text
 
@@ -243,7 +243,7 @@ def _refuse_conflicts(flags: Mapping[str, Any]) -> None:
         )
     for flag, typed in (("parallel", f"--parallel {flags['parallel']}"), ("fresh", "--fresh")):
         if flags[flag] and flags["batch"] is None:
-            fix = Fix.command("run", "MODEL", "--batch", "FILE", *typed.split())
+            fix = Fix.command("run", MODEL, "--batch", "FILE", *typed.split())
             raise UsageError(f"--{flag} needs --batch", why="one prompt is one answer", fix=fix)
     if flags["logprobs"] is not None and not (flags["json"] or flags["jsonl"] or flags["batch"]):
         fix = Fix.command("run", "--json", "--logprobs", "3", "-p", "TEXT")

@@ -13,7 +13,7 @@ from localllm.cli.context import cli_context
 from localllm.cli.options import argument, complete_installed, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes
-from localllm.errors import Fix, LocalLLMError, ModelNotFoundError
+from localllm.errors import MODEL, Fix, LocalLLMError, ModelNotFoundError
 
 _TIERS = {"vram": "GPU", "ram": "memory", "disk": "disk"}
 _WHY_NOT_FOUND = (
@@ -113,7 +113,7 @@ def _asked(
             understand(body["model"], load_registry())
         raise ModelNotFoundError(error.what, why=error.why, fix=error.fixes or Fix.command("list")) from None
     if is_needed:
-        raise LocalLLMError("no server is found", why=_WHY_NOT_FOUND, fix=Fix.command("serve", "MODEL"))
+        raise LocalLLMError("no server is found", why=_WHY_NOT_FOUND, fix=Fix.command("serve", MODEL))
     return None
 
 

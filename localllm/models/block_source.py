@@ -152,9 +152,8 @@ def _read_dtype(matrix: Matrix, recipe: Sizes, checkpoint: Checkpoint | None) ->
     own = matrix.format(recipe).specs(matrix.out_features, matrix.in_features).get("weight")
     if own is not None or checkpoint is None:
         return own.dtype if own is not None else "bfloat16"
-    found = set(
-        map(checkpoint.dtype, _stored_rows(checkpoint, matrix, "weight"))
-    )  # two of 16 bits have only fp32 in common
+    found = {checkpoint.dtype(name) for name in _stored_rows(checkpoint, matrix, "weight")}
+    # Two types of 16 bits have only fp32 in common.
     return found.pop() if len(found) == 1 and found != {"float64"} else "float32"
 
 

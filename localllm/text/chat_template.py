@@ -21,7 +21,7 @@ import jinja2
 import jinja2.meta
 from jinja2.exceptions import SecurityError
 
-from localllm.errors import CheckpointError, Fix, TemplateError, TokenizerError, UsageError
+from localllm.errors import MODEL, CheckpointError, Fix, TemplateError, TokenizerError, UsageError
 from localllm.models.strict_json import JsonLimits, parse_json
 from localllm.text.template_marks import SpecialMarks
 from localllm.text.template_sandbox import (
@@ -126,7 +126,7 @@ class ChatTemplate:
         raise TemplateError(
             f"{directory} has no chat template",
             why=f"none in {', '.join(_SOURCES)}: this is a model that continues text, not one to chat with",
-            fix=Fix.command("run", "MODEL", "--raw", "--prompt", "Once upon a time"),
+            fix=Fix.command("run", MODEL, "--raw", "--prompt", "Once upon a time"),
         )
 
     def render(
@@ -225,7 +225,7 @@ class ChatTemplate:
 
     def _error(self, what: str, why: str) -> TemplateError:
         return TemplateError(
-            f"{self._origin} {what}", why=why, fix=Fix.command("run", "MODEL", "--raw", "--prompt", "TEXT")
+            f"{self._origin} {what}", why=why, fix=Fix.command("run", MODEL, "--raw", "--prompt", "TEXT")
         )
 
 
@@ -387,7 +387,7 @@ def _from_json(files: TokenizerFiles, name: str) -> str | dict[str, str]:
     raise TemplateError(
         f"the chat_template in {files.directory / name} is malformed",
         why=f"a {_kind(template)}; it must be a string or a list of {{name, template}}",
-        fix=Fix.command("run", "MODEL", "--raw", "--prompt", "TEXT"),
+        fix=Fix.command("run", MODEL, "--raw", "--prompt", "TEXT"),
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from textual.binding import Binding
-from textual.keys import Keys, _character_to_key
+from textual.keys import KEY_NAME_REPLACEMENTS, Keys
 from textual.theme import BUILTIN_THEMES
 from textual.widgets import TextArea
 
@@ -24,8 +24,7 @@ _TOGETHER = frozenset({_EVERYWHERE, "Chat", "Writing", "A message"})  # scopes o
 _FIELD_KEYS = frozenset(
     key for binding in TextArea.BINDINGS if isinstance(binding, Binding) for key in binding.key.split(",")
 )
-_LETTERS = frozenset(_character_to_key(character) for character in string.printable if character.isprintable())
-_NAMED = _LETTERS | {name for key in Keys for name in key.value.split("+")}
+_NAMED = frozenset(name for key in Keys for name in key.value.split("+"))
 
 
 def key_scopes() -> Mapping[str, Sequence[Binding]]:
@@ -99,14 +98,24 @@ def _why_no_key(key: str, scope: str) -> str | None:
         return "a name is empty"
     if wrong := next((name for name in modifiers if name not in _MODIFIERS), None):
         return f"{wrong!r} is not one of {', '.join(_MODIFIERS)}"
-    if len(last) != 1 and last not in _NAMED:
+    is_character = len(last) == 1 or last == "space" or _is_character(last)
+    if not is_character and last not in _NAMED:
         nearest = difflib.get_close_matches(last, _NAMED, n=1, cutoff=0.0)[0]
         return f"there is no key {last[:40]!r}; the nearest is {nearest!r}"
     if scope == _EVERYWHERE and key in _FIELD_KEYS:
         return f"{key!r} is the key of a text field"
-    if not modifiers and (len(last) == 1 or last in _LETTERS) and scope in _TOGETHER - {"A message"}:
+    if not modifiers and is_character and scope in _TOGETHER - {"A message"}:
         return f"{key!r} is written in messages"
     return None
+
+
+def _is_character(name: str) -> bool:
+    """Return whether it is the Unicode name of a character: "question_mark"."""
+    originals = {short: long for long, short in KEY_NAME_REPLACEMENTS.items()}
+    try:
+        return unicodedata.lookup(originals.get(name, name).replace("_", " ")).isprintable()
+    except KeyError:
+        return name == "minus"
 
 
 def checked_theme(resolved: ResolvedSettings) -> str | None:

@@ -18,9 +18,8 @@ from localllm.text.grammar.schema_parts import TYPES, all_parts, pointer
 K = TypeVar("K")
 Schema = Mapping[str, Any]
 _NEVER = 0  # stands for false, as `id` does for other schemas
-_MOST_MET = (
-    200_000  # schemas that are looked at beside others, about a microsecond each. Behind them all counts as ended
-)
+# Schemas that are looked at beside others, about a microsecond each. Behind them all counts as ended.
+_MOST_MET = 200_000
 _PREFIX = re.compile(r"\^([\w -]*)(?![\w -])([?*{]?)")
 
 
