@@ -429,7 +429,7 @@ def test_when_the_rates_were_measured_is_told_and_whether_beside_other_work(own_
 
 
 @pytest.mark.usefixtures("small_process")
-def test_a_disk_that_could_not_be_measured_is_said_to_be_a_draft(own_cache: Path) -> None:
+def test_a_disk_that_could_not_be_measured_is_said_to_be_an_estimate(own_cache: Path) -> None:
     assert planned("mistral-7b", "--ram", "1200MiB")[1]["estimates"] == []
     keep(replace(kept_profile(), disk_read_gbs=UNKNOWN_DISK_GBS))
     drafts = planned("mistral-7b", "--ram", "1200MiB")[1]["estimates"]

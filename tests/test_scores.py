@@ -71,9 +71,9 @@ def test_what_comes_from_the_disk_says_nothing_where_the_page_cache_has_it() -> 
     assert learned(cold)[Term("cpu", "step", "disk")] > 1.2
 
 
-def test_an_answer_under_no_plan_and_rates_that_are_a_draft_teach_nothing() -> None:
-    drafted = with_machine(search(IT, 1 << 30), rates=replace(RATES, is_measured=False)).best()
-    assert learned(None) == learned(drafted) == {}
+def test_an_answer_under_no_plan_and_estimated_rates_teach_nothing() -> None:
+    estimated = with_machine(search(IT, 1 << 30), rates=replace(RATES, is_measured=False)).best()
+    assert learned(None) == learned(estimated) == {}
     assert set(learned(search(IT, 1 << 30).best())) == {Term("cpu", "step", "memory")}
 
 

@@ -240,6 +240,14 @@ async def test_the_last_answer_a_code_block_and_the_selection_are_copied(copied:
         assert "print('fox')" in copied[-1]
 
 
+async def test_a_file_that_is_there_is_not_overwritten_by_a_chat(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text("mine", encoding="utf-8")
+    async with chatting(asked="one") as (_, pilot):
+        await command(pilot, f"/save {path}", until="chat-2.json")
+        assert path.read_text(encoding="utf-8") == "mine"
+
+
 async def test_the_answer_alone_is_copied_without_what_was_thought(tmp_path: Path, copied: list[str]) -> None:
     service = FakeService([f"```\nhm\n```\n</think>\n\n{CODE}"])
     service.opens_thought()

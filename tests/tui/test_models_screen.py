@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from localllm import hub
-from localllm.errors import AccessError, LocalLLMError, UsageError
+from localllm.errors import AccessError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress
 from localllm.registry import load_registry
 from localllm.runtime.fit_check import Verdict
@@ -336,6 +336,15 @@ async def test_delete_names_what_goes_and_tells_what_was_freed(disk: FakeDisk) -
         await answer(pilot, "delete it")
         await until(pilot, "deleted qwen3-8b: 20.0 GiB freed")
         assert disk.removed == [("qwen3-8b", False)]
+
+
+async def test_a_list_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_models() -> list[InstalledModel]:
+        raise ModelNotFoundError("the folder is gone", why="a disk was taken out", fix="put it in")
+
+    monkeypatch.setattr(hub, "list_models", list_models)
+    async with chatting() as (_, pilot):
+        await press(pilot, "f3", until="the folder is gone")
 
 
 async def test_what_is_packed_can_be_deleted_alone(disk: FakeDisk) -> None:
