@@ -165,7 +165,7 @@ class LineChat:
     """The chat line by line: a message or a command in, an answer out. Errors are shown, and the chat goes on."""
 
     def __init__(self, cli: CliContext, session: ChatSession, reader: LineReader, *, shows_statistics: bool) -> None:
-        self._front = cli
+        self._cli = cli
         self._output = cli.output
         self._session = session
         self._reader = reader
@@ -207,7 +207,7 @@ class LineChat:
                 if (hinted and not cleared) or not self._reader.interactive or self._terminated:
                     raise
                 hinted = not cleared
-                self._front.interrupts.settle()
+                self._cli.interrupts.settle()
                 self._output.note("")  # ends the line that ^C stands on
                 if hinted:
                     self._output.note("Ctrl-C again leaves; so do /bye and Ctrl-D")
@@ -217,12 +217,12 @@ class LineChat:
                 self._output.error(mended_in_chat(error))
                 self._exit_code = error.exit_code
             if self._terminated:
-                raise typer.Exit(self._front.interrupts.exit_code or 0)
+                raise typer.Exit(self._cli.interrupts.exit_code or 0)
 
     @property
     def _terminated(self) -> bool:
         """SIGTERM or SIGHUP came: unlike Ctrl-C it does not mean the answer alone."""
-        return self._front.interrupts.exit_code not in (None, 128 + signal.SIGINT)
+        return self._cli.interrupts.exit_code not in (None, 128 + signal.SIGINT)
 
     def _turn(self) -> None:
         message = self._reader.message()
@@ -252,7 +252,7 @@ class LineChat:
         printing = Printing(statistics=self._shows_statistics, shows_thoughts=selection.settings.show_thoughts)
         with session.answering(pending) as record:
             stream = session.submit(pending)
-            printer = AnswerPrinter(self._front, selection.files, pending, printing, record)
+            printer = AnswerPrinter(self._cli, selection.files, pending, printing, record)
             printer.print([stream], stream.events, [record.answer])
         if (fullness := session.fullness()) is not None:
             (self._output.warn if fullness.is_full else self._output.note)(fullness.text)

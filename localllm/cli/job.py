@@ -75,7 +75,7 @@ class Job:
         self.prompts = prompts
         self.num_before = len(journal)
         self.first_seed = journal.seed
-        self._front = cli
+        self._cli = cli
         self._files = files
         self._encoder = encoder
         self._journal = journal
@@ -95,7 +95,7 @@ class Job:
         The journal is removed when every prompt has its answer and all are printed. Raises Interrupted, what broke the
         engine, and ReaderGoneError; what was answered until then is kept.
         """
-        output, interrupts = self._front.output, self._front.interrupts
+        output, interrupts = self._cli.output, self._cli.interrupts
         interrupts.farewell = self._farewell()
         if self.num_before:
             output.note(f"{self.num_before} of {len(self.prompts)} answers were there from a run that was interrupted")
@@ -118,7 +118,7 @@ class Job:
     def _answer(self, handle: EngineHandle, window: int, line: ProgressLine) -> None:
         waiting = (index for index in range(len(self.prompts)) if index not in self._journal)
         began = shown_at = time.monotonic()
-        output = self._front.output
+        output = self._cli.output
         self._print()
         while self._num_printed < len(self.prompts):
             self._submit(handle, waiting, window)
@@ -178,7 +178,7 @@ class Job:
         fields = {**head, **name, **fields, "seed": sampling.seed}
         if event.error is None:
             self._journal.append(fields)
-            self._front.interrupts.farewell = self._farewell()
+            self._cli.interrupts.farewell = self._farewell()
         else:  # not kept: the next run tries it again
             self._failed[running.index] = fields
             self.tally.num_failed += 1
@@ -193,7 +193,7 @@ class Job:
                 fields = self._journal[index]
             else:
                 return
-            self._front.output.json(fields)
+            self._cli.output.json(fields)
             self._num_printed += 1
             self._count(index, fields)
 

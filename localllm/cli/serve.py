@@ -245,7 +245,7 @@ class _First:
     def __init__(self, cli: CliContext, server: ModelServer, addresses: list[str]) -> None:
         self.failure: BaseException | None = None
         self.addresses = addresses
-        self._front = cli
+        self._cli = cli
         self._server = server
         self._stop: Callable[[], None] = lambda: None
         self._task: asyncio.Task[None] | None = None
@@ -253,7 +253,7 @@ class _First:
     def stopping(self, stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """stop: what ends the server, which a signal does."""
         self._stop = stop
-        return self._front.interrupts.stopping(stop)
+        return self._cli.interrupts.stopping(stop)
 
     def stop(self) -> None:
         self._stop()
@@ -271,15 +271,15 @@ class _First:
         except EngineClosedError:  # the server was stopped meanwhile
             return
         except (EngineGoneError, BusyError) as error:  # killed twice, or unloaded by hand: it may be asked for again
-            self._front.output.warn(f"{error.what}: {error.why}")
+            self._cli.output.warn(f"{error.what}: {error.why}")
             return
         except Exception as error:
             self.failure = error
             self.stop()
             return
         room = f"{engine.ctx} tokens of context, {self._server.capacity.parallel} answers at once"
-        self._front.output.note(f"serving {served.name} ({engine.weights}, {room}) on {where}")
-        self._front.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
+        self._cli.output.note(f"serving {served.name} ({engine.weights}, {room}) on {where}")
+        self._cli.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
 
 
 def _shown(sock: socket.socket) -> str:

@@ -1,4 +1,4 @@
-"""A model that loads: the service that will answer, and its progress as messages."""
+"""A model that loads: the engine that will answer, and its progress as messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def serve_attached(selection: Selection, post: Post, before: Callable[[], None])
 
 
 def serve(selection: Selection, post: Post, before: Callable[[], None]) -> EngineHandle:
-    """The service of a model in this process. Raises at once where it is known that the model cannot run."""
+    """Return the engine of a model in this process. Raises at once where it is known that the model cannot run."""
     from localllm.runtime.engine_thread import EngineThread
 
     check(selection)
