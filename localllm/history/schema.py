@@ -65,8 +65,8 @@ def has_fts5(connection: sqlite3.Connection) -> bool:
 
 
 def has_index(connection: sqlite3.Connection) -> bool:
-    """Return whether the index is kept up to date by its triggers."""
-    return bool(_triggers(connection))
+    """Return whether the index is kept up to date by all of its triggers."""
+    return len(_triggers(connection)) == 3 * len(_INDEXED)
 
 
 def migrate(connection: sqlite3.Connection, known: int) -> None:

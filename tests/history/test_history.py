@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -258,6 +260,17 @@ def test_an_index_that_another_python_left_stale_is_built_anew(path: Path, monke
     with History.open(path) as history:
         assert len([hit for hit in history.search("lantern", 9) if hit.message]) == 2
         assert history._database.has_words
+
+
+def test_an_index_that_has_lost_one_of_its_triggers_is_built_anew(path: Path) -> None:
+    with History.open(path) as history:
+        ask(history, "a lantern")
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("DROP TRIGGER words_message_added")
+        raw.commit()
+    with History.open(path) as history:
+        ask(history, "another lantern")
+        assert len([hit for hit in history.search("lantern", 9) if hit.message]) == 2
 
 
 def test_a_history_that_can_only_be_read_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
