@@ -58,7 +58,7 @@ def peer_logits(peer: Any, token_ids: list[int]) -> Tensor:
 def our_logits(engine: Engine, token_ids: list[int], chunk_sizes: list[int]) -> Tensor:
     """Logits of every token, the prompt fed in chunks."""
     kv = engine.residency.new_kv(len(token_ids))
-    return torch.cat([engine.runner.forward([Chunk(token_ids, kv, n)], all_logits=True) for n in chunk_sizes])
+    return torch.cat([engine.runner.forward([Chunk(token_ids, kv, n, all_logits=True)]) for n in chunk_sizes])
 
 
 def test_prefill_computes_the_logits_of_transformers_whole_and_in_chunks(pair):

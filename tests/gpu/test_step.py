@@ -49,7 +49,7 @@ def by_operators(model: Decoder) -> ModelRunner:
 def logits(engine: Engine, runner: ModelRunner, token_ids: list[int], chunk_sizes: list[int]) -> Tensor:
     """Of every token, fed in chunks."""
     kv = engine.residency.new_kv(len(token_ids))
-    found = [runner.forward([Chunk(token_ids, kv, size)], all_logits=True) for size in chunk_sizes]
+    found = [runner.forward([Chunk(token_ids, kv, size, all_logits=True)]) for size in chunk_sizes]
     kv.close()
     return torch.cat(found)
 
@@ -59,7 +59,7 @@ def behind(engine: Engine, token_ids: list[int], past: int, chunk_sizes: list[in
     kv = engine.residency.new_kv(len(token_ids))
     by_operators(engine.model).forward([Chunk(token_ids, kv, past)])
     runner = by_kernels(engine.model)
-    found = [runner.forward([Chunk(token_ids, kv, size)], all_logits=True) for size in chunk_sizes]
+    found = [runner.forward([Chunk(token_ids, kv, size, all_logits=True)]) for size in chunk_sizes]
     kv.close()
     return torch.cat(found)
 
