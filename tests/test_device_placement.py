@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.oracle import Oracle
+from benchmarks.oracle import FixedCount, Oracle
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine.placement import model_shape
 from localllm.engine.residency import Residency
@@ -310,9 +310,9 @@ def test_drafts_change_no_text_wherever_blocks_are(packed: Packed, who: str) -> 
 
         def drafting(residency: Residency) -> Speculation:
             if who == "skip":
-                return Speculation(residency, None, [SkipDrafter(lambda: residency.runner)], 4, adapts=False)
+                return Speculation(residency, None, [SkipDrafter(lambda: residency.runner)], 4, FixedCount)
             oracle = Oracle({PROMPT: (*PROMPT, *expected)}, 0.8, packed.config.vocab_size)
-            return Speculation(residency, oracle, (), 4, adapts=False)
+            return Speculation(residency, oracle, (), 4, FixedCount)
 
         everywhere = [mixed(seed) for seed in range(3)] if who == "skip" else []
         for kinds in (lambda _index: "streamed", lambda _index: "computed", lambda _index: "split", *everywhere):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.oracle import FixedCount
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
 from localllm.engine.events import Event, SpeculationStats
 from localllm.engine.placement import model_shape
@@ -83,8 +84,9 @@ def place(engine: Engine, placement: str) -> None:
     engine.move([replace(each, tier="disk" if from_disk(each.name) else "ram") for each in engine.residency.blocks])
 
 
-def draft_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool = False) -> None:
-    """From now on. `skip` leaves out what is streamed, a few blocks where nothing is."""
+def draft_with(engine: Engine, drafter: str, draft_tokens: int) -> None:
+    """Draft as many tokens as may be in every step from now on. `skip` leaves out what is streamed, or a few blocks
+    where nothing is."""
     lookup = NgramLookup() if "ngram" in drafter else None
     drafters: list[Drafter] = []
     if "skip" in drafter:
@@ -94,7 +96,7 @@ def draft_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool 
         model = engine.runner.without(SKIPPED)
         drafters.append(ModelDrafter("model:itself", lambda: model, engine.residency.new_kv))
     engine.speculation.close()
-    engine.speculation = Speculation(engine.residency, lookup, drafters, draft_tokens, adapts=adapts)
+    engine.speculation = Speculation(engine.residency, lookup, drafters, draft_tokens, FixedCount)
 
 
 def swap_two_words(folder: Path) -> tuple[str, str]:
