@@ -26,9 +26,9 @@ from localllm.models.layout import model_bytes
 from localllm.models.load import Progress, load_decoder
 from localllm.models.shapes import Shape
 from localllm.offload.planner.plan import JobShape
-from localllm.quant.bf12 import NotCompactError
 from localllm.quant.dense import dense_name
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+from localllm.quant.weight_format import NotCompactError
 from localllm.settings import EngineConfig
 
 

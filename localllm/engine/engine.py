@@ -19,8 +19,6 @@ from pathlib import Path
 from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
-from localllm.engine.beam_search import BeamSearch, Ends, require_room
-from localllm.engine.context_growth import contexts, grow
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, ignore
 from localllm.engine.kv_allocator import KVAllocator
@@ -253,6 +251,8 @@ class Engine(StepLoop):
         )
         sequence = new_sequence(detokenizer=detokenizer)
         if request.beams > 1:
+            from localllm.engine.beam_search import BeamSearch, Ends
+
             ends = Ends(self.eos_ids, self.config.rope_switch_length, self.tokenizer.token_text)
             self._searches[request_id] = BeamSearch(
                 sequence, ends, lambda: new_sequence(detokenizer=self._detokenizer(request)), self._detokenizer(request)
@@ -266,7 +266,10 @@ class Engine(StepLoop):
         """Raise ContextOverflowError, UsageError or GrammarError for a request that cannot run. A grammar that is new
         is compiled, which takes up to a second."""
         require_fit(request, self.ctx, self.config, self.fixes_for)
-        require_room(request, self.ctx, self.scheduler.limits)
+        if request.beams > 1:
+            from localllm.engine.beam_search import require_room
+
+            require_room(request, self.ctx, self.scheduler.limits)
         if request.grammar is not None:
             require_grammar_alone(request)
             self.grammars.check(request.grammar, self._detokenizer(request).leading_spaces)
@@ -356,6 +359,8 @@ class Engine(StepLoop):
         sequence.fit(self.ctx)  # another one may have made it longer since
         if not sequence.wants_growth:
             return []
+        from localllm.engine.context_growth import contexts, grow
+
         residency, before, num_tokens = self.residency, self.ctx, sequence.num_prompt_tokens
         longest = self.config.longest_context
         tried = contexts(num_tokens, sequence.request.sampling.max_tokens, before, longest)

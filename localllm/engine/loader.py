@@ -40,9 +40,9 @@ from localllm.offload.planner.advice import fixes_for_context
 from localllm.offload.planner.nvml import gpus
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
-from localllm.quant.bf12 import NotCompactError
 from localllm.quant.dense import dense_name
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+from localllm.quant.weight_format import NotCompactError
 from localllm.settings import DRAFT_MODEL
 from localllm.text.tokenizer import Tokenizer
 
