@@ -93,4 +93,4 @@ def stream(engine: Engine, is_streamed: Callable[[str], bool]) -> None:
     """Read these blocks, by their names, from the disk at every step; embedding and head stay in memory."""
     blocks = engine.residency.blocks
     tiers = ["disk" if block.name not in (EMBED, HEAD) and is_streamed(block.name) else "ram" for block in blocks]
-    engine.move([replace(block, tier=tier) for block, tier in zip(blocks, tiers, strict=True)])  # type: ignore[arg-type]
+    engine.residency.move([replace(block, tier=tier) for block, tier in zip(blocks, tiers, strict=True)])  # type: ignore[arg-type]

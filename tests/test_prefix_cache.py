@@ -22,6 +22,7 @@ from localllm.cache import prefix
 from localllm.cache.disk import DiskTier
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.loader import LoadedModel
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, Computed, KVReuse
 from localllm.engine.request import Request, SamplingParams
 from localllm.kernels import cpu_linear
@@ -51,7 +52,8 @@ def decoder(model: str = "llama", weights: str = "int4", dtype: torch.dtype = to
 
 def engine(kv: str = "int8", reuse: KVReuse = IN_POOLS, model: str = "llama", **options: Any) -> Engine:
     of = decoder(model, **options)
-    return Engine(of, word_tokenizer(VOCAB), ctx=CTX, kv=kv, reuse=reuse, computed=Computed(f"test:{model}", "int4"))
+    loaded, computed_by = LoadedModel(of, CTX), Computed(f"test:{model}", "int4")
+    return Engine(loaded, word_tokenizer(VOCAB), kv=kv, reuse=reuse, computed=computed_by)
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -332,7 +334,11 @@ def test_a_nan_anywhere_in_a_prompt_is_an_error_and_known_to_no_other(kv, place,
     of = load_decoder(RandomBlocks(chosen), config, chosen, dtype=torch.bfloat16, device=torch.device("cpu"))
     of.embed.matrix.tensors["weight"].data[2] = torch.nan
     poisoned = Engine(
-        of, word_tokenizer(VOCAB), ctx=CTX, kv=kv, reuse=KVReuse(directory=folder), computed=Computed("nan", "bf16")
+        LoadedModel(of, CTX),
+        word_tokenizer(VOCAB),
+        kv=kv,
+        reuse=KVReuse(directory=folder),
+        computed=Computed("nan", "bf16"),
     )
     prompt = tokens(300, seed=1)
     prompt[place] = 2

@@ -12,7 +12,7 @@ from localllm.cache.kv_format import KVFormat, choose_format
 from localllm.config import format_bytes
 from localllm.engine.engine import Engine
 from localllm.engine.events import ignore
-from localllm.engine.loader import Watcher
+from localllm.engine.loader import LoadedModel, Watcher
 from localllm.engine.memory import HEADROOM, available_bytes
 from localllm.engine.model_plan import consider
 from localllm.engine.prefix_config import NO_REUSE
@@ -102,7 +102,8 @@ def random_target(shape: Shape, setup: TargetSetup, progress: Progress = ignore)
     decoder = load_decoder(
         RandomBlocks(recipe), config, recipe, dtype=setup.dtype, device=setup.device, progress=progress
     )
-    engine = Engine(decoder, word_tokenizer(config.vocab_size), ctx=setup.ctx, kv=setup.kv, reuse=NO_REUSE)
+    loaded, tokenizer = LoadedModel(decoder, setup.ctx), word_tokenizer(config.vocab_size)
+    engine = Engine(loaded, tokenizer, kv=setup.kv, reuse=NO_REUSE)
     return BenchmarkTarget(shape.name, recipe.name, engine, has_random_weights=True)
 
 

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -163,19 +163,21 @@ class Replan(Protocol):
 class LoadedModel:
     """A model that is ready to compute.
 
-    placed: what can move its blocks, where they need not all be in one place.
-    replan: by which plan it had best run now, with a context of so many tokens.
+    plan: the plan it was loaded by, if one was made.
+    placed: what can move its blocks, where they need not all be in one place; `decoder` is its `decode_model` then.
+    replan: by which plan it had best run now, with a context of so many tokens; without one the context never grows.
+    fixes_for: the flags with which a longer context fits, as alternatives.
     held: what is closed when the model is not used any more.
     drafter: the second model that was asked for, where it is worth its room.
     """
 
     decoder: Decoder
-    plan: Plan
     ctx: int
-    placed: OffloadedModel | None
-    replan: Replan
-    fixes_for: Callable[[int], list[Fix]]
-    held: ExitStack
+    plan: Plan | None = None
+    placed: OffloadedModel | None = None
+    replan: Replan | None = None
+    fixes_for: Callable[[int], list[Fix]] = lambda ctx: [Fix.flag("--ctx", ctx)]
+    held: ExitStack = field(default_factory=ExitStack)
     drafter: ModelDrafter | None = None
 
 
@@ -274,7 +276,7 @@ class Loading:
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
         smaller = smaller_kv(search.shape, decoder.config, planner.dtype)
         fixes_for = partial(fixes_for_context, search, smaller=smaller)
-        return LoadedModel(decoder, plan, ctx, placed, replan, fixes_for, held or ExitStack())
+        return LoadedModel(decoder, ctx, plan, placed, replan, fixes_for, held or ExitStack())
 
     def _plan(
         self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0

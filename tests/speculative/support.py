@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.oracle import FixedCount
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
 from localllm.engine.events import Event, SpeculationStats
+from localllm.engine.loader import LoadedModel
 from localllm.engine.placement import model_shape
 from localllm.engine.prefix_config import IN_POOLS, KVReuse
 from localllm.engine.speculative.drafter import Drafter, ModelDrafter, SkipDrafter
@@ -76,12 +77,14 @@ def loaded_in_fp32() -> Engine:
     shape = model_shape(packed.config, recipe, "fp32", "tiny")
     blocks = (shape.embed, *shape.blocks, shape.head)
     placed.place([BlockPlacement(block.name, block.num_bytes, "ram", "cpu") for block in blocks], NEVER)
-    return Engine(placed.decode_model, Tokenizer.load(files.directory), ctx=512, placed=placed, held=held)
+    return Engine(LoadedModel(placed.decode_model, 512, placed=placed, held=held), Tokenizer.load(files.directory))
 
 
 def place(engine: Engine, placement: str) -> None:
     from_disk = PLACEMENTS[placement]
-    engine.move([replace(each, tier="disk" if from_disk(each.name) else "ram") for each in engine.residency.blocks])
+    engine.residency.move(
+        [replace(each, tier="disk" if from_disk(each.name) else "ram") for each in engine.residency.blocks]
+    )
 
 
 def draft_with(engine: Engine, drafter: str, draft_tokens: int) -> None:
