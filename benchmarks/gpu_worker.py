@@ -53,7 +53,7 @@ from localllm.engine.placement import model_shape
 from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, UNKNOWN_SOURCE
 from localllm.engine.request import SamplingParams
-from localllm.engine.residency import Residency
+from localllm.engine.residency import Residency, new_pages
 from localllm.engine.speculative.choice import Speculate
 from localllm.hub import locate
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -241,7 +241,7 @@ class ResidentModel:
         self.known = KVAllocator(self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan)
         self._num_prompts = 0
         self.steps = {True: self.engine.runner.gpu_program, False: WithoutGraphs(self.engine.model)}
-        self.pages = {name: self.engine.residency.new_pages(KV_FORMATS[name]) for name in _KV_BYTES}
+        self.pages = {name: new_pages(self.engine.model, KV_FORMATS[name]) for name in _KV_BYTES}
         self.sequences: dict[tuple[str, int], PagedKV] = {}
         peak = self._peak()
         self.copy_gbs = copying(self.device)
