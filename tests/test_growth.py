@@ -30,6 +30,7 @@ from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
 from tests.choices.support import steps
+from tests.kv_support import check_pages
 from tests.packed_support import pack, small_checkpoint
 from tests.test_device_placement import Packed
 from tests.test_placement import engine, shape_of
@@ -81,7 +82,7 @@ def answer(engine: Engine, prompt: tuple[int, ...], *, grows: bool = True, max_t
     engine.check(request)
     engine.submit(request)
     events = list(steps(engine))
-    engine.residency.kv_pages.check_integrity()
+    check_pages(engine.residency.kv_pages)
     return events
 
 

@@ -133,13 +133,6 @@ class KVPages:
             for pool in group.pools:
                 pool.shrink()
 
-    def check_integrity(self) -> None:
-        """Every page is owned exactly as often as counted. Raises AssertionError."""
-        for group_index, group in enumerate(self.groups):
-            owned = [page for kv in self.sequences for page in kv.owned(group_index)]
-            for pool in group.pools:
-                pool.check_integrity([page for page in owned if page.pool is pool])
-
 
 class PagedKV:
     """One sequence's pages. It holds `length` tokens; a forward writes behind them, and `advance` makes those part of
@@ -412,7 +405,7 @@ class PagedKV:
         )
 
     def owned(self, index: int) -> list[Page]:
-        """Every page of a group that it has, for `check_integrity`."""
+        """Every page of a group that it has."""
         held = [page for page in self.tables[index] if page is not None]
         return [*held, *self._open[index].values(), *self._scratch[index].values()]
 

@@ -8,7 +8,7 @@ long as it is known to the prefix cache and its room is not needed.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -190,20 +190,6 @@ class PagePool:
         for page, target in zip(self.pages, other.pages, strict=True):
             page.parts, page.run = target.parts, target.run
         self._place(devices)
-
-    def check_integrity(self, owned: Iterable[Page]) -> None:
-        """owned: every entry of every block table. Raises AssertionError where a page is not owned as often as counted,
-        or is in two places at once."""
-        counts = Counter(map(id, owned))
-        for page in self.pages:
-            assert page.spares <= max(0, page.owners - 1), "more pages are spared for a page than may be wanted"
-            assert page.owners == counts[id(page)], f"a page has {counts[id(page)]} owners and counts {page.owners}"
-        free = {id(page) for page in self.free}
-        assert len(free) == len(self.free) and all(not page.owners and not page.is_sealed for page in self.free)
-        assert all(not page.owners and page.is_sealed for page in self.idle)
-        num_owned = sum(page.owners > 0 for page in self.pages)
-        assert num_owned + len(self.free) + len(self.idle) == len(self.pages)
-        assert 0 <= self.reserved <= len(self.free) + len(self.idle)
 
 
 def _new_slab(count: int, num_bytes: int, device: torch.device) -> Tensor:

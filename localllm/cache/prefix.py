@@ -385,16 +385,6 @@ class PrefixCache:
         if self.disk is not None:
             self.disk.touch(key.digest for key in reversed(keys))
 
-    def check_integrity(self) -> None:
-        """Check that what is known is where it is said to be, and counted once. Raises AssertionError."""
-        for page, (entry, index) in self._of_page.items():
-            assert entry.parts[index] is page and page.is_sealed, "a page is known that is another's now"
-        held = itertools.chain(self._in_ram.values(), (entry for entry, _ in self._of_page.values()))
-        assert all(self._entries.get(entry.key.digest) is entry for entry in held), "a page is kept that nobody finds"
-        assert all(entry.is_held for entry in self._entries.values()), "a page is found that nobody has"
-        assert self._ram_used == sum(self._payload_bytes(entry.number) for entry in self._in_ram.values())
-        assert all(entry.payload is not None for entry in self._in_ram.values())
-
     # Bytes
 
     def _pools(self, number: int) -> list[PagePool]:

@@ -10,6 +10,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.sequence import Sequence as Running
+from tests.kv_support import check_pages, check_prefix
 
 
 @dataclass
@@ -84,9 +85,9 @@ def held_pages(engine: Engine) -> int:
 def require_whole(engine: Engine) -> None:
     """Nobody has a page, and none is promised to anyone."""
     pages = engine.residency.kv_pages
-    pages.check_integrity()
+    check_pages(pages)
     assert not pages.sequences
     assert held_pages(engine) == 0
     assert all(pool.reserved == 0 for group in pages.groups for pool in group.pools)
     if engine.prefix is not None:
-        engine.prefix.check_integrity()
+        check_prefix(engine.prefix)

@@ -24,6 +24,7 @@ from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.choices.support import steps
+from tests.kv_support import check_pages
 from tests.speculative.support import (
     DRAFTERS,
     PLACEMENTS,
@@ -192,7 +193,7 @@ def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
                 int4.step()
             int4.abort(request_id)
             assert reasons(int4.step()) == ["cancelled"]
-            int4.residency.kv_pages.check_integrity()
+            check_pages(int4.residency.kv_pages)
             assert not int4.residency.kv_pages.sequences - _of_drafters(int4)
         assert said(int4, wish) == [expected]
 
