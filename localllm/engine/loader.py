@@ -49,8 +49,8 @@ from localllm.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Watcher:
-    """Who is told of what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process
-    that packs them, measuring the machine; noting: of what is worth a line that stays."""
+    """Callbacks for what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process that
+    packs them, measuring the machine. noting: called with what is worth a line that stays."""
 
     reading: Progress = ignore
     packing: Progress = ignore
@@ -296,8 +296,8 @@ class Loading:
 
 
 def note_device(device: torch.device, watcher: Watcher, *, is_chosen: bool) -> None:
-    """Has our kernels checked where a GPU is new to them, and says where they, or the GPU, cannot be used. is_chosen:
-    nobody asked for this device."""
+    """Check our kernels where a GPU is new to them, and tell where they, or the GPU, cannot be used. is_chosen: nobody
+    asked for this device."""
     if not has_card(device):
         hidden = "CUDA_VISIBLE_DEVICES" in os.environ  # by someone who knows
         if is_chosen and not hidden and (cards := gpus()):

@@ -56,7 +56,7 @@ class Residency:
     ) -> None:
         """Place a model.
 
-        placed: what can move the blocks; `model` is its `few` then.
+        placed: what can move the blocks; `model` is its `decode_model` then.
         replan: makes the best plan in the memory of now.
         plan: the plan that the model was loaded by.
         note: called with what is worth a line.
@@ -203,7 +203,7 @@ class Residency:
         return True
 
     def _place_kv(self) -> None:
-        """Keys and values to where they belong, or where a GPU has no room for them, to the host."""
+        """Move keys and values to where they belong, or to the host where a GPU has no room for them."""
         try:
             self.kv_pages.move(self.kv_devices)
         except (MemoryError, RuntimeError) as error:
