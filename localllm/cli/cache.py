@@ -40,19 +40,23 @@ def cache(context: typer.Context, as_json: bool) -> None:
 @cache_app.command("info", cls=PlainCommand)
 @takes(options.AS_JSON)
 def info(context: typer.Context, as_json: bool) -> None:
-    """Show what is kept: where, how much of which model, and the limit.
+    """Show the prefix cache on the disk: its folder, its size for each model, and its limit.
 
-    What was used longest ago goes first where the limit is reached (the setting `cache_disk`).
+    The setting `cache_disk` is the limit. The least recently used pages are evicted first.
     """
     _info(cli_context(context), as_json or _typed_before(context))
 
 
 @cache_app.command("clear", cls=PlainCommand)
-@takes(option("--model", "Only of this model, as `cache info` names it.", "NAME"), options.UNASKED, options.AS_JSON)
+@takes(
+    option("--model", "Only the cache of this model, named as in `cache info`.", "NAME"),
+    options.UNASKED,
+    options.AS_JSON,
+)
 def clear(context: typer.Context, model: str | None, yes: bool, as_json: bool) -> None:
-    """Delete what is kept of conversations.
+    """Delete the prefix cache on the disk.
 
-    What is needed again is computed again; a run that is under way goes on.
+    Later prompts are computed again. A running model is not disturbed.
     """
     from localllm.cache.page_folder import (
         kept_pages,
