@@ -289,8 +289,8 @@ def _texts_table(part: Row) -> Iterator[str]:
 
 def _oracle_table(part: Row) -> Iterator[str]:
     text = (
-        f"A model of the shape of {part['shape']} in INT4. Its drafts are free, have k tokens, and are accepted with "
-        "probability alpha.\nThe table shows the speedup over plain decoding, and its share of the formula\n"
+        f"A model of the shape of {part['shape']} in INT4. Its drafts are free, have k tokens, and are accepted with\n"
+        "probability alpha. The table shows the speedup over plain decoding, and its share of the formula\n"
         "E * t_1 / t_round, with E = (1 - alpha^(k+1)) / (1 - alpha) and the step times of the same round."
     )
     head = ("alpha", "k", "resident", "share of the formula", "streamed from the disk", "share of the formula")
