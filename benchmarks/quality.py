@@ -130,7 +130,7 @@ class Subject:
 
     def log_probabilities(self, window: list[int]) -> Tensor:
         self.kv.trim(0)
-        logits = self.runner.forward([Chunk(window, self.kv, len(window))], all_logits=True)
+        logits = self.runner.forward([Chunk(window, self.kv, len(window), all_logits=True)])
         return logits[:-1].log_softmax(-1)
 
     def read(self, window: list[int], base: Tensor) -> Tensor:

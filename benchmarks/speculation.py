@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.engines import SHAPE, answer, random_engine, random_ids, tiny_engine
 from benchmarks.measure import DOCS, RESULTS, Spread, known, machine, paired, parser, save, spread, write_section
-from benchmarks.oracle import Oracle, Wrong, draft_with, stream
+from benchmarks.oracle import FixedCount, Oracle, Wrong, draft_with, stream
 from localllm.engine.engine import Engine
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import Drafter, SkipDrafter
@@ -96,7 +96,8 @@ def oracle_row(
         passes = 0.0
         while passes < least_passes:
             seed = number + rounds * len(seconds)
-            draft_with(engine, Speculate("ngram", count, adapts=False), Oracle(streams, alpha, vocab_size, seed))
+            oracle = Oracle(streams, alpha, vocab_size, seed)
+            engine.speculation = Speculation(engine.residency, oracle, (), count, FixedCount)
             _record_steps(engine, steps)
             found = answer(engine, [prompt], num_tokens)
             assert found.speculation is not None and (*prompt, *found.ids) == streams[prompt]
@@ -223,7 +224,7 @@ def _text_row(
     for seed, prompt in enumerate(prompts):
         lookup = NgramLookup() if "ngram" in who else None
         drafters: list[Drafter] = [SkipDrafter(lambda: engine.runner, lambda: skipped)] if "skip" in who else []
-        engine.speculation = Speculation(engine.residency, lookup, drafters, DRAFT_TOKENS, adapts=False)
+        engine.speculation = Speculation(engine.residency, lookup, drafters, DRAFT_TOKENS, FixedCount)
         found = answer(engine, [prompt], ANSWER_TOKENS, temperature=temperature, seed=seed).speculation
         assert found is not None
         stats.append(found)
