@@ -28,10 +28,10 @@ cache_app = plain_group("cache", "")
 @cache_app.callback(invoke_without_command=True)
 @takes(options.AS_JSON)
 def cache(context: typer.Context, as_json: bool) -> None:
-    """Show or clear what is kept of conversations.
+    """Show or clear the prefix cache on the disk.
 
-    What was computed of them, and of which tokens, readable by you alone: a later run that continues one reads it from
-    the disk. Without a command: `info`.
+    It holds the KV cache and the tokens of earlier prompts, readable only by you. Later runs continue from it instead
+    of computing the prompt again. Without a command: `info`.
     """
     if context.invoked_subcommand is None:
         _info(cli_context(context), as_json)

@@ -51,7 +51,7 @@ _MAP_COLUMNS = 64
     options.AS_JSON,
 )
 def plan_command(context: typer.Context, **flags: Any) -> None:
-    """Show where a model's blocks would be placed and how fast it would run.
+    """Show where a model would be placed and how fast it would run.
 
     Nothing is downloaded or loaded: the model's shape is enough. The machine is measured once, which takes a few
     seconds. Later runs correct the predictions.

@@ -49,7 +49,7 @@ def ps_command(context: typer.Context, as_json: bool) -> None:
 
 @takes(_MODEL)
 def load_command(context: typer.Context, model: str) -> None:
-    """Load a model on the server, so that the first request does not wait for it.
+    """Load a model on the server before the first request.
 
     Other models are unloaded if their memory is needed.
     """

@@ -42,7 +42,7 @@ _CHATS = argument(
 )
 _EVERY = option("--all", "All saved chats.", name="everything")
 
-sessions_app = plain_group("sessions", "List, read, search, export and delete kept chats.")
+sessions_app = plain_group("sessions", "List, read, search, export and delete saved chats.")
 
 
 @sessions_app.command("list", cls=PlainCommand)

@@ -1,4 +1,4 @@
-"""`localllm tokenize`: a text's tokens, without weights and torch; `perplexity`: how well a model foretells a text."""
+"""`localllm tokenize`: a text's tokens, without weights and torch; `perplexity`: how well a model predicts a text."""
 
 from __future__ import annotations
 
