@@ -12,7 +12,7 @@ from localllm.engine.events import FinishedEvent, TokenLogprob
 from localllm.server.bodies import Absent, ReplyBody
 from localllm.server.errors import Failure
 from localllm.server.logprobs import ContentLogprob, content_logprobs
-from localllm.server.replies import StreamWriter, event, new_id
+from localllm.server.replies import AnswerWriter, event, new_id
 from localllm.server.tools.deltas import Delta
 from localllm.text.tokenizer import Tokenizer
 
@@ -126,7 +126,7 @@ _EVENTS: dict[ItemKind, str] = {
 }
 
 
-class ResponseWriter(StreamWriter):
+class ResponseWriter(AnswerWriter):
     """Builds a response out of an answer's deltas, and writes it in numbered events; an item's begin when there is
     something of it. head: the fields of the response that are known before."""
 
@@ -204,6 +204,11 @@ class ResponseWriter(StreamWriter):
             output=self._items if usage else [],
             usage=usage,
         )
+
+    def whole(self, answers: list[Delta]) -> ResponseObject:
+        for answer in answers:
+            list(self.add(answer))
+        return self.response()
 
     def begin(self) -> Iterator[bytes]:
         for name in ("created", "in_progress"):
