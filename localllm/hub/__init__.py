@@ -9,12 +9,13 @@ from __future__ import annotations
 from localllm.hub.installed import (
     InstalledModel,
     ModelDescription,
+    Removal,
     contents,
     current,
     describe,
     list_models,
     locate,
-    remove,
+    removal,
 )
 from localllm.hub.names import ModelFiles, understand
 from localllm.hub.packed import PackedWeights
@@ -30,6 +31,7 @@ __all__ = [
     "PackedWeights",
     "Progress",
     "PullProgress",
+    "Removal",
     "RetryPolicy",
     "contents",
     "current",
@@ -37,7 +39,7 @@ __all__ = [
     "list_models",
     "locate",
     "pull",
-    "remove",
+    "removal",
 ]
 
 

@@ -9,9 +9,10 @@ import hashlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -313,21 +314,25 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 
-def remove(
-    name: str,
-    *,
-    packed_only: bool = False,
-    confirm: Callable[[int, int], None] = lambda _checkpoint_bytes, _packed_bytes: None,
-    registry: Registry | None = None,
-    hub: HubSettings | None = None,
-) -> int:
-    """Delete a model's files, unfinished and packed ones too, and return the bytes that became free.
+@dataclass(frozen=True)
+class Removal:
+    """The bytes of a model's checkpoint that are to be deleted, and of what is packed of it. delete: deletes them, and
+    returns the bytes that became free; raises LocalLLMError where another process is at work on them."""
+
+    checkpoint_bytes: int
+    packed_bytes: int
+    delete: Callable[[], int]
+
+
+def removal(
+    name: str, *, packed_only: bool = False, registry: Registry | None = None, hub: HubSettings | None = None
+) -> Removal:
+    """Return what would be deleted of a model: its files, unfinished and packed ones too.
 
     packed_only: the packed ones alone, which the built-in model and a user's folder may have as well.
-    confirm(bytes of the checkpoint, packed bytes) is called before anything is deleted, and may raise.
-    `org/repo@revision` deletes that snapshot and the files that no other snapshot shares. Links are deleted, never
+    `org/repo@revision` means that snapshot and the files that no other snapshot shares. Links are deleted, never
     followed. Raises UsageError for the files of the built-in model and of a user's folder, ModelNotFoundError where
-    nothing is, LocalLLMError where another process is at work on them.
+    nothing is.
     """
     registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
     packed = packed_of(name, registry, hub)
@@ -348,12 +353,16 @@ def remove(
     packed_bytes = sum(model.size_bytes for model in packed)
     is_here = cache is not None and is_folder(cache.folder) and (commit is not None or "@" not in name)
     if cache is None or packed_only or (packed and not is_here):
-        confirm(0, packed_bytes)
-        return remove_packed(packed)
+        return Removal(0, packed_bytes, partial(remove_packed, packed))
     if not is_here and not is_link(cache.folder):
         why = f"{cache.folder} does not hold it"
         raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=Fix.command("list"))
-    confirm(folder_bytes(cache.snapshot(commit)) if commit else own_bytes(cache.folder), packed_bytes)
+    checkpoint_bytes = folder_bytes(cache.snapshot(commit)) if commit else own_bytes(cache.folder)
+    return Removal(checkpoint_bytes, packed_bytes, partial(_delete, name, cache, commit, packed))
+
+
+def _delete(name: str, cache: RepoCache, commit: str | None, packed: Sequence[PackedWeights]) -> int:
+    """As `Removal.delete`. commit: of the one snapshot; None: of the whole repository."""
 
     def refuse(process: str) -> None:
         raise LocalLLMError(

@@ -8,8 +8,9 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from localllm.hub import HubSettings, RetryPolicy
+from localllm.hub import HubSettings, RetryPolicy, removal
 from localllm.hub.repo_cache import RepoCache
 from tests.fake_hub import COMMIT, FakeHub, sha256
 
@@ -52,6 +53,10 @@ def assert_whole(directory: Path, files: dict[str, bytes]) -> None:
     assert held == {name: data for name, data in files.items() if name not in unwanted}
 
 
+def remove(name: str, **more: Any) -> int:
+    return removal(name, **more).delete()
+
+
 def leftovers(hub: HubSettings) -> list[str]:
     return [path.name for path in hub.cache_dir.rglob("*") if path.name.endswith((".incomplete", ".tmp"))]
 
@@ -63,6 +68,7 @@ def names_in(folder: Path) -> set[str]:
 PULL_SCRIPT = f"""
 import sys
 from pathlib import Path
+from typing import Any
 from localllm.hub import HubSettings, pull
 from localllm.registry import load_registry
 hub = HubSettings(Path(sys.argv[1]), sys.argv[2], token="hf_secret")

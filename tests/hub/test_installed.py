@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from localllm.errors import DownloadError, LocalLLMError, UsageError
-from localllm.hub import contents, describe, list_models, locate, remove
+from localllm.hub import contents, describe, list_models, locate
 from localllm.hub.locks import exclusive
 from localllm.hub.repo_cache import RepoCache
 from tests.fake_hub import COMMIT, Fault
-from tests.hub.support import PIECE, REPO, REPOSITORY, assert_whole, make_folder, other_tools_snapshot
+from tests.hub.support import PIECE, REPO, REPOSITORY, assert_whole, make_folder, other_tools_snapshot, remove
 
 # list, show, rm
 

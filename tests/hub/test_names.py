@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import LocalLLMError, ModelNotFoundError
-from localllm.hub import HubSettings, describe, list_models, locate, pull, remove
+from localllm.hub import HubSettings, describe, list_models, locate, pull
 from tests.fake_hub import COMMIT
-from tests.hub.support import SHARDS, make_folder, other_tools_snapshot, single_model
+from tests.hub.support import SHARDS, make_folder, other_tools_snapshot, remove, single_model
 
 # Names and places
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.hub import HubSettings, ModelFiles, describe, list_models, remove
+from localllm.hub import HubSettings, ModelFiles, describe, list_models
 from localllm.hub.locks import exclusive, reading
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.hub.packed import packed_directory, packed_recipes, packed_root, source_id
 from localllm.registry import Registry
 from tests.fake_hub import COMMIT
-from tests.hub.support import REPO, make_folder, names_in, other_tools_snapshot
+from tests.hub.support import REPO, make_folder, names_in, other_tools_snapshot, remove
 
 CONFIG = '{"model_type": "llama"}'
 SHARDED = "maker/sharded"

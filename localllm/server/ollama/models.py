@@ -182,7 +182,7 @@ async def show(call: ApiCall, body: ShowBody) -> JsonReply:
 
 
 async def delete(call: ApiCall, body: NamedBody) -> Response:
-    """Raises RequestError for a model that is in use, or not on this disk; what `hub.remove` does."""
+    """Raises RequestError for a model that is in use, or not on this disk; what `hub.removal` does."""
     pool, name = call.pool, body.bare_name
 
     def deleted() -> None:
@@ -192,7 +192,7 @@ async def delete(call: ApiCall, body: NamedBody) -> Response:
             raise RequestError(400, f"model {name[:200]!r} cannot be deleted", why=why, fix=fix, param="model")
         if row is None:
             raise _not_found(name)
-        hub.remove(name)
+        hub.removal(name).delete()
 
     await pool.on_disk(deleted)
     return Response()
