@@ -47,15 +47,11 @@ class Watchdog:
         self._pid = pid
         self._waits = waits
         self._convict = convict
-        self._num_received = self._num_moves = 0
+        self.num_received = 0  # messages from the process
+        self._num_moves = 0
         self._still_s = self._hung_s = 0.0
         self._begun, self._over = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="localllm-watchdog", daemon=True).start()
-
-    @property
-    def num_received(self) -> int:
-        """The number of messages from the process."""
-        return self._num_received
 
     @property
     def is_doubtful(self) -> bool:
@@ -69,7 +65,7 @@ class Watchdog:
     def received(self, *, has_moved: bool = True) -> None:
         """Count a message of the process, on one thread. has_moved: the message is progress, as the answer to a call is
         not that needs no block to be computed."""
-        self._num_received += 1
+        self.num_received += 1
         self._num_moves += has_moved
 
     def end(self) -> None:

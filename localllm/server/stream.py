@@ -37,7 +37,7 @@ class EventMailbox:
         self._broken: BaseException | None = None
         self._broken_at: TracebackType | None = None
 
-    def put(self, item: Event | BaseException, /) -> None:
+    def put(self, item: Event | BaseException) -> None:
         """Receive an event, or the error that ends them all."""
         if isinstance(item, FinishedEvent):
             self._ended(item)
@@ -135,7 +135,7 @@ class GenerationStream:
         self._indices: dict[int, int] = {}
         self._mailbox = EventMailbox(self.prepared.new_parser, self._ended)
         for index, request in enumerate(self.prepared.requests):
-            stream = handle.submit(request, self._mailbox)
+            stream = handle.submit(request, self._mailbox.put)
             self._streams.append(stream)
             self._indices[stream.request_id] = index
 
