@@ -125,19 +125,14 @@ def contents(directory: Path) -> str:
 
 
 def locate(
-    name: str,
-    *,
-    registry: Registry | None = None,
-    hub: HubSettings | None = None,
-    offline: bool = False,
-    needs_config: bool = True,
+    name: str, *, registry: Registry | None = None, offline: bool = False, needs_config: bool = True
 ) -> ModelFiles:
     """Return the folder of `tiny`, a directory, a registry name or `org/repo[@revision]`. Touches no network.
 
     needs_config: whether a user's folder must hold config.json; a tokenizer alone needs none. Raises ModelNotFoundError
     for an unknown name, and with the command that fetches it for a model that is not, or only partly, on this disk.
     """
-    registry, hub = registry or load_registry(), hub or HubSettings.from_environment(offline=offline)
+    registry, hub = registry or load_registry(), HubSettings.from_environment(offline=offline)
     reference = understand(name, registry)
     directory = reference.directory
     if directory is not None:
@@ -170,10 +165,10 @@ def locate(
     raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=pull_command(name))
 
 
-def list_models(*, registry: Registry | None = None, hub: HubSettings | None = None) -> list[InstalledModel]:
+def list_models() -> list[InstalledModel]:
     """Return the built-in model, every model in the cache that this version runs, whole or partly fetched, and what is
     packed, also of a user's folder or of a checkpoint that is gone."""
-    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
+    registry, hub = load_registry(), HubSettings.from_environment()
     packed: dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]] = {}
     for source in packed_sources():
         # A folder is listed with all that was ever packed of it.
@@ -243,15 +238,15 @@ def _name_of(commit: str, cache: RepoCache, refs: dict[str, str], entry: ModelEn
     return f"{cache.repo}@{named}"
 
 
-def describe(name: str, *, registry: Registry | None = None, hub: HubSettings | None = None) -> ModelDescription:
+def describe(name: str) -> ModelDescription:
     """Describe a model, on this disk or not. Raises ModelNotFoundError where the name means nothing."""
-    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
+    registry, hub = load_registry(), HubSettings.from_environment()
     reference = understand(name, registry)
     partial_bytes = RepoCache(hub.cache_dir, reference.repo).partial_bytes() if reference.repo else 0
     packed = packed_of(name, registry, hub)
     files = None
     try:
-        files = locate(name, registry=registry, hub=hub)
+        files = locate(name, registry=registry)
     except ModelNotFoundError:
         if reference.entry is None and not partial_bytes and not packed:
             raise
@@ -324,9 +319,7 @@ class Removal:
     delete: Callable[[], int]
 
 
-def removal(
-    name: str, *, packed_only: bool = False, registry: Registry | None = None, hub: HubSettings | None = None
-) -> Removal:
+def removal(name: str, *, packed_only: bool = False) -> Removal:
     """Return what would be deleted of a model: its files, unfinished and packed ones too.
 
     packed_only: the packed ones alone, which the built-in model and a user's folder may have as well.
@@ -334,7 +327,7 @@ def removal(
     followed. Raises UsageError for the files of the built-in model and of a user's folder, ModelNotFoundError where
     nothing is.
     """
-    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
+    registry, hub = load_registry(), HubSettings.from_environment()
     packed = packed_of(name, registry, hub)
     if packed_only and not packed:
         raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix=Fix.command("list"))
