@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from localllm import hub
 from localllm.config import ResolvedSettings
@@ -50,13 +50,9 @@ _NEAR = 0.7  # of 1: a name that is less alike is another model's, not a misspel
 _MOST_NAMED = 8  # models, in the error about an unknown one
 
 
-class LaunchEngine(Protocol):
-    """Begins to load a model."""
-
-    def __call__(self, selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
-        """foreseen: called on another thread; the handle is an `EngineClient` then, and waits for an answer. One that
-        does not call it loads at once."""
-        ...
+# Begins to load a model. What it is given is called on another thread with what the model foresees; the handle is an
+# `EngineClient` then, and waits for an answer. A handle that foresees nothing loads at once.
+LaunchEngine = Callable[[Selection, Caps, Callable[[Foreseen], None]], EngineHandle]
 
 
 class ModelPool:
@@ -308,7 +304,7 @@ class ModelPool:
         handle = model.handle = self._launch(model.selection, await self.residents.caps(), foreseen)
         settled = asyncio.create_task(asyncio.to_thread(handle.wait_loaded))
         try:
-            await self.residents.agree(model, handle, arrived, settled)
+            evicted = await self.residents.agree(model, handle, arrived, settled)
             if await settled is None:  # it came to nothing and did not fail
                 why = "somebody stopped it while it was being loaded"
                 stopped = BusyError(f"{model.name} was unloaded", why=why, reason="unloaded")
@@ -320,9 +316,9 @@ class ModelPool:
             raise
         self._has_begun |= model is self.first
         model.last_facts = await self.residents.facts(model)
-        for evicted, weights in self.residents.take_evicted():  # not before: the disk was this model's
+        for other, weights in evicted:  # not before: the disk was this model's
             if weights:  # else it had gone before they were known
-                self.residents.begin(self.on_disk(partial(keep_warm, evicted.selection.files, weights)))
+                self.residents.begin(self.on_disk(partial(keep_warm, other.selection.files, weights)))
         self.residents.touch(model)
 
     # Work beside the loop, and the end
