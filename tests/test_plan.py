@@ -73,7 +73,7 @@ def large(**changes: Any) -> ModelShape:
 def costs(
     it: ModelShape, rates: Rates, disk_bytes: int, runs: int, pass_tokens: int, corrections: Corrections | None = None
 ) -> Costs:
-    work = Work.of_host(it, disk_bytes, runs)
+    work = Work(it.block_bytes + it.lm_head.num_bytes, disk_bytes, runs)
     return Costs(it, rates, None, work, pass_tokens, corrections or Corrections())
 
 
