@@ -1,4 +1,4 @@
-"""An engine in another process, held as one of this process is. Knows the way to it, not who started it. No torch."""
+"""The handle of an engine in another process. It knows how to reach the process, not what started it. No torch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RemoteEngine:
         return self._facts.load_s
 
     def fixes_for(self, ctx: int) -> list[Fix]:
-        """Return the flags with which a context of so many tokens fits; none where nobody can be asked."""
+        """Return the flags with which a context of so many tokens fits; none where the engine is gone."""
         with contextlib.suppress(EngineGoneError):
             return protocol.read_fixes(self._call("fixes_for", ctx))
         return []
@@ -185,7 +185,7 @@ class EngineClient:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the engine has not moved on for half of the patience, though somebody waits."""
+        """Whether the engine has not moved on for half of the patience, though something waits."""
         return self.watchdog.is_doubtful and not self.has_ended
 
     def submit(self, request: Request, receive: Receive | None = None) -> RequestStream:
@@ -342,7 +342,7 @@ class EngineClient:
     def _dispatch(self, event: Event) -> None:
         if isinstance(event, GrownEvent) and self._engine is not None:
             self._engine.set_ctx(event.ctx)
-        if isinstance(event, FinishedEvent):  # who attaches has not waited for what was loaded before
+        if isinstance(event, FinishedEvent):  # a client that attaches has not waited for an earlier load
             event = replace(event, timings=replace(event.timings, load_s=self._load_s))
         with self._lock:
             receive = self._receivers.get(event.request_id)

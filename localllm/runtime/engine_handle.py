@@ -93,7 +93,7 @@ class EnginePeer:
         """Receive a message about the load."""
 
     def why_gone(self) -> str:
-        """Explain a connection that has ended and that nobody has closed."""
+        """Explain a connection that has ended without having been closed here."""
         return "its process has ended"
 
     def kill(self) -> None:

@@ -209,7 +209,7 @@ def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps
         if granted is not None:
             _serve(sock, _with_caps(selection, granted), opening)
     sys.stdout.flush()
-    os._exit(0)  # what is still being computed is nobody's
+    os._exit(0)  # nothing waits for what is still being computed
 
 
 def _agree_on_room(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> Caps | None:

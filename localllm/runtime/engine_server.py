@@ -160,7 +160,7 @@ class EngineServer:
         threading.Thread(target=self._accept, args=(listener,), name="localllm-accept", daemon=True).start()
 
     def report_move(self) -> None:
-        """Report to all who wait for an answer, also behind those of others, that the engine has moved on."""
+        """Report to all clients that wait for an answer, also behind others, that the engine has moved on."""
         now = time.monotonic()
         if now - self._reported_at < _MOVE_S:
             return

@@ -80,7 +80,7 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     def _raised_failure(self, failure: BaseException) -> BaseException:
-        """Return the error with the place where it happened, without the frames of all who received it before."""
+        """Return the error with the place where it happened, without the frames of its earlier receivers."""
         return failure.with_traceback(self._failed_at)
 
     def _abort(self, request_id: int) -> None:
@@ -110,7 +110,7 @@ class EngineThread:
                 for receive in self._receivers.values():
                     receive(error)
         finally:
-            self._engine = None  # it is closed; who keeps the handle keeps no more than that
+            self._engine = None  # it is closed: the handle shall not keep its memory
 
     def _serve(self, engine: Engine) -> None:
         while not (self._ended and not engine.has_work):

@@ -106,7 +106,7 @@ class ModelPool:
         selection = await self.on_disk(lambda: self._installed(bare))
         if selection is None:
             raise await self.on_disk(lambda: self._not_found(name))
-        if (known := self.known(bare)) is not None:  # somebody else has asked for it meanwhile
+        if (known := self.known(bare)) is not None:  # another request has asked for it meanwhile
             return known
         return self._added(selection)
 
@@ -157,7 +157,7 @@ class ModelPool:
         return [each for each in self.models if each.engine_if_loaded is not None]
 
     def others(self) -> list[InstalledModel]:
-        """Return whole models on this disk that nobody has asked for yet, and that can be asked for."""
+        """Return whole models on this disk that can be asked for, and have not been yet."""
         if not self.on_demand:
             return []
         known = {each.selection.files.directory for each in self.models}
@@ -186,7 +186,7 @@ class ModelPool:
     # Loading
 
     def adopt(self, handle: EngineHandle) -> None:
-        """Take over the first model's handle, which somebody else has begun to load."""
+        """Take over the first model's handle, which the caller has begun to load."""
         self.first.handle = handle
         self._has_begun = True
 
@@ -199,7 +199,7 @@ class ModelPool:
         model.last_used = time.monotonic()
         try:
             async with asyncio.timeout(LOAD_WAIT_S):
-                while not await self._is_current(model):  # who came before may have unloaded it again
+                while not await self._is_current(model):  # an earlier request may have unloaded it again
                     await self.load(model)
         except TimeoutError:
             why = f"it has taken {LOAD_WAIT_S:.0f} s so far"

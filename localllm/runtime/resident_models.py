@@ -1,4 +1,4 @@
-"""The memory that models share: which one makes room for another, and when a model leaves that nobody uses.
+"""The memory that models share: which model makes room for another, and when an unused one leaves.
 
 All of it happens on one event loop; what takes time is waited for elsewhere.
 """
@@ -40,11 +40,11 @@ class ResidentModels:
     def __init__(self, settings: Settings, idle_s: float | None, note: Callable[[str], None]) -> None:
         """
         settings: `ram` and `vram` are for all models together
-        idle_s: for which a model stays that nobody uses; None: as long as its memory is not needed
+        idle_s: for which an unused model stays; None: as long as its memory is not needed
         note: receives a line about what leaves, and why
         """
         self.models: list[ServedModel] = []
-        self.turn = asyncio.Lock()  # of who loads, in the order of arrival
+        self.turn = asyncio.Lock()  # held by the load under way; others follow in the order of arrival
         self.idle_s = idle_s
         self.is_closed = False
         self._settings = settings
@@ -97,7 +97,7 @@ class ResidentModels:
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Do it in the background."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # else nobody keeps it
+        self._tasks.add(task)  # the loop alone would not keep it
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(consume_error)
 
@@ -125,9 +125,9 @@ class ResidentModels:
             timer.cancel()
 
     async def is_idle(self, model: ServedModel) -> bool:
-        """Return whether nobody uses the model, programs by its own socket included."""
+        """Return whether nothing uses the model, programs by its own socket included."""
         engine = model.engine_if_loaded
-        if engine is None:  # it has gone, and who still waits for its answers waits for another
+        if engine is None:  # it has gone: what waits for its answers waits for another engine
             return True
         if model.num_open:
             return False
@@ -234,7 +234,7 @@ async def _first(arrived: asyncio.Queue[Foreseen], settled: asyncio.Task[Any]) -
 
 
 def consume_error(task: asyncio.Task[Any]) -> None:
-    """Take a task's exception: who waited for the task was told, or has gone."""
+    """Take a task's exception: what waited for the task was told, or has gone."""
     if not task.cancelled():
         task.exception()
 

@@ -42,7 +42,7 @@ class _LocalConnection(HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Raises OSError where nobody listens there."""
+        """Raises OSError where no process listens there."""
         self.sock = connected(self._path)
         self.sock.settimeout(self.timeout)
 
@@ -71,7 +71,7 @@ class Server:
         return None if path is None else cls(path)
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """Return the reply's JSON. Raises OSError where nobody listens any more, and ServerRefusedError."""
+        """Return the reply's JSON. Raises OSError where no process listens any more, and ServerRefusedError."""
         connection = _LocalConnection(self._path, timeout_s)
         try:
             data = None if body is None else json.dumps(body)
@@ -136,7 +136,7 @@ def _at_server(selection: Selection, note: Callable[[str], None]) -> ServerEngin
         "version": __version__,
         "model": selection.model_name,
         "directory": str(selection.files.directory.resolve()),
-        "settings": {  # what of an engine somebody has chosen: one that is attached to has to be so
+        "settings": {  # the settings of an engine that the user has chosen: the server's engine has to have them
             name: value
             for name, value in asdict(resolved.settings.engine).items()
             if resolved.origins[name].kind in _CHOSEN

@@ -52,7 +52,7 @@ class EventMailbox:
             else:
                 return
         if wakes:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def take(self, silence_s: float | None) -> dict[int, Delta]:
@@ -64,7 +64,7 @@ class EventMailbox:
             self._arrived.clear()
             deltas, self._deltas = self._deltas, {}
             if self._broken is not None:
-                # One error for all who take: it would keep the frames of each.
+                # The same error is raised for each taker, and would keep the frames of all of them.
                 raise self._broken.with_traceback(self._broken_at)
         return deltas
 

@@ -131,7 +131,7 @@ def _tool_use(call: ToolCallDelta) -> ReplyToolUse:
 
 
 class MessageWriter(AnswerWriter):
-    """Writes an answer in blocks, one behind the other; the last is a text or a call, be it an empty text."""
+    """Writes an answer in blocks, one behind the other; the last is a text, perhaps an empty one, or a call."""
 
     ping = event({"type": "ping"}, "ping")
 

@@ -143,8 +143,8 @@ class ResponseWriter(AnswerWriter):
         self._open: OutputItem | None = None
 
     def add(self, delta: Delta) -> Iterator[ItemDelta]:
-        """Take a delta; a new item comes without any text first. A response that has ended has a message or a call, be
-        it an empty message."""
+        """Take a delta; a new item comes without any text first. A response that has ended has a message,
+        perhaps an empty one, or a call."""
         self._num_thought_tokens += delta.num_thought_tokens
         self._waiting += delta.logprobs
         if delta.thought:
