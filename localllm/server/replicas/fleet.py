@@ -302,9 +302,4 @@ def _no_cluster(address: str, why: str) -> LocalLLMError:
 def _told_by_replica(text: str) -> LocalLLMError | None:
     """Return the error that is in a trace of Ray's."""
     found = re.search(f"{re.escape(BEGINS)}(.*?){re.escape(ENDS)}", text, re.DOTALL)
-    if found is None:
-        return None
-    told = json.loads(found[1])
-    error = LocalLLMError(told["what"], why=told["why"], fix=protocol.read_fixes(told["fixes"]))
-    error.code, error.exit_code = told["code"], told["exit"]
-    return error
+    return None if found is None else protocol.read(BaseException, json.loads(found[1]))
