@@ -13,7 +13,7 @@ from localllm.config import format_bytes
 from localllm.engine.device import dtype_name
 from localllm.engine.engine import Engine
 from localllm.engine.events import ignore
-from localllm.engine.loader import Watcher
+from localllm.engine.loader import LoadedModel, Watcher
 from localllm.engine.memory import HEADROOM, available_bytes, choose_device, choose_dtype, use_threads
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.weights import choose_recipe
@@ -62,7 +62,7 @@ def random_target(
     blocks = RandomBlocks(weights)
     decoder = load_decoder(blocks, shape.config, weights, dtype=dtype, device=device, progress=progress)
     tokenizer = word_tokenizer(shape.config.vocab_size)
-    engine = Engine(decoder, tokenizer, ctx=workload.ctx, kv=config.kv, reuse=NO_REUSE)
+    engine = Engine(LoadedModel(decoder, workload.ctx), tokenizer, kv=config.kv, reuse=NO_REUSE)
     return BenchmarkTarget(shape.name, engine, has_random_weights=True)
 
 

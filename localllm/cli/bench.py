@@ -40,35 +40,35 @@ _EXCLUSIVE = {"--random-weights --ram --vram": "such a model is made whole in me
 
 @takes(
     options.MODEL,
-    option("--random-weights", "Random weights of the model's shape: nothing need be downloaded."),
+    option("--random-weights", "Use random weights of the model's shape; nothing is downloaded."),
     "weights",
     "kv",
     number("--prompt-tokens", "Length of the prompt. Default: 512.", 1, _MOST_TOKENS, "512"),
-    number("--gen-tokens", "Tokens to generate in a round. Default: 128.", 1, _MOST_TOKENS, "128"),
+    number("--gen-tokens", "Tokens to generate in each round. Default: 128.", 1, _MOST_TOKENS, "128"),
     number(
         "--context",
-        "Tokens that come before the generated ones; may be repeated. Default: as many as the prompt has.",
+        "Tokens in the context before the generated ones; may be repeated. Default: as many as the prompt has.",
         0,
         _MOST_TOKENS,
         "512",
         kind=list[int],
         name="depth",
     ),
-    number("--rounds", "Number of rounds of measuring. Default: 5.", 1, 1000, "5"),
+    number("--rounds", "Number of measured rounds. Default: 5.", 1, 1000, "5"),
     option(
         "--ram",
-        "Most memory for the program and the model, 4GiB; the floors' buffers take 1.3 GiB on top.",
+        "Memory limit for the program and the model, 4GiB. The buffers that measure the machine take 1.3 GiB more.",
         "SIZE",
     ),
     EngineConfig,
     option("--json", "One JSON object: schema_version, machine, floors, runs."),
-    option("--compare", "Show two files of such objects, and measure nothing.", "A B", tuple[Path, Path]),
+    option("--compare", "Compare two files of such objects instead of measuring.", "A B", tuple[Path, Path]),
 )
 def bench_command(context: typer.Context, **flags: Any) -> None:
     """Measure how fast a model is on this machine.
 
-    Each rate stands beside what bounds it, measured in the same minute: reading memory and disk, copying to and on a
-    GPU, multiplying matrices. Medians of several rounds, with the slowest and the fastest.
+    Each speed is shown beside its limit on this machine, measured in the same minute: reading memory and the disk,
+    copying to and on a GPU, multiplying matrices. Figures are medians of several rounds, with the slowest and fastest.
     """
     flags["context"] = flags.pop("depth")
     cli = cli_context(context)

@@ -31,6 +31,7 @@ from tests.choices.support import (
     words,
 )
 from tests.cli_support import write_checkpoint
+from tests.kv_support import check_pages
 
 CHUNK = 128
 PAGE = 64
@@ -283,7 +284,7 @@ def test_whoever_comes_and_goes_every_answer_is_its_own_and_no_page_is_lost(
     def step() -> None:
         for event in busy.step():
             asked[event.request_id][1].take(event)
-        busy.residency.kv_pages.check_integrity()
+        check_pages(busy.residency.kv_pages)
 
     for move in moves:
         if isinstance(move, Request):

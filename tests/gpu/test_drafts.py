@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.oracle import Oracle
+from benchmarks.oracle import FixedCount, Oracle
 from localllm import Engine, Request, SamplingParams
 from localllm.engine.speculative.drafter import Drafter, SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
@@ -32,7 +32,7 @@ def check(engine: Engine, prompt: range, draft_tokens: int, max_tokens: int, **s
     (expected,) = said(engine, wish)
     stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
     oracle = Oracle(stream, 0.7, engine.config.vocab_size)
-    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
+    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, FixedCount)
     assert said(engine, wish) == [expected]
 
 
@@ -53,5 +53,5 @@ def test_a_gpu_drafts_without_some_of_its_blocks(engine: Engine) -> None:
     engine.speculation = Speculation(engine.residency, None, (), 0)
     (expected,) = said(engine, wish)
     drafters: list[Drafter] = [SkipDrafter(lambda: engine.runner, lambda: frozenset({"layers.1.attention"}))]
-    engine.speculation = Speculation(engine.residency, None, drafters, 2, adapts=False)
+    engine.speculation = Speculation(engine.residency, None, drafters, 2, FixedCount)
     assert said(engine, wish) == [expected]

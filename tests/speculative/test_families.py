@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.oracle import Oracle
+from benchmarks.oracle import FixedCount, Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, KVReuse
 from localllm.engine.speculative.choice import Speculate
@@ -34,7 +34,7 @@ def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> Non
     (expected,) = said(engine, wish)
     stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
     oracle = Oracle(stream, alpha, engine.config.vocab_size)
-    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
+    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, FixedCount)
     (events,) = answers(engine, [wish])
     assert Said.of(events) == expected
     finished = events[-1]
