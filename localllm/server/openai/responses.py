@@ -375,7 +375,7 @@ def _dumped(given: Body | str | None) -> Any:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/v1/responses", responses, "Answer, in items", ResponsesBody, ResponseObject, ResponseEvent),
+    Endpoint("POST", "/v1/responses", responses, "Create a response", ResponsesBody, ResponseObject, ResponseEvent),
     Endpoint(
         "POST", "/v1/responses/input_tokens", input_tokens, "Count a prompt's tokens", ResponsesCountBody, InputTokens
     ),
