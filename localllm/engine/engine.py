@@ -19,7 +19,7 @@ from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, ignore
+from localllm.engine.events import Event, FinishedEvent, ignore
 from localllm.engine.kv_allocator import KVAllocator
 from localllm.engine.loader import DraftModel, LoadedModel, Loading, Watcher, note_device
 from localllm.engine.perplexity import Perplexity, perplexity
@@ -333,35 +333,20 @@ class Engine(StepLoop):
         sequence.fit(self.ctx)  # another one may have made it longer since
         if not sequence.wants_growth:
             return []
-        from localllm.engine.context_growth import contexts, grow
+        from localllm.engine.context_growth import grow_for
 
-        residency, before, num_tokens = self.residency, self.ctx, sequence.num_prompt_tokens
-        longest = self.config.longest_context
-        tried = contexts(num_tokens, sequence.request.sampling.max_tokens, before, longest)
         try:
-            plan, from_disk, from_memory = grow(residency, self.planned, tried, self.kv_allocator.give_up_ram)
-        except DoesNotFitError as error:
-            residency.restore()  # where the way back found no room either
-            self.kv_allocator.share_ram(residency.plan)  # as before
-            if num_tokens < before:
-                sequence.wants_growth = False
-                return []
-            overflow = ContextOverflowError(
-                f"the prompt has {num_tokens} tokens, the context {before}, and it cannot grow",
-                why=f"{error.what}: {error.why}" if error.why else error.what,
-                fix=self.fixes_for(min(longest, num_tokens + 512)) or "shorten the prompt",
-            )
-            return [self._fail(sequence, overflow)]
-        self.kv_allocator.share_ram(plan)
-        self.ctx = plan.ctx
-        self.scheduler.limits = self._limits.within(plan)
-        for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
-            if waiting.wants_growth:
-                waiting.fit(self.ctx)
+            grown = grow_for(self, sequence, ctx=self.ctx, planned=self.planned, fixes_for=self.fixes_for)
+        except ContextOverflowError as error:
+            return [self._fail(sequence, error)]
+        if grown is not None:
+            plan, event = grown
+            self.ctx, self.scheduler.limits = plan.ctx, self._limits.within(plan)
+            for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
+                if waiting.wants_growth:
+                    waiting.fit(self.ctx)
         sequence.wants_growth = False
-        is_sure = plan.costs.rates.is_measured and residency.plan is plan
-        decode_tok_s = plan.decode_tok_s if is_sure else None
-        return [GrownEvent(sequence.request_id, before, plan.ctx, from_disk, from_memory, decode_tok_s)]
+        return [] if grown is None else [event]
 
     def planned(self, ctx: int) -> Plan:
         """Return the best plan for this context in the memory of now. Raises DoesNotFitError."""
