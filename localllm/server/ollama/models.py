@@ -422,11 +422,11 @@ def _model_info(model: ModelDescription) -> dict[str, str | int]:
 
 
 ENDPOINTS = (
-    Endpoint("GET", "/", root, "Whether there is a server"),
+    Endpoint("GET", "/", root, "Check that the server runs"),
     Endpoint("GET", "/api/version", version, "The server's version", reply=OllamaVersion),
-    Endpoint("GET", "/api/tags", tags, "The models on this disk", reply=OllamaTags),
-    Endpoint("GET", "/api/ps", running, "The models that are loaded", reply=OllamaRunning),
-    Endpoint("POST", "/api/show", show, "What is known about a model", ShowBody, OllamaShown),
-    Endpoint("POST", "/api/pull", pull, "Fetch a model onto this disk", PullBody, PullLine, PullLine),
-    Endpoint("DELETE", "/api/delete", delete, "Delete a model from this disk", NamedBody),
+    Endpoint("GET", "/api/tags", tags, "List the models on this disk", reply=OllamaTags),
+    Endpoint("GET", "/api/ps", running, "List the loaded models", reply=OllamaRunning),
+    Endpoint("POST", "/api/show", show, "Show the details of a model", ShowBody, OllamaShown),
+    Endpoint("POST", "/api/pull", pull, "Download a model", PullBody, PullLine, PullLine),
+    Endpoint("DELETE", "/api/delete", delete, "Delete a model", NamedBody),
 )
