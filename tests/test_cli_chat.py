@@ -183,7 +183,7 @@ def test_who_takes_the_other_commands_flag_is_shown_this_ones(line: list[str], f
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [("/undo 3", "takes nothing"), ("/load", "needs a path"), ("/file", "path")]
+    ("line", "words"), [("/undo 3", "takes no argument"), ("/load", "needs a path"), ("/file", "path")]
 )
 def test_a_command_refuses_what_it_would_ignore_and_what_it_lacks(talk, line: str, words: str) -> None:
     result = talk(line)

@@ -151,16 +151,14 @@ def rm_command(context: typer.Context, model: str, packed: bool, yes: bool, as_j
     from localllm import hub
 
     cli = cli_context(context)
-
-    def confirm(checkpoint_bytes: int, packed_bytes: int) -> None:
-        if not yes:
-            sizes = [] if packed else [format_bytes(checkpoint_bytes)]
-            sizes += [f"{format_bytes(packed_bytes)} packed"] if packed or packed_bytes else []
-            what = f"what is packed of {model}" if packed else model
-            unasked = f"localllm rm {shlex.quote(model)}{' --packed' if packed else ''} --yes"
-            cli.ask_to_delete(f"{what} ({', '.join(sizes)})", unasked)
-
-    freed_bytes = hub.remove(model, packed_only=packed, confirm=confirm)
+    found = hub.removal(model, packed_only=packed)
+    if not yes:
+        sizes = [] if packed else [format_bytes(found.checkpoint_bytes)]
+        sizes += [f"{format_bytes(found.packed_bytes)} packed"] if packed or found.packed_bytes else []
+        what = f"what is packed of {model}" if packed else model
+        unasked = f"localllm rm {shlex.quote(model)}{' --packed' if packed else ''} --yes"
+        cli.ask_to_delete(f"{what} ({', '.join(sizes)})", unasked)
+    freed_bytes = found.delete()
     if as_json:
         cli.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
     else:

@@ -330,7 +330,7 @@ def _answers(
         answers = [replace(pending, request=each).answer() for each in requests]
         with recorder.answering(answers[0]) as record:
             inbox: Inbox = queue.SimpleQueue()
-            streams = [load.handle.submit(each, inbox) for each in requests]
+            streams = [load.handle.submit(each, inbox.put) for each in requests]
             printer = AnswerPrinter(cli, selection.files, pending, printing, record, choice, recorder.session_id)
             chosen = printer.print(streams, inbox, answers)
         if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):

@@ -89,7 +89,7 @@ def packed_recipes(files: ModelFiles) -> list[str]:
 
 
 def is_whole(directory: Path) -> bool:
-    """Return whether the packed model in a folder was finished; False too where nobody may look."""
+    """Return whether the packed model in a folder was finished; False too where it may not be looked at."""
     return is_file(directory / PACKED_INDEX)
 
 
@@ -185,14 +185,15 @@ def own_bytes(folder: Path) -> int:
         return 0
     freed = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # another process is at work here, or nobody may look
+        with suppress(OSError):  # another process is at work here, or it may not be looked at
             if not path.is_symlink() and path.is_file() and (state := path.lstat()).st_nlink == 1:
                 freed += state.st_size
     return freed
 
 
 def _hold(model: PackedWeights, held: ExitStack) -> None:
-    """Nobody else writes or reads the packed model until `held` is closed. Raises LocalLLMError where somebody does."""
+    """Keep other processes from writing and reading the packed model until `held` is closed. Raises LocalLLMError where
+    one does so already."""
 
     def refuse(why: str) -> None:
         raise LocalLLMError(f"{model.directory} is not deleted", why=why, fix="wait for it, or stop it")

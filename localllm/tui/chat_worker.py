@@ -208,7 +208,11 @@ class ChatWorker:
             self.session.dialogue.cut(length)
             self.session.recorder.sync()
         self._show_and_count()
-        self.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
+        self.note(
+            f"continuing in a copy: {name}"
+            if name is not None
+            else "there is nothing to copy: the chat has no question"
+        )
 
     def open(self, word: str, message: int | None = None, *, is_chosen: bool = False) -> None:
         """Open a saved conversation with the loaded model. message: the number of the one to go to; is_chosen: as in

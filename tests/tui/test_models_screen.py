@@ -14,7 +14,7 @@ from textual.widgets import OptionList
 
 from localllm import hub
 from localllm.errors import AccessError, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress
+from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress, Removal
 from localllm.registry import load_registry
 from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
@@ -63,23 +63,25 @@ class FakeDisk:
         self.models.append(InstalledModel(name, Path("/new"), total, "org/new", "b" * 40))
         return ModelFiles(Path("/new"), name)
 
-    def remove(self, name: str, *, packed_only: bool = False, confirm: Callable[[int, int], None] | None = None) -> int:
+    def removal(self, name: str, *, packed_only: bool = False) -> Removal:
         model = next(model for model in self.models if model.name == name)
         packed_bytes = sum(packed.size_bytes for packed in model.packed)
         if name == "tiny" and not packed_only:
             raise UsageError("the built-in model is not removed", why="it is in the package", fix="localllm list")
         size_bytes = 0 if packed_only else model.size_bytes
-        if confirm is not None:
-            confirm(size_bytes, packed_bytes)
-        self.removed.append((name, packed_only))
-        self.models.remove(model)
-        return size_bytes + packed_bytes
+
+        def delete() -> int:
+            self.removed.append((name, packed_only))
+            self.models.remove(model)
+            return size_bytes + packed_bytes
+
+        return Removal(size_bytes, packed_bytes, delete)
 
 
 @pytest.fixture
 def disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDisk:
     fake = FakeDisk()
-    for name in ("list_models", "pull", "remove"):
+    for name in ("list_models", "pull", "removal"):
         monkeypatch.setattr(hub, name, getattr(fake, name))
     return fake
 
@@ -147,7 +149,7 @@ async def answer(pilot: Pilot[None], text: str) -> None:
 async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScreen:
     screen = await open_models(pilot, name)
     await pilot.press("p")
-    await answer(pilot, "pull it")
+    await answer(pilot, "download it")
     await until(pilot, lambda: name in disk.begun)
     return screen
 
@@ -301,7 +303,7 @@ async def test_a_repository_that_nobody_listed_can_be_pulled(disk: FakeDisk) -> 
         await pilot.press("slash")
         screen_of(app).filter_input.value = "someone/else-1b"
         await pilot.press("enter")
-        await answer(pilot, "pull it")
+        await answer(pilot, "download it")
         disk.let.release(10)
         await until(pilot, lambda: disk.begun == ["someone/else-1b"])
 
@@ -365,7 +367,7 @@ async def test_the_loaded_model_is_not_deleted_without_a_word(disk: FakeDisk) ->
     disk.models[0] = InstalledModel("tiny", Path("/tiny"), 1, packed=(PackedWeights("int8", Path("/p"), GIB, "whole"),))
     async with models(model="tiny") as (app, pilot, _):
         await press(pilot, "d", until=ChoiceDialog)
-        assert "It is the model that is loaded" in shown(app)
+        assert "It is loaded now" in shown(app)
 
 
 async def test_details_tell_what_is_known_of_a_model() -> None:

@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from localllm.tui.answer_worker import StreamThrottle
 from localllm.tui.download_worker import Download, DownloadChanged, DownloadWorker, State
 from localllm.tui.job_queue import DaemonExecutor, JobQueue
 from tests.fake_hub import FakeHub, serve
-from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model
+from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model, use
 from tests.patience import PATIENCE_S, wait_for
 from tests.tui.support import FakeService, chatting, until
 
@@ -156,8 +155,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with serve() as server:
         server.reset({REPO: single_model(8 * PIECE)})
         server.seconds_per_chunk = 0.02
-        settings = HubSettings(tmp_path / "cache", server.endpoint, retry=QUICK)
-        monkeypatch.setattr(hub, "pull", partial(hub.pull, hub=settings))
+        use(HubSettings(tmp_path / "cache", server.endpoint, retry=QUICK), monkeypatch)
         yield server
     close_session()
 

@@ -23,7 +23,6 @@ TYPES = (
     "tool_search_tool_bm25", "tool_search_tool_regex", "web_fetch",
 )  # fmt: skip
 NO_SUCH_TOOL = "this server knows no such type of tools; a tool is a function, whose calls are for the client to make"
-KINDS = dict.fromkeys(TYPES, "ForeignTool")
 
 
 class ForeignTool(Body):
