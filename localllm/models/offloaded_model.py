@@ -117,7 +117,7 @@ class OffloadedModel:
             self._from_disk = None
 
     def wait_until_pinned(self) -> int:
-        """Wait until what is copied from is registered with the driver, as far as it can be; return in how many runs."""
+        """Wait until what is copied is registered with the driver, as far as it can be; return the number of runs."""
         return self._pinning.wait()
 
     def close(self) -> None:
