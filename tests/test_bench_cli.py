@@ -120,6 +120,14 @@ def test_the_table_has_each_figure_beside_its_floor(shape_folder: Path) -> None:
     assert lines[1] == "one round" and max(map(len, lines[1:])) <= 80
 
 
+def test_a_cap_from_the_settings_is_said_not_to_apply_to_random_weights(
+    shape_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_RAM", "4GiB")
+    outcome = bench(shape_folder, "--random-weights", *QUICK, "--rounds", "1")
+    assert outcome.code == 0 and "do not apply to random weights" in outcome.err
+
+
 def test_an_installed_model_is_measured_as_it_runs(shape_folder: Path) -> None:
     outcome = bench(shape_folder, "--weights", "bf16", *QUICK, "--json")
     assert outcome.code == 0, outcome.err

@@ -103,6 +103,8 @@ def _measure_random(cli: CliContext, flags: Mapping[str, Any], workload: Workloa
 
     settings = read_settings(cli, flags).settings
     shape = find_shape(settings.model if flags["model"] is None else flags["model"])
+    if settings.ram or settings.vram:
+        cli.output.note("the settings ram and vram do not apply to random weights, which are measured whole in memory")
     line = cli.output.progress(f"making {shape.name}")
 
     def load(config: EngineConfig) -> BenchmarkTarget:
