@@ -110,7 +110,7 @@ def recorder_of(
     dialogue: Dialogue, notifier: Notifier, selection: Selection, resumed: Resumed | None, *, records: bool = True
 ) -> ChatRecorder:
     """Return the recorder of a chat with this model. It records nothing where the user wants the chat private, or
-    where it is no chat (`records`)."""
+    where it is not a chat (`records`)."""
     path = history_file() if records and not selection.private else None
     return ChatRecorder(dialogue, notifier, path, selection.model_name, resumed)
 

@@ -141,7 +141,7 @@ def needs_conversion(directory: Path) -> bool:
 
 
 def read_index(directory: Path) -> dict[str, object]:
-    """Return whatever index.json holds. Raises CheckpointError where that is no JSON object, or nothing."""
+    """Return whatever index.json holds. Raises CheckpointError where that is not a JSON object, or nothing."""
     return read_json_object(directory / PACKED_INDEX, _LIMITS)
 
 

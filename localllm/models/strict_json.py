@@ -76,7 +76,7 @@ def parse_json_object(data: bytes, source: str, limits: JsonLimits) -> dict[str,
         raise CheckpointError(
             f"{source} is not a JSON object", why=f"it holds a {type(value).__name__}", fix=FETCH_ANEW
         )
-    if b"\\u" in data:  # half a surrogate pair is no character: Python's parser lets it pass, printing it fails
+    if b"\\u" in data:  # half a surrogate pair is not a character: Python's parser lets it pass, printing it fails
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except (ValueError, RecursionError) as error:

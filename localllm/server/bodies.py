@@ -292,7 +292,7 @@ def _refusal(of: type[Body], error: ValidationError) -> RequestError:
     # Each choice of a union reports what it misses; the one that came furthest is the one meant.
     found: ErrorDetails = max(error.errors(include_url=False, include_input=False), key=lambda each: len(_path(each)))
     if found["type"] == "json_invalid":
-        return RequestError(400, "the body is no JSON", why=found["msg"].removeprefix("Invalid JSON: "))
+        return RequestError(400, "the body is not JSON", why=found["msg"].removeprefix("Invalid JSON: "))
     path = _path(found)
     places = [".".join(map(str, path[:end])) for end in (None, 2, 1)]
     param = places[0][:_MOST_NAMED]

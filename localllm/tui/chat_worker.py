@@ -311,7 +311,7 @@ class ChatWorker:
         self._post(messages.ConversationChanged(turns, *about, attached, ending, thinking))
 
     def _count(self, num_said: int = 0) -> None:
-        """Post the use of the context. num_said: tokens of a continued answer, which is no turn meanwhile."""
+        """Post the use of the context. num_said: tokens of a continued answer, which is not a turn meanwhile."""
         if self._engine is not None:
             usage = self.session.usage()
             parts = {**usage.parts, "answer": usage.parts.get("answer", 0) + num_said}

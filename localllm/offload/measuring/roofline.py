@@ -109,7 +109,7 @@ def recorded(device: torch.device, action: Callable[[], object]) -> Callable[[],
     """
     if device.type != "cuda":
         return action
-    device_seconds(device, action)  # what is compiled or loaded at first is no part of a graph
+    device_seconds(device, action)  # what is compiled or loaded at first is not part of a graph
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads pin memory meanwhile

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Bound = Literal["memory", "compute", "disk", "link"]
 
-_MOST = 4.0  # beyond, it is no rate that is off: the machine was stopped, or did something else
+_MOST = 4.0  # beyond, it is not a rate that is off: the machine was stopped, or did something else
 _MOST_AT_ONCE = 1.25
 _KEPT = 9  # runs; four that were disturbed do not move the one in the middle
 _FEWEST = 3  # that say how far off a prediction may be

@@ -145,7 +145,7 @@ def _limit(
 
 
 def _number(file: Path) -> int | None:
-    with suppress(OSError, ValueError):  # "max" is no number either
+    with suppress(OSError, ValueError):  # "max" is not a number either
         return int(file.read_text(encoding="ascii"))
     return None
 

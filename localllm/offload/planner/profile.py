@@ -304,7 +304,7 @@ def _parsed(found: Mapping[str, Any]) -> Profile:
 def _parsed_score(name: str, found: Mapping[str, Any]) -> Score:
     _, *term = name.split()
     if len(term) != len(Term._fields):
-        raise ValueError(f"{name} is no kind of run")
+        raise ValueError(f"{name} is not a kind of run")
     return Score(tuple(found["ratios"]), found["correction"], found["first"])
 
 
@@ -317,7 +317,7 @@ def _require_figures(found: object, name: str = "") -> None:
         if not math.isfinite(found) or found < 0 or (found == 0 and not name.endswith(_MAY_BE_0)):
             raise ValueError(f"{name} is {found}")
     elif name not in (_MAY_BE_UNKNOWN if found is None else ("machine",)):
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
 
 
 def _parsed_formats(found: Mapping[str, Any]) -> dict[str, FormatRates]:

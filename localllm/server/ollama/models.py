@@ -283,7 +283,7 @@ def _line_of(name: str, progress: PullProgress) -> PullLine:
 
 def _is_here(pool: ModelPool, name: str) -> bool:
     """Return whether the model is on this disk. Raises RequestError for a name that is neither a known one nor
-    ORG/REPOSITORY: a client's word is no path to look at."""
+    ORG/REPOSITORY: a client's word is not a path to look at."""
     if name == BUILT_IN or pool.known(name) is not None:
         return True
     registry = load_registry()
@@ -362,7 +362,7 @@ def _uses(served: ServedModel, row: InstalledModel) -> bool:
 
 
 def _installed(name: str) -> InstalledModel | None:
-    """Return the model on this disk, whole or not, of this name. A client's word is no path to look at."""
+    """Return the model on this disk, whole or not, of this name. A client's word is not a path to look at."""
     rows = [row for row in hub.list_models() if row.is_called(name)]
     return next((row for row in rows if row.name == name), rows[0] if rows else None)
 

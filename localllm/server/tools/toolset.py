@@ -106,7 +106,7 @@ def toolset(
     for name in only or ():
         if name not in names:
             why = f"the tools are {', '.join(names)[:200]}" if names else "there are no tools"
-            what = f"{param} names {name!r}, which is no tool of this request"
+            what = f"{param} names {name!r}, which is not a tool of this request"
             raise RequestError(400, what, why=why, param=param, name="invalid_value")
     if not names and must_call:
         why = "a tool has to be called, and there are none"
