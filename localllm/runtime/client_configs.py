@@ -120,7 +120,7 @@ class ProbedModel:
 class Answering:
     """What answers at an address.
 
-    state: absent: nothing. locked: a server that wants another key. other: no server of models. ready: one with `models`.
+    state: absent: nothing. locked: it wants another key. other: no server of models. ready: `models` are its.
     """
 
     state: Literal["absent", "locked", "other", "ready"]
