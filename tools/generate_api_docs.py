@@ -29,7 +29,7 @@ DIALECTS: Mapping[str, Sequence[Endpoint]] = {
     "Ollama's": ollama.ENDPOINTS,
     "llama.cpp's, and others": system_routes.ENDPOINTS,
 }
-_DOCUMENT = f"| GET | `{OPENAPI_PATH}` | All of these, as OpenAPI has them | |"
+_DOCUMENT = f"| GET | `{OPENAPI_PATH}` | The OpenAPI document of these endpoints | |"
 _WIDTH = 120
 _MOST_VALUES = 3  # shown of a field that is refused but for them
 _SHORT = 100  # characters that may be said again
@@ -85,7 +85,7 @@ class _Once:
 
     def say(self, text: str) -> str:
         where = self._said.setdefault(text, self._path)
-        return text if len(text) <= _SHORT or where == self._path else f"as for `{where}`"
+        return text if len(text) <= _SHORT or where == self._path else f"as in `{where}`"
 
 
 def field_lists(body: type[Body], once: _Once) -> dict[str, str]:
@@ -172,7 +172,7 @@ class _Fields:
         """The field with the values that it may have all the same, where they are few."""
         values = self._values(self._properties[name]) if name in self._properties else None
         few = [f"`{json.dumps(value)}`" for value in values or ()][: _MOST_VALUES + 1]
-        return f"`{name}`" + (f" but for {', '.join(few)}" if 0 < len(few) <= _MOST_VALUES else "")
+        return f"`{name}`" + (f" except {', '.join(few)}" if 0 < len(few) <= _MOST_VALUES else "")
 
     def _is_honoured(self, name: str) -> bool:
         return self.says_something(name) and not self.has_no_effect(name)
@@ -236,7 +236,9 @@ def client_lines(claims: Sequence[Claim]) -> Iterator[str]:
     """A table for each dialect: rows are what tests do, columns the clients by which they do it."""
     clients = _each_once(claim.client for claim in claims)
     installed = {**_from_the_project(), **requirements()}
-    yield from _filled(f"{', '.join(f'`{installed[client]}`' for client in clients)}. An empty cell: no test does it.")
+    yield from _filled(
+        f"{', '.join(f'`{installed[client]}`' for client in clients)}. An empty cell means that no test covers it."
+    )
     for dialect, endpoints in DIALECTS.items():
         paths = _each_once(each.path for each in endpoints)
         own = sorted((claim for claim in claims if claim.path in paths), key=lambda claim: paths.index(claim.path))

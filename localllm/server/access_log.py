@@ -30,7 +30,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = here = CollectorRegistry()
         self._requests = Counter("localllm_requests", "Requests.", ["path", "status"], registry=here)
-        self._tokens = Counter("localllm_tokens", "Tokens, by what became of them.", ["kind"], registry=here)
+        self._tokens = Counter("localllm_tokens", "Tokens, by their kind.", ["kind"], registry=here)
         self._ttft = Histogram(
             "localllm_time_to_first_token_seconds",
             "From the engine's door to an answer's first token.",

@@ -79,7 +79,7 @@ class _Address:
         endpoint = self._by_method.get("GET" if request.method == "HEAD" else request.method)
         if endpoint is None:
             allowed = ", ".join(self._by_method)
-            what, why = "this address knows no such method", f"{request.method[:20]}; it knows {allowed}"
+            what, why = "this path does not support the method", f"{request.method[:20]}; it knows {allowed}"
             raise RequestError(405, what, why=why, name="method_not_allowed", headers={"allow": allowed})
         body = None if endpoint.body is None else await read_body(request, endpoint.body)
         reply = await unless_gone(request.receive, endpoint.handle(ApiCall(request, self._server), body))
@@ -93,4 +93,4 @@ class _Address:
         if path == system_routes.METRICS_PATH:
             fix = "start the server with --metrics"
         why = f"{method[:20]} {path[:200]}"
-        return RequestError(404, "there is no such address", why=why, fix=fix, name="not_found")
+        return RequestError(404, "there is no such path", why=why, fix=fix, name="not_found")

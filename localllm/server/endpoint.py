@@ -123,7 +123,7 @@ def _operation(endpoint: Endpoint, path: str, schemas: Mapping[Any, Any]) -> dic
         content["text/plain"] = {"schema": {"type": "string"}}
     if endpoint.stream is not None and endpoint.stream_type == NDJSON:
         item = schemas[id(endpoint.stream)]
-        lines = {"type": "string", "description": "Lines, each a JSON object.", "contentSchema": item}
+        lines = {"type": "string", "description": "One JSON object per line.", "contentSchema": item}
         content[NDJSON] = {"schema": lines}
     elif endpoint.stream is not None:
         item = schemas[id(endpoint.stream)]
@@ -142,7 +142,7 @@ def _operation(endpoint: Endpoint, path: str, schemas: Mapping[Any, Any]) -> dic
         ],
         "responses": {
             "200": {"description": "Done.", "content": content},
-            "default": {"description": "Refused, or failed.", "content": error},
+            "default": {"description": "The request was refused or failed.", "content": error},
         },
     }
     if endpoint.deprecated:

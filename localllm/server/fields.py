@@ -28,8 +28,8 @@ MAX_BIASES = 1024
 MAX_MESSAGES = 10_000
 MAX_TOP_LOGPROBS = 20
 
-NUM_CTX = "Tokens of context; more than the server has is refused where prompt and answer would need them."
-TEXT_ONLY = "text is all that is read here: no images, no sound, no files"
+NUM_CTX = "The context length. A value above the server's is refused if prompt and answer would need it."
+TEXT_ONLY = "this server reads only text: no images, no sound, no files"
 
 
 def optional(description: str, **limits: Any) -> Any:
@@ -37,14 +37,19 @@ def optional(description: str, **limits: Any) -> Any:
     return Field(default=None, description=description, **limits)
 
 
-ModelName = Annotated[str | None, Field(description="A name of GET /v1/models; without one, the model that is served.")]
-Temperature = Annotated[float, Field(ge=0, le=100, description="0: always the likeliest token.")]
+ModelName = Annotated[
+    str | None,
+    Field(description="A name from GET /v1/models; the default is the model that the server was started with."),
+]
+Temperature = Annotated[float, Field(ge=0, le=100, description="0 always picks the likeliest token.")]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-TopK = Annotated[int, Field(ge=-1, le=2**31 - 1, description="-1, 0: all."), AfterValidator(lambda k: max(k, 0))]
+TopK = Annotated[
+    int, Field(ge=-1, le=2**31 - 1, description="-1 and 0: all tokens."), AfterValidator(lambda k: max(k, 0))
+]
 LastN = Annotated[
-    int, Field(ge=-1, le=2**31 - 1, description="Penalties look at so many of the last tokens; 0: none, -1: all.")
+    int, Field(ge=-1, le=2**31 - 1, description="The number of last tokens that penalties consider; 0: none, -1: all.")
 ]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -59,16 +64,14 @@ LogitBias = Annotated[dict[TokenName, TokenBias], Field(max_length=MAX_BIASES)]
 def _of_an_object(schema: object) -> object:
     """Raises ValueError for a schema of anything but an object."""
     if isinstance(schema, dict) and schema.get("type", "object") != "object":
-        raise ValueError("a tool's arguments are an object, and so has to be their schema's type")
+        raise ValueError("a tool's arguments are an object, so their schema's type must be 'object'")
     return schema
 
 
 ArgumentsSchema = Annotated[dict[str, Any], BeforeValidator(_of_an_object)]
 
 # The arguments of a call that was made.
-CallText = Annotated[
-    str | None, Field(description="JSON of an object; null and an empty text are one without members.")
-]
+CallText = Annotated[str | None, Field(description="A JSON object as text; null and an empty text count as `{}`.")]
 CallObject = dict[str, Any] | Literal[""] | None
 
 # An empty list, in a field for what is not served.
@@ -79,15 +82,15 @@ Number = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=1000)]
 
 # Why fields that several requests have change no answer.
-NOT_KEPT = Ignored("nothing is kept of a request, or of who sends it")
-CACHES_ITSELF = Ignored("what is known of earlier prompts is found and used without being told")
-OF_A_REPLY = Ignored("it came with an answer, and says nothing to the model")
+NOT_KEPT = Ignored("the server keeps no record of requests or their senders")
+CACHES_ITSELF = Ignored("the prefix cache needs no hints")
+OF_A_REPLY = Ignored("part of an earlier response that the model does not see")
 
 
 def refuse_top_logprobs(most: int | None, *, wanted: bool | None) -> None:
     """Raises RequestError where alternatives are wanted without log-probabilities."""
     if most and not wanted:
-        what, why = "'top_logprobs' needs 'logprobs'", "no log-probabilities are asked for"
+        what, why = "'top_logprobs' needs 'logprobs'", "log-probabilities are not requested"
         raise RequestError(400, what, why=why, param="top_logprobs", name="invalid_value")
 
 
@@ -100,7 +103,7 @@ def _is_duration(keep_alive: float | str | None) -> float | str | None:
 KeepAlive = Annotated[
     float | Annotated[str, Field(max_length=64)] | None,
     AfterValidator(_is_duration),
-    Field(description="How long the model stays loaded behind this request; 0: it is unloaded, -1: it stays."),
+    Field(description="How long the model stays loaded after this request; 0 unloads it, -1 keeps it."),
 ]
 
 
@@ -141,22 +144,22 @@ ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 class StructuredOutputs(Body):
     """The form of an answer, as vLLM has it, in every dialect."""
 
-    json_schema: dict[str, Any] | None = optional("A JSON Schema that the answer has to fit.", alias="json")
-    regex: Pattern | None = optional("A regular expression, of the whole answer.")
+    json_schema: dict[str, Any] | None = optional("A JSON Schema for the answer.", alias="json")
+    regex: Pattern | None = optional("A regular expression that the whole answer matches.")
     choice: list[NonEmptyText] | None = optional(
-        "Texts, one of which is the answer.", min_length=1, max_length=MAX_CHOICES
+        "The answer is one of these texts.", min_length=1, max_length=MAX_CHOICES
     )
-    grammar: Pattern | None = optional("A grammar in Lark, or in GBNF where it has `::=`.")
+    grammar: Pattern | None = optional("A grammar: GBNF if it contains `::=`, otherwise Lark.")
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> StructuredOutputs:
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError("one of json, regex, choice and grammar has to be given")
+            raise ValueError("exactly one of json, regex, choice and grammar must be given")
         return self
 
 
-StructuredField = Annotated[StructuredOutputs | None, Field(description="What the answer has to look like.")]
+StructuredField = Annotated[StructuredOutputs | None, Field(description="The form of the answer.")]
 
 
 def grammar_of(given: StructuredOutputs | None) -> Grammar | None:
@@ -184,7 +187,7 @@ def one_grammar(**given: Grammar | None) -> tuple[Grammar | None, str]:
     found = {name: grammar for name, grammar in given.items() if grammar is not None}
     if len(found) > 1:
         first, second = list(found)[:2]
-        why = "an answer can have one form"
+        why = "an answer can have only one form"
         raise RequestError(400, f"{first!r} and {second!r} cannot go together", why=why, param=second)
     return next(((grammar, name) for name, grammar in found.items()), (None, ""))
 
@@ -200,16 +203,16 @@ class BestOfBody(Body):
 
     n: int | None = Field(default=None, ge=1, le=MAX_ANSWERS)
     best_of: int | None = optional(
-        "So many are computed, the `n` likeliest per token are given; 0: `n`.", ge=0, le=MAX_ANSWERS
+        "The number of answers computed; the `n` likeliest per token are returned. 0: `n`.", ge=0, le=MAX_ANSWERS
     )
     beam_width: int | None = optional(
-        "The answer is searched by so many beams, not drawn; `n`: the n best.", ge=1, le=MAX_BEAMS
+        "Beam search with that many beams instead of sampling; returns the `n` best.", ge=1, le=MAX_BEAMS
     )
     length_penalty: float | None = optional(
-        "Of a search: score = sum / tokens ** this.", ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY
+        "Beam search: score = sum / tokens ** this.", ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY
     )
     early_stopping: EarlyStopping | None = optional(
-        'Of a search: whether the first whole answers end it. "never": only where none can win.'
+        'Beam search: whether the first complete answers end it. "never": only when no open beam can win.'
     )
     stream: bool | None = None
 
@@ -253,23 +256,23 @@ def requested_best_of(body: BestOfBody, sampling: SamplingParams) -> tuple[BestO
     if beams == 1:
         for field in ("length_penalty", "early_stopping"):
             if getattr(body, field) is not None:
-                raise _refused(field, "it says how beams are searched, and there is no 'beam_width' of 2 or more")
+                raise _refused(field, "it configures beam search, which needs a 'beam_width' of 2 or more")
         count = body.best_of or n
         if count < n:
-            raise _refused("best_of", f"it is {count}, and 'n' {n}: no more can be given than there are")
+            raise _refused("best_of", f"it is {count}, and 'n' is {n}: it must be at least 'n'")
         if body.stream and count > n:
-            why = "which answers are the best is known when all are whole: there is nothing to stream"
+            why = "the best answers are known only when all are complete, so they cannot be streamed"
             raise _refused("best_of", why)
         return BestOf(count), sampling
     if body.best_of:
-        raise _refused("best_of", "'beam_width' has the best of many more answers found")
+        raise _refused("best_of", "beam search ('beam_width') already returns the best answers")
     if n > beams:
-        raise _refused("n", f"it is {n}, and 'beam_width' {beams}: no more answers are found than there are beams")
+        raise _refused("n", f"it is {n}, and 'beam_width' is {beams}: each beam gives at most one answer")
     if body.stream and n > 1:
-        raise _refused("stream", "the answers of a search are known when it ends, and 'n' of 1 alone can be streamed")
+        raise _refused("stream", "beam search knows its answers only at its end, so it streams only with 'n' of 1")
     for field, neutral in _NEUTRAL.items():
         if getattr(body, field) not in (None, neutral):
-            raise _refused(field, f"a search by 'beam_width' draws nothing: leave it out, or send {neutral:g}")
+            raise _refused(field, f"beam search ('beam_width') does not sample: leave it out, or send {neutral:g}")
     searched = {field: getattr(body, field) for field in ("length_penalty", "early_stopping")}
     searched = {field: value for field, value in searched.items() if value is not None}
     return BestOf(beams=beams, **searched), replace(sampling, **_NEUTRAL)

@@ -204,8 +204,8 @@ def joined(asked: Sequence[PreparedRequest]) -> PreparedRequest:
     requests = tuple(request for each in asked for request in each.requests)
     count = sum(map(num_logprobs, requests))
     if count > _MOST_LOGPROBS:
-        why = f"{count} of them may come, and at most {_MOST_LOGPROBS} are told in one reply"
-        what, fix = "these are too many log-probabilities", "request for fewer answers, tokens or alternatives"
+        why = f"there may be {count}, and one reply has at most {_MOST_LOGPROBS}"
+        what, fix = "too many log-probabilities", "request fewer answers, tokens or alternatives"
         raise RequestError(400, what, why=why, fix=fix, param="logprobs", name="invalid_value")
     return replace(asked[0], requests=requests)
 
@@ -217,8 +217,8 @@ def _refuse_begun_form(request: GenerationRequest) -> None:
     if not request.said or (request.grammar is None and not must_call):
         return
     param = "tool_choice" if must_call else request.grammar_field
-    what, why = f"{param!r} cannot be honoured", "an answer that is begun cannot be held to a form"
-    fix = "leave out the begun answer, the last message"
+    what, why = f"{param!r} cannot be honoured", "a form cannot be enforced on an answer that the client has begun"
+    fix = "leave out the last message, which begins the answer"
     raise RequestError(400, what, why=why, fix=fix, param=param, name="unsupported_value")
 
 
@@ -231,7 +231,7 @@ def _require_room(request: GenerationRequest, num_tokens: int, engine: LoadedEng
         return
     fixes = engine.fixes_for(request.num_ctx) if request.num_ctx <= engine.config.longest_context else []
     fix = [f"restart the server with {fix}" for fix in fixes] or "request for less"
-    why = f"the prompt has {num_tokens} tokens, and the context of this server {engine.ctx}"
+    why = f"the prompt has {num_tokens} tokens, and this server's context has {engine.ctx}"
     raise RequestError(400, f"num_ctx is {request.num_ctx}", why=why, fix=fix, param="num_ctx", name="invalid_value")
 
 
@@ -291,11 +291,11 @@ def _variables(engine: LoadedEngine, given: Mapping[str, Any], effort: str | Non
     """Return the template's variables beside the messages."""
     for name in given:
         if name in _NOT_FOR_CLIENTS:
-            raise _no_variable(name, "it is not for a request to say")
+            raise _no_variable(name, "a request may not set it")
         if not (name.isidentifier() and _mentions(engine, name)):
-            raise _no_variable(name, "the chat template of this model does not know it")
+            raise _no_variable(name, "this model's chat template does not use it")
     if given and (size := len(json.dumps(given))) > _MOST_VARIABLES:
-        why = f"as JSON it has {size} characters, and at most {_MOST_VARIABLES} are taken"
+        why = f"as JSON it has {size} characters, and at most {_MOST_VARIABLES} are accepted"
         raise RequestError(400, "chat_template_kwargs is too large", why=why, param="chat_template_kwargs")
     if effort is None:
         return dict(given)
@@ -309,7 +309,7 @@ def _variables(engine: LoadedEngine, given: Mapping[str, Any], effort: str | Non
 
 
 def _no_effort(effort: str, effort_field: str, why: str) -> RequestError:
-    what = f"{effort_field!r}: thinking cannot be had so ({effort!r})"
+    what = f"{effort_field!r} cannot be set to {effort!r}"
     return RequestError(400, what, why=why, param=effort_field, name="unsupported_value")
 
 

@@ -47,7 +47,7 @@ def user(*contents: Any) -> list[Any]:
     return [{"role": "user", "content": content} for content in contents]
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "a whole answer")
+@pytest.mark.supports("anthropic", "/v1/messages", "answer")
 def test_the_library_gets_a_whole_message(client: anthropic.Anthropic) -> None:
     message = client.messages.create(**GREEDY)
     assert message.id.startswith("msg_") and message.model == "tiny"
@@ -79,7 +79,7 @@ def test_an_answer_that_ends_by_itself_has_ended_its_turn(client: anthropic.Anth
     assert [block.type for block in message.content] == ["text"]
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "an answer, streamed", "pieces put together again")
+@pytest.mark.supports("anthropic", "/v1/messages", "answer, streamed", "stream accumulated by the client")
 def test_the_librarys_stream_helper_accumulates_the_same_message(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(**GREEDY)
     with client.messages.stream(**GREEDY) as stream:
@@ -111,7 +111,7 @@ def test_a_message_starts_with_nothing_said_and_the_tokens_of_its_prompt(client:
     assert first.message.stop_reason is None and first.message.usage.input_tokens == counted
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "cached tokens counted")
+@pytest.mark.supports("anthropic", "/v1/messages", "cached tokens in the usage")
 def test_the_tokens_of_a_prompt_are_computed_or_cached(client: anthropic.Anthropic) -> None:
     asked = {**GREEDY, "messages": user("A tale about a fox, an owl and a hen, please. " * 8)}  # no other test's
     first, again = (client.messages.create(**asked).usage for _ in range(2))
@@ -119,7 +119,7 @@ def test_the_tokens_of_a_prompt_are_computed_or_cached(client: anthropic.Anthrop
     assert again.input_tokens + again.cache_read_input_tokens == first.input_tokens
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "stop texts")
+@pytest.mark.supports("anthropic", "/v1/messages", "stop sequences")
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_stop_sequence_that_ended_an_answer_is_told(client: anthropic.Anthropic, streams: bool) -> None:
     whole = text_of(client.messages.create(**GREEDY))
@@ -139,7 +139,7 @@ def final_of(client: anthropic.Anthropic, asked: Json) -> anthropic.types.Messag
         return stream.get_final_message()
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "a system prompt")
+@pytest.mark.supports("anthropic", "/v1/messages", "system prompt")
 @pytest.mark.parametrize(
     "asked",
     [
@@ -169,7 +169,7 @@ def test_messages_of_one_role_behind_each_other_are_one_turn(server: Running) ->
     assert counted[0] == counted[1] and counted[0]["input_tokens"] > 0
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "an answer that was begun goes on")
+@pytest.mark.supports("anthropic", "/v1/messages", "continuing a begun answer")
 def test_an_answer_that_was_begun_goes_on(client: anthropic.Anthropic) -> None:
     whole = text_of(client.messages.create(**GREEDY))
     begun = " ".join(whole.split(" ")[:5])
@@ -177,7 +177,7 @@ def test_an_answer_that_was_begun_goes_on(client: anthropic.Anthropic) -> None:
     assert (begun + text_of(message)).startswith(whole)
 
 
-@pytest.mark.supports("anthropic", "/v1/messages/count_tokens", "tokens counted")
+@pytest.mark.supports("anthropic", "/v1/messages/count_tokens", "token count")
 @pytest.mark.parametrize(
     "more",
     [{}, {"system": SHORT}, {"thinking": {"type": "disabled"}}, {"messages": [*OWL, said("Once upon")]}],
@@ -188,7 +188,7 @@ def test_tokens_are_counted_as_an_answer_has_them(client: anthropic.Anthropic, m
     assert counted == total_input(client.messages.create(**{**GREEDY, "max_tokens": 1, **more}))
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "refused: a prompt that is too long")
+@pytest.mark.supports("anthropic", "/v1/messages", "refused: prompt too long")
 def test_a_prompt_that_is_too_long_is_counted_and_refused_in_the_originals_words(client: anthropic.Anthropic) -> None:
     asked = {**GREEDY, "messages": user("owl " * 3000)}
     counted = client.messages.count_tokens(model="tiny", messages=asked["messages"]).input_tokens
@@ -227,14 +227,14 @@ def test_disabled_thinking_is_told_to_the_template(thinker: Running, client: ant
     assert [block.type for block in message.content] == ["text"] and text_of(message)
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "an answer goes back")
+@pytest.mark.supports("anthropic", "/v1/messages", "earlier answer sent back")
 def test_a_message_with_its_thought_can_be_sent_back(thinker: Running, client: anthropic.Anthropic) -> None:
     thought = client.messages.create(**GREEDY).content
     history: list[Any] = [*OWL, {"role": "assistant", "content": thought}, *user("And then?")]
     assert client.messages.create(**{**GREEDY, "messages": history}).content
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "refused: what cannot be honoured, by name")
+@pytest.mark.supports("anthropic", "/v1/messages", "refused: unsupported fields, by name")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -324,13 +324,13 @@ def break_answers(monkeypatch: Patch) -> None:
     monkeypatch.setattr(GenerationStream, "deltas", deltas)
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "refused: an unknown model")
+@pytest.mark.supports("anthropic", "/v1/messages", "refused: unknown model")
 def test_an_unknown_model_is_a_404_with_the_nearest_name(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="'tiny'"):
         client.messages.create(**{**GREEDY, "model": "tinny"})
 
 
-@pytest.mark.supports("anthropic", "/v1/models", "a list")
+@pytest.mark.supports("anthropic", "/v1/models", "list of models")
 @pytest.mark.supports("anthropic", "/v1/models/{model:path}", "one model")
 def test_the_models_are_listed(client: anthropic.Anthropic) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "teller"]

@@ -46,7 +46,7 @@ def total_input(message: Any) -> int:
     return int(message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0))
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: a call that is required")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: required call")
 @pytest.mark.parametrize("streams", [False, True])
 def test_any_tool_is_called_where_one_has_to_be(client: anthropic.Anthropic, streams: bool) -> None:
     message = final_of(client, streams, tools=ANTHROPIC_TOOLS[:1], tool_choice={"type": "any"})
@@ -56,7 +56,7 @@ def test_any_tool_is_called_where_one_has_to_be(client: anthropic.Anthropic, str
         validate(block.input, WEATHER)
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: a call of one that is named")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: named tool")
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_tool_that_is_named_is_called_once(client: anthropic.Anthropic, streams: bool) -> None:
     message = final_of(client, streams, tools=ANTHROPIC_TOOLS, tool_choice=CLOCK)
@@ -65,14 +65,14 @@ def test_the_tool_that_is_named_is_called_once(client: anthropic.Anthropic, stre
     assert message.stop_reason == "tool_use"
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: one call at most")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: at most one call")
 def test_one_call_is_made_where_several_are_not_wanted(client: anthropic.Anthropic) -> None:
     choice = {"type": "any", "disable_parallel_tool_use": True}
     message = final_of(client, tools=ANTHROPIC_TOOLS, tool_choice=choice)
     assert [block.type for block in message.content] == ["tool_use"]
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: a call, streamed")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: call, streamed")
 def test_a_streamed_call_is_a_block_of_json_in_pieces(client: anthropic.Anthropic) -> None:
     with client.messages.create(**GREEDY, tools=ANTHROPIC_TOOLS, tool_choice=CLOCK, stream=True) as stream:
         events: list[Any] = list(stream)
@@ -86,7 +86,7 @@ def test_a_streamed_call_is_a_block_of_json_in_pieces(client: anthropic.Anthropi
     assert events[-2].delta.stop_reason == "tool_use"
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: calls that the model chooses to make")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: optional calls")
 @pytest.mark.parametrize("streams", [False, True])
 def test_text_and_calls_are_blocks_in_their_order(client: anthropic.Anthropic, says: Says, streams: bool) -> None:
     says(f"Let me look.\n{CALLED_TWICE}")
@@ -116,7 +116,7 @@ def test_an_answer_that_is_cut_within_a_call_has_what_there_is_of_it(
     assert most == 40 or last.text == ""
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: none of them")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: `none`")
 def test_no_tool_is_called_where_none_is_wanted(client: anthropic.Anthropic) -> None:
     message = final_of(client, max_tokens=8, tools=ANTHROPIC_TOOLS, tool_choice={"type": "none"})
     assert [block.type for block in message.content] == ["text"]
@@ -130,7 +130,7 @@ def test_a_strict_tool_is_one_whose_schema_can_be_held_to(client: anthropic.Anth
     assert "weather" in told and "'not'" in told
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: a result goes back")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: result sent back")
 def test_a_call_and_its_result_go_back(client: anthropic.Anthropic) -> None:
     uses: Any = final_of(client, tools=ANTHROPIC_TOOLS, tool_choice=CLOCK).content
     result = {"type": "tool_result", "tool_use_id": uses[0].id, "content": [{"type": "text", "text": "noon"}]}
@@ -149,7 +149,7 @@ def weather(unit: Literal["C", "F"]) -> str:
     return f"21 {unit}"
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: run by the library")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: run by the client library")
 def test_the_library_runs_tools_and_sends_their_results(client: anthropic.Anthropic, says: Says) -> None:
     says(CALLED_TWICE.partition('\n<tool_call>\n{"name": "clock"')[0])
     asked: Json = {"model": "tiny", "messages": OWL, "max_tokens": ROOM, "tools": [weather]}
@@ -179,7 +179,7 @@ def test_a_result_that_is_an_error_is_told_as_one(server: Running) -> None:
     assert num_tokens() == num_tokens(is_error=False) < num_tokens(is_error=True)
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: refused: a result of a call that never was")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: refused: result of an unknown call")
 @pytest.mark.parametrize(
     ("messages", "where"),
     [
@@ -198,7 +198,7 @@ def test_results_are_of_calls_and_calls_have_results(server: Running, messages: 
     assert refused(server, messages=messages, tools=ANTHROPIC_TOOLS).startswith(where)
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "tools: refused: what cannot be one, by name")
+@pytest.mark.supports("anthropic", "/v1/messages", "tools: refused: invalid tools, by name")
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -221,7 +221,7 @@ def test_what_is_no_tool_or_no_form_is_refused_by_name(server: Running, fields: 
     assert words in refused(server, **fields)
 
 
-@pytest.mark.supports("anthropic", "/v1/messages/count_tokens", "tokens of tools counted")
+@pytest.mark.supports("anthropic", "/v1/messages/count_tokens", "tools in the token count")
 def test_the_tokens_of_tools_are_counted(client: anthropic.Anthropic) -> None:
     asked: Json = {"model": "tiny", "messages": OWL}
     counted = client.messages.count_tokens(**asked, tools=ANTHROPIC_TOOLS).input_tokens
@@ -229,7 +229,7 @@ def test_the_tokens_of_tools_are_counted(client: anthropic.Anthropic) -> None:
     assert counted == total_input(final_of(client, max_tokens=1, tools=ANTHROPIC_TOOLS))
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "structured output: a JSON Schema")
+@pytest.mark.supports("anthropic", "/v1/messages", "structured output: JSON Schema")
 @pytest.mark.parametrize("field", ["output_config", "output_format"])
 def test_an_answer_fits_the_schema_that_it_has_to(client: anthropic.Anthropic, field: str) -> None:
     more = {"temperature": 0, field: {"format": FORM} if field == "output_config" else FORM}
@@ -255,7 +255,7 @@ def test_an_answer_is_of_the_form_that_it_has_to_have(client: anthropic.Anthropi
     assert [block.text in said for block in message.content if block.type == "text"] == [True]
 
 
-@pytest.mark.supports("anthropic", "/v1/messages", "structured output: refused: of an answer that was begun")
+@pytest.mark.supports("anthropic", "/v1/messages", "structured output: refused: for a begun answer")
 @pytest.mark.parametrize(
     ("field", "form"),
     [

@@ -52,7 +52,7 @@ def test_every_endpoint_is_in_one_dialect() -> None:
 def test_the_page_names_every_field_of_a_request(endpoint: Endpoint) -> None:
     assert endpoint.body is not None
     told = section_of(endpoint)
-    inherited = [section_of(each) for each in WITH_BODY if f"as for `{each.path}`" in told]
+    inherited = [section_of(each) for each in WITH_BODY if f"as in `{each.path}`" in told]
     named = set(re.findall(r"`([\w.]+)`", told + "".join(inherited)))
     assert set(fields_of(endpoint.body)) - named - {path.partition(".")[0] for path in named} == set()
 

@@ -359,9 +359,9 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield server
 
 
-@pytest.mark.supports("@openai/codex", "/v1/responses", "an answer, streamed")
-@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: calls that the model chooses to make")
-@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: a call, streamed", "tools: a result goes back")
+@pytest.mark.supports("@openai/codex", "/v1/responses", "answer, streamed")
+@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: optional calls")
+@pytest.mark.supports("@openai/codex", "/v1/responses", "tools: call, streamed", "tools: result sent back")
 def test_codex_runs_a_command_that_the_model_calls(roomy: Running, calls: Callable[..., None], owl: Path) -> None:
     """With less to begin with than it has by itself."""
     calls({"exec_command": {"cmd": "cat owl.txt"}}, KNOWN)
@@ -380,9 +380,9 @@ AIDER = ["aider", "--no-git", "--yes-always", "--no-check-update", "--analytics-
 OPENCODE = ["opencode", "run", "--title", "An owl"]
 
 
-@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "an answer, streamed")
-@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: calls that the model chooses to make")
-@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: a call, streamed", "tools: a result goes back")
+@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "answer, streamed")
+@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: optional calls")
+@pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: call, streamed", "tools: result sent back")
 def test_opencode_runs_a_tool_that_the_model_calls(roomy: Running, calls: Callable[..., None], owl: Path) -> None:
     """With less to begin with than it has by itself."""
     calls({"read": {"filePath": str(owl)}}, KNOWN)

@@ -193,7 +193,7 @@ def test_harmony_begins_with_what_is_said_where_nothing_is_to_be_thought(engine:
     plain, silent = (ids_of(engine, CHAT, effort=effort) for effort in (None, "none"))
     assert silent == (*plain, *final)
     tools = Toolset((Tool("look", "Looks."),), ("look",))
-    with pytest.raises(RequestError, match="cannot be had so"):
+    with pytest.raises(RequestError, match="cannot be set to"):
         prepare(GenerationRequest(CHAT, effort="none", tools=tools), engine)
 
 

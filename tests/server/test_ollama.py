@@ -70,7 +70,7 @@ def answered(client: ollama.Client, **options: Any) -> ollama.ChatResponse:
     return client.chat(**{**CHAT, "options": {**GREEDY, **options}})
 
 
-@pytest.mark.supports("ollama", "/api/chat", "a whole answer", "an answer, streamed", "tokens counted")
+@pytest.mark.supports("ollama", "/api/chat", "answer", "answer, streamed", "token usage")
 def test_a_chat_says_the_same_streamed_or_whole(client: ollama.Client) -> None:
     whole = client.chat(**CHAT)
     parts = list(client.chat(**CHAT, stream=True))
@@ -80,7 +80,7 @@ def test_a_chat_says_the_same_streamed_or_whole(client: ollama.Client) -> None:
     assert (whole.eval_count, parts[-1].eval_count) == (20, 20)
 
 
-@pytest.mark.supports("ollama", "/api/generate", "a whole answer", "an answer, streamed", "tokens counted")
+@pytest.mark.supports("ollama", "/api/generate", "answer", "answer, streamed", "token usage")
 @pytest.mark.parametrize("asked", [PROMPT, STORY], ids=["chat template", "raw"])
 def test_a_prompt_is_answered_the_same_streamed_or_whole(client: ollama.Client, asked: Json) -> None:
     whole = client.generate(**asked)
@@ -89,14 +89,14 @@ def test_a_prompt_is_answered_the_same_streamed_or_whole(client: ollama.Client, 
     assert parts[-1].prompt_eval_count == whole.prompt_eval_count
 
 
-@pytest.mark.supports("ollama", "/api/generate", "a system prompt")
+@pytest.mark.supports("ollama", "/api/generate", "system prompt")
 def test_a_prompt_is_a_chat_of_one_turn(client: ollama.Client) -> None:
     system = {"role": "system", "content": "You tell tales."}
     prompted = client.generate(**PROMPT, system=system["content"]).response
     assert prompted == client.chat(**{**CHAT, "messages": [system, *OWL]}).message.content
 
 
-@pytest.mark.supports("ollama", "/api/generate", "a raw prompt")
+@pytest.mark.supports("ollama", "/api/generate", "raw prompt")
 def test_a_raw_prompt_goes_on_as_it_is(client: ollama.Client, raw: httpx2.Client, server: Running) -> None:
     completion = {"model": "tiny", "prompt": STORY["prompt"], "temperature": 0, "max_tokens": 20}
     text = raw.post("/v1/completions", json=completion).json()["choices"][0]["text"]
@@ -112,8 +112,8 @@ def test_without_a_prompt_the_model_is_loaded(raw: httpx2.Client, path: str, str
     assert (said, reply["done"], reply["done_reason"], reply["model"]) == ("", True, "load", "tiny")
 
 
-@pytest.mark.supports("ollama", "/api/chat", "loading the model")
-@pytest.mark.supports("ollama", "/api/generate", "loading the model")
+@pytest.mark.supports("ollama", "/api/chat", "loading a model")
+@pytest.mark.supports("ollama", "/api/generate", "loading a model")
 def test_the_library_loads_a_model_without_messages(client: ollama.Client) -> None:
     assert client.chat("tiny", [], keep_alive="5m").done_reason == "load"
     assert [part.done_reason for part in client.generate("tiny", "", stream=True)] == ["load"]
@@ -147,7 +147,7 @@ def test_an_answer_may_go_on_to_the_end_of_its_context(client: ollama.Client, nu
     assert reply.done_reason == "length" and (reply.prompt_eval_count or 0) + (reply.eval_count or 0) == 48
 
 
-@pytest.mark.supports("ollama", "/api/chat", "a seed")
+@pytest.mark.supports("ollama", "/api/chat", "seed")
 def test_a_seed_gives_the_same_text_again_and_minus_one_another(client: ollama.Client) -> None:
     said = [answered(client, temperature=1.5, seed=seed).message.content for seed in (7, 7, -1, -1)]
     assert said[0] == said[1] and said[2] != said[3]
@@ -231,7 +231,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(raw: httpx2.Client, path: st
     assert field in refused(raw, path, {**needed, field: value})
 
 
-@pytest.mark.supports("ollama", "/api/chat", "refused: thinking that the model does not do")
+@pytest.mark.supports("ollama", "/api/chat", "refused: thinking that the model does not support")
 def test_thinking_is_refused_where_the_template_knows_none(client: ollama.Client) -> None:
     assert client.chat(**CHAT, think=False).message.content
     with pytest.raises(ollama.ResponseError, match="thinking") as caught:
@@ -271,7 +271,7 @@ def test_the_oldest_turns_leave_where_the_client_says_so(raw: httpx2.Client) -> 
 
 
 @pytest.mark.supports("ollama", "/api/embed", "several texts")
-@pytest.mark.supports("ollama", "/api/embeddings", "a text")
+@pytest.mark.supports("ollama", "/api/embeddings", "one text")
 def test_texts_are_embedded_alone_as_together(client: ollama.Client) -> None:
     texts = ["An owl.", "A fox found a lantern.", "The owl"]
     reply = client.embed("tiny", texts)
@@ -289,7 +289,7 @@ def test_a_vector_may_be_cut_to_fewer_dimensions(client: ollama.Client) -> None:
     assert [value / cut[0] for value in cut] == pytest.approx([value / whole[0] for value in whole[:16]], rel=1e-4)
 
 
-@pytest.mark.supports("ollama", "/api/embed", "a text cut to fit", "refused: a prompt that is too long")
+@pytest.mark.supports("ollama", "/api/embed", "truncated text", "refused: prompt too long")
 def test_a_text_too_long_to_embed_is_cut_where_the_client_says_so(client: ollama.Client, server: Running) -> None:
     text = "owl " * 100
     kept = server.engine.tokenizer.decode(server.engine.encode(text)[:64])
@@ -305,7 +305,7 @@ def test_without_a_text_nothing_is_embedded(client: ollama.Client, asked: Any) -
     assert client.embed("tiny", asked).embeddings == [] and client.embeddings("tiny").embedding == []
 
 
-@pytest.mark.supports("ollama", "/api/tags", "a list")
+@pytest.mark.supports("ollama", "/api/tags", "list of models")
 def test_the_served_model_is_listed_under_its_names_with_what_else_is_here(client: ollama.Client) -> None:
     models = client.list().models
     assert [each.model for each in models[:2]] == ["tiny:latest", "teller:latest"]
@@ -315,7 +315,7 @@ def test_the_served_model_is_listed_under_its_names_with_what_else_is_here(clien
     assert (tiny.details.format, tiny.details.family, tiny.details.parameter_size) == ("safetensors", "llama", "6.95M")
 
 
-@pytest.mark.supports("ollama", "/api/ps", "the loaded model")
+@pytest.mark.supports("ollama", "/api/ps", "loaded model")
 def test_the_loaded_model_never_expires(client: ollama.Client, server: Running) -> None:
     [loaded] = list[Any](client.ps().models)
     assert (loaded.name, loaded.model, loaded.context_length) == ("tiny:latest", "tiny:latest", server.engine.ctx)
@@ -323,7 +323,7 @@ def test_the_loaded_model_never_expires(client: ollama.Client, server: Running) 
     assert loaded.details.quantization_level == server.engine.weights
 
 
-@pytest.mark.supports("ollama", "/api/show", "what editors look for")
+@pytest.mark.supports("ollama", "/api/show", "fields that editors need")
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest", "teller", "Tiny"])
 def test_a_model_is_shown_with_what_editors_look_for(client: ollama.Client, server: Running, name: str) -> None:
     shown = client.show(name)
@@ -360,8 +360,8 @@ def test_older_clients_call_a_model_by_another_field(raw: httpx2.Client) -> None
     assert "model: field required" in refused(raw, "/api/show", {})
 
 
-@pytest.mark.supports("ollama", "/api/show", "refused: an unknown model")
-@pytest.mark.supports("ollama", "/api/delete", "refused: an unknown model")
+@pytest.mark.supports("ollama", "/api/show", "refused: unknown model")
+@pytest.mark.supports("ollama", "/api/delete", "refused: unknown model")
 @pytest.mark.parametrize("name", ["absent", "/etc", "~", ".", "../..", "maker/absent", "localllm/tiny", "mistral-7b"])
 def test_nothing_is_shown_or_deleted_but_what_is_listed(client: ollama.Client, name: str) -> None:
     for ask in (client.show, client.delete):
@@ -376,7 +376,7 @@ def test_what_is_no_models_name_is_not_pulled(raw: httpx2.Client, name: str, str
     assert reply.status_code == 404 and "not found" in reply.json()["error"]
 
 
-@pytest.mark.supports("ollama", "/api/chat", "refused: an unknown model")
+@pytest.mark.supports("ollama", "/api/chat", "refused: unknown model")
 def test_another_model_than_the_served_one_answers_nothing(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="ask for 'tiny'") as caught:
         client.chat("Tinny", OWL)
@@ -401,7 +401,7 @@ def test_the_served_model_is_here_already_and_is_not_deleted(client: ollama.Clie
 
 
 @pytest.mark.supports("ollama", "/api/pull", "progress, streamed")
-@pytest.mark.supports("ollama", "/api/delete", "a model that is here")
+@pytest.mark.supports("ollama", "/api/delete", "a local model")
 def test_a_pull_tells_of_each_file_in_order_and_its_model_is_listed_shown_and_deleted(
     client: ollama.Client, fake: FakeHub
 ) -> None:
@@ -424,13 +424,13 @@ def test_a_pull_tells_of_each_file_in_order_and_its_model_is_listed_shown_and_de
     assert f"{REPO}:latest" not in [each.model for each in client.list().models]
 
 
-@pytest.mark.supports("ollama", "/api/pull", "one reply")
+@pytest.mark.supports("ollama", "/api/pull", "one response")
 def test_a_pull_may_be_waited_for_in_one_reply(client: ollama.Client, fake: FakeHub) -> None:
     assert client.pull(REPO).status == "success"
     assert REPO in {(each.model or "").removesuffix(":latest") for each in client.list().models}
 
 
-@pytest.mark.supports("ollama", "/api/pull", "refused: an unknown model")
+@pytest.mark.supports("ollama", "/api/pull", "refused: unknown model")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_repository_that_is_not_there_is_an_error(client: ollama.Client, fake: FakeHub, stream: bool) -> None:
     with pytest.raises(ollama.ResponseError, match="maker/absent"):

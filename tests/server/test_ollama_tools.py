@@ -40,7 +40,7 @@ def refused(server: Running, path: str = "/api/chat", **fields: Any) -> str:
     return str(server.error(path, {**(CHAT if path == "/api/chat" else PROMPT), **fields}))
 
 
-@pytest.mark.supports("ollama", "/api/chat", "tools: calls that the model chooses to make")
+@pytest.mark.supports("ollama", "/api/chat", "tools: optional calls")
 @pytest.mark.parametrize("streams", [False, True])
 def test_calls_are_whole_and_their_arguments_objects(client: ollama.Client, says: Says, streams: bool) -> None:
     says(f"Let me look.\n{CALLED_TWICE}")
@@ -65,7 +65,7 @@ def test_a_broken_call_stays_text(client: ollama.Client, says: Says) -> None:
     assert (message.content, message.tool_calls) == (BROKEN, None)
 
 
-@pytest.mark.supports("ollama", "/api/chat", "tools: a result goes back")
+@pytest.mark.supports("ollama", "/api/chat", "tools: result sent back")
 def test_calls_and_results_go_back(client: ollama.Client, says: Says, server: Running) -> None:
     says(CALLED_TWICE)
     said = client.chat(**CHAT, tools=OPENAI_TOOLS).message
@@ -92,7 +92,7 @@ def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Runni
     assert num_tokens(nothing) == num_tokens({"arguments": {}})
 
 
-@pytest.mark.supports("ollama", "/api/chat", "tools: refused: a result of a call that never was")
+@pytest.mark.supports("ollama", "/api/chat", "tools: refused: result of an unknown call")
 @pytest.mark.parametrize(
     ("messages", "where"),
     [
@@ -111,7 +111,7 @@ def test_results_are_of_calls_and_calls_have_results(server: Running, messages: 
     assert refused(server, messages=messages).startswith(where)
 
 
-@pytest.mark.supports("ollama", "/api/chat", "tools: refused: what cannot be one, by name")
+@pytest.mark.supports("ollama", "/api/chat", "tools: refused: invalid tools, by name")
 @pytest.mark.parametrize(
     ("tools", "words"),
     [
@@ -125,7 +125,7 @@ def test_what_is_no_tool_is_refused_by_name(server: Running, tools: Any, words: 
     assert words in refused(server, tools=tools)
 
 
-@pytest.mark.supports("ollama", "/api/show", "whether a model is told of tools")
+@pytest.mark.supports("ollama", "/api/show", "tool support of a model")
 @pytest.mark.parametrize(
     ("source", "wanted"),
     [
@@ -154,7 +154,7 @@ def test_what_a_model_can_do_is_one_answer_in_every_dialect(
 # Forms of answers
 
 
-@pytest.mark.supports("ollama", "/api/chat", "structured output: a JSON Schema")
+@pytest.mark.supports("ollama", "/api/chat", "structured output: JSON Schema")
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_answer_fits_the_schema_that_it_has_to(client: ollama.Client, streams: bool) -> None:
     replies: Any = client.chat(**CHAT, format=ANSWER, stream=streams)
@@ -169,7 +169,7 @@ def test_an_answer_is_an_object_where_json_is_wanted(client: ollama.Client) -> N
     assert (reply.message.content or "").lstrip().startswith("{")
 
 
-@pytest.mark.supports("ollama", "/api/generate", "structured output: a JSON Schema")
+@pytest.mark.supports("ollama", "/api/generate", "structured output: JSON Schema")
 @pytest.mark.parametrize("raw", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_prompts_answer_fits_the_schema_that_it_has_to(client: ollama.Client, raw: bool) -> None:
     validate(json.loads(client.generate(**PROMPT, format=ANSWER, raw=raw).response), ANSWER)
@@ -182,7 +182,7 @@ def test_an_answer_is_of_the_form_that_it_has_to_have(server: Running, path: str
     assert (reply["message"]["content"] if path == "/api/chat" else reply["response"]) in ("owl", "fox")
 
 
-@pytest.mark.supports("ollama", "/api/chat", "structured output: refused: a form that cannot be held to")
+@pytest.mark.supports("ollama", "/api/chat", "structured output: refused: unsupported form")
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_a_form_that_cannot_be_held_to_is_refused_by_name(server: Running, path: str) -> None:
     assert "'not'" in refused(server, path, format={"type": "object", "not": {}})
@@ -190,7 +190,7 @@ def test_a_form_that_cannot_be_held_to_is_refused_by_name(server: Running, path:
     assert "together" in refused(server, path, format="json", structured_outputs={"regex": "a"})
 
 
-@pytest.mark.supports("ollama", "/api/chat", "structured output: refused: of an answer that was begun")
+@pytest.mark.supports("ollama", "/api/chat", "structured output: refused: for a begun answer")
 @pytest.mark.parametrize(
     ("field", "form"), [("format", "json"), ("format", ANSWER), ("structured_outputs", {"regex": "a+"})]
 )

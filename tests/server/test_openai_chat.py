@@ -29,7 +29,7 @@ def text_of(reply: Any) -> str:
     return str(reply.choices[0].message.content)
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "a whole answer", "tokens counted", "a limit of tokens")
+@pytest.mark.supports("openai", "/v1/chat/completions", "answer", "token usage", "token limit")
 def test_the_library_gets_a_whole_answer(client: openai.OpenAI) -> None:
     reply = answered(client)
     assert reply.choices[0].finish_reason == "length"
@@ -37,7 +37,7 @@ def test_the_library_gets_a_whole_answer(client: openai.OpenAI) -> None:
     assert (reply.usage.completion_tokens, reply.usage.total_tokens) == (24, reply.usage.prompt_tokens + 24)
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "an answer, streamed", "tokens counted, streamed")
+@pytest.mark.supports("openai", "/v1/chat/completions", "answer, streamed", "token usage, streamed")
 def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None:
     chunks = list(answered(client, stream=True, stream_options={"include_usage": True}))
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -55,7 +55,7 @@ def test_a_stream_has_data_lines_alone_from_a_role_to_an_empty_delta_and_its_mar
     assert last["delta"] == {} and last["finish_reason"] == "length"
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "pieces put together again")
+@pytest.mark.supports("openai", "/v1/chat/completions", "stream accumulated by the client")
 def test_the_librarys_stream_helper_accumulates_an_answer(client: openai.OpenAI) -> None:
     # Of an answer that was cut it raises, as it does with the original.
     with client.chat.completions.stream(**GREEDY, stop=["."]) as stream:
@@ -64,7 +64,7 @@ def test_the_librarys_stream_helper_accumulates_an_answer(client: openai.OpenAI)
     assert "content.delta" in events and final.choices[0].message.content
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "a seed", "several answers")
+@pytest.mark.supports("openai", "/v1/chat/completions", "seed", "several answers")
 def test_the_same_seed_gives_the_same_text_and_each_of_n_answers_has_its_own(client: openai.OpenAI) -> None:
     asked: Json = {"temperature": 1, "seed": -5, "n": 3}
     first, again = (answered(client, **asked) for _ in range(2))
@@ -94,7 +94,7 @@ def test_logprobs_come_with_the_tokens_bytes_and_the_likeliest_beside_them(clien
     assert said.decode().lstrip() == text_of(reply).lstrip()
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "stop texts")
+@pytest.mark.supports("openai", "/v1/chat/completions", "stop sequences")
 def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI) -> None:
     whole = text_of(answered(client))
     word = whole.split()[3]
@@ -102,14 +102,14 @@ def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI) -> None:
     assert text_of(reply) == whole[: whole.index(word)] and reply.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "parts of text")
+@pytest.mark.supports("openai", "/v1/chat/completions", "content as text parts")
 def test_parts_of_text_are_a_text(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": OWL[0]["content"]}]
     in_parts = answered(client, messages=[{"role": "user", "content": parts}])
     assert text_of(in_parts) == text_of(answered(client))
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "a logit bias")
+@pytest.mark.supports("openai", "/v1/chat/completions", "logit bias")
 def test_a_logit_bias_rules_a_token_out(client: openai.OpenAI, server: Running) -> None:
     first = answered(client, max_tokens=1, logprobs=True)
     token = server.engine.tokenizer.token_id(first.choices[0].logprobs.content[0].token)
@@ -117,7 +117,7 @@ def test_a_logit_bias_rules_a_token_out(client: openai.OpenAI, server: Running) 
     assert text_of(answered(client, max_tokens=1, logit_bias={str(token): -100})) != text_of(first)
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "refused: what cannot be honoured, by name")
+@pytest.mark.supports("openai", "/v1/chat/completions", "refused: unsupported fields, by name")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -199,7 +199,7 @@ def test_more_answers_than_the_server_ever_takes_on_are_not_asked_for_again(serv
     assert "72" in server.error("/v1/completions", {"prompt": ["Once"] * 16, "n": 16})["message"]
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "refused: a prompt that is too long")
+@pytest.mark.supports("openai", "/v1/chat/completions", "refused: prompt too long")
 def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "owl " * 3000}])
@@ -210,7 +210,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(client: openai.Op
     assert "exceeds the available context size" in error["message"]
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "refused: an unknown model")
+@pytest.mark.supports("openai", "/v1/chat/completions", "refused: unknown model")
 def test_an_unknown_model_is_a_404_with_the_nearest_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         answered(client, model="tinny")
@@ -222,7 +222,7 @@ def test_a_model_is_known_by_its_names(client: openai.OpenAI, name: str) -> None
     assert answered(client, model=name).model == name
 
 
-@pytest.mark.supports("openai", "/v1/models", "a list")
+@pytest.mark.supports("openai", "/v1/models", "list of models")
 @pytest.mark.supports("openai", "/v1/models/{model:path}", "one model")
 def test_the_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "teller"]

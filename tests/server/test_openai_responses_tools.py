@@ -28,7 +28,7 @@ def final_of(client: openai.OpenAI, streams: bool, **more: Any) -> Any:
         return stream.get_final_response()
 
 
-@pytest.mark.supports("openai", "/v1/responses", "tools: a call that is required")
+@pytest.mark.supports("openai", "/v1/responses", "tools: required call")
 def test_a_call_that_is_required_is_an_item(client: openai.OpenAI) -> None:
     reply = client.responses.create(**ASKED, tools=FUNCTIONS[:1], tool_choice="required")
     assert reply.status == "completed" and {item.type for item in reply.output} == {"function_call"}
@@ -39,7 +39,7 @@ def test_a_call_that_is_required_is_an_item(client: openai.OpenAI) -> None:
     assert reply.tools[0].type == "function" and reply.tool_choice == "required"
 
 
-@pytest.mark.supports("openai", "/v1/responses", "tools: a call of one that is named")
+@pytest.mark.supports("openai", "/v1/responses", "tools: named tool")
 @pytest.mark.parametrize(
     "choice", [CLOCK, {"type": "allowed_tools", "mode": "required", "tools": [CLOCK]}], ids=["named", "allowed"]
 )
@@ -49,7 +49,7 @@ def test_the_tool_that_is_named_is_called(client: openai.OpenAI, choice: Any) ->
     assert item.type == "function_call" and (item.name, item.arguments) == ("clock", "{}")
 
 
-@pytest.mark.supports("openai", "/v1/responses", "tools: a call, streamed")
+@pytest.mark.supports("openai", "/v1/responses", "tools: call, streamed")
 def test_the_librarys_stream_helper_accumulates_a_call(client: openai.OpenAI) -> None:
     with client.responses.stream(**ASKED, tools=FUNCTIONS, tool_choice=CLOCK) as stream:
         kinds = [event.type for event in stream]
@@ -60,7 +60,7 @@ def test_the_librarys_stream_helper_accumulates_a_call(client: openai.OpenAI) ->
     assert kinds[-3:] == [f"response.{end}" for end in ends]
 
 
-@pytest.mark.supports("openai", "/v1/responses", "tools: calls that the model chooses to make")
+@pytest.mark.supports("openai", "/v1/responses", "tools: optional calls")
 @pytest.mark.parametrize("streams", [False, True])
 def test_text_and_calls_are_items_in_their_order(client: openai.OpenAI, says: Says, streams: bool) -> None:
     says(f"Let me look.\n{CALLED_TWICE}")
@@ -82,7 +82,7 @@ def test_an_answer_that_is_cut_within_a_call_is_incomplete(client: openai.OpenAI
     assert reply.output[-1].status == "incomplete"
 
 
-@pytest.mark.supports("openai", "/v1/responses", "tools: a result goes back")
+@pytest.mark.supports("openai", "/v1/responses", "tools: result sent back")
 def test_calls_and_results_go_back_as_items(client: openai.OpenAI) -> None:
     first = client.responses.create(**ASKED, tools=FUNCTIONS, tool_choice=CLOCK)
     [call] = first.output
@@ -102,7 +102,7 @@ def test_a_call_without_arguments_goes_back_as_one_with_none_in_it(server: Runni
     assert num_tokens(nothing) == num_tokens({"arguments": "{}"})
 
 
-@pytest.mark.supports("openai", "/v1/responses", "tools: refused: a result of a call that never was")
+@pytest.mark.supports("openai", "/v1/responses", "tools: refused: result of an unknown call")
 @pytest.mark.parametrize(
     ("items", "param"),
     [
@@ -144,7 +144,7 @@ def test_a_response_is_parsed_into_the_librarys_type(client: openai.OpenAI, stre
     assert isinstance(final_of(client, streams, text_format=Animal).output_parsed, Animal)
 
 
-@pytest.mark.supports("openai", "/v1/responses", "structured output: a JSON Schema")
+@pytest.mark.supports("openai", "/v1/responses", "structured output: JSON Schema")
 def test_a_response_says_again_to_what_form_it_was_held(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "name": "animal", "schema": ANSWER, "strict": True}
     reply = client.responses.create(**ASKED, text={"format": form})

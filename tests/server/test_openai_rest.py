@@ -18,7 +18,7 @@ GREEDY: Json = {"model": "tiny", "prompt": STORY, "temperature": 0, "max_tokens"
 ASKED: Json = {"model": "tiny", "input": "A tale about an owl, please.", "temperature": 0}
 
 
-@pytest.mark.supports("openai", "/v1/completions", "a whole text", "a text, streamed", "tokens counted")
+@pytest.mark.supports("openai", "/v1/completions", "text", "text, streamed", "token usage")
 def test_a_text_goes_on_the_same_streamed_or_whole(client: openai.OpenAI) -> None:
     whole = client.completions.create(**GREEDY)
     chunks = list(client.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
@@ -26,7 +26,7 @@ def test_a_text_goes_on_the_same_streamed_or_whole(client: openai.OpenAI) -> Non
     assert chunks[-1].usage == whole.usage
 
 
-@pytest.mark.supports("openai", "/v1/completions", "prompts as ids", "several prompts", "several answers")
+@pytest.mark.supports("openai", "/v1/completions", "prompts as token ids", "several prompts", "several answers")
 def test_a_prompt_may_come_as_ids_and_several_at_once(client: openai.OpenAI, server: Running) -> None:
     ids = server.engine.encode(STORY)
     one = client.completions.create(**GREEDY).choices[0].text
@@ -38,7 +38,7 @@ def test_a_prompt_may_come_as_ids_and_several_at_once(client: openai.OpenAI, ser
     assert several.usage is not None and several.usage.prompt_tokens == 2 * len(ids) + len(fox)
 
 
-@pytest.mark.supports("openai", "/v1/completions", "an echo")
+@pytest.mark.supports("openai", "/v1/completions", "echo")
 def test_an_echo_begins_with_the_prompt(client: openai.OpenAI) -> None:
     whole = client.completions.create(**GREEDY, echo=True).choices[0].text
     streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**GREEDY, echo=True, stream=True))
@@ -60,7 +60,7 @@ def test_a_completion_has_sixteen_tokens_where_nobody_asks_for_more(client: open
     assert usage is not None and usage.completion_tokens == 16
 
 
-@pytest.mark.supports("openai", "/v1/completions", "refused: what cannot be honoured, by name")
+@pytest.mark.supports("openai", "/v1/completions", "refused: unsupported fields, by name")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -74,7 +74,7 @@ def test_a_completion_that_cannot_be_honoured_is_refused_by_name(client: openai.
     assert field in str(caught.value.param) or "token id 1000000" in caught.value.message
 
 
-@pytest.mark.supports("openai", "/v1/responses", "a whole answer")
+@pytest.mark.supports("openai", "/v1/responses", "answer")
 def test_a_response_has_one_message(client: openai.OpenAI) -> None:
     reply = client.responses.create(**ASKED, instructions="Be brief.", metadata={"who": "me"})
     assert reply.status == "completed" and reply.output_text and reply.metadata == {"who": "me"}
@@ -82,7 +82,7 @@ def test_a_response_has_one_message(client: openai.OpenAI) -> None:
     assert reply.usage is not None and reply.usage.input_tokens > 0
 
 
-@pytest.mark.supports("openai", "/v1/responses", "an answer, streamed")
+@pytest.mark.supports("openai", "/v1/responses", "answer, streamed")
 def test_a_streamed_response_is_the_whole_one(client: openai.OpenAI) -> None:
     whole = client.responses.create(**ASKED).output_text
     with client.responses.stream(**ASKED) as stream:
@@ -92,7 +92,7 @@ def test_a_streamed_response_is_the_whole_one(client: openai.OpenAI) -> None:
     assert (names[0], names[1], names[-1]) == ("response.created", "response.in_progress", "response.completed")
 
 
-@pytest.mark.supports("openai", "/v1/responses", "an answer that was cut")
+@pytest.mark.supports("openai", "/v1/responses", "truncated answer")
 def test_a_response_that_was_cut_says_so(client: openai.OpenAI) -> None:
     reply = client.responses.create(**ASKED, max_output_tokens=4)
     assert reply.status == "incomplete" and reply.incomplete_details is not None
@@ -109,7 +109,7 @@ def test_events_of_a_response_are_numbered_and_named(server: Running) -> None:
     assert [each["type"] for each in events] == names
 
 
-@pytest.mark.supports("openai", "/v1/responses", "an answer goes back")
+@pytest.mark.supports("openai", "/v1/responses", "earlier answer sent back")
 def test_what_was_said_before_comes_with_the_request(client: openai.OpenAI) -> None:
     first = client.responses.create(**ASKED, max_output_tokens=8)
     said: Any = [{"role": "user", "content": ASKED["input"]}, *[item.model_dump() for item in first.output]]
@@ -119,7 +119,7 @@ def test_what_was_said_before_comes_with_the_request(client: openai.OpenAI) -> N
     assert reply.usage.input_tokens > first.usage.total_tokens
 
 
-@pytest.mark.supports("openai", "/v1/responses", "refused: what cannot be honoured, by name")
+@pytest.mark.supports("openai", "/v1/responses", "refused: unsupported fields, by name")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -155,7 +155,7 @@ def test_an_embedding_is_the_same_in_base64_and_as_numbers(server: Running) -> N
     assert array("f", base64.b64decode(coded)).tolist() == numbers
 
 
-@pytest.mark.supports("openai", "/v1/embeddings", "ids", "fewer dimensions")
+@pytest.mark.supports("openai", "/v1/embeddings", "token ids", "fewer dimensions")
 def test_an_embedding_is_made_of_ids_and_cut_to_fewer_dimensions(client: openai.OpenAI, server: Running) -> None:
     ids = server.engine.encode("An owl.")
     whole = client.embeddings.create(model="tiny", input="An owl.").data[0].embedding
@@ -164,14 +164,14 @@ def test_an_embedding_is_made_of_ids_and_cut_to_fewer_dimensions(client: openai.
     assert cut[3] / cut[0] == pytest.approx(whole[3] / whole[0], rel=1e-5)
 
 
-@pytest.mark.supports("openai", "/v1/embeddings", "refused: a prompt that is too long")
+@pytest.mark.supports("openai", "/v1/embeddings", "refused: prompt too long")
 @pytest.mark.parametrize(("field", "value"), [("dimensions", 10**6), ("input", []), ("input", "owl " * 3000)])
 def test_an_embedding_that_cannot_be_had_is_refused(client: openai.OpenAI, field: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError):
         client.embeddings.create(**{"model": "tiny", "input": "An owl.", field: value})
 
 
-@pytest.mark.supports("openai", "/v1/responses/input_tokens", "tokens counted")
+@pytest.mark.supports("openai", "/v1/responses/input_tokens", "token count")
 def test_the_tokens_of_a_response_are_counted_as_they_are_read(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}]
     asked: Json = {"model": "tiny", "input": "A tale, please."}

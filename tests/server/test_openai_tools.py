@@ -50,7 +50,7 @@ def function(name: str, **more: Any) -> Json:
 # Calls that have to be made
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call that is required")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: required call")
 def test_a_call_that_is_required_is_made(client: openai.OpenAI) -> None:
     reply = answered(client, **ONE_TOOL)
     assert reply.finish_reason == "tool_calls" and reply.message.content is None and reply.message.tool_calls
@@ -59,13 +59,13 @@ def test_a_call_that_is_required_is_made(client: openai.OpenAI) -> None:
         validate(json.loads(call.function.arguments), WEATHER)
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call of one that is named")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: named tool")
 def test_the_tool_that_is_named_is_called_once(client: openai.OpenAI) -> None:
     reply = answered(client, tools=OPENAI_TOOLS, tool_choice=NAMED)
     assert called(reply) == [("clock", "{}")] and reply.finish_reason == "tool_calls"
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: one call at most")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: at most one call")
 def test_one_call_is_made_where_several_are_not_wanted(client: openai.OpenAI) -> None:
     asked: Json = {"tools": OPENAI_TOOLS, "parallel_tool_calls": False}
     reply = answered(client, **asked, tool_choice="required")
@@ -73,14 +73,14 @@ def test_one_call_is_made_where_several_are_not_wanted(client: openai.OpenAI) ->
     assert answered(client, **asked, max_tokens=8).message.tool_calls is None  # it may, and does not
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call of some of them")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: allowed subset")
 def test_a_choice_among_some_of_the_tools_is_held_to(client: openai.OpenAI) -> None:
     allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
     reply = answered(client, tools=OPENAI_TOOLS, tool_choice=allowed)
     assert {name for name, _ in called(reply)} == {"clock"}
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a call, streamed")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: call, streamed")
 def test_the_librarys_stream_helper_accumulates_a_call(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(**GREEDY, **ONE_TOOL) as stream:
         events = [event.type for event in stream]
@@ -133,7 +133,7 @@ def test_log_probabilities_are_told_of_calls_too(client: openai.OpenAI) -> None:
 # Calls that a model makes by itself
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: calls that the model chooses to make")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: optional calls")
 @pytest.mark.parametrize("streams", [False, True])
 def test_calls_that_a_model_makes_by_itself_are_calls(client: openai.OpenAI, says: Says, streams: bool) -> None:
     says(f"Let me look.\n{CALLED_TWICE}")
@@ -152,7 +152,7 @@ def test_a_broken_call_stays_text(client: openai.OpenAI, says: Says, text: str, 
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: none of them")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: `none`")
 def test_without_tools_to_call_what_looks_like_a_call_is_text(client: openai.OpenAI, says: Says) -> None:
     says(CALLED)
     none: Json = {"tools": OPENAI_TOOLS, "tool_choice": "none"}
@@ -170,7 +170,7 @@ def test_a_strict_tool_may_be_called_or_not(client: openai.OpenAI, server: Runni
     assert error["param"] == "tools" and "weather" in error["message"] and "'not'" in error["message"]
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: a result goes back")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: result sent back")
 def test_the_result_of_a_call_goes_back(client: openai.OpenAI) -> None:
     asked: Any = {**GREEDY, "max_tokens": 6, "tools": OPENAI_TOOLS}
     before = client.chat.completions.create(**asked).usage
@@ -202,7 +202,7 @@ def test_an_answer_with_calls_goes_back_as_the_library_has_it(client: openai.Ope
 # What is refused at the door
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: refused: a result of a call that never was")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: refused: result of an unknown call")
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -224,10 +224,10 @@ def test_results_are_of_calls_and_calls_have_results(server: Running, messages: 
 
 def test_a_call_that_never_was_is_named(server: Running) -> None:
     error = refused(server, messages=[*ASKED_FOR, {**RESULT, "tool_call_id": "call_2"}])
-    assert "'call_2'" in error["message"] and "never was" in error["message"] and "'call_1'" in error["message"]
+    assert "'call_2'" in error["message"] and "does not exist" in error["message"] and "'call_1'" in error["message"]
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "tools: refused: what cannot be one, by name")
+@pytest.mark.supports("openai", "/v1/chat/completions", "tools: refused: invalid tools, by name")
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
@@ -277,7 +277,7 @@ def test_an_answer_is_parsed_into_the_librarys_type(client: openai.OpenAI, strea
     assert isinstance(parsed, Animal)
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: a JSON Schema")
+@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: JSON Schema")
 @pytest.mark.parametrize("strict", [False, *(pytest.param(each, marks=pytest.mark.slow) for each in (True, None))])
 def test_a_schema_is_held_to_whether_or_not_it_is_strict(client: openai.OpenAI, strict: bool | None) -> None:
     form: Any = {"type": "json_schema", "json_schema": {**FORM["json_schema"], "strict": strict}}
@@ -342,7 +342,7 @@ def test_a_text_goes_on_in_the_form_that_it_has_to_have(client: openai.OpenAI, f
     assert all(re.fullmatch("[ab]{3}", choice.text) for choice in reply.choices)
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: beside tools")
+@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: with tools")
 def test_an_answer_that_is_no_call_has_the_form_that_it_has_to_have(client: openai.OpenAI, server: Running) -> None:
     asked: Json = {"tools": OPENAI_TOOLS, "response_format": FORM}
     said = answered(client, **asked).message
@@ -376,7 +376,7 @@ def test_a_tool_to_which_no_call_can_be_held_fails_no_request_for_the_others(ser
     assert "$defs" not in error["message"]  # of which the client knows none
 
 
-@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: refused: a form that cannot be held to")
+@pytest.mark.supports("openai", "/v1/chat/completions", "structured output: refused: unsupported form")
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [

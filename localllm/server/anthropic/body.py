@@ -28,9 +28,7 @@ from localllm.server.tools.toolset import (
 from localllm.text.chat_template import ChatInput
 from localllm.text.grammar.grammar import Grammar
 
-_OTHER_BLOCKS = (
-    "text is all that is read here, and tools of the client's: no images, no documents, no tools of a server"
-)
+_OTHER_BLOCKS = "this server reads only text and the client's tools: no images, no documents, no server tools"
 
 # Claude Code has another one in each request, behind which the prefix cache would find nothing.
 _BILLING = re.compile(r"\A(?:x-anthropic-billing-header[^\n]*\n?)+")
@@ -38,7 +36,7 @@ _BILLING = re.compile(r"\A(?:x-anthropic-billing-header[^\n]*\n?)+")
 _USUAL_EFFORT = "high"  # the same as none, as Anthropic has it; Claude Code sends it to every model
 
 CacheControl = Annotated[fields.Labels | None, fields.CACHES_ITSELF]
-Opaque = Annotated[str | None, Ignored("its author alone can read it")]
+Opaque = Annotated[str | None, Ignored("only its author can read it")]
 
 
 class TextBlock(Body):
@@ -86,7 +84,7 @@ class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: str | list[ResultText] | None = None
-    is_error: bool | None = optional("true: the model is told that the call has failed.")
+    is_error: bool | None = optional("true: tells the model that the call failed.")
     cache_control: CacheControl = None
 
     @property
@@ -115,9 +113,9 @@ class AnthropicMessage(Body):
     def _has_its_own_blocks(self) -> AnthropicMessage:
         kinds = {type(block) for block in self.blocks}
         if self.role != "assistant" and kinds & {ThinkingBlock, RedactedThinkingBlock, ToolUseBlock}:
-            raise ValueError("thinking and tool_use are the assistant's")
+            raise ValueError("only the assistant's messages have thinking and tool_use")
         if self.role != "user" and ToolResultBlock in kinds:
-            raise ValueError("tool_result is the user's")
+            raise ValueError("only the user's messages have tool_result")
         return self
 
     @property
@@ -127,7 +125,7 @@ class AnthropicMessage(Body):
 
 class AnthropicThinking(Body):
     type: Literal["adaptive", "disabled"]
-    display: Literal["summarized", "omitted"] | None = optional("`summarized`: what was thought is shown, all of it.")
+    display: Literal["summarized", "omitted"] | None = optional("`summarized`: all of the thinking is shown.")
 
 
 class AnthropicSchemaFormat(Body):
@@ -137,7 +135,7 @@ class AnthropicSchemaFormat(Body):
 
 class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = optional(
-        "How much is thought, where the model's chat template knows it; 'high': as it does anyway."
+        "How much the model thinks, if its chat template supports it; 'high' is the same as none."
     )
     format: AnthropicSchemaFormat | None = None
 
@@ -152,10 +150,10 @@ class AnthropicTool(Body):
     name: ToolName
     description: str | None = None
     input_schema: fields.ArgumentsSchema
-    strict: bool | None = optional("true: a grammar makes calls fit the schema, also where none is due.")
+    strict: bool | None = optional("true: a grammar enforces the schema on every call, also on optional ones.")
     cache_control: CacheControl = None
-    eager_input_streaming: Annotated[bool | None, Ignored("arguments are always streamed as they come")] = None
-    defer_loading: Annotated[bool | None, Ignored("the model is told of every tool at once")] = None
+    eager_input_streaming: Annotated[bool | None, Ignored("arguments are always streamed as they are generated")] = None
+    defer_loading: Annotated[bool | None, Ignored("the prompt always has every tool")] = None
 
     @property
     def tool(self) -> Tool:
@@ -170,18 +168,18 @@ AnyTool = Annotated[
 
 class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = optional("Of the tool that has to be called.")
-    disable_parallel_tool_use: bool | None = optional("true: an answer has one call at most.")
+    name: str | None = optional("The tool that must be called.")
+    disable_parallel_tool_use: bool | None = optional("true: at most one call in an answer.")
 
     @model_validator(mode="after")
     def _names_one(self) -> AnthropicToolChoice:
         if (self.name is not None) != (self.type == "tool"):
-            raise ValueError("'tool', and no other choice, has the name of a tool")
+            raise ValueError("'tool' needs the name of a tool; no other choice has one")
         return self
 
 
 class KeptThoughts(Body):
-    """The one edit that leaves all in."""
+    """The only edit that is accepted: it keeps everything."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -195,15 +193,15 @@ class AnthropicPromptBody(Body):
     """The fields of a prompt."""
 
     why: ClassVar = {
-        "thinking": "a budget of thinking cannot be held to; 'adaptive' is to think as the model does, 'disabled' is "
-        "not to think",
-        "mcp_servers": "nothing is fetched from the network",
-        "container": "nothing is run here",
-        "context_management": "no thoughts and no results are taken out of the messages",
-        "thread": "nothing is kept of a conversation; send all of it",
-        "diagnostics": "it is not told what the prefix cache has missed",
-        "inference_geo": "the model runs where this server is",
-        "speed": "there is one speed here, 'standard'",
+        "thinking": "a thinking budget cannot be enforced; 'adaptive' is the model's default, 'disabled' turns "
+        "thinking off",
+        "mcp_servers": "requests fetch nothing from the network",
+        "container": "the server runs no code of a request",
+        "context_management": "the server removes neither thinking nor results from the messages",
+        "thread": "the server keeps no conversations; send all of it",
+        "diagnostics": "cache misses are not reported",
+        "inference_geo": "the model runs on the server's machine",
+        "speed": "the only speed is 'standard'",
     }
 
     model: fields.ModelName = None
@@ -240,7 +238,7 @@ class MessagesBody(AnthropicPromptBody):
     top_p: fields.Share | None = None
     top_k: fields.TopK | None = None
     metadata: Annotated[AnthropicMetadata | None, fields.NOT_KEPT] = None
-    service_tier: Annotated[Literal["auto", "standard_only"] | None, Ignored("there is one tier here")] = None
+    service_tier: Annotated[Literal["auto", "standard_only"] | None, Ignored("there is only one tier")] = None
 
 
 def request_of(body: AnthropicPromptBody) -> GenerationRequest:
@@ -251,7 +249,7 @@ def request_of(body: AnthropicPromptBody) -> GenerationRequest:
     if turns[-1][0] == "assistant":
         said = _prefill(turns.pop()[1])
     if not turns:
-        raise RequestError(400, "messages: there is nothing to answer", why="all of them are the assistant's")
+        raise RequestError(400, "messages: there is nothing to answer", why="all messages are the assistant's")
     parts = [block.text for block in body.system] if isinstance(body.system, list) else [body.system or ""]
     system = [text for part in parts if (text := _BILLING.sub("", part))]
     if turns[0][0] == "system":
@@ -344,7 +342,7 @@ def _turns(role: str, group: Sequence[AnthropicMessage]) -> Iterator[dict[str, A
 
 def _prefill(group: Sequence[AnthropicMessage]) -> str:
     if _of(group, ThinkingBlock):
-        why = "of an answer that has begun, what was thought cannot be taken up"
+        why = "thinking in a begun answer cannot be continued"
         raise RequestError(400, "messages: final assistant content cannot have thinking", why=why, param="messages")
     said = "\n".join(_texts(group))
     if said != said.rstrip():
@@ -359,5 +357,5 @@ def _effort(body: AnthropicPromptBody) -> str | None:
         return level
     if level not in (None, _USUAL_EFFORT):
         what, param = "'output_config.effort' cannot be honoured", "output_config.effort"
-        raise RequestError(400, what, why="it is of thinking, which is disabled", param=param)
+        raise RequestError(400, what, why="it sets how much the model thinks, and thinking is disabled", param=param)
     return "none"

@@ -23,7 +23,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnthropicUsage(ReplyBody):
-    """input_tokens: of the prompt, those that were computed; the others were in the prefix cache."""
+    """input_tokens: the prompt tokens that were computed; the others were in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -70,7 +70,7 @@ class MessageReply(ReplyBody):
 
 
 class BlockDelta(ReplyBody):
-    """More of a block. partial_json: of a call's input."""
+    """The next part of a block. partial_json: of a call's input."""
 
     type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
     text: Absent[str] = None
@@ -80,7 +80,7 @@ class BlockDelta(ReplyBody):
 
 
 class StreamEvent(ReplyBody):
-    """index: of the block, where it is of one. delta, usage: last those of the message."""
+    """index: of the event's block, if it has one. delta, usage: at the end, those of the message."""
 
     type: Literal[
         "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",

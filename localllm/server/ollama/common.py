@@ -39,7 +39,7 @@ class OllamaHead(ReplyBody):
 
 
 class OllamaEnd(ReplyBody):
-    """The fields behind an answer's text. Durations are nanoseconds; only the last line of a stream has them."""
+    """The fields after an answer's text. Durations are in nanoseconds; only the last line of a stream has them."""
 
     done: bool
     logprobs: SkipValidation[Absent[list[ContentLogprob]]] = None

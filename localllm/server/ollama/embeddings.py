@@ -16,30 +16,30 @@ from localllm.server.ollama.common import OllamaModelName
 from localllm.server.ollama.prompt import Options
 from localllm.server.replies import JsonReply, whole
 
-_OPTIONS = "Of these, num_ctx has an effect: no token is drawn."
+_OPTIONS = "Only num_ctx has an effect, because no token is sampled."
 
 
 class EmbedBody(Body):
     model: OllamaModelName = None
     input: Annotated[
         str | Annotated[list[str], Field(max_length=MAX_INPUTS)],
-        Field(description="Without any text, the model is loaded."),
+        Field(description="Without any text, the request only loads the model."),
     ]
-    truncate: bool | None = optional("true: of a text that is too long, the beginning is taken.")
-    dimensions: Count | None = optional("As many of each vector's, which then has length 1 again.")
+    truncate: bool | None = optional("true: truncates a text that is too long; its beginning stays.")
+    dimensions: Count | None = optional("The number of dimensions kept of each vector, which is normalized again.")
     options: Options | None = optional(_OPTIONS)
     keep_alive: KeepAlive = None
 
 
 class OllamaEmbeddingsBody(Body):
     model: OllamaModelName = None
-    prompt: str | None = optional("Without one, the model is loaded.")
+    prompt: str | None = optional("Without one, the request only loads the model.")
     options: Options | None = optional(_OPTIONS)
     keep_alive: KeepAlive = None
 
 
 class EmbedReply(ReplyBody):
-    """Durations are nanoseconds."""
+    """Durations are in nanoseconds."""
 
     model: str
     embeddings: SkipValidation[list[list[float]]]
@@ -95,7 +95,7 @@ ENDPOINTS = (
         "POST",
         "/api/embeddings",
         embeddings,
-        "A text as a vector",
+        "Embedding of a text",
         OllamaEmbeddingsBody,
         OllamaEmbeddingsReply,
         deprecated=True,

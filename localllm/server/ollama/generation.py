@@ -31,9 +31,9 @@ class OllamaGenerationBody(Body):
     """Fields that chats and prompts share."""
 
     why: ClassVar = {
-        "format": 'it is "json", or a JSON Schema',
-        "think": 'it is true, false, "low", "medium" or "high"',
-        "shift": "the context is not shifted: an answer ends where it does",
+        "format": 'it must be "json" or a JSON Schema',
+        "think": 'it must be true, false, "low", "medium" or "high"',
+        "shift": "the context does not shift: an answer ends when it is full",
     }
     elsewhere: ClassVar = dict.fromkeys(Options.model_fields, "put it into 'options'")
 
@@ -41,11 +41,11 @@ class OllamaGenerationBody(Body):
     stream: bool | None = optional("Default: true.")
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = optional(
-        "How much is thought, where the model's chat template knows it."
+        "How much the model thinks, if its chat template supports it."
     )
     keep_alive: fields.KeepAlive = None
     format: Literal["", "json"] | dict[str, Any] | None = optional(
-        "What the answer has to look like: any object, or a JSON Schema."
+        "The form of the answer: any object, or a JSON Schema."
     )
     structured_outputs: fields.StructuredField = None
     shift: OnlyFalse | None = None
@@ -54,24 +54,26 @@ class OllamaGenerationBody(Body):
 
 
 class OllamaChatBody(OllamaGenerationBody):
-    messages: list[OllamaMessage] | None = optional("Without any, the model is loaded.", max_length=fields.MAX_MESSAGES)
+    messages: list[OllamaMessage] | None = optional(
+        "Without any, the request only loads the model.", max_length=fields.MAX_MESSAGES
+    )
     tools: Tools | None = None
-    truncate: bool | None = optional("true: the oldest turns leave a conversation that is too long.")
+    truncate: bool | None = optional("true: evicts the oldest turns if the conversation is too long.")
 
 
 class OllamaGenerateBody(OllamaGenerationBody):
     why: ClassVar = {
         **OllamaGenerationBody.why,
-        "template": "the model's own chat template is used; with raw, none is",
-        "suffix": "models here go on with a text; they fill no gaps",
+        "template": "the server uses the model's own chat template, and none with raw",
+        "suffix": "models continue a text; they cannot fill a gap",
         "images": fields.TEXT_ONLY,
-        "context": "an earlier conversation goes to /api/chat, as its messages",
-        "truncate": "a prompt is one turn, of which nothing can leave",
+        "context": "send an earlier conversation to /api/chat, as messages",
+        "truncate": "the prompt is one turn, of which nothing can be evicted",
     }
 
-    prompt: str | None = optional("Without one, the model is loaded.")
+    prompt: str | None = optional("Without one, the request only loads the model.")
     system: str | None = None
-    raw: bool | None = optional("true: the prompt goes on as it is, without a chat template.")
+    raw: bool | None = optional("true: the model continues the prompt as it is, without a chat template.")
     template: Literal[""] | None = None
     suffix: Literal[""] | None = None
     images: fields.Nothing = None
@@ -205,7 +207,7 @@ async def generate(call: ApiCall, body: OllamaGenerateBody) -> Response:
     if body.raw:
         for name, given in (("system", body.system), ("think", body.think)):
             if given:
-                why = "a raw prompt goes on as it is, without a chat template"
+                why = "the model continues a raw prompt as it is, without a chat template"
                 raise RequestError(400, f"{name!r} cannot be honoured", why=why, param=name, name="unsupported_value")
         return await _answer(call, body, body.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []

@@ -90,8 +90,8 @@ class OllamaRunning(ReplyBody):
 
 class ShowBody(NamedBody):
     why: ClassVar = {
-        "verbose": "neither tensors nor the vocabulary are told",
-        **dict.fromkeys(("system", "template", "options"), "a model is shown as it is"),
+        "verbose": "tensors and vocabulary are not reported",
+        **dict.fromkeys(("system", "template", "options"), "a request cannot override what is shown"),
     }
 
     # Ollama's own program sends these with nothing in them.
@@ -114,8 +114,8 @@ class OllamaShown(ReplyBody):
 
 class PullBody(NamedBody):
     why: ClassVar = {
-        "insecure": "models come from the hub that the server was started with, and from nowhere else",
-        **dict.fromkeys(("username", "password"), "the hub's token is the server's own"),
+        "insecure": "models come only from the hub that the server was started with",
+        **dict.fromkeys(("username", "password"), "the server uses its own hub token"),
     }
 
     username: Literal[""] | None = None
@@ -125,7 +125,7 @@ class PullBody(NamedBody):
 
 
 class PullLine(ReplyBody):
-    """digest: tells files apart. total, completed: bytes of the file."""
+    """digest: identifies the file. total, completed: its bytes."""
 
     status: str
     digest: Absent[str] = None

@@ -21,16 +21,18 @@ _ANY = Field(ge=-(2**31), le=2**31 - 1)
 
 
 class Options(Body):
-    """Options of how the model is computed are chosen when the server starts, and change no answer here."""
+    """Options for how the model is computed are chosen when the server starts. They change no answer here."""
 
     num_ctx: Count | None = optional(fields.NUM_CTX)
-    num_predict: int | None = optional("Longest answer in tokens; -1, -2: to the context's end.", ge=-2, le=2**31 - 1)
+    num_predict: int | None = optional(
+        "The longest answer in tokens; -1, -2: up to the end of the context.", ge=-2, le=2**31 - 1
+    )
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: Share | None = None
     min_p: Share | None = None
     typical_p: Share | None = None
-    seed: Seed | None = optional("-1: another one each time.")
+    seed: Seed | None = optional("-1: a new one for each request.")
     stop: Stop | None = None
     repeat_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     presence_penalty: Penalty | None = None
@@ -41,7 +43,7 @@ class Options(Body):
     mirostat_tau: Annotated[float | None, _NO_MIROSTAT] = None
     mirostat_eta: Annotated[float | None, _NO_MIROSTAT] = None
     tfs_z: Annotated[float | None, Field(ge=1, le=1)] = None
-    num_keep: Annotated[int | None, _ANY, Ignored("the context is not shifted: nothing has to be kept of it")] = None
+    num_keep: Annotated[int | None, _ANY, Ignored("the context does not shift, so no part needs to be kept")] = None
     numa: Annotated[bool | None, _AT_START] = None
     num_batch: Annotated[int | None, _ANY, _AT_START] = None
     num_gpu: Annotated[int | None, _ANY, _AT_START] = None
@@ -118,9 +120,9 @@ class OllamaMessage(Body):
     thinking: str | None = None
     images: fields.Nothing = None
     tool_calls: list[OllamaToolCall] | None = None
-    tool_name: str | None = optional("Whose result it is; without one, the next call's.")
-    tool_call_id: str | None = optional("The same, more exactly.")
-    name: Annotated[fields.Label | None, Ignored("templates know roles, not names")] = None
+    tool_name: str | None = optional("The tool whose result this is; the default is that of the next call.")
+    tool_call_id: str | None = optional("The call whose result this is.")
+    name: Annotated[fields.Label | None, Ignored("chat templates use roles, not names")] = None
 
     @field_validator("images", mode="before")
     @classmethod
@@ -132,9 +134,9 @@ class OllamaMessage(Body):
     @model_validator(mode="after")
     def _calls_as_assistant(self) -> OllamaMessage:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are the assistant's")
+            raise ValueError("only the assistant's messages have tool_calls")
         if self.role != "tool" and (self.tool_name or self.tool_call_id):
-            raise ValueError("tool_name and tool_call_id are of a message of the role 'tool'")
+            raise ValueError("only a message with the role 'tool' has tool_name and tool_call_id")
         return self
 
 

@@ -34,7 +34,7 @@ from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.text.chat_template import ChatInput
 from localllm.text.tokenizer import Tokenizer
 
-_ONLY_TOOLS = "it is 'tools' and 'tool_choice' here, as it is there by now"
+_ONLY_TOOLS = "use 'tools' and 'tool_choice', as OpenAI does by now"
 
 
 class OpenAIChatBody(common.OpenAIGenerationBody):
@@ -44,12 +44,12 @@ class OpenAIChatBody(common.OpenAIGenerationBody):
     }
     why: ClassVar = {
         **dict.fromkeys(("functions", "function_call"), _ONLY_TOOLS),
-        "modalities": "models here write text",
-        "audio": "models here write text",
-        "prediction": "draft tokens are made here without being told what to expect",
-        "web_search_options": "nothing is fetched from the network",
-        "moderation": "nothing is judged here",
-        "verbosity": "how much is said cannot be turned up or down; 'medium' is as the model does",
+        "modalities": "models generate only text",
+        "audio": "models generate only text",
+        "prediction": "the server drafts tokens by itself",
+        "web_search_options": "requests fetch nothing from the network",
+        "moderation": "there is no moderation here",
+        "verbosity": "the verbosity cannot be changed; 'medium' is the model's default",
     }
 
     messages: Annotated[list[OpenAIMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
@@ -62,10 +62,12 @@ class OpenAIChatBody(common.OpenAIGenerationBody):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     add_generation_prompt: bool | None = optional(
-        "false: the prompt ends with the last message, not where an answer begins."
+        "false: the prompt ends with the last message, without the beginning of an answer."
     )
-    continue_final_message: bool | None = optional("true: the last message, the assistant's, is gone on with.")
-    parallel_tool_calls: bool | None = optional("false: an answer has one call at most.")
+    continue_final_message: bool | None = optional(
+        "true: the answer continues the last message, which is the assistant's."
+    )
+    parallel_tool_calls: bool | None = optional("false: at most one call in an answer.")
     functions: fields.Nothing = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
@@ -93,7 +95,7 @@ class ChatFunctionDelta(ReplyBody):
 
 
 class ChatToolCallDelta(ReplyBody):
-    """More of the call `index`, of which the first piece has id, type and name."""
+    """The next part of the call `index`. The first part has id, type and name."""
 
     index: int
     id: Absent[str] = None
@@ -102,7 +104,7 @@ class ChatToolCallDelta(ReplyBody):
 
 
 class ChatMessage(ReplyBody):
-    """content: null where there are calls and no text."""
+    """content: null if there are calls and no text."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -167,7 +169,7 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     common.refuse_stream_options(body)
     fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        what, why = "'max_tokens' and 'max_completion_tokens' differ", "one is the other's older name"
+        what, why = "'max_tokens' and 'max_completion_tokens' differ", "the first is the older name of the second"
         raise RequestError(400, what, why=why, param="max_tokens", name="invalid_value")
     messages, said = _begun(body)
     most_logprobs = body.top_logprobs or 0 if body.logprobs else None
@@ -212,11 +214,11 @@ def _begun(body: OpenAIChatBody) -> tuple[Sequence[OpenAIMessage], str]:
     *before, last = body.messages
     why = ""
     if body.add_generation_prompt:
-        why = "with 'add_generation_prompt' a new answer would begin behind the last message"
+        why = "'add_generation_prompt' would begin a new answer after the last message"
     elif last.role != "assistant" or not before:
-        why = "the last message, behind others, has to be the assistant's"
+        why = "the last of several messages must be the assistant's"
     elif last.tool_calls or last.thought:
-        why = "calls and thoughts of an answer that has begun cannot be taken up"
+        why = "an answer with calls or thinking cannot be continued"
     if why:
         what, param = "'continue_final_message' cannot be honoured", "continue_final_message"
         raise RequestError(400, what, why=why, param=param, name="invalid_value")

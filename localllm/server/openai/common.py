@@ -38,12 +38,12 @@ class OpenAIUsage(ReplyBody):
     prompt_tokens_details: Absent[PromptDetails] = None
 
 
-NOT_OBFUSCATED = Ignored("events are as long as what they say")
+NOT_OBFUSCATED = Ignored("events are never padded")
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = optional("Every chunk has the usage so far, as vLLM has it.")
+    continuous_usage_stats: bool | None = optional("Every chunk has the usage so far, as in vLLM.")
     include_obfuscation: Annotated[bool | None, NOT_OBFUSCATED] = None
 
 
@@ -63,7 +63,7 @@ class OpenAISamplingBody(Body):
     frequency_penalty: fields.Penalty | None = None
     presence_penalty: fields.Penalty | None = None
     service_tier: ServiceTier | None = optional(
-        "Of requests that wait, `priority` and `fast` are answered sooner, `flex` later."
+        "`priority` and `fast` are served before other waiting requests, `flex` after them."
     )
     keep_alive: fields.KeepAlive = None
     structured_outputs: fields.StructuredField = None
@@ -103,8 +103,8 @@ class OpenAIGenerationBody(OpenAISamplingBody, BestOfBody):
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     repeat_last_n: fields.LastN | None = None
     num_ctx: fields.Count | None = optional(fields.NUM_CTX)
-    grammar: fields.Pattern | None = optional("What the answer has to look like, as llama.cpp has it: GBNF, or Lark.")
-    cache_prompt: OnlyTrue | None = optional("What is known of a prompt is always used.")
+    grammar: fields.Pattern | None = optional("The form of the answer, as in llama.cpp: GBNF or Lark.")
+    cache_prompt: OnlyTrue | None = optional("The prefix cache is always used.")
 
     @property
     def text_grammar(self) -> Grammar | None:
@@ -114,7 +114,7 @@ class OpenAIGenerationBody(OpenAISamplingBody, BestOfBody):
 def refuse_stream_options(body: OpenAIGenerationBody) -> None:
     """Raises RequestError where there are options of a stream and no stream is wanted."""
     if body.stream_options is not None and not body.stream:
-        what, why = "'stream_options' cannot be honoured", "it says how a stream is, and no stream is asked for"
+        what, why = "'stream_options' cannot be honoured", "it configures a stream, and the request does not stream"
         raise RequestError(400, what, why=why, param="stream_options", name="unsupported_value")
 
 

@@ -45,7 +45,7 @@ Prompts = (
 
 class CompletionBody(common.OpenAIGenerationBody):
     why: ClassVar = {
-        "suffix": "models here go on with a text; they fill no gaps",
+        "suffix": "models continue a text; they cannot fill a gap",
     }
     elsewhere: ClassVar = {
         **common.OpenAIGenerationBody.elsewhere,
@@ -54,8 +54,8 @@ class CompletionBody(common.OpenAIGenerationBody):
 
     prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = optional("With `echo`, of the prompt's tokens, too.", ge=0, le=MAX_LOGPROBS)
-    max_tokens: int | None = optional("0: the prompt is read, and nothing is said.", ge=0, le=2**31 - 1)
+    logprobs: int | None = optional("With `echo`, those of the prompt's tokens as well.", ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = optional("0: the prompt is prefilled, and nothing is generated.", ge=0, le=2**31 - 1)
     suffix: Literal[""] | None = None
 
 

@@ -14,7 +14,7 @@ from localllm.server.replies import JsonReply
 
 
 class ModelMeta(ReplyBody):
-    """n_ctx: of the loaded model; null where it is not."""
+    """n_ctx: null if the model is not loaded."""
 
     n_ctx: int | None = None
     n_ctx_train: int | None = None

@@ -22,7 +22,7 @@ from localllm.server.tools.toolset import (
 )
 from localllm.text.grammar.grammar import Grammar
 
-NO_SERVER_TOOLS = "this server runs no tools of its own; a function's calls are for the client to make"
+NO_SERVER_TOOLS = "this server runs no tools; the client runs the calls of functions"
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -40,7 +40,7 @@ class OpenAIFunction(Body):
     name: FunctionName
     description: str | None = None
     parameters: fields.ArgumentsSchema | None = None
-    strict: bool | None = fields.optional("true: a grammar makes calls fit the schema, also where none is due.")
+    strict: bool | None = fields.optional("true: a grammar enforces the schema on every call, also on optional ones.")
 
     @property
     def tool(self) -> Tool:
@@ -108,7 +108,7 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
-Schema = Annotated[dict[str, Any] | None, Field(alias="schema", description="Without one, any object fits.")]
+Schema = Annotated[dict[str, Any] | None, Field(alias="schema", description="Without one, any object is valid.")]
 
 
 class ObjectFormat(Body):
@@ -117,15 +117,15 @@ class ObjectFormat(Body):
 
 
 class NamedSchema(Body):
-    name: Annotated[FunctionName | None, Ignored("the model is not told of the form")] = None
-    description: Annotated[fields.Label | None, Ignored("the model is not told of the form")] = None
+    name: Annotated[FunctionName | None, Ignored("the form is not part of the prompt")] = None
+    description: Annotated[fields.Label | None, Ignored("the form is not part of the prompt")] = None
     schema_: Schema = None
-    strict: bool | None = fields.optional("A schema is held to in any case.")
+    strict: bool | None = fields.optional("A schema is enforced in any case.")
 
 
 class OpenAISchemaFormat(Body):
     type: Literal["json_schema"]
-    json_schema: Annotated[NamedSchema, Field(description="What it has may stand beside `type` as well.")]
+    json_schema: Annotated[NamedSchema, Field(description="Its fields may stand beside `type` as well.")]
 
     @model_validator(mode="before")
     @classmethod
@@ -215,9 +215,9 @@ class OpenAIMessage(Body):
     @model_validator(mode="after")
     def _calls_as_assistant(self) -> OpenAIMessage:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are the assistant's")
+            raise ValueError("only the assistant's messages have tool_calls")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("a message of the role 'tool', and no other, has the tool_call_id of a call")
+            raise ValueError("a message with the role 'tool' needs the tool_call_id of a call; no other has one")
         return self
 
 

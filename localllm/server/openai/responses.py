@@ -22,7 +22,7 @@ from localllm.server.replies import JsonReply, replied
 from localllm.server.tools.toolset import MAX_TOOLS, ForeignTool, OpenCalls, Toolset, call_of
 from localllm.text.chat_template import ChatInput
 
-_STATELESS = "nothing is kept of a response; send what was said before as input"
+_STATELESS = "the server keeps no responses; send earlier turns as input"
 
 
 class InputText(Body):
@@ -52,14 +52,14 @@ class SummaryText(Body):
 
 
 class InputReasoning(Body):
-    """A thought; where it has no content, its summary counts."""
+    """Earlier thinking; without content, its summary counts."""
 
     type: Literal["reasoning"]
     content: list[InputReasoningText] | None = None
     summary: list[SummaryText] | None = None
     id: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
     status: Annotated[fields.Label | None, fields.OF_A_REPLY] = None
-    encrypted_content: Annotated[str | None, Ignored("its author alone can read it")] = None
+    encrypted_content: Annotated[str | None, Ignored("only its author can read it")] = None
 
     @property
     def thought(self) -> str:
@@ -94,10 +94,10 @@ class _Typed(Body):
 
 
 class ResponsesFunctionTool(prompt.OpenAIFunction, _Typed):
-    """The type is checked first: nothing else matters of another one."""
+    """The type is checked first: the other fields matter only for a function."""
 
-    defer_loading: Annotated[bool | None, Ignored("the model is told of every function at once")] = None
-    output_schema: Annotated[dict[str, Any] | None, Ignored("a result is told as it comes")] = None
+    defer_loading: Annotated[bool | None, Ignored("the prompt always has every function")] = None
+    output_schema: Annotated[dict[str, Any] | None, Ignored("the model gets a result as it is")] = None
 
 
 AnyTool = Annotated[
@@ -136,7 +136,7 @@ class TextOptions(Body):
 
 
 Summary = Literal["auto", "concise", "detailed", "none"]
-NO_SUMMARY = Ignored("what was thought is told as it is, not in a summary")
+NO_SUMMARY = Ignored("thinking is returned as it is, not as a summary")
 
 
 class Reasoning(Body):
@@ -174,18 +174,18 @@ Included = Literal[
     "message.input_image.image_url",
 ]
 _NOT_INCLUDED = {
-    **dict.fromkeys(get_args(Included)[1:], "no such calls are made here"),
-    "reasoning.encrypted_content": "what was thought is told as it is",
-    "message.input_image.image_url": "there are no images in what is read here",
+    **dict.fromkeys(get_args(Included)[1:], "the server makes no such calls"),
+    "reasoning.encrypted_content": "thinking is returned as it is",
+    "message.input_image.image_url": "the server reads no images",
 }
 
 
 class ResponsesPromptBody(Body):
-    """The fields of a prompt, which its tokens are counted of, too."""
+    """The fields of a prompt, also of one whose tokens are counted."""
 
     why: ClassVar = {
-        "text.verbosity": "how much is said cannot be turned up or down; 'medium' is as the model does",
-        "personality": "there are no styles of a provider's here",
+        "text.verbosity": "the verbosity cannot be changed; 'medium' is the model's default",
+        "personality": "the server defines no personalities",
         **dict.fromkeys(("previous_response_id", "conversation"), _STATELESS),
     }
 
@@ -197,7 +197,7 @@ class ResponsesPromptBody(Body):
     truncation: Literal["auto", "disabled"] | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesNamedChoice | ResponsesAllowedChoice | None = None
-    parallel_tool_calls: bool | None = optional("false: an answer has one call at most.")
+    parallel_tool_calls: bool | None = optional("false: at most one call in an answer.")
     keep_alive: fields.KeepAlive = None
     previous_response_id: None = None
     conversation: None = None
@@ -205,17 +205,17 @@ class ResponsesPromptBody(Body):
 
 
 class ResponsesCountBody(ResponsesPromptBody):
-    text: Annotated[TextOptions | None, Ignored("the model is not told of the form")] = None
-    truncation: Annotated[Literal["auto", "disabled"] | None, Ignored("all of the prompt is counted")] = None
-    parallel_tool_calls: Annotated[bool | None, Ignored("the model is not told of it")] = None
+    text: Annotated[TextOptions | None, Ignored("the form is not part of the prompt")] = None
+    truncation: Annotated[Literal["auto", "disabled"] | None, Ignored("the whole prompt is counted")] = None
+    parallel_tool_calls: Annotated[bool | None, Ignored("it is not part of the prompt")] = None
 
 
 class ResponsesBody(ResponsesPromptBody, OpenAISamplingBody):
     ignored_values: ClassVar = {"include": _NOT_INCLUDED}
     why: ClassVar = {
         **ResponsesPromptBody.why,
-        "moderation": "nothing is judged here",
-        "image": "models here write text",
+        "moderation": "there is no moderation here",
+        "image": "models generate only text",
         "background_options": _STATELESS,
         **dict.fromkeys(("background", "prompt"), _STATELESS),
     }
@@ -225,14 +225,14 @@ class ResponsesBody(ResponsesPromptBody, OpenAISamplingBody):
     include: Annotated[list[Included], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    max_tool_calls: Annotated[fields.Number | None, Ignored("it is of tools that a server runs")] = None
+    max_tool_calls: Annotated[fields.Number | None, Ignored("it limits tools that a server runs")] = None
     background: OnlyFalse | None = None
     client_metadata: Annotated[dict[str, Any] | None, fields.NOT_KEPT] = None
     metadata: dict[str, str] | None = optional("Given back.", max_length=16)
     prompt: None = None
     moderation: None = None
     image: None = None
-    access_programs: Annotated[Any, Ignored("there are no programs of a provider here")] = None
+    access_programs: Annotated[Any, Ignored("OpenAI's programs do not apply here")] = None
     background_options: None = None
     context_management: fields.Nothing = None
 

@@ -22,11 +22,11 @@ TYPES = (
     "web_search_preview", "advisor", "bash", "code_execution", "mcp_toolset", "memory", "text_editor",
     "tool_search_tool_bm25", "tool_search_tool_regex", "web_fetch",
 )  # fmt: skip
-NO_SUCH_TOOL = "this server knows no such type of tools; a tool is a function, whose calls are for the client to make"
+NO_SUCH_TOOL = "this type of tool is unknown; a tool is a function, whose calls the client runs"
 
 
 class ForeignTool(Body):
-    """Without effect: such a tool cannot be run here, and the model is not told of it."""
+    """Without effect: the server cannot run such a tool, and leaves it out of the prompt."""
 
     model_config = ConfigDict(extra="ignore")
     named_by: ClassVar = "type"
@@ -109,7 +109,7 @@ def toolset(
             what = f"{param} names {name!r}, which is not a tool of this request"
             raise RequestError(400, what, why=why, param=param, name="invalid_value")
     if not names and must_call:
-        why = "a tool has to be called, and there are none"
+        why = "a call is required, but there are no tools"
         raise RequestError(400, f"{param!r} cannot be honoured", why=why, param=param, name="invalid_value")
     return Toolset(tuple(tools), tuple(only or names), must_call, one_call) if names else None
 
@@ -137,7 +137,9 @@ class OpenCalls:
         name = self._names.pop(call_id, None)
         if name is None:
             has_one = call_id in self._results
-            what = f"it is the result of the call {call_id[:100]!r}, which " + ("has one" if has_one else "never was")
+            what = f"it is the result of the call {call_id[:100]!r}, which " + (
+                "already has one" if has_one else "does not exist"
+            )
             raise _refused(where, what, self._open())
         self._results.add(call_id)
         return name
@@ -149,14 +151,18 @@ class OpenCalls:
             if name in (None, called):
                 return call_id, self.answered(where, call_id)
         raise _refused(
-            where, f"it is the result of a call{f' of {name[:100]!r}' if name else ''} that never was", self._open()
+            where,
+            f"it is the result of a call{f' of {name[:100]!r}' if name else ''} that does not exist",
+            self._open(),
         )
 
     def settled(self, where: str) -> None:
         """End a turn. Raises RequestError where a call has no result."""
         if self._names:
             call_id, name = next(iter(self._names.items()))
-            raise _refused(where, f"the call {call_id[:100]!r} of {name!r} has no result", "it belongs right behind it")
+            raise _refused(
+                where, f"the call {call_id[:100]!r} of {name!r} has no result", "it must follow the call directly"
+            )
 
     def _open(self) -> str:
         calls = ", ".join(map(repr, self._names))[:200]

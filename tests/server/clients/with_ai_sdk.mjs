@@ -101,32 +101,32 @@ const requireRefusals = async (model, unknown) => {
 async function checkAWholeAnswer() {
   await requireAnswer(chat);
 }
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "a whole answer", checkAWholeAnswer);
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "a system prompt", checkAWholeAnswer);
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tokens counted", checkAWholeAnswer);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "answer", checkAWholeAnswer);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "system prompt", checkAWholeAnswer);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "token usage", checkAWholeAnswer);
 
 async function checkAStreamedAnswer() {
   await requireStreamedAnswer(chat);
 }
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "an answer, streamed", checkAStreamedAnswer);
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tokens counted, streamed", checkAStreamedAnswer);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "answer, streamed", checkAStreamedAnswer);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "token usage, streamed", checkAStreamedAnswer);
 
 async function checkACall() {
   await requireCall(await generateText({ ...told, model: chat }));
 }
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: calls that the model chooses to make", checkACall);
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: a result goes back", checkACall);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: optional calls", checkACall);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: result sent back", checkACall);
 
 async function checkAStreamedCall() {
   await requireStreamedCall(chat);
 }
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: a call, streamed", checkAStreamedCall);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: call, streamed", checkAStreamedCall);
 
 async function checkACallThatIsRequired() {
   await requireNamedCall(chat);
 }
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: a call that is required", checkACallThatIsRequired);
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: a call of one that is named", checkACallThatIsRequired);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: required call", checkACallThatIsRequired);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "tools: named tool", checkACallThatIsRequired);
 
 async function checkStructuredOutput() {
   await requireStructuredOutput(chat);
@@ -136,37 +136,37 @@ supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "structured output
 async function checkRefusals() {
   await requireRefusals(chat, openai.chatModel("tinny"));
 }
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "refused: a prompt that is too long", checkRefusals);
-supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "refused: an unknown model", checkRefusals);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "refused: prompt too long", checkRefusals);
+supports("@ai-sdk/openai-compatible", "/v1/chat/completions", "refused: unknown model", checkRefusals);
 
 async function checkAMessage() {
   await requireAnswer(message);
 }
-supports("@ai-sdk/anthropic", "/v1/messages", "a whole answer", checkAMessage);
-supports("@ai-sdk/anthropic", "/v1/messages", "a system prompt", checkAMessage);
-supports("@ai-sdk/anthropic", "/v1/messages", "tokens counted", checkAMessage);
+supports("@ai-sdk/anthropic", "/v1/messages", "answer", checkAMessage);
+supports("@ai-sdk/anthropic", "/v1/messages", "system prompt", checkAMessage);
+supports("@ai-sdk/anthropic", "/v1/messages", "token usage", checkAMessage);
 
 async function checkAStreamedMessage() {
   await requireStreamedAnswer(message);
 }
-supports("@ai-sdk/anthropic", "/v1/messages", "an answer, streamed", checkAStreamedMessage);
+supports("@ai-sdk/anthropic", "/v1/messages", "answer, streamed", checkAStreamedMessage);
 
 async function checkACallOfAMessage() {
   await requireCall(await generateText({ ...told, model: message }));
 }
-supports("@ai-sdk/anthropic", "/v1/messages", "tools: calls that the model chooses to make", checkACallOfAMessage);
-supports("@ai-sdk/anthropic", "/v1/messages", "tools: a result goes back", checkACallOfAMessage);
+supports("@ai-sdk/anthropic", "/v1/messages", "tools: optional calls", checkACallOfAMessage);
+supports("@ai-sdk/anthropic", "/v1/messages", "tools: result sent back", checkACallOfAMessage);
 
 async function checkAStreamedCallOfAMessage() {
   await requireStreamedCall(message);
 }
-supports("@ai-sdk/anthropic", "/v1/messages", "tools: a call, streamed", checkAStreamedCallOfAMessage);
+supports("@ai-sdk/anthropic", "/v1/messages", "tools: call, streamed", checkAStreamedCallOfAMessage);
 
 async function checkACallOfAMessageThatIsRequired() {
   await requireNamedCall(message);
 }
-supports("@ai-sdk/anthropic", "/v1/messages", "tools: a call that is required", checkACallOfAMessageThatIsRequired);
-supports("@ai-sdk/anthropic", "/v1/messages", "tools: a call of one that is named", checkACallOfAMessageThatIsRequired);
+supports("@ai-sdk/anthropic", "/v1/messages", "tools: required call", checkACallOfAMessageThatIsRequired);
+supports("@ai-sdk/anthropic", "/v1/messages", "tools: named tool", checkACallOfAMessageThatIsRequired);
 
 async function checkStructuredOutputOfAMessage() {
   await requireStructuredOutput(message);
@@ -176,8 +176,8 @@ supports("@ai-sdk/anthropic", "/v1/messages", "structured output: parsed", check
 async function checkRefusalsOfMessages() {
   await requireRefusals(message, anthropic("tinny"));
 }
-supports("@ai-sdk/anthropic", "/v1/messages", "refused: a prompt that is too long", checkRefusalsOfMessages);
-supports("@ai-sdk/anthropic", "/v1/messages", "refused: an unknown model", checkRefusalsOfMessages);
+supports("@ai-sdk/anthropic", "/v1/messages", "refused: prompt too long", checkRefusalsOfMessages);
+supports("@ai-sdk/anthropic", "/v1/messages", "refused: unknown model", checkRefusalsOfMessages);
 
 // An object of JSON: of each check, what it threw; "" where all is well.
 const became = {};

@@ -28,39 +28,39 @@ CHAT = ChatAnthropic(model="tiny", **GREEDY, **SERVER)
 ROOMY = ChatAnthropic(model="tiny", temperature=0, max_tokens=ROOM, **SERVER)
 
 
-@supports("langchain-anthropic", "/v1/messages", "a whole answer")
+@supports("langchain-anthropic", "/v1/messages", "answer")
 def check_a_whole_answer() -> None:
     reply = CHAT.invoke(USER)
     assert text_of(reply) == chat_text(), reply
     assert reply.response_metadata["stop_reason"] == "max_tokens", reply
 
 
-@supports("langchain-anthropic", "/v1/messages", "tokens counted")
+@supports("langchain-anthropic", "/v1/messages", "token usage")
 def check_usage() -> None:
     require_usage(CHAT, LENGTH)
 
 
-@supports("langchain-anthropic", "/v1/messages", "an answer, streamed")
+@supports("langchain-anthropic", "/v1/messages", "answer, streamed")
 def check_a_streamed_answer() -> None:
     require_streamed(CHAT)
 
 
-@supports("langchain-anthropic", "/v1/messages", "asynchronously")
+@supports("langchain-anthropic", "/v1/messages", "asynchronous calls")
 def check_asynchronous_answers() -> None:
     require_asynchronous(CHAT)
 
 
-@supports("langchain-anthropic", "/v1/messages", "a system prompt", "several turns")
+@supports("langchain-anthropic", "/v1/messages", "system prompt", "several turns")
 def check_several_turns() -> None:
     assert text_of(CHAT.invoke(TURNS)) == text_of_turns()
 
 
-@supports("langchain-anthropic", "/v1/messages", "an answer goes back")
+@supports("langchain-anthropic", "/v1/messages", "earlier answer sent back")
 def check_an_answer_goes_back() -> None:
     assert text_of(CHAT.invoke([HumanMessage(USER), CHAT.invoke(USER), HumanMessage("And then?")]))
 
 
-@supports("langchain-anthropic", "/v1/messages", "stop texts")
+@supports("langchain-anthropic", "/v1/messages", "stop sequences")
 def check_stop_texts() -> None:
     word = chat_text().split()[3]
     reply = CHAT.invoke(USER, stop=[word])
@@ -68,22 +68,22 @@ def check_stop_texts() -> None:
     assert reply.response_metadata["stop_reason"] == "stop_sequence", reply
 
 
-@supports("langchain-anthropic", "/v1/messages", "tools: a call that is required", "tools: a result goes back")
+@supports("langchain-anthropic", "/v1/messages", "tools: required call", "tools: result sent back")
 def check_a_call_that_is_required() -> None:
     called = ROOMY.bind_tools([weather], tool_choice="any").invoke(USER)
     require_call(called)
     require_answer_to_result(CHAT, called)
 
 
-@supports("langchain-anthropic", "/v1/messages", "tools: calls that the model chooses to make")
+@supports("langchain-anthropic", "/v1/messages", "tools: optional calls")
 def check_a_call_that_the_model_chooses_to_make() -> None:
     called = ROOMY.bind_tools([weather]).invoke(USER)
     assert [call["args"] for call in called.tool_calls] == [{"unit": "C"}], called
     require_answer_to_result(CHAT, called)
 
 
-@supports("langchain-anthropic", "/v1/messages", "tools: a call of one that is named", "tools: a call, streamed")
-@supports("langchain-anthropic", "/v1/messages", "tools: one call at most")
+@supports("langchain-anthropic", "/v1/messages", "tools: named tool", "tools: call, streamed")
+@supports("langchain-anthropic", "/v1/messages", "tools: at most one call")
 def check_a_streamed_call() -> None:
     require_call(joined(ROOMY.bind_tools([weather], tool_choice="weather", parallel_tool_calls=False).stream(USER)))
 
@@ -98,19 +98,19 @@ def check_structured_output() -> None:
     require_parsed(ROOMY)
 
 
-@supports("langchain-anthropic", "/v1/messages/count_tokens", "tokens counted")
+@supports("langchain-anthropic", "/v1/messages/count_tokens", "token count")
 def check_tokens_are_counted() -> None:
     usage = CHAT.invoke(USER).usage_metadata
     assert usage is not None and CHAT.get_num_tokens_from_messages([HumanMessage(USER)]) == usage["input_tokens"], usage
 
 
-@supports("langchain-anthropic", "/v1/messages", "refused: a prompt that is too long")
+@supports("langchain-anthropic", "/v1/messages", "refused: prompt too long")
 def check_a_prompt_that_is_too_long() -> None:
     error = raised(ContextOverflowError, lambda: CHAT.invoke(TOO_LONG))
     assert "1024 maximum" in str(error), error
 
 
-@supports("langchain-anthropic", "/v1/messages", "refused: an unknown model")
+@supports("langchain-anthropic", "/v1/messages", "refused: unknown model")
 def check_an_unknown_model() -> None:
     unknown = ChatAnthropic(model="tinny", **SERVER)
     raised(anthropic.NotFoundError, lambda: unknown.invoke(USER))

@@ -25,29 +25,29 @@ ROOMY = ChatOllama(model="tiny", base_url=URL, temperature=0, num_predict=ROOM)
 TEXT = OllamaLLM(model="tiny", base_url=URL, temperature=0, num_predict=LENGTH)
 
 
-@supports("langchain-ollama", "/api/chat", "a whole answer")
+@supports("langchain-ollama", "/api/chat", "answer")
 def check_a_whole_answer() -> None:
     reply = CHAT.invoke(USER)
     assert reply.content == chat_text(), reply
     assert reply.response_metadata["done_reason"] == "length", reply
 
 
-@supports("langchain-ollama", "/api/chat", "tokens counted")
+@supports("langchain-ollama", "/api/chat", "token usage")
 def check_usage() -> None:
     require_usage(CHAT, LENGTH)
 
 
-@supports("langchain-ollama", "/api/chat", "an answer, streamed")
+@supports("langchain-ollama", "/api/chat", "answer, streamed")
 def check_a_streamed_answer() -> None:
     require_streamed(CHAT)
 
 
-@supports("langchain-ollama", "/api/chat", "asynchronously")
+@supports("langchain-ollama", "/api/chat", "asynchronous calls")
 def check_asynchronous_answers() -> None:
     require_asynchronous(CHAT)
 
 
-@supports("langchain-ollama", "/api/chat", "a system prompt", "several turns")
+@supports("langchain-ollama", "/api/chat", "system prompt", "several turns")
 def check_several_turns() -> None:
     assert CHAT.invoke(TURNS).content == text_of_turns()
 
@@ -74,14 +74,14 @@ def check_options() -> None:
     assert told.invoke(USER).content == chat_text().partition(word)[0]
 
 
-@supports("langchain-ollama", "/api/chat", "tools: calls that the model chooses to make", "tools: a result goes back")
+@supports("langchain-ollama", "/api/chat", "tools: optional calls", "tools: result sent back")
 def check_a_call() -> None:
     called = ROOMY.bind_tools([weather]).invoke(USER)
     require_call(called)
     require_answer_to_result(CHAT, called)
 
 
-@supports("langchain-ollama", "/api/chat", "tools: a call, streamed")
+@supports("langchain-ollama", "/api/chat", "tools: call, streamed")
 def check_a_streamed_call() -> None:
     require_call(joined(ROOMY.bind_tools([weather]).stream(USER)))
 
@@ -91,19 +91,19 @@ def check_structured_output() -> None:
     require_parsed(ROOMY)
 
 
-@supports("langchain-ollama", "/api/chat", "structured output: a JSON Schema")
+@supports("langchain-ollama", "/api/chat", "structured output: JSON Schema")
 def check_structured_output_by_a_schema() -> None:
     parsed: Any = ROOMY.with_structured_output(WEATHER, method="json_schema").invoke(USER)
     assert parsed["unit"] in UNITS, parsed
 
 
-@supports("langchain-ollama", "/api/chat", "refused: an unknown model")
+@supports("langchain-ollama", "/api/chat", "refused: unknown model")
 def check_an_unknown_model() -> None:
     unknown = ChatOllama(model="tinny", base_url=URL)
     assert raised(ResponseError, lambda: unknown.invoke(USER)).status_code == 404
 
 
-@supports("langchain-ollama", "/api/generate", "a whole answer", "an answer, streamed")
+@supports("langchain-ollama", "/api/generate", "answer", "answer, streamed")
 def check_a_prompt() -> None:
     whole = TEXT.invoke(STORY)
     assert whole and whole == "".join(TEXT.stream(STORY)), whole
@@ -118,7 +118,7 @@ def check_embeddings() -> None:
     )
 
 
-@supports("langchain-ollama", "/api/tags", "a list")
+@supports("langchain-ollama", "/api/tags", "list of models")
 def check_the_model_is_looked_for() -> None:
     assert ChatOllama(model="tiny", base_url=URL, validate_model_on_init=True).invoke(USER).content
 

@@ -46,7 +46,7 @@ ROOMY = ChatOpenAI(model="tiny", temperature=0, max_tokens=ROOM, **SERVER)
 ROOMY_RESPONSES = ChatOpenAI(model="tiny", use_responses_api=True, temperature=0, max_tokens=ROOM, **SERVER)
 
 
-@supports("langchain-openai", "/v1/chat/completions", "a whole answer", "tokens counted")
+@supports("langchain-openai", "/v1/chat/completions", "answer", "token usage")
 def check_a_whole_answer() -> None:
     reply = CHAT.invoke(USER)
     assert reply.content == chat_text(), reply
@@ -58,26 +58,26 @@ def check_a_whole_answer() -> None:
     assert usage["input_token_details"]["cache_read"] <= usage["input_tokens"], usage
 
 
-@supports("langchain-openai", "/v1/chat/completions", "an answer, streamed")
+@supports("langchain-openai", "/v1/chat/completions", "answer, streamed")
 def check_a_streamed_answer() -> None:
     chunks = require_streamed(CHAT)
     assert [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata] == [], chunks
 
 
-@supports("langchain-openai", "/v1/chat/completions", "asynchronously")
+@supports("langchain-openai", "/v1/chat/completions", "asynchronous calls")
 def check_asynchronous_answers() -> None:
     require_asynchronous(CHAT)
 
 
-@supports("langchain-openai", "/v1/chat/completions", "several conversations at once")
+@supports("langchain-openai", "/v1/chat/completions", "concurrent conversations")
 def check_a_batch() -> None:
     asked = [USER, "A tale about a fox, please."]
     replies = CHAT.batch(asked)
     assert [reply.content for reply in replies] == [chat_text({"role": "user", "content": each}) for each in asked]
 
 
-@supports("langchain-openai", "/v1/chat/completions", "tokens counted, streamed")
-@supports("langchain-openai", "/v1/responses", "an answer, streamed")
+@supports("langchain-openai", "/v1/chat/completions", "token usage, streamed")
+@supports("langchain-openai", "/v1/responses", "answer, streamed")
 def check_usage_of_a_streamed_answer() -> None:
     for chunks in (CHAT.stream(USER, stream_usage=True), RESPONSES.stream(USER)):
         whole = joined(chunks)
@@ -99,7 +99,7 @@ def check_logprobs_of_a_streamed_answer() -> None:
     assert len(told) == LENGTH, told
 
 
-@supports("langchain-openai", "/v1/chat/completions", "a system prompt", "several turns")
+@supports("langchain-openai", "/v1/chat/completions", "system prompt", "several turns")
 def check_several_turns() -> None:
     messages = [
         SystemMessage(SYSTEM),
@@ -110,8 +110,8 @@ def check_several_turns() -> None:
     assert CHAT.invoke(messages).content == CHAT.invoke(TURNS).content == text_of_turns()
 
 
-@supports("langchain-openai", "/v1/chat/completions", "an answer goes back")
-@supports("langchain-openai", "/v1/responses", "an answer goes back")
+@supports("langchain-openai", "/v1/chat/completions", "earlier answer sent back")
+@supports("langchain-openai", "/v1/responses", "earlier answer sent back")
 def check_an_answer_goes_back() -> None:
     for model in (CHAT, RESPONSES):
         first = model.invoke(USER)
@@ -120,12 +120,12 @@ def check_an_answer_goes_back() -> None:
         assert reply.usage_metadata["input_tokens"] > first.usage_metadata["total_tokens"], reply  # type: ignore[index]
 
 
-@supports("langchain-openai", "/v1/chat/completions", "parts of text")
+@supports("langchain-openai", "/v1/chat/completions", "content as text parts")
 def check_parts_of_text() -> None:
     assert CHAT.invoke([HumanMessage([{"type": "text", "text": USER}])]).content == chat_text()
 
 
-@supports("langchain-openai", "/v1/chat/completions", "stop texts")
+@supports("langchain-openai", "/v1/chat/completions", "stop sequences")
 def check_stop_texts() -> None:
     word = chat_text().split()[3]
     reply = CHAT.invoke(USER, stop=[word])
@@ -140,26 +140,26 @@ def check_several_answers() -> None:
     assert len({choice.text for choice in choices}) == 2, choices
 
 
-@supports("langchain-openai", "/v1/chat/completions", "a seed")
+@supports("langchain-openai", "/v1/chat/completions", "seed")
 def check_a_seed() -> None:
     seeded = ChatOpenAI(model="tiny", seed=3, max_tokens=8, temperature=1, **SERVER)
     assert seeded.invoke(USER).content == seeded.invoke(USER).content
 
 
-@supports("langchain-openai", "/v1/chat/completions", "refused: a prompt that is too long")
+@supports("langchain-openai", "/v1/chat/completions", "refused: prompt too long")
 def check_a_prompt_that_is_too_long() -> None:
     error = raised(ContextOverflowError, lambda: CHAT.invoke(TOO_LONG))
     assert isinstance(error, openai.BadRequestError) and error.code == "context_length_exceeded", error
     assert isinstance(raised(ContextOverflowError, lambda: list(CHAT.stream(TOO_LONG))), openai.BadRequestError)
 
 
-@supports("langchain-openai", "/v1/chat/completions", "refused: an unknown model")
+@supports("langchain-openai", "/v1/chat/completions", "refused: unknown model")
 def check_an_unknown_model() -> None:
     unknown = ChatOpenAI(model="tinny", **SERVER)
     assert raised(ModelNotFoundError, lambda: unknown.invoke(USER)).code == "model_not_found"
 
 
-@supports("langchain-openai", "/v1/chat/completions", "refused: what cannot be honoured, by name")
+@supports("langchain-openai", "/v1/chat/completions", "refused: unsupported fields, by name")
 def check_what_cannot_be_honoured() -> None:
     assert (
         "tools"
@@ -167,13 +167,13 @@ def check_what_cannot_be_honoured() -> None:
     )
 
 
-@supports("langchain-openai", "/v1/chat/completions", "tools: a call that is required")
+@supports("langchain-openai", "/v1/chat/completions", "tools: required call")
 def check_a_call_that_is_required() -> None:
     for choice in ("any", "required", True):
         require_call(ROOMY.bind_tools([weather], tool_choice=choice).invoke(USER))
 
 
-@supports("langchain-openai", "/v1/chat/completions", "tools: a call of one that is named")
+@supports("langchain-openai", "/v1/chat/completions", "tools: named tool")
 def check_a_call_of_a_tool_that_is_named() -> None:
     reply = ROOMY.bind_tools([weather], tool_choice="weather", parallel_tool_calls=False).invoke(USER)
     assert reply.response_metadata["finish_reason"] == "tool_calls" and len(reply.tool_calls) == 1, reply
@@ -184,17 +184,17 @@ def check_a_strict_tool() -> None:
     require_call(ROOMY.bind_tools([weather], strict=True, tool_choice="weather").invoke(USER))
 
 
-@supports("langchain-openai", "/v1/chat/completions", "tools: a call, streamed")
+@supports("langchain-openai", "/v1/chat/completions", "tools: call, streamed")
 def check_a_streamed_call() -> None:
     require_call(joined(ROOMY.bind_tools([weather], tool_choice="weather").stream(USER)))
 
 
-@supports("langchain-openai", "/v1/chat/completions", "tools: a result goes back")
+@supports("langchain-openai", "/v1/chat/completions", "tools: result sent back")
 def check_a_result_goes_back() -> None:
     require_answer_to_result(CHAT, ROOMY.bind_tools([weather], tool_choice="weather").invoke(USER))
 
 
-@supports("langchain-openai", "/v1/chat/completions", "structured output: parsed", "structured output: a JSON Schema")
+@supports("langchain-openai", "/v1/chat/completions", "structured output: parsed", "structured output: JSON Schema")
 @supports("langchain-openai", "/v1/responses", "structured output: parsed")
 def check_structured_output() -> None:
     require_parsed(ROOMY)
@@ -208,19 +208,19 @@ def check_structured_output_streamed() -> None:
     assert isinstance(parsed[-1], Degrees), parsed
 
 
-@supports("langchain-openai", "/v1/responses", "tools: a call of one that is named")
+@supports("langchain-openai", "/v1/responses", "tools: named tool")
 def check_a_call_in_a_response() -> None:
     reply = ROOMY_RESPONSES.bind_tools([weather], tool_choice="weather").invoke(USER)
     require_call(reply)
     require_answer_to_result(RESPONSES, reply)
 
 
-@supports("langchain-openai", "/v1/completions", "a whole text")
+@supports("langchain-openai", "/v1/completions", "text")
 def check_a_text_that_goes_on() -> None:
     assert OpenAI(model="tiny", **GREEDY, **SERVER).invoke(STORY) == completion_text()
 
 
-@supports("langchain-openai", "/v1/completions", "a text, streamed")
+@supports("langchain-openai", "/v1/completions", "text, streamed")
 def check_a_text_that_goes_on_streamed() -> None:
     parts = list(OpenAI(model="tiny", **GREEDY, **SERVER).stream(STORY))
     assert "".join(parts) == completion_text() and len(parts) > 3, parts
@@ -234,7 +234,7 @@ def check_several_prompts() -> None:
     assert (result.llm_output or {})["token_usage"]["completion_tokens"] == 2 * LENGTH, result.llm_output
 
 
-@supports("langchain-openai", "/v1/responses", "a whole answer")
+@supports("langchain-openai", "/v1/responses", "answer")
 def check_a_response() -> None:
     reply = RESPONSES.invoke([SystemMessage(SYSTEM), HumanMessage(USER)])
     assert text_of(reply) == text_of_turns(*TURNS[:2]), reply

@@ -68,10 +68,10 @@ def streamed(asked: dict[str, Any]) -> tuple[str, Any]:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks[-1]
 
 
-@supports("litellm", "/v1/chat/completions", "a whole answer", "tokens counted")
-@supports("litellm", "/v1/messages", "a whole answer")
-@supports("litellm", "/api/chat", "a whole answer")
-@supports("litellm", "/api/generate", "a whole answer")
+@supports("litellm", "/v1/chat/completions", "answer", "token usage")
+@supports("litellm", "/v1/messages", "answer")
+@supports("litellm", "/api/chat", "answer")
+@supports("litellm", "/api/generate", "answer")
 def check_whole_answers() -> None:
     for asked in (CHAT, ANTHROPIC, OLLAMA_CHAT, OLLAMA):
         reply = litellm.completion(**asked)
@@ -82,17 +82,17 @@ def check_whole_answers() -> None:
     assert usage.total_tokens == usage.prompt_tokens + LENGTH, usage
 
 
-@supports("litellm", "/v1/chat/completions", "an answer, streamed")
+@supports("litellm", "/v1/chat/completions", "answer, streamed")
 def check_a_streamed_answer() -> None:
     chunks = list(litellm.completion(**CHAT, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chat_text(), chunks
     assert chunks[-1].choices[0].finish_reason == "length", chunks[-1]
 
 
-@supports("litellm", "/v1/chat/completions", "tokens counted, streamed")
-@supports("litellm", "/v1/messages", "an answer, streamed")
-@supports("litellm", "/api/chat", "an answer, streamed")
-@supports("litellm", "/api/generate", "an answer, streamed")
+@supports("litellm", "/v1/chat/completions", "token usage, streamed")
+@supports("litellm", "/v1/messages", "answer, streamed")
+@supports("litellm", "/api/chat", "answer, streamed")
+@supports("litellm", "/api/generate", "answer, streamed")
 def check_usage_of_streamed_answers() -> None:
     for asked in (CHAT, ANTHROPIC, OLLAMA_CHAT, OLLAMA):
         text, last = streamed(asked)
@@ -101,14 +101,14 @@ def check_usage_of_streamed_answers() -> None:
         assert asked is not CHAT or last.usage.prompt_tokens == litellm.completion(**CHAT).usage.prompt_tokens, last
 
 
-@supports("litellm", "/v1/chat/completions", "pieces put together again")
+@supports("litellm", "/v1/chat/completions", "stream accumulated by the client")
 def check_pieces_put_together() -> None:
     chunks = list(litellm.completion(**CHAT, stream=True, stream_options={"include_usage": True}))
     whole = litellm.stream_chunk_builder(chunks, messages=ASKED)
     assert text_of(whole) == chat_text() and whole.usage.completion_tokens == LENGTH, whole
 
 
-@supports("litellm", "/v1/chat/completions", "asynchronously")
+@supports("litellm", "/v1/chat/completions", "asynchronous calls")
 def check_asynchronous_answers() -> None:
     async def both() -> list[str]:
         whole = text_of(await litellm.acompletion(**CHAT))
@@ -118,9 +118,9 @@ def check_asynchronous_answers() -> None:
     assert asyncio.run(both()) == [chat_text()] * 2
 
 
-@supports("litellm", "/v1/chat/completions", "a system prompt", "several turns")
-@supports("litellm", "/v1/messages", "a system prompt", "several turns")
-@supports("litellm", "/api/chat", "a system prompt", "several turns")
+@supports("litellm", "/v1/chat/completions", "system prompt", "several turns")
+@supports("litellm", "/v1/messages", "system prompt", "several turns")
+@supports("litellm", "/api/chat", "system prompt", "several turns")
 def check_several_turns() -> None:
     for asked in (CHAT, ANTHROPIC, OLLAMA_CHAT):
         assert text_of(litellm.completion(**{**asked, "messages": TURNS})) == chat_text(*TURNS), asked
@@ -138,7 +138,7 @@ def check_several_answers() -> None:
     assert len({choice.message.content for choice in choices}) == 2, choices
 
 
-@supports("litellm", "/v1/chat/completions", "stop texts")
+@supports("litellm", "/v1/chat/completions", "stop sequences")
 def check_stop_texts() -> None:
     word = chat_text().split()[3]
     reply = litellm.completion(**CHAT, stop=[word])
@@ -157,22 +157,22 @@ NAMED: dict[str, Any] = {"tools": [TOOL], "tool_choice": {"type": "function", "f
 FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "unit", "schema": WEATHER, "strict": True}}
 
 
-@supports("litellm", "/v1/chat/completions", "tools: a call that is required")
+@supports("litellm", "/v1/chat/completions", "tools: required call")
 def check_a_call_that_is_required() -> None:
     choice = litellm.completion(**{**CHAT, "max_tokens": ROOM}, tools=[TOOL], tool_choice="required").choices[0]
     assert choice.finish_reason == "tool_calls" and arguments_of(choice.message)["unit"] in UNITS, choice
 
 
-@supports("litellm", "/v1/chat/completions", "tools: a call of one that is named")
-@supports("litellm", "/v1/messages", "tools: a call of one that is named")
+@supports("litellm", "/v1/chat/completions", "tools: named tool")
+@supports("litellm", "/v1/messages", "tools: named tool")
 def check_a_call_of_a_tool_that_is_named() -> None:
     for asked in (CHAT, ANTHROPIC):
         choice = litellm.completion(**{**asked, "max_tokens": ROOM}, **NAMED).choices[0]
         assert choice.finish_reason == "tool_calls" and arguments_of(choice.message)["unit"] in UNITS, choice
 
 
-@supports("litellm", "/v1/chat/completions", "tools: a call, streamed")
-@supports("litellm", "/v1/messages", "tools: a call, streamed")
+@supports("litellm", "/v1/chat/completions", "tools: call, streamed")
+@supports("litellm", "/v1/messages", "tools: call, streamed")
 def check_a_streamed_call() -> None:
     for asked in (CHAT, ANTHROPIC):
         chunks = list(litellm.completion(**{**asked, "max_tokens": ROOM}, **NAMED, stream=True))
@@ -181,8 +181,8 @@ def check_a_streamed_call() -> None:
         assert asked is ANTHROPIC or whole.finish_reason == "tool_calls", whole
 
 
-@supports("litellm", "/v1/chat/completions", "tools: a result goes back")
-@supports("litellm", "/v1/messages", "tools: a result goes back")
+@supports("litellm", "/v1/chat/completions", "tools: result sent back")
+@supports("litellm", "/v1/messages", "tools: result sent back")
 def check_a_result_goes_back() -> None:
     for asked in (CHAT, ANTHROPIC):
         called = litellm.completion(**{**asked, "max_tokens": ROOM}, **NAMED).choices[0].message
@@ -192,8 +192,8 @@ def check_a_result_goes_back() -> None:
         assert text_of(reply), reply
 
 
-@supports("litellm", "/v1/chat/completions", "structured output: a JSON Schema")
-@supports("litellm", "/api/chat", "structured output: a JSON Schema")
+@supports("litellm", "/v1/chat/completions", "structured output: JSON Schema")
+@supports("litellm", "/api/chat", "structured output: JSON Schema")
 def check_a_form() -> None:
     for asked in (CHAT, OLLAMA_CHAT):
         reply = litellm.completion(**{**asked, "max_tokens": ROOM}, response_format=FORM)
@@ -205,9 +205,9 @@ def check_fields_of_other_servers() -> None:
     assert text_of(litellm.completion(**CHAT, top_k=1, extra_body={"min_p": 0.1, "num_ctx": 512})) == chat_text()
 
 
-@supports("litellm", "/v1/chat/completions", "refused: a prompt that is too long")
-@supports("litellm", "/v1/messages", "refused: a prompt that is too long")
-@supports("litellm", "/api/chat", "refused: a prompt that is too long")
+@supports("litellm", "/v1/chat/completions", "refused: prompt too long")
+@supports("litellm", "/v1/messages", "refused: prompt too long")
+@supports("litellm", "/api/chat", "refused: prompt too long")
 def check_a_prompt_that_is_too_long() -> None:
     owls = {"messages": [{"role": "user", "content": TOO_LONG}]}
     raised(litellm.ContextWindowExceededError, lambda: litellm.completion(**{**CHAT, **owls}))
@@ -217,27 +217,27 @@ def check_a_prompt_that_is_too_long() -> None:
     assert "maximum context length is 1024" in str(error), error
 
 
-@supports("litellm", "/v1/chat/completions", "refused: an unknown model")
-@supports("litellm", "/v1/messages", "refused: an unknown model")
+@supports("litellm", "/v1/chat/completions", "refused: unknown model")
+@supports("litellm", "/v1/messages", "refused: unknown model")
 def check_an_unknown_model() -> None:
     raised(litellm.NotFoundError, lambda: litellm.completion(**{**CHAT, "model": "openai/tinny"}))
     raised(litellm.NotFoundError, lambda: litellm.completion(**{**ANTHROPIC, "model": "anthropic/tinny"}))
 
 
-@supports("litellm", "/v1/chat/completions", "refused: what cannot be honoured, by name")
+@supports("litellm", "/v1/chat/completions", "refused: unsupported fields, by name")
 def check_what_cannot_be_honoured() -> None:
     searching: Any = [{"type": "frobnicate"}]
     error = raised(litellm.BadRequestError, lambda: litellm.completion(**CHAT, tools=searching))
     assert "tools" in str(error), error
 
 
-@supports("litellm", "/v1/completions", "a whole text")
+@supports("litellm", "/v1/completions", "text")
 def check_a_text_that_goes_on() -> None:
     reply = litellm.text_completion(**TEXT)
     assert reply.choices[0].text == completion_text() and reply.usage.completion_tokens == LENGTH, reply
 
 
-@supports("litellm", "/v1/completions", "a text, streamed")
+@supports("litellm", "/v1/completions", "text, streamed")
 def check_a_text_that_goes_on_streamed() -> None:
     chunks = list(litellm.text_completion(**TEXT, stream=True))
     assert "".join(chunk.choices[0].text or "" for chunk in chunks) == completion_text(), chunks
@@ -250,14 +250,14 @@ def check_several_prompts() -> None:
     assert [choice.text for choice in reply.choices] == [completion_text(prompt) for prompt in prompts], reply
 
 
-@supports("litellm", "/v1/responses", "a whole answer")
+@supports("litellm", "/v1/responses", "answer")
 def check_a_response() -> None:
     reply = litellm.responses(**RESPONSE)
     assert reply.output[0].content[0].text.startswith(chat_text()), reply
     assert reply.usage.output_tokens == 16, reply
 
 
-@supports("litellm", "/v1/responses", "an answer, streamed")
+@supports("litellm", "/v1/responses", "answer, streamed")
 def check_a_streamed_response() -> None:
     events = list(litellm.responses(**RESPONSE, stream=True))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")

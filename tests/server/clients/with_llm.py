@@ -52,9 +52,9 @@ def text_of(*arguments: str) -> str:
     return result.stdout.removesuffix("\n")
 
 
-@supports("llm", "/v1/chat/completions", "a whole answer", "an answer, streamed")
-@supports("llm", "/v1/responses", "a whole answer", "an answer, streamed")
-@supports("llm", "/v1/completions", "a whole text", "a text, streamed")
+@supports("llm", "/v1/chat/completions", "answer", "answer, streamed")
+@supports("llm", "/v1/responses", "answer", "answer, streamed")
+@supports("llm", "/v1/completions", "text", "text, streamed")
 def check_whole_and_streamed_answers() -> None:
     for more in (("--no-stream",), ()):
         assert text_of("-m", "tiny-local", *more, *GREEDY, USER) == chat_text()
@@ -63,8 +63,8 @@ def check_whole_and_streamed_answers() -> None:
     assert text_of("-m", "tiny-whole", *GREEDY, USER) == chat_text()
 
 
-@supports("llm", "/v1/chat/completions", "a system prompt", "several turns")
-@supports("llm", "/v1/responses", "a system prompt", "several turns")
+@supports("llm", "/v1/chat/completions", "system prompt", "several turns")
+@supports("llm", "/v1/responses", "system prompt", "several turns")
 def check_a_conversation_goes_on() -> None:
     for model in ("tiny-local", "tiny-responses"):
         first = text_of("-m", model, *GREEDY, "-s", SYSTEM, USER)
@@ -74,32 +74,32 @@ def check_a_conversation_goes_on() -> None:
         assert text_of("-c", *GREEDY, "And then?") == chat_text(*turns)
 
 
-@supports("llm", "/v1/chat/completions", "tokens counted")
+@supports("llm", "/v1/chat/completions", "token usage")
 def check_usage_of_a_whole_answer() -> None:
     count = said("/v1/chat/completions", {"messages": [ASKED], "max_tokens": 1})["usage"]["prompt_tokens"]
     told = run("-m", "tiny-local", "--no-stream", "-u", *GREEDY, USER).stderr
     assert f"{count} input, {LENGTH} output" in told, told
 
 
-@supports("llm", "/v1/chat/completions", "tokens counted, streamed")
+@supports("llm", "/v1/chat/completions", "token usage, streamed")
 def check_usage_of_a_streamed_answer() -> None:
     told = run("-m", "tiny-local", "-u", *GREEDY, USER).stderr
     assert f" input, {LENGTH} output" in told, told
 
 
-@supports("llm", "/v1/chat/completions", "a limit of tokens")
+@supports("llm", "/v1/chat/completions", "token limit")
 def check_a_limit_of_tokens() -> None:
     short = text_of("-m", "tiny-local", "-o", "temperature", "0", "-o", "max_tokens", "4", USER)
     assert short and chat_text().startswith(short) and short != chat_text(), short
 
 
-@supports("llm", "/v1/chat/completions", "a seed")
+@supports("llm", "/v1/chat/completions", "seed")
 def check_a_seed() -> None:
     asked = ("-m", "tiny-local", "-o", "seed", "1", "-o", "temperature", "1.5", "-o", "max_tokens", "8", USER)
     assert text_of(*asked) == text_of(*asked) != ""
 
 
-@supports("llm", "/v1/chat/completions", "tokens counted, streamed")
+@supports("llm", "/v1/chat/completions", "token usage, streamed")
 def check_the_log() -> None:
     text_of("-m", "tiny-local", *GREEDY, USER)
     [entry] = json.loads(text_of("logs", "-n", "1", "--json"))
@@ -110,21 +110,21 @@ def check_the_log() -> None:
 ROOMY = ("-o", "temperature", "0", "-o", "max_tokens", str(ROOM))
 
 
-@supports("llm", "/v1/chat/completions", "structured output: a JSON Schema")
+@supports("llm", "/v1/chat/completions", "structured output: JSON Schema")
 def check_a_schema() -> None:
     for more in ((), ("--no-stream",)):
         text = text_of("-m", "tiny-able", *more, *ROOMY, "--schema", json.dumps(WEATHER), USER)
         assert json.loads(text)["unit"] in UNITS, text
 
 
-@supports("llm", "/v1/chat/completions", "tools: they are told of")
+@supports("llm", "/v1/chat/completions", "tools: described to the model")
 def check_tools() -> None:
     function = 'def weather(unit: str) -> str:\n    "The weather of today."\n    return unit'
     for more in ((), ("--no-stream",)):
         assert text_of("-m", "tiny-able", *more, *GREEDY, "--functions", function, USER)
 
 
-@supports("llm", "/v1/chat/completions", "asynchronously")
+@supports("llm", "/v1/chat/completions", "asynchronous calls")
 def check_asynchronous_answers() -> None:
     async def text() -> str:
         return await llm.get_async_model("tiny-local").prompt(USER, temperature=0, max_tokens=LENGTH).text()
@@ -132,19 +132,19 @@ def check_asynchronous_answers() -> None:
     assert asyncio.run(text()) == chat_text()
 
 
-@supports("llm", "/v1/chat/completions", "refused: a prompt that is too long")
+@supports("llm", "/v1/chat/completions", "refused: prompt too long")
 def check_a_prompt_that_is_too_long() -> None:
     result = run("-m", "tiny-local", TOO_LONG)
     assert result.exit_code == 1 and "maximum context length is 1024 tokens" in result.stderr, result.output
 
 
-@supports("llm", "/v1/chat/completions", "refused: an unknown model")
+@supports("llm", "/v1/chat/completions", "refused: unknown model")
 def check_an_unknown_model() -> None:
     result = run("-m", "tinny", USER)
     assert result.exit_code == 1 and "'tiny'" in result.stderr, result.output
 
 
-@supports("llm", "/v1/chat/completions", "an answer, streamed")
+@supports("llm", "/v1/chat/completions", "answer, streamed")
 def check_an_endpoint_that_is_named() -> None:
     assert text_of("openai", "endpoint", f"{URL}/v1", USER, "-m", "tiny", *GREEDY) == chat_text()
 
@@ -157,7 +157,7 @@ def check_logprobs_of_a_text() -> None:
     assert len(tops) == LENGTH and all(len(top) == 2 for top in tops), entry
 
 
-@supports("llm", "/v1/models", "a list")
+@supports("llm", "/v1/models", "list of models")
 def check_the_models() -> None:
     assert "tiny" in text_of("openai", "endpoint", f"{URL}/v1", "--models").splitlines()
 

@@ -30,25 +30,25 @@ def text_of(*arguments: str) -> str:
     return result.stdout.removesuffix("\n")
 
 
-@supports("llm-ollama", "/api/tags", "a list")
-@supports("llm-ollama", "/api/show", "whether a model is told of tools")
+@supports("llm-ollama", "/api/tags", "list of models")
+@supports("llm-ollama", "/api/show", "tool support of a model")
 def check_the_model_is_found() -> None:
     listed = text_of("models", "--tools")
     assert "Ollama: " in listed and "ollama/tiny" in listed, listed
 
 
-@supports("llm-ollama", "/api/chat", "a whole answer", "an answer, streamed")
+@supports("llm-ollama", "/api/chat", "answer", "answer, streamed")
 def check_an_answer() -> None:
     for more in ((), ("--no-stream",)):
         assert text_of(*MODEL, *more, *GREEDY, USER) == chat_text()
 
 
-@supports("llm-ollama", "/api/chat", "tokens counted")
+@supports("llm-ollama", "/api/chat", "token usage")
 def check_usage() -> None:
     assert f" input, {LENGTH} output" in run(*MODEL, "-u", *GREEDY, USER).stderr
 
 
-@supports("llm-ollama", "/api/chat", "a system prompt", "several turns")
+@supports("llm-ollama", "/api/chat", "system prompt", "several turns")
 def check_a_conversation_goes_on() -> None:
     first = text_of(*MODEL, *GREEDY, "-s", SYSTEM, USER)
     turns = [{"role": "system", "content": SYSTEM}, ASKED, {"role": "assistant", "content": first}]
@@ -70,7 +70,7 @@ def check_options() -> None:
     assert text_of(*MODEL, *GREEDY, *flags, USER) == chat_text()
 
 
-@supports("llm-ollama", "/api/chat", "tools: calls that the model chooses to make", "tools: a result goes back")
+@supports("llm-ollama", "/api/chat", "tools: optional calls", "tools: result sent back")
 def check_a_call() -> None:
     for more in ((), ("--no-stream",)):
         assert text_of(*MODEL, *more, *ROOMY, "--functions", FUNCTION, USER)
@@ -80,7 +80,7 @@ def check_a_call() -> None:
         assert answering["response"], answering
 
 
-@supports("llm-ollama", "/api/chat", "structured output: a JSON Schema")
+@supports("llm-ollama", "/api/chat", "structured output: JSON Schema")
 def check_a_schema() -> None:
     for more in ((), ("--no-stream",)):
         text = text_of(*MODEL, *more, *ROOMY, "--schema", json.dumps(WEATHER), USER)

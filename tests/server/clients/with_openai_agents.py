@@ -98,18 +98,18 @@ def require_refusal(model: Any) -> None:
     assert error.code == "context_length_exceeded", error
 
 
-@supports("openai-agents", "/v1/chat/completions", "a whole answer", "a system prompt", "tokens counted")
+@supports("openai-agents", "/v1/chat/completions", "answer", "system prompt", "token usage")
 def check_a_whole_answer() -> None:
     require_answer(CHAT)
 
 
-@supports("openai-agents", "/v1/chat/completions", "an answer, streamed")
+@supports("openai-agents", "/v1/chat/completions", "answer, streamed")
 def check_a_streamed_answer() -> None:
     require_streamed_answer(CHAT)
 
 
-@supports("openai-agents", "/v1/chat/completions", "tools: a call that is required", "tools: a call, streamed")
-@supports("openai-agents", "/v1/chat/completions", "tools: a result goes back")
+@supports("openai-agents", "/v1/chat/completions", "tools: required call", "tools: call, streamed")
+@supports("openai-agents", "/v1/chat/completions", "tools: result sent back")
 def check_a_call() -> None:
     require_call(CHAT)
 
@@ -119,23 +119,23 @@ def check_structured_output() -> None:
     require_structured_output(CHAT)
 
 
-@supports("openai-agents", "/v1/chat/completions", "refused: a prompt that is too long")
+@supports("openai-agents", "/v1/chat/completions", "refused: prompt too long")
 def check_a_prompt_that_is_too_long() -> None:
     require_refusal(CHAT)
 
 
-@supports("openai-agents", "/v1/responses", "a whole answer", "a system prompt")
+@supports("openai-agents", "/v1/responses", "answer", "system prompt")
 def check_a_response() -> None:
     require_answer(RESPONSES)
 
 
-@supports("openai-agents", "/v1/responses", "an answer, streamed")
+@supports("openai-agents", "/v1/responses", "answer, streamed")
 def check_a_streamed_response() -> None:
     require_streamed_answer(RESPONSES)
 
 
-@supports("openai-agents", "/v1/responses", "tools: a call that is required", "tools: a call, streamed")
-@supports("openai-agents", "/v1/responses", "tools: a result goes back")
+@supports("openai-agents", "/v1/responses", "tools: required call", "tools: call, streamed")
+@supports("openai-agents", "/v1/responses", "tools: result sent back")
 def check_a_call_of_a_response() -> None:
     require_call(RESPONSES)
 
@@ -145,7 +145,7 @@ def check_structured_output_of_a_response() -> None:
     require_structured_output(RESPONSES)
 
 
-@supports("openai-agents", "/v1/responses", "refused: a prompt that is too long")
+@supports("openai-agents", "/v1/responses", "refused: prompt too long")
 def check_a_response_that_is_too_long() -> None:
     require_refusal(RESPONSES)
 
