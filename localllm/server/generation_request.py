@@ -309,7 +309,7 @@ def _variables(engine: LoadedEngine, given: Mapping[str, Any], effort: str | Non
 
 
 def _no_effort(effort: str, effort_field: str, why: str) -> RequestError:
-    what = f"{effort_field!r} cannot be set to {effort!r}"
+    what = f"{effort_field!r}: thinking cannot be set to {effort!r}"
     return RequestError(400, what, why=why, param=effort_field, name="unsupported_value")
 
 

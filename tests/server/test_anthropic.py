@@ -264,7 +264,7 @@ def test_what_cannot_be_honoured_is_a_400_that_names_it(client: anthropic.Anthro
         ({"messages": [said("Once")]}, "nothing to answer"),
         ({"messages": [*OWL, said("Once ")]}, "cannot end with trailing whitespace"),
         ({"messages": [*OWL, said("Once\n")]}, "cannot end with trailing whitespace"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "budget of thinking cannot be held to"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking budget cannot be enforced"),
         ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, r"output_config\.effort"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -207,7 +207,7 @@ async def generate(call: ApiCall, body: OllamaGenerateBody) -> Response:
     if body.raw:
         for name, given in (("system", body.system), ("think", body.think)):
             if given:
-                why = "the model continues a raw prompt as it is, without a chat template"
+                why = "a raw prompt gets no chat template"
                 raise RequestError(400, f"{name!r} cannot be honoured", why=why, param=name, name="unsupported_value")
         return await _answer(call, body, body.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []
