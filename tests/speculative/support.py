@@ -27,7 +27,7 @@ from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
-from tests.choices.support import steps
+from tests.engine_support import steps
 
 TALE = (
     "Once upon a time there was a fox who found a lantern. The fox was proud of the lantern, and the fox said: "

@@ -22,7 +22,7 @@ from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import ModelDrafter
 from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.kernels.kv_page import PAGE_TOKENS
-from tests.choices.support import steps
+from tests.engine_support import steps, token_ids
 from tests.speculative.support import (
     DRAFTERS,
     PLACEMENTS,
@@ -91,7 +91,7 @@ def check(
     place(engine, placement)
     draft_with(engine, drafter, draft_tokens)
     (events,) = answers(engine, [wish])
-    assert tuple(event.token_id for event in events if isinstance(event, TokenEvent)) == expected.token_ids
+    assert tuple(token_ids(events)) == expected.token_ids
     return stats(events).accepted
 
 
@@ -370,7 +370,7 @@ def test_a_chat_goes_on_after_a_restart_from_pages_that_drafts_filled(tmp_path: 
         (events,) = answers(resumed, [Request(prompt, sampling)])
         finished = events[-1]
         assert isinstance(finished, FinishedEvent) and finished.usage.cached_tokens >= 128
-        assert tuple(event.token_id for event in events if isinstance(event, TokenEvent)) == second.token_ids
+        assert tuple(token_ids(events)) == second.token_ids
         resumed.close()
 
 
