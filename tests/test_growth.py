@@ -13,7 +13,7 @@ import pytest
 from localllm import Engine, EngineThread, FinishedEvent, GrownEvent, Request, SamplingParams
 from localllm.cache.paged_kv import KVPages
 from localllm.engine import context_growth as growth
-from localllm.engine import placement, planner
+from localllm.engine import planner
 from localllm.engine.events import Event
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.prefix_config import KVReuse
@@ -24,14 +24,13 @@ from localllm.offload.planner.advice import fixes_for_context
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
 from localllm.offload.planner.plan import KEPT_PAGES, Plan
-from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
 from tests.engine_support import steps, token_ids
 from tests.packed_support import pack, small_checkpoint
 from tests.test_device_placement import Packed
-from tests.test_placement import engine, shape_of
+from tests.test_placement import engine, shape_of, with_small_models
 
 CTX, LONGEST = 64, 256
 SHORT, LONG = tuple(range(3, 33)), tuple(range(3, 123))
@@ -42,14 +41,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        rates = Profile("this machine", disk_read_gbs=1.0, formats=dict.fromkeys(RECIPES, FormatRates(20.0, 500.0)))
-        patch.setattr(planner, "kept_profile", lambda: rates)
-        patch.setattr(placement, "BATCH_ROWS", 8)
-        yield
+small_models = pytest.fixture(scope="module", autouse=True)(with_small_models)
 
 
 def search(shape: ModelShape, memory_bytes: int, ctx: int) -> Search:

@@ -42,8 +42,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return small_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def with_small_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of a machine whose rates are known; what these models are packed into is nobody else's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         rates = Profile("this machine", disk_read_gbs=1.0, formats=dict.fromkeys(RECIPES, FormatRates(20.0, 500.0)))
@@ -51,6 +51,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # So that what is computed at once does not outweigh these small models.
         patch.setattr(placement, "BATCH_ROWS", 8)
         yield
+
+
+small_models = pytest.fixture(scope="module", autouse=True)(with_small_models)
 
 
 def shape_of(directory: Path, weights: str) -> ModelShape:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
 import anthropic
+import degrees
 from checks import GREEDY, LENGTH, ROOM, SYSTEM, TOO_LONG, UNITS, URL, USER, chat_text, raised, supports, tell
 from langchain_anthropic import ChatAnthropic
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from pydantic import BaseModel
 
 SERVER: dict[str, Any] = {"base_url": URL, "api_key": "none", "max_retries": 0}
 CHAT = ChatAnthropic(model="tiny", **GREEDY, **SERVER)
@@ -19,16 +19,7 @@ ROOMY = ChatAnthropic(model="tiny", temperature=0, max_tokens=ROOM, **SERVER)
 TURNS = [("system", SYSTEM), ("user", USER), ("assistant", "Once there was an owl."), ("user", "And then?")]
 
 
-class Degrees(BaseModel):
-    """What the weather is told in."""
-
-    unit: Literal["C", "F"]
-
-
-@tool
-def weather(unit: Literal["C", "F"]) -> str:
-    """The weather of today."""
-    return f"21 {unit}"
+weather = tool(degrees.weather)
 
 
 def text_of(message: BaseMessage) -> str:
@@ -121,8 +112,8 @@ def check_a_strict_tool() -> None:
 @supports("langchain-anthropic", "/v1/messages", "structured output: parsed")
 def check_structured_output() -> None:
     for method in ("json_schema", "function_calling"):
-        parsed = ROOMY.with_structured_output(Degrees, method=method).invoke(USER)
-        assert isinstance(parsed, Degrees), (method, parsed)
+        parsed = ROOMY.with_structured_output(degrees.Degrees, method=method).invoke(USER)
+        assert isinstance(parsed, degrees.Degrees), (method, parsed)
 
 
 @supports("langchain-anthropic", "/v1/messages/count_tokens", "tokens counted")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
+import degrees
 from checks import (
     LENGTH,
     ROOM,
@@ -24,7 +25,6 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_ollama import ChatOllama, OllamaEmbeddings, OllamaLLM
 from ollama import ResponseError
-from pydantic import BaseModel
 
 CHAT = ChatOllama(model="tiny", base_url=URL, temperature=0, num_predict=LENGTH)
 ROOMY = ChatOllama(model="tiny", base_url=URL, temperature=0, num_predict=ROOM)
@@ -32,16 +32,7 @@ TEXT = OllamaLLM(model="tiny", base_url=URL, temperature=0, num_predict=LENGTH)
 TURNS = [("system", SYSTEM), ("user", USER), ("assistant", "Once there was an owl."), ("user", "And then?")]
 
 
-class Degrees(BaseModel):
-    """What the weather is told in."""
-
-    unit: Literal["C", "F"]
-
-
-@tool
-def weather(unit: Literal["C", "F"]) -> str:
-    """The weather of today."""
-    return f"21 {unit}"
+weather = tool(degrees.weather)
 
 
 @supports("langchain-ollama", "/api/chat", "a whole answer")
@@ -119,8 +110,8 @@ def check_a_streamed_call() -> None:
 @supports("langchain-ollama", "/api/chat", "structured output: parsed")
 def check_structured_output() -> None:
     for method in ("json_schema", "function_calling"):
-        parsed = ROOMY.with_structured_output(Degrees, method=method).invoke(USER)
-        assert isinstance(parsed, Degrees), (method, parsed)
+        parsed = ROOMY.with_structured_output(degrees.Degrees, method=method).invoke(USER)
+        assert isinstance(parsed, degrees.Degrees), (method, parsed)
 
 
 @supports("langchain-ollama", "/api/chat", "structured output: a JSON Schema")

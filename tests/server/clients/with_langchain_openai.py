@@ -6,8 +6,9 @@ import asyncio
 import functools
 import operator
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
+import degrees
 import openai
 from checks import (
     GREEDY,
@@ -31,7 +32,6 @@ from langchain_core.exceptions import ContextOverflowError, ModelNotFoundError
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
-from pydantic import BaseModel
 
 SERVER: dict[str, Any] = {"base_url": f"{URL}/v1", "api_key": "none", "max_retries": 0}
 CHAT = ChatOpenAI(model="tiny", **GREEDY, **SERVER)
@@ -43,16 +43,7 @@ ROOMY = ChatOpenAI(model="tiny", temperature=0, max_tokens=ROOM, **SERVER)
 ROOMY_RESPONSES = ChatOpenAI(model="tiny", use_responses_api=True, temperature=0, max_tokens=ROOM, **SERVER)
 
 
-class Degrees(BaseModel):
-    """What the weather is told in."""
-
-    unit: Literal["C", "F"]
-
-
-@tool
-def weather(unit: Literal["C", "F"]) -> str:
-    """The weather of today."""
-    return f"21 {unit}"
+weather = tool(degrees.weather)
 
 
 def text_of(message: BaseMessage) -> str:
@@ -230,17 +221,17 @@ def check_a_result_goes_back() -> None:
 def check_structured_output() -> None:
     schema = {**WEATHER, "title": "degrees", "description": "What the weather is told in."}
     for method in ("json_schema", "function_calling"):
-        parsed: Any = ROOMY.with_structured_output(Degrees, method=method).invoke(USER)
-        assert isinstance(parsed, Degrees), (method, parsed)
+        parsed: Any = ROOMY.with_structured_output(degrees.Degrees, method=method).invoke(USER)
+        assert isinstance(parsed, degrees.Degrees), (method, parsed)
         parsed = ROOMY.with_structured_output(schema, method=method).invoke(USER)
         assert parsed["unit"] in UNITS, (method, parsed)
-    assert isinstance(ROOMY_RESPONSES.with_structured_output(Degrees).invoke(USER), Degrees)
+    assert isinstance(ROOMY_RESPONSES.with_structured_output(degrees.Degrees).invoke(USER), degrees.Degrees)
 
 
 @supports("langchain-openai", "/v1/chat/completions", "structured output: parsed, streamed")
 def check_structured_output_streamed() -> None:
-    parsed = list(ROOMY.with_structured_output(Degrees, method="json_schema").stream(USER))
-    assert isinstance(parsed[-1], Degrees), parsed
+    parsed = list(ROOMY.with_structured_output(degrees.Degrees, method="json_schema").stream(USER))
+    assert isinstance(parsed[-1], degrees.Degrees), parsed
 
 
 @supports("langchain-openai", "/v1/responses", "tools: a call of one that is named")
