@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import peers
+from benchmarks.measure import drop_from_cache
 from benchmarks.offload_accelerate import INSTALL, PLACEMENTS, Accelerate, contenders
 from benchmarks.peers import Match, num_weights
 from benchmarks.peers_protocol import REPOSITORY
@@ -87,11 +88,9 @@ def disk_read_bytes() -> int:
 def reads_are_counted(directory: Path) -> bool:
     probe = directory / "probe"
     probe.write_bytes(os.urandom(PROBE_BYTES))
-    with probe.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        before = disk_read_bytes()
-        file.read()
+    drop_from_cache([probe])
+    before = disk_read_bytes()
+    probe.read_bytes()
     return disk_read_bytes() - before >= PROBE_BYTES
 
 

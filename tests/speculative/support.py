@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
 from localllm.engine.events import Event, SpeculationStats
 from localllm.engine.placement import model_shape
@@ -95,6 +96,12 @@ def draft_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool 
         drafters.append(ModelDrafter("model:itself", lambda: model, engine.residency.new_kv))
     engine.speculation.close()
     engine.speculation = Speculation(engine.residency, lookup, drafters, draft_tokens, adapts=adapts)
+
+
+def draft_by_oracle(engine: Engine, wish: Request, answer: Said, alpha: float, draft_tokens: int) -> None:
+    """From now on: drafts of which a share of alpha is right."""
+    oracle = Oracle({wish.prompt_ids: (*wish.prompt_ids, *answer.token_ids)}, alpha, engine.config.vocab_size)
+    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
 
 
 def swap_two_words(folder: Path) -> tuple[str, str]:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, KVReuse
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.speculator import Speculation, speculation
+from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.packed_support import small_checkpoint
-from tests.speculative.support import Said, answers, loaded, request, said
+from tests.speculative.support import Said, answers, draft_by_oracle, loaded, request, said
 from tests.thinning import every_other, thinned
 
 
@@ -32,14 +32,12 @@ def drawn(num_prompt: int, max_tokens: int) -> Request:
 def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> None:
     engine.speculation = Speculation(engine.residency, None, (), 0)
     (expected,) = said(engine, wish)
-    stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
-    oracle = Oracle(stream, alpha, engine.config.vocab_size)
-    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
+    draft_by_oracle(engine, wish, expected, alpha, draft_tokens)
     (events,) = answers(engine, [wish])
     assert Said.of(events) == expected
     finished = events[-1]
     assert isinstance(finished, FinishedEvent) and finished.speculation is not None
-    assert finished.speculation.accepted > 0
+    assert bool(finished.speculation.accepted) == bool(alpha)
     assert not engine.residency.kv_pages.sequences
     engine.speculation = speculation(Speculate("auto"), engine.residency, None)
     assert said(engine, wish) == [expected] and not engine.residency.kv_pages.sequences
@@ -48,6 +46,9 @@ def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> Non
 @pytest.mark.parametrize("kv", every_other(["bf16", "int8", "k8v4", "int4"]))
 def test_every_kv_format_rolls_back(kv: str) -> None:
     engine = loaded(kv=kv, ctx=512)
+    long = request(engine, temperature=0, max_tokens=3 * PAGE_TOKENS)
+    for draft_tokens, alpha in ((3, 0.5), (15, 0.9), (15, 0.0), (15, 1.0)):
+        check(engine, long, draft_tokens, alpha)
     check(engine, request(engine, "a " * 61, temperature=0, max_tokens=80), 4, 0.8)
     check(engine, request(engine, temperature=0.9, seed=3, max_tokens=80), 7, 0.9)
     engine.close()

@@ -12,16 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.oracle import Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
-from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.events import Event
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.runner import ModelRunner
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import ModelDrafter
 from localllm.engine.speculative.speculator import Speculation, speculation
-from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.engine_support import steps, token_ids
 from tests.speculative.support import (
     DRAFTERS,
@@ -31,6 +28,7 @@ from tests.speculative.support import (
     TALE,
     Said,
     answers,
+    draft_by_oracle,
     draft_with,
     grammar_like,
     loaded,
@@ -120,18 +118,6 @@ def test_each_drafter_is_right_sometimes(int4: Engine) -> None:
         assert accepted > 10, (drafter, placement)
 
 
-@pytest.mark.parametrize("kv", every_other(KV_FORMATS))
-def test_every_kv_format_rolls_back(kv: str) -> None:
-    """Over the ends of pages, where open ones are written again and sealed ones begin."""
-    engine = loaded(kv=kv, ctx=512)
-    wish = request(engine, temperature=0, max_tokens=3 * PAGE_TOKENS)
-    (expected,) = said(engine, wish)
-    for alpha, draft_tokens in ((0.5, 3), (0.9, 15), (0.0, 15), (1.0, 15)):
-        draft_by_oracle(engine, wish, expected, alpha, draft_tokens)
-        assert said(engine, wish) == [expected]
-    engine.close()
-
-
 def test_a_batch_is_that_of_each_request_alone(int4: Engine) -> None:
     names = [*SAMPLERS, "greedy", "plain"]
     wishes = [request(int4, TALE[: 40 + 9 * i], seed=i, **SAMPLERS[name]) for i, name in enumerate(names)]
@@ -199,12 +185,6 @@ def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
 def _of_drafters(engine: Engine) -> set[object]:
     """Sequences that a second model has: none, once the requests are gone."""
     return {kv for drafter in engine.speculation._drafters for kv in getattr(drafter, "_kvs", {}).values()}
-
-
-def draft_by_oracle(engine: Engine, wish: Request, answer: Said, alpha: float, draft_tokens: int) -> None:
-    """Of which a share of alpha is right."""
-    oracle = Oracle({wish.prompt_ids: (*wish.prompt_ids, *answer.token_ids)}, alpha, engine.config.vocab_size)
-    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
 
 
 def to_the_end(engine: Engine) -> list[Event]:
