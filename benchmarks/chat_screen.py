@@ -289,10 +289,11 @@ def figures(result: Mapping[str, Any]) -> list[str]:
         median, low, high = (scale * result[part][name][which] for which in ("median", "min", "max"))
         return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}){unit}"
 
-    rows = {"localllm": "streaming", "the same as Textual draws Markdown": "textual"}
+    rows = {"localllm": "streaming", "the same with Textual's own Markdown": "textual"}
     return [
-        f"On a terminal of {_COLUMNS} x {_ROWS} {_TOKENS:,} tokens of Markdown with code and tables come, {_TOK_S} a",
-        "second; what is typed meanwhile is to be seen after so many ms. Medians of five rounds, least and most.",
+        f"On a terminal of {_COLUMNS} x {_ROWS}, {_TOKENS:,} tokens of Markdown with code and tables are streamed",
+        f"at {_TOK_S} a second. Keys typed meanwhile appear after so many ms.",
+        "Medians of five rounds, with the lowest and highest.",
         "",
         "| | typed: median | 95 % | longest | of one core |",
         "|---|---|---|---|---|",
@@ -301,16 +302,16 @@ def figures(result: Mapping[str, Any]) -> list[str]:
             f"| {shown(part, 'max_ms', digits=0)} | {shown(part, 'cpu_share', 100, ' %', 0)} |"
             for name, part in rows.items()
         ),
-        f"| where nothing is written | | {shown('streaming', 'quiet_p95_ms', digits=0)} | | |",
+        f"| while nothing is streamed | | {shown('streaming', 'quiet_p95_ms', digits=0)} | | |",
         "",
         "| | seconds |",
         "|---|---|",
         f"| `localllm chat` to the first picture | {shown('start', 'first_picture_s')} |",
-        f"| beside that: Python importing Textual | {shown('start', 'textual_s')} |",
+        f"| for comparison: Python importing Textual | {shown('start', 'textual_s')} |",
         f"| to the first word of `tiny`, asked at once, on a new machine | {shown('start', 'first_word_s')} |",
-        f"| beside that: Python importing torch | {shown('start', 'torch_s')} |",
+        f"| for comparison: Python importing torch | {shown('start', 'torch_s')} |",
         f"| a conversation of 500 messages opened | {shown('long', 'open_s')} |",
-        f"| ten pages of it a second: what a key waits, 95 % | {shown('long', 'page_p95_ms', 1e-3, digits=3)} |",
+        f"| ten pages of it a second: latency of a key, 95 % | {shown('long', 'page_p95_ms', 1e-3, digits=3)} |",
         f"| the longest | {shown('long', 'page_max_ms', 1e-3, digits=3)} |",
     ]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.bench.random_model import random_model
+from benchmarks.random_files import random_model
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, SpeculationStats, TokenEvent
 from localllm.engine.prefix_config import NO_REUSE, KVReuse

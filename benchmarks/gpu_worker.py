@@ -47,12 +47,13 @@ from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.kv_allocator import KVAllocator
+from localllm.engine.loader import LoadedModel
 from localllm.engine.memory import choose_device
 from localllm.engine.placement import model_shape
 from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, UNKNOWN_SOURCE
 from localllm.engine.request import SamplingParams
-from localllm.engine.residency import Residency
+from localllm.engine.residency import Residency, new_pages
 from localllm.engine.speculative.choice import Speculate
 from localllm.hub import locate
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -168,14 +169,14 @@ class CappedModel:
 
     def _placed(self, blocks: Sequence[BlockPlacement]) -> Engine:
         if self.placed.blocks != blocks:
-            self.engine.move(blocks)
+            self.engine.residency.move(blocks)
             self.placed.wait_until_pinned()
         return self.engine
 
     def _alone(self) -> Engine:
         if self.alone is None:
             decoder = load_decoder(self.model, self.model.config, self.recipe, dtype=torch.bfloat16, device=_HOST)
-            self.alone = Engine(decoder, self.engine.tokenizer, ctx=CTX)
+            self.alone = Engine(LoadedModel(decoder, CTX), self.engine.tokenizer)
         return self.alone
 
     @property
@@ -240,7 +241,7 @@ class ResidentModel:
         self.known = KVAllocator(self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan)
         self._num_prompts = 0
         self.steps = {True: self.engine.runner.gpu_program, False: WithoutGraphs(self.engine.model)}
-        self.pages = {name: self.engine.residency.new_pages(KV_FORMATS[name]) for name in _KV_BYTES}
+        self.pages = {name: new_pages(self.engine.model, KV_FORMATS[name]) for name in _KV_BYTES}
         self.sequences: dict[tuple[str, int], PagedKV] = {}
         peak = self._peak()
         self.copy_gbs = copying(self.device)
@@ -370,7 +371,7 @@ def _stream_some(engine: Engine) -> None:
     for number, block in enumerate(engine.residency.blocks):
         is_copied = block.name.endswith(".mlp") and number % 4 == 2
         blocks.append(replace(block, tier="ram", exec="gpu") if is_copied else block)
-    engine.move(blocks)
+    engine.residency.move(blocks)
 
 
 KINDS = {
@@ -395,7 +396,7 @@ class Texts:
         self.tokenizer = Tokenizer.load(self.files.directory)
         with _packed(self.files.directory) as packed:
             alone = load_decoder(packed, packed.config, _RECIPE, dtype=torch.float32, device=_HOST)
-            expected = self._text(Engine(alone, self.tokenizer, ctx=_TEXT_CTX), self.many_tokens)
+            expected = self._text(Engine(LoadedModel(alone, _TEXT_CTX), self.tokenizer), self.many_tokens)
             parts = DecoderParts(packed.config, _RECIPE, torch.float32, choose_device(device))
             with OffloadedModel(packed, parts, choose_device(device)) as placed:
                 found = {kind: self._compared(placed, kind, expected) for kind in (*KINDS, "mixed")}
@@ -407,7 +408,7 @@ class Texts:
             for seed, many_rows in enumerate((NEVER, 8)):
                 placed.place(self._blocks(kind, seed), many_rows)
                 text = self._text(
-                    Engine(placed.decode_model, self.tokenizer, ctx=_TEXT_CTX, placed=placed), self.tokens
+                    Engine(LoadedModel(placed.decode_model, _TEXT_CTX, placed=placed), self.tokenizer), self.tokens
                 )
                 if text != expected[: self.tokens]:
                     at = next(index for index, pair in enumerate(zip(text, expected, strict=False)) if len({*pair}) > 1)
@@ -418,7 +419,7 @@ class Texts:
 
     def _twice(self, placed: OffloadedModel) -> str:
         placed.place(self._blocks("mixed", 2), 8)
-        engine = Engine(placed.decode_model, self.tokenizer, ctx=_TEXT_CTX, placed=placed)
+        engine = Engine(LoadedModel(placed.decode_model, _TEXT_CTX, placed=placed), self.tokenizer)
         first, second = (self._text(engine, self.many_tokens) for _ in range(2))
         return "ok" if first == second else "FAILED: two texts"
 

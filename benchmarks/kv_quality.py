@@ -214,8 +214,9 @@ def tables(result: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{result['text']}: {result['predicted_tokens']:,} tokens, in windows of {result['ctx']} that each start "
-            f"without context. Perplexity with bf16 pages: {bases['exact']:.3f}; as the program computes with int4-g64 "
-            f"weights: {bases['shipped']:.3f}, which the rows of that kind are compared with.",
+            "without context.",
+            f"Perplexity with bf16 pages: {bases['exact']:.3f}. As the program computes with int4-g64 weights: "
+            f"{bases['shipped']:.3f}, the baseline of those rows.",
             "",
             _formats(result["runs"], result["memory"]),
             "### Outliers in the keys",

@@ -26,7 +26,7 @@ from benchmarks.measure import known, machine, paired, parser, plain, save, spre
 from benchmarks.offload_worker import Spec
 from benchmarks.peers import Match
 from benchmarks.peers_protocol import UnavailableError
-from localllm.bench.random_model import random_model
+from benchmarks.random_files import random_model
 from localllm.config import user_directories
 from localllm.engine.weights import compact_form
 from localllm.hub import ModelFiles

@@ -9,6 +9,7 @@ from dataclasses import replace
 from localllm.engine.engine import Engine
 from localllm.engine.sequence import Sequence as Running
 from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.controller import Controller, Option, Situation, StepTimes
 from localllm.engine.speculative.drafter import Draft
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.speculator import Speculation, speculation
@@ -61,18 +62,35 @@ class Wrong(Oracle):
             yield Draft(((token_ids[end] + 1) % 1000,), "ngram-16"), token_ids[end : end + limit]
 
 
-def draft_with(engine: Engine, wish: Speculate, lookup: NgramLookup | None = None, *, keeps: bool = False) -> None:
-    """Draft so from now on. lookup: that drafts in place of the wish's. keeps: the last drafter is used again later."""
-    if not keeps:
-        engine.speculation.close()
+class FixedCount(Controller):
+    """Drafts as many tokens as may be in every step."""
+
+    def __init__(self) -> None:
+        super().__init__(StepTimes())
+
+    def choose(self, situation: Situation, drafters: Sequence[str]) -> Option | None:
+        most, drafter = situation.most, drafters[0] if drafters else None
+        are_offered = tuple(bool(offer.token_ids) for offer in situation.offers)
+        counts = tuple(
+            max(0, min(most, limit, len(offer.token_ids) if offer.token_ids or drafter is None else limit))
+            for limit, offer in zip(situation.limits, situation.offers, strict=True)
+        )
+        if not any(counts):
+            return None
+        return Option(counts, are_offered, None if all(are_offered) else drafter, 1.0, 1.0)
+
+
+def draft_with(engine: Engine, wish: Speculate, lookup: NgramLookup | None = None) -> None:
+    """Draft so from now on. lookup: that drafts in place of the wish's."""
+    engine.speculation.close()
     if lookup is None:
         engine.speculation = speculation(wish, engine.residency, engine.plan)
     else:
-        engine.speculation = Speculation(engine.residency, lookup, (), wish.most_tokens, adapts=wish.adapts)
+        engine.speculation = Speculation(engine.residency, lookup, (), wish.most_tokens)
 
 
 def stream(engine: Engine, is_streamed: Callable[[str], bool]) -> None:
     """Read these blocks, by their names, from the disk at every step; embedding and head stay in memory."""
     blocks = engine.residency.blocks
     tiers = ["disk" if block.name not in (EMBED, HEAD) and is_streamed(block.name) else "ram" for block in blocks]
-    engine.move([replace(block, tier=tier) for block, tier in zip(blocks, tiers, strict=True)])  # type: ignore[arg-type]
+    engine.residency.move([replace(block, tier=tier) for block, tier in zip(blocks, tiers, strict=True)])  # type: ignore[arg-type]

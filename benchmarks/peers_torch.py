@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from benchmarks.peers_protocol import UnavailableError, serve
-from localllm.bench.target import TargetSetup, matrix_bytes, random_target
+from localllm.bench.target import matrix_bytes, random_target
+from localllm.bench.workload import Workload
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import SamplingParams
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape
 from localllm.offload.measuring.roofline import MemoryFloor
-from localllm.quant.recipe import recipe
+from localllm.settings import EngineConfig
 
 READS = 8  # of the floor's buffer: a quarter of a second in all, so that one moment's disturbance is not the figure
 
@@ -25,13 +26,13 @@ class Localllm:
     """Requests through the Engine, as a front end makes them: sampling and detokenizing are in the time."""
 
     def load(self, *, shape: dict[str, Any], threads: int, weights: str, context: int) -> dict[str, Any]:
-        torch.set_num_threads(threads)
         shape_of = Shape("the benchmark's shape", parse_config(shape, "the benchmark's shape"), shape)
-        target = random_target(shape_of, TargetSetup(recipe(weights), torch.bfloat16, torch.device("cpu"), context))
+        config = EngineConfig(device="cpu", weights=weights, threads=threads)
+        target = random_target(shape_of, config, Workload(context - 1, 0, (0,), 1))
         self.engine = target.engine
         self.floor: MemoryFloor | None = None
         return {
-            "title": f"localllm {target.weights}",
+            "title": f"localllm {target.engine.weights}",
             "weight_bytes_per_token": matrix_bytes(self.engine.model),
             "version": f"torch {torch.__version__}",
             "cpu_features": torch.backends.cpu.get_cpu_capability(),

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.measure import RESULTS, drop_from_cache, machine, paired, parser, save, spread
-from localllm.bench.random_model import random_model
+from benchmarks.random_files import random_model
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import KVReuse

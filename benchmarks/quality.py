@@ -130,7 +130,7 @@ class Subject:
 
     def log_probabilities(self, window: list[int]) -> Tensor:
         self.kv.trim(0)
-        logits = self.runner.forward([Chunk(window, self.kv, len(window))], all_logits=True)
+        logits = self.runner.forward([Chunk(window, self.kv, len(window), all_logits=True)])
         return logits[:-1].log_softmax(-1)
 
     def read(self, window: list[int], base: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def tables(result: Mapping[str, Any]) -> str:
     }
     about = (
         f"{result['text']}: {result['predicted_tokens']:,} tokens, in windows of {result['ctx']} that each start "
-        f"without context. bf16: perplexity {base['perplexity']:.3f}, {base['bytes'] / 1e6:.2f} MB.\n"
+        f"without context.\nbf16: perplexity {base['perplexity']:.3f}, {base['bytes'] / 1e6:.2f} MB.\n"
     )
     return "\n".join([about, *(f"### {title}\n\n{table}" for title, table in parts.items())])
 

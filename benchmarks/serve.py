@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.measure import machine, paired, parser, save, spread
 from benchmarks.prefix import long_shape
-from localllm.bench.random_model import random_model
+from benchmarks.random_files import random_model
 from localllm.config import load_settings
 from localllm.engine.engine import Engine
 from localllm.engine.events import TokenEvent

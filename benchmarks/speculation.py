@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.engines import SHAPE, answer, random_engine, random_ids, tiny_engine
 from benchmarks.measure import DOCS, RESULTS, Spread, known, machine, paired, parser, save, spread, write_section
-from benchmarks.oracle import Oracle, Wrong, draft_with, stream
+from benchmarks.oracle import FixedCount, Oracle, Wrong, draft_with, stream
 from localllm.engine.engine import Engine
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import Drafter, SkipDrafter
@@ -96,7 +96,8 @@ def oracle_row(
         passes = 0.0
         while passes < least_passes:
             seed = number + rounds * len(seconds)
-            draft_with(engine, Speculate("ngram", count, adapts=False), Oracle(streams, alpha, vocab_size, seed))
+            oracle = Oracle(streams, alpha, vocab_size, seed)
+            engine.speculation = Speculation(engine.residency, oracle, (), count, FixedCount)
             _record_steps(engine, steps)
             found = answer(engine, [prompt], num_tokens)
             assert found.speculation is not None and (*prompt, *found.ids) == streams[prompt]
@@ -223,7 +224,7 @@ def _text_row(
     for seed, prompt in enumerate(prompts):
         lookup = NgramLookup() if "ngram" in who else None
         drafters: list[Drafter] = [SkipDrafter(lambda: engine.runner, lambda: skipped)] if "skip" in who else []
-        engine.speculation = Speculation(engine.residency, lookup, drafters, DRAFT_TOKENS, adapts=False)
+        engine.speculation = Speculation(engine.residency, lookup, drafters, DRAFT_TOKENS, FixedCount)
         found = answer(engine, [prompt], ANSWER_TOKENS, temperature=temperature, seed=seed).speculation
         assert found is not None
         stats.append(found)
@@ -270,9 +271,9 @@ def _table(title: str, text: str, head: Sequence[str], rows: Iterable[Sequence[o
 
 def _texts_table(part: Row) -> Iterator[str]:
     text = (
-        f"The built-in model, {part['draft_tokens']} draft tokens at every step, whether they pay or not. "
-        f"`skip` leaves out a quarter or half of its blocks, those that {part['trials']} trials on other "
-        "passages of the book found to be needed the least."
+        f"The built-in model, with {part['draft_tokens']} draft tokens at every step, whether they pay off or not.\n"
+        f"`skip` leaves out the quarter or half of its blocks that matter least,\n"
+        f"as {part['trials']} trials on other passages of the book found."
     )
     head = ("text", "temperature", "ngram", "skip, 25%", "ngram+skip, 25%", "skip, 50%", "ngram+skip, 50%")
     columns = [("ngram", 0.0), *((who, share) for share in (0.25, 0.5) for who in ("skip", "ngram+skip"))]
@@ -282,18 +283,18 @@ def _texts_table(part: Row) -> Iterator[str]:
             _one(part["rows"], text=about, temperature=temperature, who=who, skipped_share=share)
             for who, share in columns
         ]
-        cells = [f"{row['tokens_per_pass']['median']:.2f} ({row['accepted']:.0%} right)" for row in own]
+        cells = [f"{row['tokens_per_pass']['median']:.2f} ({row['accepted']:.0%} accepted)" for row in own]
         rows.append((about, temperature, *cells))
     return _table("Tokens a pass, on texts", text, head, rows)
 
 
 def _oracle_table(part: Row) -> Iterator[str]:
     text = (
-        f"A model of the shape of {part['shape']} in INT4, and drafts that are accepted with a probability "
-        "alpha, k at once, at no cost: times plain decoding, and what that is of E * t_1 / t_round, with E = (1 - "
-        "alpha^(k+1)) / (1 - alpha) and the times of the steps of the same round."
+        f"A model of the shape of {part['shape']} in INT4. Its drafts are free, have k tokens, and are accepted with\n"
+        "probability alpha. The table shows the speedup over plain decoding, and its share of the formula\n"
+        "E * t_1 / t_round, with E = (1 - alpha^(k+1)) / (1 - alpha) and the step times of the same round."
     )
-    head = ("alpha", "k", "resident", "of the formula", "streamed from the disk", "of the formula")
+    head = ("alpha", "k", "resident", "share of the formula", "streamed from the disk", "share of the formula")
     rows = []
     for alpha, k in dict.fromkeys((row["alpha"], row["k"]) for row in part["rows"]):
         both = [_one(part["rows"], alpha=alpha, k=k, placement=placement) for placement in ("resident", "streamed")]
@@ -303,11 +304,12 @@ def _oracle_table(part: Row) -> Iterator[str]:
 
 def _never_table(part: Row) -> Iterator[str]:
     text = (
-        "Times plain decoding, and what two plain runs differ by in the same rounds. random: a prompt of "
-        "random tokens and answers drawn at temperature 3; wrong: a lookup whose offers are always wrong; "
-        "switching: text that repeats itself and text that does not in turn."
+        "Speed relative to plain decoding, and the ratio of two plain runs in the same rounds. The texts:\n\n"
+        "- random: a prompt of random tokens, and answers sampled at temperature 3;\n"
+        "- wrong: a lookup whose drafts are always wrong;\n"
+        "- switching: text that repeats itself and text that does not, in turn."
     )
-    head = ("model", "text", "drafter", "of plain decoding", "plain of plain")
+    head = ("model", "text", "drafter", "vs. plain decoding", "plain vs. plain")
     rows = (
         (row["placement"], row["text"], row["who"], _shown(row["of_plain"]), _shown(row["noise"]))
         for row in part["rows"]

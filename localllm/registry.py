@@ -183,7 +183,7 @@ def _sampling(file: TomlFile, index: int, table: object) -> dict[str, float]:
 def with_model_defaults(
     resolved: ResolvedSettings, entry: ModelEntry | None, generation_config: Mapping[str, Any], source: str
 ) -> ResolvedSettings:
-    """`resolved` with every sampling setting that nobody set filled from the model.
+    """Fill every sampling setting that the user has not set from the model.
 
     The registry's entry comes first, then `generation_config`: the parsed generation_config.json, which `source` names.
     Raises CheckpointError where that file holds a value out of range.

@@ -189,55 +189,54 @@ class EngineConfig:
 
     ctx: int | None = setting(
         None, Accepts("integer", 1, 2**31, usual="8192"), _MEASURED, "N",
-        "Context size in tokens. Default: the model's own, at most 8192; less where memory is short.",
+        "Context length in tokens. Default: the model's own, at most 8192; less if memory is short.",
     )  # fmt: skip
     ram: int | None = setting(
         None, Accepts("bytes"), _MEASURED, "SIZE",
-        "Most memory that this process may hold: 8GiB. What does not fit is read from the disk at every step; without "
-        "--ctx the context shrinks, too.",
+        "Memory limit of this process, 8GiB. Weights that do not fit are read from the disk at every step. Without "
+        "--ctx, the context gets shorter too.",
     )  # fmt: skip
     vram: int | None = setting(
-        None, Accepts("bytes"), _MEASURED + "bench", "SIZE", "Most of the GPU's memory that may be used: 6GiB."
+        None, Accepts("bytes"), _MEASURED + "bench", "SIZE", "Limit of the GPU memory to use, 6GiB."
     )
     device: str = setting(
         "auto", Accepts("text", choices=("auto", "cpu", "cuda")), _MEASURED + "bench", "auto|cpu|cuda",
-        "Where to compute. auto: on a GPU if there is one.",
+        "Where to compute. auto: on the GPU if there is one.",
     )  # fmt: skip
     dtype: str = setting(
         "auto", Accepts("text", choices=("auto", "bf16", "fp32")), _MEASURED + "bench", "auto|bf16|fp32",
-        "Precision of what is computed: fp32 is slower and takes twice the memory. auto: bf16. The weights have "
-        "--weights, the context --kv.",
+        "Precision of the activations. fp32 is slower and takes twice the memory. auto: bf16. For weights see "
+        "--weights, for the KV cache --kv.",
     )  # fmt: skip
     weights: str = setting(
         "auto", Accepts("text", choices=WEIGHTS), _MEASURED + "bench", "auto|bf16|int8|int4|nf4|bf12",
-        "Format of the weights: fewer bits take less memory and are faster, at some cost of quality; bf12 is bf16 "
-        "without loss in 12 bits; int4-g32, -g64, -g128 too. Packed at first use. auto: what is packed already, else "
-        "int4 if it has 512 MiB or more.",
+        "Format of the weights; also int4-g32, -g64, -g128. Fewer bits take less memory and are faster, at some loss "
+        "of quality; bf12 stores bf16 without loss in 12 bits. Packed on first use. auto: the format that is already "
+        "packed, else int4 for models of 512 MiB or more.",
     )  # fmt: skip
     kv: str = setting(
         "auto", Accepts("text", choices=KV_FORMATS), _MEASURED + "bench", "auto|bf16|int8|k8v4|int4",
-        "Format of the context's keys and values: with fewer bits a longer one fits. k8v4: keys in 8 bits, values in "
-        "4; bf16: as they are computed. auto: int8, with --dtype fp32 as they are computed.",
+        "Format of the KV cache. Fewer bits make room for a longer context. k8v4: keys in 8 bits, values in 4. bf16: "
+        "as computed. auto: int8, or as computed with --dtype fp32.",
     )  # fmt: skip
     speculate: str = setting(
         "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "auto|off|ngram|skip|model:NAME",
-        "The drafter: it proposes tokens, and one pass of the model keeps those that it would have sampled. The text "
-        "stays the same, and comes faster. ngram: what followed the last words before. skip: the model without some "
-        "of its blocks. model:NAME: a second, smaller model of the same tokenizer. auto: ngram and skip, as far as "
-        "they pay.",
+        "Speculative decoding: a drafter proposes tokens and the model verifies several in one pass. The text stays "
+        "the same. ngram: drafts from earlier text. skip: the model without some of its blocks. model:NAME: a "
+        "smaller model with the same tokenizer. auto: ngram and skip when they pay.",
     )  # fmt: skip
     draft_tokens: int | None = setting(
         None, Accepts("integer", 0, MOST_DRAFT_TOKENS, usual="8"), _PLANNED, "N",
-        f"Most tokens that are drafted at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
+        f"Maximum number of tokens drafted at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
     )  # fmt: skip
     cache_disk: int | None = setting(
         None, Accepts("bytes or off", usual="8GiB"), _ANSWERING, "SIZE",
-        "Most of the disk for what was computed of conversations, so that a later run need not compute it again: "
-        "20GiB, or off for none. Default: 8GiB, or a tenth of what is free where that is less.",
+        "Disk space for the prefix cache, from which later runs continue without computing a prompt again: 20GiB, or "
+        "off. Default: 8GiB, or a tenth of the free space if that is less.",
     )  # fmt: skip
     threads: int | None = setting(
         None, Accepts("integer", 1, 1024, usual="4"), _MEASURED + "bench", "N",
-        "CPU threads. Default: torch's choice.",
+        "Number of CPU threads. Default: torch's choice.",
     )  # fmt: skip
 
 
@@ -247,43 +246,43 @@ class SamplingSettings:
 
     max_tokens: int | None = setting(
         None, Accepts("integer", 1, 2**31, usual="512"), "chat /set", "N",
-        "Longest answer, in tokens. Default: to the context's end.",
+        "Maximum length of an answer in tokens. Default: up to the end of the context.",
     )  # fmt: skip
     temperature: float | None = setting(
         None, Accepts("number", 0, 100, usual="0.8"), _SAMPLED + "serve", "T",
-        "0 to 100. 0: always the likeliest; above 1: wild. Default: the model's own, or 0.8.",
+        "0 to 100. 0: always the most likely token. Higher: more random. Default: the model's own, or 0.8.",
     )  # fmt: skip
     top_k: int | None = setting(
         None, Accepts("integer", 0, 2**31, usual="40"), _SAMPLED + "serve", "N",
-        "Draw from the N likeliest tokens; 0: from all. Default: the model's own, or 0.",
+        "Sample from the N most likely tokens; 0: from all. Default: the model's own, or 0.",
     )  # fmt: skip
     top_p: float | None = setting(
         None, Accepts("number", 0, 1, usual="0.95"), _SAMPLED + "serve", "P",
-        "0 to 1: draw from the likeliest that sum to P. Default: the model's own, or 1.",
+        "0 to 1: sample from the most likely tokens whose probabilities sum to P. Default: the model's own, or 1.",
     )  # fmt: skip
     min_p: float | None = setting(
         None, Accepts("number", 0, 1, usual="0.05"), _SAMPLED + "serve", "P",
-        "0 to 1: drop tokens below P times the likeliest one's. Default: 0.",
+        "0 to 1: drop tokens less likely than P times the most likely one. Default: 0.",
     )  # fmt: skip
     typical_p: float | None = setting(
         None, Accepts("number", 0, 1, usual="0.95"), _SAMPLED, "P",
-        "0 to 1: draw from the tokens, P in sum, that surprise as much as is usual there. Default: 1, off.",
+        "0 to 1: locally typical sampling with probability mass P. Default: 1, off.",
     )  # fmt: skip
     repetition_penalty: float | None = setting(
         None, Accepts("number", 0.01, 100, usual="1.1"), _SAMPLED + "serve", "X",
-        "0.01 to 100. Above 1: seen tokens less likely. Default: 1.",
+        "0.01 to 100. Above 1: makes tokens that already appeared less likely. Default: 1.",
     )  # fmt: skip
     frequency_penalty: float | None = setting(
         None, Accepts("number", -100, 100, usual="0.5"), _SAMPLED, "X",
-        "-100 to 100: taken off a token's score each time it was used. Default: 0.",
+        "-100 to 100: subtracted from a token's logit for each time it appeared. Default: 0.",
     )  # fmt: skip
     presence_penalty: float | None = setting(
         None, Accepts("number", -100, 100, usual="0.5"), _SAMPLED, "X",
-        "-100 to 100: taken off a token's score once it was used. Default: 0.",
+        "-100 to 100: subtracted from a token's logit once it has appeared. Default: 0.",
     )  # fmt: skip
     seed: int | None = setting(
         None, Accepts("integer", 0, 2**63 - 1, usual="1"), "run chat /set", "N",
-        "The same seed gives the same text. Default: drawn; --stats tells it.",
+        "The same seed gives the same text. Default: a random seed, which --stats prints.",
     )  # fmt: skip
     stop: tuple[str, ...] = setting(
         (), Accepts("texts"), "run chat /set", "TEXT", "End the answer before TEXT; may be repeated."
@@ -301,22 +300,22 @@ class Settings(SamplingSettings, EngineConfig):
     offline: bool = setting(False, Accepts("switch"), "pull", about="Never use the network.")
     private: bool = setting(
         False, Accepts("switch"), _ANSWERING,
-        about="Keep nothing: neither the conversation, nor what was computed of it, nor the lines that were typed.",
+        about="Save nothing: no chat, no KV cache on the disk, no typed lines.",
     )  # fmt: skip
     overflow: str = setting(
         "stop", Accepts("text", choices=OVERFLOW_POLICIES), "run chat /set", "stop|evict|grow",
-        "What to do where the conversation is longer than the context. stop: an error says what would fit. evict: the "
-        "oldest questions and answers leave the model's view, which is told each time; the kept chat stays whole. "
-        "grow: the context becomes longer, and weights make room for it. Default: stop.",
+        "What to do when the chat is longer than the context. stop: an error says what would fit. evict: leave the "
+        "oldest turns out of the prompt and say so; the saved chat stays complete. grow: enlarge the context and "
+        "move weights out of its way. Default: stop.",
     )  # fmt: skip
     think: str | None = setting(
         None, Accepts("text", choices=THINK), "run chat /set", "on|off|low|medium|high",
-        "How much the model thinks before it answers, where its chat template has a choice: an error where it has "
-        "none. Default: as the model does.",
+        "How much the model thinks before it answers. An error if its chat template has no such choice. Default: the "
+        "model's own.",
     )  # fmt: skip
     show_thoughts: bool = setting(
         False, Accepts("switch"), "run chat",
-        about="Print what is thought, too: on stderr, dimmed. The answer stays alone.",
+        about="Print the model's thoughts too, dimmed, on stderr.",
     )  # fmt: skip
     theme: str = setting("auto", Accepts("text"))
     keys: Mapping[str, str] = setting({}, Accepts("table"))

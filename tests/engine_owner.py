@@ -6,16 +6,14 @@ from localllm.config import load_settings
 from localllm.engine.request import Request, SamplingParams
 from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_loader import Opening
-from localllm.runtime.engine_process import Caps, LoadObserver, grant, start_engine
+from localllm.runtime.engine_process import Caps, LoadObserver, start_engine
 from localllm.runtime.selection import locate, with_defaults
 
 
 def started() -> EngineClient:
     resolved = load_settings({}, environ={})
     selection = with_defaults(resolved, locate(resolved, "tiny"))
-    observer = LoadObserver(lambda _foreseen: grant(client, Caps()))
-    client = start_engine(selection, Opening(), Caps(), observer)
-    return client
+    return start_engine(selection, Opening(), Caps(), LoadObserver())
 
 
 def answer(client: EngineClient) -> str:

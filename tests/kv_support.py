@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import torch
 from torch import Tensor
 
 from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.pages import PagePool
+from localllm.cache.prefix import PrefixCache
 from localllm.kernels.paged_attention import write
 
 LAYERS = 2
@@ -32,3 +37,34 @@ def filled(pages: KVPages, past: int, count: int, seed: int) -> PagedKV:
         kv.advance(chunk)
     kv.prepare(past + count)
     return kv
+
+
+def check_pages(pages: KVPages) -> None:
+    """Check that every page is owned exactly as often as counted, and in one place at once."""
+    for index, group in enumerate(pages.groups):
+        owned = Counter(id(page) for kv in pages.sequences for page in kv.owned(index))
+        for pool in group.pools:
+            _check_pool(pool, owned)
+
+
+def _check_pool(pool: PagePool, owned: Counter[int]) -> None:
+    for page in pool.pages:
+        assert page.spares <= max(0, page.owners - 1), "more pages are spared for a page than may be wanted"
+        assert page.owners == owned[id(page)], f"a page has {owned[id(page)]} owners and counts {page.owners}"
+    free = {id(page) for page in pool.free}
+    assert len(free) == len(pool.free) and all(not page.owners and not page.is_sealed for page in pool.free)
+    assert all(not page.owners and page.is_sealed for page in pool.idle)
+    num_owned = sum(page.owners > 0 for page in pool.pages)
+    assert num_owned + len(pool.free) + len(pool.idle) == len(pool.pages)
+    assert 0 <= pool.reserved <= len(pool.free) + len(pool.idle)
+
+
+def check_prefix(prefix: PrefixCache) -> None:
+    """Check that what is known is where it is said to be, and counted once."""
+    for page, (entry, index) in prefix._of_page.items():
+        assert entry.parts[index] is page and page.is_sealed, "a page is known that is another's now"
+    held = itertools.chain(prefix._in_ram.values(), (entry for entry, _ in prefix._of_page.values()))
+    assert all(prefix._entries.get(entry.key.digest) is entry for entry in held), "a page is kept that nobody finds"
+    assert all(entry.is_held for entry in prefix._entries.values()), "a page is found that nobody has"
+    assert prefix.ram_used_bytes == sum(prefix._payload_bytes(entry.number) for entry in prefix._in_ram.values())
+    assert all(entry.payload is not None for entry in prefix._in_ram.values())

@@ -16,8 +16,8 @@ from localllm.bench import target
 from localllm.bench.machine import PeakMemory
 from localllm.bench.random_model import RandomBlocks
 from localllm.bench.report import Spread
-from localllm.bench.run import Depth, Peaks, Round, prefill, random_ids, summary
-from localllm.bench.target import BenchmarkTarget, TargetSetup, random_target
+from localllm.bench.run import Depth, DepthSamples, prefill, random_ids, summary
+from localllm.bench.target import BenchmarkTarget, random_target
 from localllm.bench.workload import Workload
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.engine import Engine
@@ -32,6 +32,7 @@ from localllm.offload.measuring import roofline as floors
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import recipe
 from localllm.registry import BUILT_IN, load_registry
+from localllm.settings import EngineConfig
 from tests.cli_support import write_checkpoint
 
 ENTRIES = [entry for entry in load_registry().entries if entry.name != BUILT_IN]
@@ -77,7 +78,7 @@ def odd_shape(**differences: Any) -> Shape:
 
 
 def made(shape: Shape, weights: str = "bf16", ctx: int = 64) -> BenchmarkTarget:
-    return random_target(shape, TargetSetup(recipe(weights), torch.bfloat16, CPU, ctx))
+    return random_target(shape, EngineConfig(device="cpu", weights=weights), Workload(ctx - 1, 0, (0,), 1))
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +183,7 @@ def test_a_token_costs_the_bytes_of_all_matrices_but_the_embeddings_rows_and_two
 def test_the_bytes_of_a_token_count_scales_and_padding() -> None:
     ours = made(odd_shape(), "int4-g32")
     chosen = recipe("int4-g32")
-    matrices = [matrix for layout in block_layouts(ours.config)[1:] for matrix in layout.matrices]
+    matrices = [matrix for layout in block_layouts(ours.engine.config)[1:] for matrix in layout.matrices]
     specs = [matrix.format(chosen).specs(matrix.out_features, matrix.in_features) for matrix in matrices]
     assert target.matrix_bytes(ours.engine.model) == sum(s.nbytes for spec in specs for s in spec.values())
 
@@ -267,11 +268,10 @@ def test_ratios_are_formed_within_a_round() -> None:
     ours = made(odd_shape(), ctx=workload.ctx)
     cost = ours.bytes_per_token(4, 4) / 1e9
     flops = ours.prefill_flops_per_token() / 1e9
-    rounds = [  # a machine that is at times ten times slower
-        Round(Timings(ttft_s=1.0, prefill_tok_s=0.5 * speed / flops), speed, ((0.8 * speed / cost, speed),), {})
-        for speed in (10.0, 100.0, 1000.0)
-    ]
-    run = summary(ours, workload, rounds, 0, Peaks(1, None))
+    speeds = (10.0, 100.0, 1000.0)  # a machine that is at times ten times slower
+    prompts = [Timings(ttft_s=1.0, prefill_tok_s=0.5 * speed / flops) for speed in speeds]
+    depth = DepthSamples(4, [(0.8 * speed / cost, speed) for speed in speeds], 1, None)
+    run = summary(ours, workload, prompts, depth, {"matmul_gflops": speeds})
     fractions = (run.floor_fraction, run.floor_fraction_spread.min, run.prefill_fraction)
     assert fractions == pytest.approx((0.8, 0.8, 0.5))
     assert (run.decode_tok_s.median, run.decode_tok_s.max) == pytest.approx((80 / cost, 800 / cost))

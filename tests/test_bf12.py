@@ -20,8 +20,9 @@ from localllm.hub.packed import packed_recipes
 from localllm.kernels import bf12, cpu_bf12, cpu_isa, cpu_linear
 from localllm.kernels.bf12 import ManyExceptionsError
 from localllm.offload.planner.machine import Memory
-from localllm.quant.bf12 import BF12, NotCompactError
+from localllm.quant.bf12 import BF12
 from localllm.quant.dense import Dense
+from localllm.quant.weight_format import NotCompactError
 from localllm.settings import EngineConfig
 from tests.cli_support import write_checkpoint
 from tests.engine_support import generated

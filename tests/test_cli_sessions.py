@@ -201,8 +201,8 @@ def test_regen_that_fails_leaves_question_and_answer(talk, path: Path, monkeypat
 def test_an_answer_stopped_before_its_first_word_is_none(
     model: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(_thread: EngineThread, _request: object, inbox: Any) -> RequestStream:
-        inbox.put(FinishedEvent(0, "cancelled", Usage(), Timings()))
+    def stopped(_thread: EngineThread, _request: object, receive: Any) -> RequestStream:
+        receive(FinishedEvent(0, "cancelled", Usage(), Timings()))
         return RequestStream(0, lambda _: None)
 
     monkeypatch.setattr(EngineThread, "submit", stopped)
@@ -247,18 +247,16 @@ def test_a_question_that_does_not_fit_is_not_kept(talk, path: Path) -> None:
 def broken_off(submit: Any, tokens: int) -> Any:
     """`EngineThread.submit`, but the disk vanishes after some tokens."""
 
-    class BreaksOff:
-        def __init__(self, inbox: Any) -> None:
-            self.inbox, self.left = inbox, tokens
+    def submitted(thread: EngineThread, request: Any, receive: Any = None) -> Any:
+        left, events = tokens, queue.SimpleQueue[Any]()
+        take = receive or events.put
 
-        def put(self, item: Any) -> None:
-            vanished = CheckpointError("a file vanished", why="for a test", fix="df -h")
-            self.inbox.put(item if self.left else vanished)
-            self.left -= isinstance(item, TokenEvent)
+        def pass_on(item: Any) -> None:
+            nonlocal left
+            take(item if left else CheckpointError("a file vanished", why="for a test", fix="df -h"))
+            left -= isinstance(item, TokenEvent)
 
-    def submitted(thread: EngineThread, request: Any, inbox: Any = None) -> Any:
-        events = inbox or queue.SimpleQueue()
-        stream = submit(thread, request, BreaksOff(events))
+        stream = submit(thread, request, pass_on)
         stream.events = events
         return stream
 

@@ -159,7 +159,7 @@ def apply(isa: Isa, function: Callable[[Kernel, Value], Value], x: Tensor) -> Te
         k.arg.y.at(i * 4).store(function(k, k.arg.x.at(i * 4).load(F32V)))
     native = cpu_jit.compile_kernel(k, isa)
     y = torch.empty_like(x)
-    Tape([(native, native.arguments(x=x, y=y, count=len(x)))]).run()
+    Tape([native.step(x=x, y=y, count=len(x))]).run()
     return y
 
 
@@ -201,8 +201,8 @@ def test_an_embedding_gives_the_rows_of_its_matrix_rounded_to_bf16(isa, factor):
     x = torch.full((11, 192), -5.0)
     kernel = cpu_embed.embed(isa)
     words = {"shape": torch.tensor([10]), "vocab": 48, "features": 192, "factor": float_bits(factor)}
-    arguments = kernel.arguments(qweight=packed.qweight, scale=packed.scale, token_ids=token_ids, x=x, **words)
-    Tape([(kernel, arguments)]).run()
+    step = kernel.step(qweight=packed.qweight, scale=packed.scale, token_ids=token_ids, x=x, **words)
+    Tape([step]).run()
     assert torch.equal(x[:7], (dense[token_ids[:7]].bfloat16() * factor).float())
     assert bool(x[7:10].isnan().all()) and bool((x[10] == -5).all())
 
@@ -214,7 +214,7 @@ def test_a_norm_equals_the_formula(isa, adds):
     expected = x[:, :64] * torch.rsqrt(x[:, :64].square().mean(-1, keepdim=True) + 1e-5) * weight + y * adds
     kernel = cpu_quantize.norm(isa, adds=adds)
     words = {"shape": torch.tensor([5]), "features": 64, "x_stride": 96, "y_stride": 64, "eps": float_bits(1e-5)}
-    Tape([(kernel, kernel.arguments(x=x, weight=weight, y=y, **words))]).run()
+    Tape([kernel.step(x=x, weight=weight, y=y, **words)]).run()
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -291,7 +291,7 @@ def test_the_kernels_of_a_tape_run_one_after_another_on_all_threads(threads):
     threads(4)
     a, b = torch.arange(count), torch.zeros(count, dtype=torch.int64)
     pairs = [(a, b), (b, a)] * (steps // 2)
-    tape = Tape([(native, native.arguments(x=x, y=y, count=count)) for x, y in pairs])
+    tape = Tape([native.step(x=x, y=y, count=count) for x, y in pairs])
     tape.run(0, 100)
     tape.run(100)
     expected = list(range(count))

@@ -64,7 +64,7 @@ def run(runner: ModelRunner, ids: Sequence[int], ends: Sequence[int], kv_format:
     """All logits of a sequence, computed in chunks that end where `ends` says."""
     kv, parts = new_kv(runner.model, max(128, len(ids)), kv_format), []
     for end in ends:
-        parts.append(runner.forward([Chunk(ids[:end], kv, end - kv.length)], all_logits=True))
+        parts.append(runner.forward([Chunk(ids[:end], kv, end - kv.length, all_logits=True)]))
     return torch.cat(parts)
 
 
@@ -139,7 +139,7 @@ def test_a_batch_gives_each_sequence_the_bits_that_it_has_alone(weights):
 def test_a_prompt_is_computed_alike_after_a_batch_of_as_many_rows():
     runner = ModelRunner(decoder(FAMILIES["llama"], "int4"))
     expected = run(ModelRunner(runner.model), ids(7), [7])
-    runner.forward([Chunk(ids(1, seed), new_kv(runner.model), 1) for seed in range(7)], all_logits=True)
+    runner.forward([Chunk(ids(1, seed), new_kv(runner.model), 1) for seed in range(7)])
     assert torch.equal(run(runner, ids(7), [7]), expected)
 
 

@@ -39,7 +39,7 @@ def test_balanced_work_is_done_once_each_by_any_number_of_threads(threads, count
     for number in (1, 2, 3, 5):
         threads(number)
         y = torch.zeros(count + 4, dtype=torch.int32)
-        Tape([(native, native.arguments(y=y, count=count))]).run()
+        Tape([native.step(y=y, count=count)]).run()
         assert y.tolist() == [1] * count + [0] * 4
 
 

@@ -24,8 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.oracle import Oracle
+from benchmarks.oracle import FixedCount, Oracle
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
+from localllm.engine.loader import LoadedModel
 from localllm.engine.placement import model_shape
 from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner
@@ -266,7 +267,7 @@ class Packed:
         return placed
 
     def engine(self, placed: OffloadedModel) -> Engine:
-        return Engine(placed.decode_model, Tokenizer.load(self.checkpoint), ctx=128, placed=placed)
+        return Engine(LoadedModel(placed.decode_model, 128, placed=placed), Tokenizer.load(self.checkpoint))
 
     def text(self, placed: OffloadedModel, max_tokens: int = 12, drafting: Drafting | None = None) -> list[int]:
         engine = self.engine(placed)
@@ -305,9 +306,9 @@ def test_drafts_change_no_text_wherever_blocks_are(packed: Packed, who: str) -> 
 
         def drafting(residency: Residency) -> Speculation:
             if who == "skip":
-                return Speculation(residency, None, [SkipDrafter(lambda: residency.runner)], 4, adapts=False)
+                return Speculation(residency, None, [SkipDrafter(lambda: residency.runner)], 4, FixedCount)
             oracle = Oracle({PROMPT: (*PROMPT, *expected)}, 0.8, packed.config.vocab_size)
-            return Speculation(residency, oracle, (), 4, adapts=False)
+            return Speculation(residency, oracle, (), 4, FixedCount)
 
         everywhere = [mixed(seed) for seed in range(3)] if who == "skip" else []
         for kinds in (lambda _index: "streamed", lambda _index: "computed", lambda _index: "split", *everywhere):
@@ -371,7 +372,7 @@ def test_blocks_are_moved_while_an_answer_is_written(packed: Packed) -> None:
             if isinstance(event, TokenEvent):
                 answer.append(event.token_id)
                 if len(answer) % 4 == 0:
-                    engine.move(packed.blocks(mixed(len(answer))))
+                    engine.residency.move(packed.blocks(mixed(len(answer))))
         assert answer == expected
 
 
@@ -426,7 +427,7 @@ def test_a_model_that_lost_its_place_comes_back_when_there_is_memory(packed: Pac
         expected = generated(engine, PROMPT, 4)
         with mock.patch.object(OffloadedModel, "place", side_effect=MemoryError("none left")):
             with pytest.raises(DoesNotFitError):
-                engine.move(packed.blocks(lambda _index: "streamed"))
+                engine.residency.move(packed.blocks(lambda _index: "streamed"))
             for _ in range(2):
                 *_, finished = engine.generate(PROMPT, greedy(4))
                 assert isinstance(finished, FinishedEvent) and isinstance(finished.error, DoesNotFitError)

@@ -166,7 +166,7 @@ def test_a_prompt_is_copied_once_for_all_its_tokens() -> None:
 def test_a_prompt_waits_for_what_is_copied_where_the_device_computes_everything() -> None:
     """Also where the host computes nothing, and where more tokens are read than pass at once."""
     shape = SHAPES["llama-3.1-8b"]
-    work = Work(3_600_000_000, 64, 0, 2_400_000_000, 0, 0, 2_400_000_000, 0, 1.0)
+    work = Work(0, 0, 0, 3_600_000_000, 64, 2_400_000_000, 2_400_000_000, 0, 1.0)
     costs = Costs(shape, RATES, replace(CARD, link_gbs=2.4), work, 256)
     assert costs.prompt_s(256) == pytest.approx(1.0, rel=0.01)
     assert costs.prompt_s(512) == pytest.approx(2.0, rel=0.01)
@@ -175,7 +175,7 @@ def test_a_prompt_waits_for_what_is_copied_where_the_device_computes_everything(
 
 def test_a_step_costs_the_longest_of_what_goes_on_side_by_side() -> None:
     shape = SHAPES["llama-3.1-8b"]
-    work = Work(2_000_000_000, 20, 900_000_000, 1_200_000_000, 0, 0, 2_100_000_000, 10, 1.0)
+    work = Work(900_000_000, 0, 0, 2_000_000_000, 20, 1_200_000_000, 2_100_000_000, 10, 1.0)
     card = replace(CARD, launch_s=0.0, hop_s=1e-4)
     costs = Costs(shape, RATES, card, work, 2048)
     serial = 2 / 400 + 0.9 / 45 + 10e-4 + 0.7e-3
@@ -248,7 +248,7 @@ def test_a_card_that_is_slower_than_the_host_is_left_alone() -> None:
 
 def test_what_the_device_computes_alone_is_corrected_apart_from_what_the_host_helps_with() -> None:
     shape = SHAPES["llama-3.1-8b"]
-    shared = Work(2_000_000_000, 20, 900_000_000, 0, 0, 0, 900_000_000, 10, 1.0)
+    shared = Work(900_000_000, 0, 0, 2_000_000_000, 20, 0, 900_000_000, 10, 1.0)
     corrections = Corrections({Term("gpu", "step", "memory"): 3.0, Term("gpu", "prompt", "compute"): 3.0})
     plain, corrected = (Costs(shape, RATES, CARD, shared, 2048, given) for given in (Corrections(), corrections))
     assert corrected.decode_s(100) == plain.decode_s(100) and corrected.prompt_s(900) == plain.prompt_s(900)

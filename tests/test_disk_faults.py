@@ -17,6 +17,7 @@ import pytest
 
 from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
 from localllm.engine import planner
+from localllm.engine.loader import LoadedModel
 from localllm.errors import CheckpointError
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.search import Search
@@ -61,7 +62,7 @@ def streaming(kind: str, directory: Path) -> Iterator[Engine]:
         packed = Packed(directory, pack(directory, directory / "packed", "int4-g32"), "int4-g32")
         with packed.opened() as placed:
             placed.place(packed.blocks(lambda index: ("disk", "resident")[index % 2]), 8)
-            yield Engine(placed.decode_model, Tokenizer.load(directory), ctx=128, placed=placed)
+            yield Engine(LoadedModel(placed.decode_model, 128, placed=placed), Tokenizer.load(directory))
         return
     least = least_bytes(directory)
     with pytest.MonkeyPatch.context() as patch:

@@ -20,6 +20,7 @@ import torch
 from localllm import Engine, EngineThread, FinishedEvent, PrefillEvent, Request, SamplingParams, TokenEvent
 from localllm.engine import planner, sampler
 from localllm.engine.events import Event
+from localllm.engine.loader import LoadedModel
 from localllm.engine.step_types import Chunk, Limits
 from localllm.errors import (
     ContextOverflowError,
@@ -188,7 +189,7 @@ def test_the_same_seed_gives_the_same_text_whatever_the_batch(engine: Engine, te
 
 
 def test_the_same_seed_gives_the_same_text_whatever_the_chunking(engine: Engine) -> None:
-    small = Engine(engine.model, engine.tokenizer, ctx=CTX, limits=Limits(chunk_tokens=5))
+    small = Engine(LoadedModel(engine.model, CTX), engine.tokenizer, limits=Limits(chunk_tokens=5))
     asked = ("a long prompt, in parts", SamplingParams(seed=9, max_tokens=12, temperature=1.0))
     assert tokens(run(small, *asked)) == tokens(run(engine, *asked))
 
@@ -402,7 +403,7 @@ def test_perplexity_is_the_mean_surprise_of_the_tokens(engine: Engine, directory
 
 def test_perplexity_does_not_depend_on_the_chunking(engine: Engine) -> None:
     text = list(ids("the cat sat on the mat, and the dog looked on"))
-    small = Engine(engine.model, engine.tokenizer, ctx=CTX, limits=Limits(chunk_tokens=7))
+    small = Engine(LoadedModel(engine.model, CTX), engine.tokenizer, limits=Limits(chunk_tokens=7))
     assert small.perplexity(text, ctx=40).nll == pytest.approx(engine.perplexity(text, ctx=40).nll, rel=1e-5)
 
 

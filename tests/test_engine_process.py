@@ -24,7 +24,7 @@ from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import ContextOverflowError, EngineClosedError, EngineGoneError, GrammarError, UsageError
 from localllm.runtime import protocol
-from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.engine_client import EngineClient, RenewedClient
 from localllm.runtime.engine_handle import EngineHandle, EnginePeer
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, foresee, grant, start_engine
@@ -46,17 +46,9 @@ def selection() -> Selection:
     return with_defaults(resolved, locate(resolved, "tiny"))
 
 
-def started(caps: Caps = Caps(), foreseen: Callable[[Foreseen], None] | None = None) -> EngineClient:  # noqa: B008
+def started() -> EngineClient:
     """One that takes what room there is."""
-    process: EngineClient
-
-    def receive(what: Foreseen) -> None:
-        if foreseen is not None:
-            foreseen(what)
-        grant(process, caps)
-
-    process = start_engine(selection(), Opening(parallel=4), caps, LoadObserver(receive))
-    return process
+    return start_engine(selection(), Opening(parallel=4), Caps(), LoadObserver())
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +68,7 @@ def guest(process: EngineClient) -> Iterator[EngineClient]:
 
 
 def attached(process: EngineClient) -> EngineClient:
-    return EngineClient(selection().files.directory, peer_of(process))
-
-
-def peer_of(process: EngineClient) -> EnginePeer:
-    return EnginePeer(lambda: connected(socket_of(process)))
+    return EngineClient(selection().files.directory, EnginePeer(lambda: connected(socket_of(process))))
 
 
 def socket_of(process: EngineClient) -> Path:
@@ -167,8 +155,8 @@ def test_what_a_program_asked_for_ends_when_it_goes_and_others_go_on(process: En
     goes, stays = attached(process), attached(process)
     gone, staying = (each.submit(request(each, sampling=ENDLESS)) for each in (goes, stays))
     next(iter(gone)), next(iter(staying))
-    assert goes._connection._sock is not None
-    goes._connection._sock.shutdown(socket.SHUT_RDWR)
+    assert goes._sock is not None
+    goes._sock.shutdown(socket.SHUT_RDWR)
     wait_for(lambda: len(status(process).running) == 1)
     assert isinstance(next(iter(staying)), TokenEvent)
     stays.close()
@@ -195,7 +183,7 @@ def test_its_socket_is_this_users_alone(process: EngineClient) -> None:
 def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> None:
     alive = [started()]
     alive[0].wait_loaded()
-    service = EngineClient(selection().files.directory, peer_of(alive[-1]), lambda: peer_of(alive[-1]))
+    service = RenewedClient(attached(alive[0]), lambda: attached(alive[-1]))
     engine, short = engine_of(service), request(service)
     events = iter(service.submit(request(service, sampling=ENDLESS)))
     next(events)
@@ -208,7 +196,7 @@ def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> N
         alive[0].submit(short)
     alive.append(started())
     alive[1].wait_loaded()
-    wait_for(lambda: service.has_ended)
+    wait_for(lambda: service.client.has_ended)
     assert len(token_ids(list(service.submit(short)))) == 8
     assert engine.facts().ctx == 1024  # who holds the engine that it was holds the one that it is
     for each in (service, *alive):
@@ -219,11 +207,13 @@ def test_who_attaches_in_the_moment_in_which_the_server_ends_has_another_engine(
     def gone() -> socket.socket:
         raise EngineGoneError("the server cannot be reached", why="it has ended")
 
-    directory = selection().files.directory
-    service = EngineClient(directory, EnginePeer(gone), lambda: peer_of(process))
+    def lost() -> EngineClient:
+        return EngineClient(selection().files.directory, EnginePeer(gone))
+
+    service = RenewedClient(lost(), lambda: attached(process))
     assert token_ids(answer(service)) == token_ids(answer(process))
     service.close()
-    never = EngineClient(directory, EnginePeer(gone), lambda: EnginePeer(gone))
+    never = RenewedClient(lost(), lost)
     with pytest.raises(EngineGoneError, match="cannot be reached"):
         never.wait_loaded()
 

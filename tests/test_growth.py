@@ -15,6 +15,7 @@ from localllm.cache.paged_kv import KVPages
 from localllm.engine import context_growth as growth
 from localllm.engine import planner
 from localllm.engine.events import Event
+from localllm.engine.loader import LoadedModel
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.prefix_config import KVReuse
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError, Fix
@@ -28,6 +29,7 @@ from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
 from tests.engine_support import steps, token_ids
+from tests.kv_support import check_pages
 from tests.packed_support import pack, small_checkpoint
 from tests.test_device_placement import Packed
 from tests.test_placement import engine, shape_of, with_small_models
@@ -72,7 +74,7 @@ def answer(engine: Engine, prompt: tuple[int, ...], *, grows: bool = True, max_t
     engine.check(request)
     engine.submit(request)
     events = list(steps(engine))
-    engine.residency.kv_pages.check_integrity()
+    check_pages(engine.residency.kv_pages)
     return events
 
 
@@ -275,8 +277,8 @@ def test_blocks_leave_a_devices_memory_for_the_longer_context(directory: Path, t
 
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _: "resident"), 8)
-        right = token_ids(answer(Engine(placed.decode_model, tokenizer, ctx=LONGEST, placed=placed), LONG))
-        small = Engine(placed.decode_model, tokenizer, ctx=CTX, placed=placed, replan=replan)
+        right = token_ids(answer(Engine(LoadedModel(placed.decode_model, LONGEST, placed=placed), tokenizer), LONG))
+        small = Engine(LoadedModel(placed.decode_model, CTX, placed=placed, replan=replan), tokenizer)
         events = answer(small, LONG)
         (event,) = grown(events)
         moved = [block.tier for block in mixed[1:] if block.tier != "vram"]
@@ -322,7 +324,7 @@ def test_the_formats_that_take_less_are_named_the_largest_first(tmp_path: Path) 
 
 def test_an_engine_without_a_plan_never_grows(directory: Path) -> None:
     with engine(directory, "bf16", ctx=CTX) as loaded:
-        refusal(answer(Engine(loaded.model, loaded.tokenizer, ctx=CTX), LONG))
+        refusal(answer(Engine(LoadedModel(loaded.model, CTX), loaded.tokenizer), LONG))
 
 
 @pytest.mark.parametrize(("prompt", "most", "contexts"), [(100, None, [256, 131]), (60, 8, [128])])

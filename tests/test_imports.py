@@ -89,6 +89,14 @@ def test_text_needs_no_torch(module: str, tmp_path: Path) -> None:
     assert not loaded_by(f"import {module}", tmp_path) & (HEAVY - {"tokenizers", "numpy"})
 
 
+def test_what_few_requests_ask_for_is_loaded_when_one_does(tmp_path: Path) -> None:
+    """Beam search, a context that grows, bf16 in 12 bits: each is a file that the engine does without."""
+    optional = ("engine.beam_search", "engine.context_growth", "quant.bf12", "kernels.bf12", "kernels.cpu_bf12")
+    names = {f"localllm.{name}" for name in optional}
+    code = f"import sys, localllm.engine.engine; assert not {names} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], env=environment(tmp_path), check=True)
+
+
 def test_pages_on_the_disk_need_no_torch(tmp_path: Path) -> None:
     assert not loaded_by("import localllm.cache.disk", tmp_path) & (HEAVY - {"numpy"})
 

@@ -18,6 +18,7 @@ import torch
 
 from localllm import Engine
 from localllm.engine import planner
+from localllm.engine.loader import LoadedModel
 from localllm.engine.residency import Residency
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
@@ -91,7 +92,7 @@ def placed_engine(kind: str, directory: Path, folder: Path) -> Iterator[Engine]:
         with packed.opened() as placed:
             placed.place(packed.blocks(lambda index: kinds[index % len(kinds)]), 8)
             assert {block.exec for block in placed.blocks} == {"gpu", "cpu", "split"}
-            yield Engine(placed.decode_model, Tokenizer.load(directory), ctx=128, placed=placed)
+            yield Engine(LoadedModel(placed.decode_model, 128, placed=placed), Tokenizer.load(directory))
         return
     weights = "int4" if kind == "streamed" else kind
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +134,7 @@ def test_whichever_allocation_fails_an_answer_comes_or_one_error_and_the_next_is
             if allocations.count < number:
                 break
             if placed is not None and placed.blocks != start:
-                engine.move(start)
+                engine.residency.move(start)
         assert answered + ended > 5
         # What can be given up is, before a request ends; under the smallest cap little is left.
         assert answered > ended or placed is None or (kind == "streamed" and answered)

@@ -24,6 +24,7 @@ from localllm.kernels import kv_page
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.kernels.paged_attention import write
 from tests.cli_support import run_cli, write_checkpoint
+from tests.kv_support import check_pages, check_prefix
 
 KH, D, LAYERS = 2, 32, 2
 every_format = pytest.mark.parametrize("kv", KV_FORMATS)
@@ -115,7 +116,7 @@ def test_a_rollback_into_a_sealed_page_leaves_who_shares_it_as_he_was(kv):
     grow(second, changed)
     assert_holds(second, kv, changed)
     assert_holds(first, kv, ids)
-    pages.check_integrity()
+    check_pages(pages)
 
 
 @every_format
@@ -145,7 +146,7 @@ def test_a_closed_sequence_gives_everything_back():
     grow(sequence, list(range(900)))
     sequence.close()
     sequence.close()  # once more changes nothing
-    pages.check_integrity()
+    check_pages(pages)
     assert all(pool.reserved == 0 and len(pool.free) == len(pool.pages) for pool in pages.groups[0].pools)
 
 
@@ -170,7 +171,7 @@ def test_a_window_holds_no_more_pages_than_it_sees():
         grow(sequence, ids[:end])
     windowed, whole = (sum(page is not None for page in table) for table in sequence.tables)
     assert windowed <= 3 and whole == 16
-    pages.check_integrity()
+    check_pages(pages)
 
 
 def test_a_rollback_behind_what_a_window_has_left_begins_anew():
@@ -194,7 +195,7 @@ def test_pages_that_move_to_another_device_keep_their_bytes_and_their_owners(kv)
     pages.move([HOST, other])
     assert not pages.is_on_host
     assert_holds(sequence, kv, ids)
-    pages.check_integrity()
+    check_pages(pages)
     pages.move([HOST, HOST])
     assert pages.is_on_host
     assert_holds(sequence, kv, ids)
@@ -233,7 +234,7 @@ def test_what_serves_later_prompts_alone_is_given_up_where_memory_runs_out():
     sequence = pages.new(501)
     prefix.attach(sequence, ids)
     assert sequence.length == 448  # in the pools still
-    pages.check_integrity()
+    check_pages(pages)
 
 
 def test_two_chats_that_share_what_a_window_leaves_grow_no_further_than_they_reserved(monkeypatch):
@@ -271,7 +272,7 @@ def test_memory_that_nobody_was_promised_is_given_back():
     pages.new(4500).close()
     grown = pages.nbytes
     pages.shrink()
-    pages.check_integrity()
+    check_pages(pages)
     assert grown > 2 * held and pages.nbytes <= held
     grow(kv, list(range(64)))
 
@@ -393,8 +394,8 @@ class Sequences(RuleBasedStateMachine):
     @invariant()
     def everyone_has_his_own(self) -> None:
         if hasattr(self, "pages"):
-            self.pages.check_integrity()
-            self.prefix.check_integrity()
+            check_pages(self.pages)
+            check_prefix(self.prefix)
             for kv, ids in self.live[-2:]:
                 assert_holds(kv, self.kv, ids)
 

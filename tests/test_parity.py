@@ -14,6 +14,7 @@ from torch import Tensor
 
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
+from localllm.engine.loader import LoadedModel
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Chunk, Limits
 from localllm.settings import EngineConfig
@@ -59,7 +60,7 @@ def peer_logits(peer: Any, token_ids: list[int]) -> Tensor:
 def our_logits(engine: Engine, token_ids: list[int], chunk_sizes: list[int]) -> Tensor:
     """Logits of every token, the prompt fed in chunks."""
     kv = engine.residency.new_kv(len(token_ids))
-    return torch.cat([engine.runner.forward([Chunk(token_ids, kv, n)], all_logits=True) for n in chunk_sizes])
+    return torch.cat([engine.runner.forward([Chunk(token_ids, kv, n, all_logits=True)]) for n in chunk_sizes])
 
 
 def test_prefill_computes_the_logits_of_transformers_whole_and_in_chunks(pair):
@@ -113,7 +114,7 @@ def test_greedy_tokens_are_those_of_transformers_over_64_steps(pair):
 def test_neither_a_batch_nor_small_chunks_change_a_token(pair):
     prompts = [prompt(length, seed=length) for length in (5, 39, 13, 1)]
     alone = [greedy(pair.engine, [ids], max_tokens=10)[0] for ids in prompts]
-    chunked = Engine(pair.engine.model, pair.engine.tokenizer, ctx=256, limits=Limits(chunk_tokens=8))
+    chunked = Engine(LoadedModel(pair.engine.model, 256), pair.engine.tokenizer, limits=Limits(chunk_tokens=8))
     assert greedy(pair.engine, prompts, max_tokens=10) == greedy(chunked, prompts, max_tokens=10) == alone
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -73,7 +74,7 @@ def large(**changes: Any) -> ModelShape:
 def costs(
     it: ModelShape, rates: Rates, disk_bytes: int, runs: int, pass_tokens: int, corrections: Corrections | None = None
 ) -> Costs:
-    work = Work.of_host(it, disk_bytes, runs)
+    work = Work(it.block_bytes + it.lm_head.num_bytes, disk_bytes, runs)
     return Costs(it, rates, None, work, pass_tokens, corrections or Corrections())
 
 
@@ -388,7 +389,9 @@ def test_a_model_that_would_make_room_is_not_counted_as_the_program(monkeypatch:
     rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
     for module in (planner, model_plan):
         monkeypatch.setattr(module, "kept_profile", lambda: Profile("this machine", 45.0, 3.0, formats=rates))
-    held = psutil.Process().memory_info().rss
+    held = 1 << 30
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=held))
+    monkeypatch.setattr(psutil, "Process", lambda: process)
     shape, config = find_shape("tiny"), EngineConfig(device="cpu", ram=held + (1 << 30))
     beside, instead = (
         consider(shape, None, config, lambda _: None, placed_bytes=placed).planned.plan for placed in (0, held)

@@ -22,6 +22,7 @@ from localllm.cache import prefix
 from localllm.cache.disk import DiskTier
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.loader import LoadedModel
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, Computed, KVReuse
 from localllm.engine.request import Request, SamplingParams
 from localllm.kernels import cpu_linear
@@ -29,6 +30,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
 from localllm.quant.recipe import recipe
+from tests.kv_support import check_pages, check_prefix
 from tests.packed_support import spoil
 from tests.patience import PATIENCE_S
 
@@ -51,7 +53,8 @@ def decoder(model: str = "llama", weights: str = "int4", dtype: torch.dtype = to
 
 def engine(kv: str = "int8", reuse: KVReuse = IN_POOLS, model: str = "llama", **options: Any) -> Engine:
     of = decoder(model, **options)
-    return Engine(of, word_tokenizer(VOCAB), ctx=CTX, kv=kv, reuse=reuse, computed=Computed(f"test:{model}", "int4"))
+    loaded, computed_by = LoadedModel(of, CTX), Computed(f"test:{model}", "int4")
+    return Engine(loaded, word_tokenizer(VOCAB), kv=kv, reuse=reuse, computed=computed_by)
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -76,7 +79,7 @@ def ask(of: Engine, *prompts: Sequence[int]) -> tuple[list[Answer], list[int]]:
             if isinstance(event, FinishedEvent):
                 assert event.error is None, event.error
                 cached[event.request_id] = event.usage.cached_tokens
-    of.residency.kv_pages.check_integrity()
+    check_pages(of.residency.kv_pages)
     return [tuple(answers[request_id]) for request_id in ids], [cached[request_id] for request_id in ids]
 
 
@@ -188,7 +191,7 @@ def test_a_cancelled_request_leaves_whole_pages_that_are_right():
     of.step()
     of.abort(request_id)
     of.step()
-    of.residency.kv_pages.check_integrity()
+    check_pages(of.residency.kv_pages)
     (answer,), (cached,) = ask(of, prompt)
     assert cached == 192 and answer == computed("int8", tuple(prompt))
 
@@ -251,7 +254,7 @@ def test_ram_that_pages_come_and_go_in_stays_whole():
     prompts, choose = [tokens(300, seed=seed) for seed in range(6)], random.Random(4)
     for _ in range(60):
         ask(of, [*prompts[choose.randrange(6)], 5])
-        of.prefix.check_integrity()
+        check_prefix(of.prefix)
     assert of.prefix.ram_used_bytes > 90_000
 
 
@@ -271,7 +274,7 @@ def test_memory_that_ends_while_pages_are_read_loses_no_page(folder, monkeypatch
         patch.setattr(prefix, "host_buffer", exhausted)
         of.submit(Request(tuple(tokens(300, seed=1)), greedy()))
         assert finished(of, steps=3).finish_reason == "error"
-    of.residency.kv_pages.check_integrity()
+    check_pages(of.residency.kv_pages)
     assert ask(of, tokens(300, seed=1))[1] == [256]
 
 
@@ -295,7 +298,7 @@ def test_a_request_is_given_up_while_its_pages_come_from_the_disk(folder, monkey
     monkeypatch.setattr(DiskTier, "read", given_up)
     request_id = of.submit(Request(tuple(tokens(500, seed=1)), greedy()))
     assert finished(of, steps=2).finish_reason == "cancelled" and reads == [1]
-    of.residency.kv_pages.check_integrity()
+    check_pages(of.residency.kv_pages)
 
 
 def test_a_page_is_copied_for_the_disk_once(folder, monkeypatch):
@@ -332,7 +335,11 @@ def test_a_nan_anywhere_in_a_prompt_is_an_error_and_known_to_no_other(kv, place,
     of = load_decoder(RandomBlocks(chosen), config, chosen, dtype=torch.bfloat16, device=torch.device("cpu"))
     of.embed.matrix.tensors["weight"].data[2] = torch.nan
     poisoned = Engine(
-        of, word_tokenizer(VOCAB), ctx=CTX, kv=kv, reuse=KVReuse(directory=folder), computed=Computed("nan", "bf16")
+        LoadedModel(of, CTX),
+        word_tokenizer(VOCAB),
+        kv=kv,
+        reuse=KVReuse(directory=folder),
+        computed=Computed("nan", "bf16"),
     )
     prompt = tokens(300, seed=1)
     prompt[place] = 2
@@ -429,7 +436,7 @@ class Chats(RuleBasedStateMachine):
     @invariant()
     def pages_are_owned_as_often_as_counted(self) -> None:
         if hasattr(self, "engine"):
-            self.engine.residency.kv_pages.check_integrity()
+            check_pages(self.engine.residency.kv_pages)
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):

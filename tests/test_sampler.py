@@ -13,6 +13,7 @@ from localllm.engine.request import SamplingParams
 from localllm.engine.sampler import penalised, repetitions, sample, truncated
 from localllm.errors import UsageError
 from localllm.kernels.noise import gumbel_noise, noise_key
+from tests.choices.support import running
 
 NOTHING = float("-inf")
 
@@ -27,7 +28,7 @@ def kept(scores: torch.Tensor) -> list[int]:
 
 def draw(scores: torch.Tensor, position: int, **params: float) -> int:
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
-    return sample(scores, sampling, [0] * position, num_prompt_tokens=position, seed=sampling.seed or 0)
+    return sample(scores, running(sampling, position, seed=sampling.seed or 0), [0] * position)
 
 
 def test_temperature_zero_takes_the_best_token() -> None:
@@ -110,12 +111,12 @@ def test_some_token_always_remains(values: list[float], data: st.DataObject) -> 
         min_p=data.draw(st.floats(0, 1)),
         typical_p=data.draw(st.floats(0, 1)),
     )
-    token = sample(torch.tensor(values), params, [0], num_prompt_tokens=1, seed=data.draw(st.integers(0, 2**63 - 1)))
+    token = sample(torch.tensor(values), running(params, 1, seed=data.draw(st.integers(0, 2**63 - 1))), [0])
     assert 0 <= token < len(values)
 
 
 def test_repetition_penalty_weakens_every_token_of_prompt_and_answer() -> None:
-    out = penalised(logits(2.0, -2.0, 2.0), SamplingParams(repetition_penalty=2.0), [0, 1], num_prompt_tokens=1)
+    out = penalised(logits(2.0, -2.0, 2.0), running(SamplingParams(repetition_penalty=2.0), 1), [0, 1])
     assert out.tolist() == [1.0, -4.0, 2.0]
 
 
@@ -133,28 +134,28 @@ def test_repetition_penalty_weakens_every_token_of_prompt_and_answer() -> None:
 def test_penalties_look_at_the_last_tokens_only(window: int, repeated: set[int], counted: dict[int, int]) -> None:
     token_ids = [0, 0, 1, 2, 2]  # a prompt of two
     params = SamplingParams(repetition_penalty=2.0, repeat_last_n=window)
-    out = penalised(logits(4.0, 4.0, 4.0, 4.0), params, token_ids, num_prompt_tokens=2)
+    out = penalised(logits(4.0, 4.0, 4.0, 4.0), running(params, 2), token_ids)
     assert {index for index, value in enumerate(out.tolist()) if value == 2.0} == repeated
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=1.0, repeat_last_n=window)
-    out = penalised(logits(4.0, 4.0, 4.0, 4.0), params, token_ids, num_prompt_tokens=2)
+    out = penalised(logits(4.0, 4.0, 4.0, 4.0), running(params, 2), token_ids)
     assert out.tolist() == [4.0 - (1.0 + 0.5 * counted[index] if index in counted else 0.0) for index in range(4)]
 
 
 def test_frequency_and_presence_penalties_count_the_answer_only() -> None:
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=1.0)
-    out = penalised(torch.zeros(3), params, [0, 0, 1, 1, 2], num_prompt_tokens=2)
+    out = penalised(torch.zeros(3), running(params, 2), [0, 0, 1, 1, 2])
     assert out.tolist() == [0.0, -2.0, -1.5]
 
 
 def test_logit_bias_can_force_and_forbid_a_token() -> None:
     assert draw(logits(9.0, 0.0), 0, temperature=0.0) == 0
-    out = penalised(logits(9.0, 0.0), SamplingParams(logit_bias={1: 100.0}), [], num_prompt_tokens=0)
+    out = penalised(logits(9.0, 0.0), running(SamplingParams(logit_bias={1: 100.0}), 0), [])
     assert out.argmax() == 1
 
 
 def test_penalties_leave_the_models_logits_alone() -> None:
     original = logits(1.0, 2.0)
-    penalised(original, SamplingParams(repetition_penalty=2.0, logit_bias={0: 5.0}), [0, 1], num_prompt_tokens=0)
+    penalised(original, running(SamplingParams(repetition_penalty=2.0, logit_bias={0: 5.0}), 0), [0, 1])
     assert original.tolist() == [1.0, 2.0]
 
 
@@ -187,7 +188,7 @@ def test_dry_finds_what_a_search_over_all_ends_finds(tokens: list[int], allowed:
 
 def test_dry_penalty_grows_with_the_run() -> None:
     params = SamplingParams(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2)
-    out = penalised(torch.zeros(10), params, [1, 2, 3, 4, 9, 1, 2, 3], num_prompt_tokens=0)
+    out = penalised(torch.zeros(10), running(params, 0), [1, 2, 3, 4, 9, 1, 2, 3])
     assert out[4].item() == -2.0
     assert out.count_nonzero() == 1
 

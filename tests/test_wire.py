@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.cache.miss_reason import CacheMiss
+from localllm.chat.text_file import ExistsError
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import (
     FinishedEvent,
@@ -24,7 +25,7 @@ from localllm.engine.events import (
     Usage,
 )
 from localllm.engine.request import Request, SamplingParams
-from localllm.errors import BugError, ContextOverflowError, DoesNotFitError, LocalLLMError, NonFiniteError
+from localllm.errors import BugError, ContextOverflowError, DoesNotFitError, LocalLLMError, NonFiniteError, UsageError
 from localllm.runtime import protocol
 from localllm.text.grammar.grammar import Grammar
 
@@ -121,9 +122,14 @@ def test_an_error_arrives_as_the_class_that_it_was(error: type[LocalLLMError]) -
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(ValueError("nobody foresaw it"), BugError), (MemoryError("no room"), DoesNotFitError)]
+    ("error", "kind"),
+    [
+        (ValueError("nobody foresaw it"), BugError),
+        (MemoryError("no room"), DoesNotFitError),
+        (ExistsError("it is there already"), UsageError),
+    ],
 )
-def test_what_is_no_error_of_ours_arrives_as_one(error: Exception, kind: type[LocalLLMError]) -> None:
+def test_an_error_of_another_kind_arrives_as_the_nearest_of_ours(error: Exception, kind: type[LocalLLMError]) -> None:
     assert type(sent(FinishedEvent(1, "error", Usage(), Timings(), error=error)).error) is kind
 
 

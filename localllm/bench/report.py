@@ -1,25 +1,21 @@
-"""The result of a benchmark, and its JSON. Imports no torch.
+"""The result of a benchmark, which is its JSON. Imports no torch.
 
 A result may come from another machine: its form is checked before it is compared.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from localllm.chat.text_file import read_text_file
 from localllm.config import format_figure
 from localllm.errors import Fix, UsageError
-
-SCHEMA_VERSION = 1
-_LARGEST_FILE_BYTES = 16 << 20
 
 Number = Annotated[float, Field(ge=0, lt=1e18)]  # refuses NaN and infinity, which Python's JSON lets pass
 Count = Annotated[int, Field(ge=0, lt=10**18)]
@@ -30,10 +26,6 @@ class Spread:
     median: Number
     min: Number
     max: Number
-
-    def __post_init__(self) -> None:
-        if not self.min <= self.median <= self.max:
-            raise ValueError("its median is not between its least and its most")
 
     def __str__(self) -> str:
         return f"{format_figure(self.median)} ({format_figure(self.min)} to {format_figure(self.max)})"
@@ -99,47 +91,21 @@ class BenchmarkRun:
 
 @dataclass(frozen=True)
 class BenchmarkReport:
+    """runs: one for each context; they differ in nothing else that was asked for."""
+
+    schema_version: Literal[1]
     machine: dict[str, Any]
     floors: MachineFloors
     runs: Annotated[tuple[BenchmarkRun, ...], Field(min_length=1)]
 
-    def fields(self) -> dict[str, Any]:
-        """The JSON object of `bench --json`."""
-        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
-
-    def save(self, path: Path) -> None:
-        """Write the whole file or none of it. Raises OSError."""
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        try:
-            unfinished.write_text(json.dumps(self.fields(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
 
 def read_report(path: Path) -> BenchmarkReport:
     """Raises UsageError naming the file and what is wrong with it."""
+    text = read_text_file(path, "--compare")
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST_FILE_BYTES + 1)
-    except OSError as error:
-        fix = f"ls -l {shlex.quote(str(path))}"
-        raise UsageError(f"{path} cannot be read", why=error.strerror or str(error), fix=fix) from None
-    try:
-        if len(text) > _LARGEST_FILE_BYTES:
-            raise ValueError(f"it is larger than {_LARGEST_FILE_BYTES >> 20} MiB")
-        fields = json.loads(text)
-        if not isinstance(fields, dict):
-            raise ValueError("it is not a JSON object")
-        version = fields.get("schema_version")
-        if version != SCHEMA_VERSION or isinstance(version, bool):
-            raise ValueError(f"its schema_version is {str(version)[:20]}; this version reads {SCHEMA_VERSION}")
         return TypeAdapter(BenchmarkReport).validate_json(text, strict=True)
-    except (ValueError, RecursionError) as error:
-        why = str(error)[:100]
-        if isinstance(error, ValidationError):
-            fault = error.errors(include_input=False, include_url=False)[0]
-            steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"])
-            why = f"{''.join(steps).lstrip('.')}: {fault['msg']}"
-        helps = Fix.command("bench", "--output", "bench.json")
-        raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=helps) from None
+    except ValidationError as error:
+        fault = error.errors(include_input=False, include_url=False)[0]
+        why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+        fix = Fix.command("bench", "--output", "bench.json")
+        raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=fix) from None

@@ -1,4 +1,4 @@
-"""One benchmark: the disk, then the peaks of memory, then rounds in which every rate stands beside its floor.
+"""One benchmark: the peaks of memory, the disk, then rounds in which every rate stands beside its floor.
 
 Prefill and decode are timed as a front end sees them; decoding begins at any depth of the cache.
 """
@@ -6,10 +6,12 @@ Prefill and decode are timed as a front end sees them; decoding begins at any de
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import harmonic_mean, median
+from typing import Any
 
 import torch
 
@@ -33,22 +35,13 @@ _FILL_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Round:
-    """rates: other floors, by their names in a result. decoding: tok/s at each depth, and GB/s of the floor meanwhile.
+class DepthSamples:
+    """Of each round: tokens a second, and GB/s of the memory that holds the weights meanwhile. Peaks in bytes."""
 
-    The floor of decoding is the read of the memory that holds the weights.
-    """
-
-    prompt: Timings
-    matmul_gflops: float
-    decoding: tuple[tuple[float, float], ...]
-    rates: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Peaks:
-    rss_bytes: int
-    vram_bytes: int | None
+    context: int
+    rounds: Sequence[tuple[float, float]]
+    peak_rss_bytes: int
+    peak_vram_bytes: int | None
 
 
 def run_benchmark(
@@ -63,10 +56,6 @@ def run_benchmark(
 
     Nothing is left behind, however it ends. Raises what `load` and the engine raise.
     """
-    notify("reading the disk")
-    with disk_file(disk, DISK_BYTES) as file:
-        disk_rates = [file.read_gbs() for _ in range(min(workload.rounds, _MOST_DISK_READS))] if file else []
-        disk_method = file.method if file else None
     peak = PeakMemory(device)
     target = load()
     prompt = random_ids(target, workload.prompt_tokens)
@@ -76,18 +65,31 @@ def run_benchmark(
     for context in workload.contexts:
         depths.append(Depth(target, context, workload))
         depths[-1].decode()
-        peaks.append(Peaks(peak.rss_bytes(), peak.vram_bytes()))
+        peaks.append((peak.rss_bytes(), peak.vram_bytes()))
+    notify("reading the disk")
+    rates, disk_method = defaultdict[str, list[float]](list), None
+    with disk_file(disk, DISK_BYTES) as file:
+        if file is not None:
+            rates["disk_read_gbs"] = [file.read_gbs() for _ in range(min(workload.rounds, _MOST_DISK_READS))]
+            disk_method = file.method
     floors = _Floors(device)
-    rounds = []
+    prompts, decoding = [], []
     for number in range(workload.rounds):
         notify(f"round {number + 1} of {workload.rounds}")
         before, timings, after = floors.gflops(), prefill(target.engine, prompt), floors.gflops()
-        decoding = tuple(depth.decode(floors.memory_gbs) for depth in depths)
-        rounds.append(Round(timings, harmonic_mean((before, after)), decoding, floors.rates()))
-    disk_gbs = median(disk_rates) if disk_rates else None
-    runs = tuple(summary(target, workload, rounds, index, peaks[index], disk_gbs) for index in range(len(depths)))
+        prompts.append(timings)
+        decoding.append([depth.decode(floors.memory_gbs) for depth in depths])
+        rates["matmul_gflops"].append(harmonic_mean((before, after)))
+        rates[floors.memory_name] += [floor_gbs for _, floor_gbs in decoding[-1]]
+        for name, rate in floors.others().items():
+            rates[name].append(rate)
+    samples = [
+        DepthSamples(context, of_rounds, *peak_bytes)
+        for context, of_rounds, peak_bytes in zip(workload.contexts, zip(*decoding, strict=True), peaks, strict=True)
+    ]
+    runs = tuple(summary(target, workload, prompts, each, rates) for each in samples)
     target.engine.close()
-    return BenchmarkReport(machine(device), _floors(rounds, disk_rates, disk_method), runs)
+    return BenchmarkReport(1, machine(device), _machine_floors(rates, disk_method), runs)
 
 
 class _Floors:
@@ -97,54 +99,53 @@ class _Floors:
         self._memory = MemoryFloor()
         self._device = DeviceFloors(device) if device.type == "cuda" else None
         self.gflops = MatmulFloor(device).gflops
-        self.rates()
+        # The memory that holds the weights.
+        self.memory_name = "device_copy_gbs" if self._device else "dram_read_gbs"
+        self.memory_gbs = self._device.device_copy_gbs if self._device else self._memory.dram_read_gbs
+        self.memory_gbs()
+        self.others()
         self.gflops()
 
-    def memory_gbs(self) -> float:
-        """The read of the memory that holds the weights."""
-        return self._device.device_copy_gbs() if self._device else self._memory.dram_read_gbs()
-
-    def rates(self) -> dict[str, float]:
-        rates = {"dram_read_gbs": self._memory.dram_read_gbs()}
-        if self._device:
-            rates |= {"device_copy_gbs": self._device.device_copy_gbs(), "h2d_gbs": self._device.h2d_gbs()}
-        return rates
+    def others(self) -> dict[str, float]:
+        """The rates beside which nothing is measured."""
+        if self._device is None:
+            return {}
+        return {"dram_read_gbs": self._memory.dram_read_gbs(), "h2d_gbs": self._device.h2d_gbs()}
 
 
 def summary(
     target: BenchmarkTarget,
     workload: Workload,
-    rounds: list[Round],
-    index: int,
-    peaks: Peaks,
-    disk_gbs: float | None = None,
+    prompts: Sequence[Timings],
+    depth: DepthSamples,
+    rates: Mapping[str, Sequence[float]],
 ) -> BenchmarkRun:
-    """The run at the workload's depth number `index`."""
-    plan, kv = target.engine.plan, target.engine.kv_format.name
-    streamed_bytes = plan.streamed_bytes if plan is not None else 0
-    context = workload.contexts[index]
-    bytes_per_token = target.bytes_per_token(context, workload.gen_tokens)
-    decode, floor = zip(*(each.decoding[index] for each in rounds), strict=True)
+    """The run at one depth. prompts: of each round. rates: the floors' samples, by their names in a result."""
+    engine = target.engine
+    streamed_bytes = engine.plan.streamed_bytes if engine.plan is not None else 0
+    bytes_per_token = target.bytes_per_token(depth.context, workload.gen_tokens)
+    decode, floor = zip(*depth.rounds, strict=True)
     fraction = paired([tok_s * bytes_per_token / 1e9 for tok_s in decode], floor)
     # A prompt that was prefilled to its end has been timed.
-    prefill_tok_s = [each.prompt.prefill_tok_s or 0.0 for each in rounds]
+    prefill_tok_s = [timings.prefill_tok_s or 0.0 for timings in prompts]
     gflops = [tok_s * target.prefill_flops_per_token() / 1e9 for tok_s in prefill_tok_s]
+    disk_gbs = median(rates["disk_read_gbs"]) if rates.get("disk_read_gbs") else None
     return BenchmarkRun(
         model=target.name,
-        weights=target.weights,
-        kv=dense_name(target.engine.model.dtype) if kv == "bf16" else kv,  # dense ones are in the model's dtype
+        weights=engine.weights,
+        kv=dense_name(engine.model.dtype) if engine.kv_format.name == "bf16" else engine.kv_format.name,
         prompt_tokens=workload.prompt_tokens,
         gen_tokens=workload.gen_tokens,
-        context=context,
+        context=depth.context,
         prefill_tok_s=spread(prefill_tok_s),
         decode_tok_s=spread(decode),
-        ttft_s=spread([each.prompt.ttft_s or 0.0 for each in rounds]),
+        ttft_s=spread([timings.ttft_s or 0.0 for timings in prompts]),
         bytes_per_token=bytes_per_token,
         floor_fraction=fraction.median,
-        peak_rss_bytes=peaks.rss_bytes,
-        peak_vram_bytes=peaks.vram_bytes,
+        peak_rss_bytes=depth.peak_rss_bytes,
+        peak_vram_bytes=depth.peak_vram_bytes,
         floor_fraction_spread=fraction,
-        prefill_fraction=paired(gflops, [each.matmul_gflops for each in rounds]).median,
+        prefill_fraction=paired(gflops, rates["matmul_gflops"]).median,
         random_weights=target.has_random_weights,
         rounds=workload.rounds,
         streamed_bytes=streamed_bytes,
@@ -152,24 +153,11 @@ def summary(
     )
 
 
-def _floors(rounds: list[Round], disk_rates: list[float], disk_method: str | None) -> MachineFloors:
-    """The floors over all rounds; of the memory that decoding reads, the samples taken while it did."""
-    samples = {name: [each.rates[name] for each in rounds] for name in rounds[0].rates}
-    decoded = "device_copy_gbs" if "device_copy_gbs" in samples else "dram_read_gbs"
-    samples[decoded] = [floor_gbs for each in rounds for _, floor_gbs in each.decoding]
-    samples |= {"matmul_gflops": [each.matmul_gflops for each in rounds]}
-    samples |= {"disk_read_gbs": disk_rates} if disk_rates else {}
-    spreads = {name: spread(values) for name, values in samples.items()}
-    medians = {name: found.median for name, found in spreads.items()}
-    return MachineFloors(
-        dram_read_gbs=medians["dram_read_gbs"],
-        disk_read_gbs=medians.get("disk_read_gbs"),
-        device_copy_gbs=medians.get("device_copy_gbs"),
-        h2d_gbs=medians.get("h2d_gbs"),
-        matmul_gflops=medians["matmul_gflops"],
-        disk_method=disk_method,
-        spreads=spreads,
-    )
+def _machine_floors(rates: Mapping[str, Sequence[float]], disk_method: str | None) -> MachineFloors:
+    spreads = {name: spread(values) for name, values in rates.items()}
+    absent = dict.fromkeys(("disk_read_gbs", "device_copy_gbs", "h2d_gbs"))
+    medians: dict[str, Any] = {**absent, **{name: found.median for name, found in spreads.items()}}
+    return MachineFloors(**medians, disk_method=disk_method, spreads=spreads)
 
 
 # Prefill and decode
@@ -177,7 +165,7 @@ def _floors(rounds: list[Round], disk_rates: list[float], disk_method: str | Non
 
 def random_ids(target: BenchmarkTarget, count: int, seed: int = 0) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(0, target.config.vocab_size, (count,), generator=generator).tolist()
+    ids: list[int] = torch.randint(0, target.engine.config.vocab_size, (count,), generator=generator).tolist()
     return tuple(ids)
 
 

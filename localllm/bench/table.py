@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from localllm.bench.report import BenchmarkReport, BenchmarkRun, MachineFloors, Spread
 from localllm.config import format_figure
@@ -11,7 +10,6 @@ from localllm.config import format_figure
 GIB = 1 << 30
 HEADER = ("", "MEASURED", "BESIDE", "SHARE")
 COMPARED_HEADER = ("", "A", "B", "B / A")
-_NAME_LIMIT = 40
 
 _FLOOR_ROWS = {
     "dram_read_gbs": "DRAM read, GB/s",
@@ -33,9 +31,10 @@ Row = tuple[str, str, str, str]
 
 
 def headline(report: BenchmarkReport) -> str:
+    """What was measured, and where."""
     run, machine = report.runs[0], report.machine
-    threads = machine["threads"]
-    where = machine["gpu"] or f"{machine['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
+    threads = machine.get("threads")
+    where = machine.get("gpu") or f"{machine.get('cpu')}, {threads} thread{'' if threads == 1 else 's'}"
     made = ", random weights" if run.random_weights else ""
     return f"{run.model} in {run.weights}{made}, KV cache in {run.kv}, on {where}"
 
@@ -75,39 +74,16 @@ def _duration(seconds: Spread) -> str:
     return f"{Spread(1000 * seconds.median, 1000 * seconds.min, 1000 * seconds.max)} ms"
 
 
-RunPair = tuple[BenchmarkRun | None, BenchmarkRun | None]
-
-
-def matched(a: BenchmarkReport, b: BenchmarkReport) -> list[RunPair]:
-    """Pairs of runs of the same model, weights and workload; what is left over is paired in its order."""
-    twins = {_identity(run): run for run in b.runs}
-    pairs = [(run, twins.pop(_identity(run), None)) for run in a.runs]
-    left = iter(twins.values())
-    return [*((run, twin or next(left, None)) for run, twin in pairs), *((None, run) for run in left)]
-
-
 def compared_rows(a: BenchmarkReport, b: BenchmarkReport) -> Iterator[Row]:
-    """Rows below COMPARED_HEADER: the floors of both machines, then each pair of runs under a line that names it."""
+    """Rows below COMPARED_HEADER: the floors of both machines, then each context that either was measured at."""
     for name, label in _FLOOR_ROWS.items():
         yield from _compared(label, getattr(a.floors, name), getattr(b.floors, name), 1.0)
-    for pair in matched(a, b):
-        yield from (("", "", "", ""), (_title(pair), "", "", ""))
+    runs_a, runs_b = ({run.context: run for run in report.runs} for report in (a, b))
+    for context in runs_a | runs_b:
+        yield from (("", "", "", ""), (f"at {context}", "", "", ""))
         for name, (label, unit) in _RUN_ROWS.items():
-            yield from _compared(f"  {label}", getattr(pair[0], name, None), getattr(pair[1], name, None), unit)
-
-
-def _title(pair: RunPair) -> str:
-    """The names of a pair of runs: once where both have the same, else side by side."""
-    runs = [run for run in pair if run is not None]
-    names = (
-        " | ".join(dict.fromkeys(str(getattr(run, name))[:_NAME_LIMIT] for run in runs))
-        for name in ("model", "weights", "context")
-    )
-    return "{} {} at {}".format(*names)
-
-
-def _identity(run: BenchmarkRun) -> tuple[Any, ...]:
-    return run.model, run.weights, run.kv, run.prompt_tokens, run.gen_tokens, run.context
+            first, second = (getattr(runs.get(context), name, None) for runs in (runs_a, runs_b))
+            yield from _compared(f"  {label}", first, second, unit)
 
 
 def _compared(label: str, a: Spread | float | None, b: Spread | float | None, unit: float) -> Iterator[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from localllm.errors import ContextOverflowError, Fix
@@ -13,15 +12,10 @@ from localllm.models.config import ModelConfig
 class Workload:
     """In every round a prompt is prefilled, and tokens are decoded behind each of `contexts`."""
 
-    prompt_tokens: int = 512
-    gen_tokens: int = 128
-    contexts: tuple[int, ...] = (512,)
-    rounds: int = 5
-
-    @classmethod
-    def of(cls, prompt_tokens: int, gen_tokens: int, contexts: Sequence[int], rounds: int) -> Workload:
-        """The workload of a command line; without a context, decoding follows the prompt."""
-        return cls(prompt_tokens, gen_tokens, tuple(dict.fromkeys(contexts)) or (prompt_tokens,), rounds)
+    prompt_tokens: int
+    gen_tokens: int
+    contexts: tuple[int, ...]
+    rounds: int
 
     def length(self, context: int) -> int:
         """The length that a sequence grows to at this depth."""
@@ -40,17 +34,10 @@ class Workload:
     def check(self, name: str, config: ModelConfig) -> None:
         """Raises ContextOverflowError where the model's context is too short."""
         longest = config.longest_context
-        if self.prompt_tokens + 1 > longest:
+        if self.ctx > longest:
+            half = (longest - 1) // 2
             raise ContextOverflowError(
-                f"a prompt of {self.prompt_tokens} tokens is too long for {name}",
-                why=f"its context is {longest} tokens, one of them for the answer",
-                fix=Fix.flag("--prompt-tokens", max(1, longest - self.length(0))),
-            )
-        deepest = max(self.contexts)
-        if self.length(deepest) > longest:
-            left = longest - self.length(0)
-            raise ContextOverflowError(
-                f"{self.gen_tokens} tokens behind {deepest} others are too many for {name}",
-                why=f"its context is {longest} tokens",
-                fix=Fix.flag("--context", left) if left >= 0 else Fix.flag("--gen-tokens", max(1, longest // 2)),
+                f"{self.ctx} tokens are too many for {name}",
+                why=f"its context is {longest} tokens, for a prompt, or for a context and what is generated behind it",
+                fix=Fix.flag("--prompt-tokens", half, "--context", half, "--gen-tokens", half),
             )

@@ -1,8 +1,8 @@
 """The disk tier of the prefix cache: pages of keys and values that outlive the process.
 
 One thread of its own lists what is there, writes what it is given and makes room; readers work side by side. Pages are
-bytes here: what they mean, and whether a page of the same tokens is wanted at all, is known to who asks. Whatever is
-wrong with the disk, the worst that happens is that something is computed once more. Needs no torch.
+bytes here: the caller knows what they mean, and whether a page of the same tokens is wanted at all. Whatever is wrong
+with the disk, the worst that happens is that something is computed once more. Needs no torch.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class DiskTier:
             return digest in self._queue or self._place(digest) in self._index
 
     def touch(self, digests: Iterable[bytes]) -> None:
-        """These were used, in this order: they stay longer than what was not."""
+        """Mark pages as used, in this order: they stay longer than others."""
         with self._changed:
             for place in map(self._place, digests):
                 if place in self._index:
@@ -329,7 +329,7 @@ class DiskTier:
                 self._index.remove(file.place)
 
     def _stamp(self, places: Iterable[Place]) -> None:
-        """Tell those who come later, and other processes, when these were used."""
+        """Write the time of use to the files of these pages, for later processes and others that run now."""
         now_ns = time.time_ns()
         for place in places:
             with self._changed:
@@ -379,6 +379,6 @@ class DiskTier:
         return True
 
     def _forget(self, place: Place) -> None:
-        """It is gone, or no file that we may read: so may be what hangs on it. Whoever wants it puts it once more."""
+        """Forget a page that is gone or cannot be read, and what hangs on it; both can be put again."""
         with self._changed:
             self._index.remove_with_descendants(place)

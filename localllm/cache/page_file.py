@@ -57,7 +57,7 @@ class PageKey:
 
 
 def header_of(root: bytes, key: PageKey, payload: memoryview) -> bytes:
-    """The HEADER_BYTES that stand before `payload`. The same page has the same ones, whoever writes it."""
+    """Return the HEADER_BYTES that stand before `payload`: the same for the same page, whichever process writes it."""
     checksum = xxhash.xxh3_128_digest(payload)
     claims = _CLAIMS.pack(
         _MAGIC, LAYOUT_VERSION, PAGE_TOKENS, len(payload), root, key.parent, key.digest, *key.token_ids, checksum
@@ -71,7 +71,7 @@ def _sealed(claims: bytes) -> bytes:
 
 
 def write_page(temporary: Path, path: Path, header: bytes, payload: memoryview) -> None:
-    """Both at `path`, where they are whole or not at all; `temporary` is in the same folder. Raises OSError.
+    """Write header and payload to `path`, both whole or not at all; `temporary` is in the same folder. Raises OSError.
 
     Nothing is synced: what a loss of power leaves half-written fails its checksum, and is computed again.
     """
@@ -96,7 +96,7 @@ def write_page(temporary: Path, path: Path, header: bytes, payload: memoryview) 
 
 
 def read_page(path: Path, root: bytes, key: PageKey, into: memoryview, header: memoryview, *, past_cache: bool) -> None:
-    """Fills `into` with the page at `path`, and verifies it; what is in `into` after an error is nothing.
+    """Fill `into` with the page at `path`, and verify it. After an error, the content of `into` means nothing.
 
     header: HEADER_BYTES to work in. past_cache: read from the disk even what the page cache holds, where the file
     system can and both buffers are aligned to a page. Raises OSError, and BadPageError where the file is not this very
@@ -154,7 +154,7 @@ def is_cached(path: Path) -> bool:
 
 
 def _open_own(path: Path, num_bytes: int | None = None, flags: int = 0) -> int:
-    """A checksum tells damage, not malice: what another user may have written is not taken for ours.
+    """Open a file that no other user may have written: a checksum finds damage, not malice.
 
     num_bytes: that it must have. flags: given up where the file system has no such thing.
     """

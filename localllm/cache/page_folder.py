@@ -92,7 +92,7 @@ class KeptPages:
 
 
 def kv_root() -> Path:
-    """The folder of all pages; it need not exist."""
+    """Return the folder of all pages; it need not exist."""
     return user_directories().cache / "kv"
 
 
@@ -101,7 +101,7 @@ def name_of(digest: bytes) -> str:
 
 
 def default_limit_bytes(directory: Path, held_bytes: int) -> int:
-    """A tenth of what would be free without the pages, 8 GiB at most."""
+    """Return a tenth of what would be free without the pages, 8 GiB at most."""
     return min(MOST_BYTES, (free_bytes(directory) + held_bytes) // _SHARE_OF_FREE)
 
 
@@ -114,7 +114,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def scan(directory: Path) -> Iterator[PageFile]:
-    """Every page there is, of every root, in no order. What cannot be examined is passed over."""
+    """Yield every page of every root, in no order. Those that cannot be examined are skipped."""
     for root in root_folders(directory):
         for entry in _entries(directory / root):
             with suppress(OSError):  # evicted by another process meanwhile
@@ -129,8 +129,8 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def make_folder(directory: Path, root: str, about: Mapping[str, str]) -> Path:
-    """The folder of a root's pages, its owner's alone. Raises OSError, also where a link stands in its place, and
-    NotOurFolderError."""
+    """Make the folder of a root's pages, closed to others, and return it. Raises OSError, also where a link stands in
+    its place, and NotOurFolderError."""
     folder = directory / root
     if not is_folder(folder):
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -154,8 +154,8 @@ def make_folder(directory: Path, root: str, about: Mapping[str, str]) -> Path:
 
 
 def close_to_others(directory: Path) -> None:
-    """Nobody else may look into the folder of all pages. Raises OSError, and NotOurFolderError where others may write
-    there all the same: it is another user's, or its file system has no such thing as permissions."""
+    """Close the folder of all pages to other users. Raises OSError, and NotOurFolderError where others may write there
+    all the same: it is another user's, or its file system knows no permissions."""
     status = directory.stat()
     if status.st_uid != os.geteuid():
         raise NotOurFolderError(f"it belongs to user {status.st_uid}, this is user {os.geteuid()}")
@@ -167,7 +167,7 @@ def close_to_others(directory: Path) -> None:
 
 
 def temporary_path(folder: Path, name: str) -> Path:
-    """A name that nobody else has, and that `remove_stale` knows: name is of letters and digits."""
+    """Return a name that no other file has, and that `remove_stale` knows. name: letters and digits."""
     return folder / f".{name}.{os.getpid()}-{secrets.token_hex(8)}.tmp"
 
 
@@ -185,7 +185,7 @@ def read_about(folder: Path) -> dict[str, str]:
 
 
 def remove_stale(directory: Path) -> None:
-    """Deletes what processes that ended while they wrote have left."""
+    """Delete the temporary files of processes that ended while they wrote."""
     for root in root_folders(directory):
         _remove_temporaries(directory / root, _is_stale)
 
@@ -204,8 +204,8 @@ def _is_stale(entry: os.DirEntry[str]) -> bool:
 
 
 def quarantine(directory: Path, file: PageFile) -> None:
-    """Takes a file out of use that is not what its name says; the oldest of those few that are kept goes. Raises
-    OSError where it cannot be moved."""
+    """Move a file that is not what its name says into quarantine, where the last few are kept. Raises OSError where it
+    cannot be moved."""
     path, folder = directory / file.path, directory / _QUARANTINE
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink():
@@ -224,7 +224,7 @@ def _quarantined(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def quarantined_sizes(directory: Path) -> list[int]:
-    """The bytes of each file that is kept in quarantine."""
+    """Return the bytes of each file that is kept in quarantine."""
     sizes = []
     for entry in _quarantined(directory):
         with suppress(OSError):  # gone meanwhile
@@ -245,7 +245,7 @@ def kept_pages(directory: Path) -> list[KeptPages]:
 
 
 def remove_pages(directory: Path, roots: Iterable[str]) -> int:
-    """Deletes the pages of these roots, and folders that are empty then; returns the bytes that became free.
+    """Delete the pages of these roots, and folders that are empty then; return the bytes that became free.
 
     A process that uses them meanwhile finds them missing, and computes anew. Raises OSError.
     """
@@ -265,7 +265,7 @@ def remove_pages(directory: Path, roots: Iterable[str]) -> int:
 
 
 def remove_quarantined(directory: Path) -> int:
-    """Returns the bytes that became free. Raises OSError."""
+    """Delete the files in quarantine; return the bytes that became free. Raises OSError."""
     freed = 0
     for entry in _quarantined(directory):
         freed += entry.stat(follow_symlinks=False).st_size
@@ -286,6 +286,6 @@ def root_folders(directory: Path) -> list[str]:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """One that holds what is not ours, or in which somebody has just written, stays; so does a link."""
+    """Remove a folder, unless it holds anything or is a link."""
     with suppress(OSError):
         folder.rmdir()

@@ -120,25 +120,18 @@ class KVPages:
                 sequence.readdress()
 
     def release(self) -> None:
-        """Nobody uses these pages any more. They know their pools and those them: without this their memory would wait
-        for the garbage collector."""
+        """Free all pages, which nobody uses any more. Pages and pools refer to each other: without this their memory
+        would wait for the garbage collector."""
         assert not self.sequences
         for group in self.groups:
             for pool in group.pools:
                 pool.release_all()
 
     def shrink(self) -> None:
-        """Give back memory that nobody was promised, as far as whole slabs of it hold nothing."""
+        """Free memory that was promised to nobody, as far as whole slabs of it hold nothing."""
         for group in self.groups:
             for pool in group.pools:
                 pool.shrink()
-
-    def check_integrity(self) -> None:
-        """Every page is owned exactly as often as counted. Raises AssertionError."""
-        for group_index, group in enumerate(self.groups):
-            owned = [page for kv in self.sequences for page in kv.owned(group_index)]
-            for pool in group.pools:
-                pool.check_integrity([page for page in owned if page.pool is pool])
 
 
 class PagedKV:
@@ -231,7 +224,7 @@ class PagedKV:
             self._promised[pool] += count
 
     def close(self) -> None:
-        """Its pages are given back, the last ones first: what is sealed is kept in that order."""
+        """Give its pages back, the last ones first: sealed ones are kept in that order."""
         if self not in self.pages.sequences:
             return
         self.pages.sequences.remove(self)
@@ -270,8 +263,8 @@ class PagedKV:
     # A forward
 
     def prepare(self, end: int) -> None:
-        """A forward is to write the tokens from `length` to `end`: there is room for each, and pages that no token from
-        here on sees are let go."""
+        """Make room for a forward that writes the tokens from `length` to `end`, and let go of pages that no token from
+        here on sees."""
         assert self.length <= end <= self.capacity, "the scheduler admits no token beyond what was reserved"
         self._end_forward()
         first, last = self.length // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
@@ -339,14 +332,15 @@ class PagedKV:
     # Sealed pages
 
     def seal(self) -> Iterator[tuple[int, list[Page | None]]]:
-        """Each page that has become full since the last time, with its part in every group; None: let go already."""
+        """Yield each page that has become full since the last time, with its part in every group; None: let go
+        already."""
         for number in range(self.num_sealed, self.length // PAGE_TOKENS):
             yield number, [table[number] for table in self.tables]
         self.num_sealed = self.length // PAGE_TOKENS
 
     def share(self, index: int, page: Page) -> Page:
-        """Have a sealed page of others in the place of one that was reserved. Where a window will leave it while others
-        have it still, another one is spared for whoever does so first."""
+        """Take a sealed page of other sequences in the place of one that was reserved. Where a window may leave it
+        while others still have it, another page is spared for the sequence that leaves it first."""
         is_spared = self.pages.groups[index].window is not None and page.owners > 0
         self._claim(page.pool).share(page)
         if is_spared:
@@ -355,12 +349,12 @@ class PagedKV:
         return page
 
     def take_for(self, index: int, number: int) -> Page:
-        """A page of this sequence's reservation into which a stored one is to be read."""
+        """Take a page of this sequence's reservation, into which a stored one is to be read."""
         group = self.pages.groups[index]
         return self._take(group.dense if number == 0 else group.sealed)
 
     def place(self, number: int, parts: Mapping[int, Page]) -> None:
-        """Have these full pages, of each group whose window sees any of them, behind those that it has already."""
+        """Append a full page: its part in each group whose window sees it."""
         assert number == self.num_sealed == self.length // PAGE_TOKENS and not self.length % PAGE_TOKENS
         for index, page in parts.items():
             self._set(index, number, page)
@@ -383,7 +377,7 @@ class PagedKV:
                     self._set(index, number, page)
 
     def addresses(self, index: int, device: torch.device) -> Tensor:
-        """int64 [pages], on the host: where the parts of a group's pages that are on this device begin."""
+        """Return the addresses of the parts of a group's pages on this device: int64 [pages], on the host."""
         return self._addresses[index][device]
 
     def own_page(self, index: int, number: int, device: torch.device) -> tuple[int, int]:
@@ -398,7 +392,7 @@ class PagedKV:
         return page
 
     def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
-        """The pages of a layer for queries at [past, past + num_tokens)."""
+        """Return the pages of a layer for queries at [past, past + num_tokens)."""
         index, row = self.pages.places[layer]
         group = self.pages.groups[index]
         first, last = past // PAGE_TOKENS, (past + num_tokens - 1) // PAGE_TOKENS
@@ -412,14 +406,14 @@ class PagedKV:
         )
 
     def owned(self, index: int) -> list[Page]:
-        """Every page of a group that it has, for `check_integrity`."""
+        """Every page of a group that it has."""
         held = [page for page in self.tables[index] if page is not None]
         return [*held, *self._open[index].values(), *self._scratch[index].values()]
 
 
 def shared_tokens(sequences: Iterable[PagedKV]) -> int:
-    """The room that these need less together than each by itself: pages that several have are there once. Of the group
-    of layers in which that is the least."""
+    """Return the tokens of room that these sequences save together: pages that several have are there once. It is the
+    figure of the group of layers that saves least."""
     kvs = list(sequences)
 
     def num_saved(index: int) -> int:

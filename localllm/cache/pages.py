@@ -8,7 +8,7 @@ long as it is known to the prefix cache and its room is not needed.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Page:
         return self.parts[device][row]
 
     def write_to(self, payload: Tensor) -> int:
-        """All layers in order, uint8. Returns how many bytes they are."""
+        """Copy all layers in order into `payload`, uint8; return the number of bytes."""
         if set(self.parts) == {HOST}:
             payload[: self.pool.page_bytes] = self.parts[HOST].view(-1)
             return self.pool.page_bytes
@@ -112,20 +112,21 @@ class PagePool:
         assert self.reserved >= 0
 
     def shrink(self) -> None:
-        """Give back free pages that nobody was promised; memory is free where all of a slab are."""
+        """Drop free pages that were promised to nobody. The memory of a slab is freed when all of its pages are
+        dropped."""
         unpromised = len(self.free) + len(self.idle) - self.reserved
         gone = set(self.free[: min(unpromised, len(self.free))])  # what was used the longest ago, or never
         self.free = [page for page in self.free if page not in gone]
         self.pages = [page for page in self.pages if page not in gone]
 
     def release_all(self) -> None:
-        """Nobody uses any of its pages any more."""
+        """Drop all pages; nobody uses any of them any more."""
         self.evict = lambda _page: None
         self.pages, self.free, self.reserved = [], [], 0
         self.idle.clear()
 
     def take(self) -> Page:
-        """One that was reserved, for a block table to write into."""
+        """Take a reserved page, for a block table to write into."""
         assert self.reserved > 0 and (self.free or self.idle), "no page is taken that was not reserved"
         self.reserved -= 1
         if self.free:
@@ -138,15 +139,15 @@ class PagePool:
         return page
 
     def share(self, page: Page) -> None:
-        """One more block table has it, of which one was reserved."""
+        """Let one more block table have a page, in the place of one that was reserved for it."""
         self.reserved -= 1
         if page.owners == 0:
             del self.idle[page]
         page.owners += 1
 
     def drop(self, page: Page, *, keeps_promise: bool = False) -> None:
-        """A block table lets go of it. keeps_promise: it will want another one, for which, where others still have
-        this, memory may be missing: raises what torch does, and has let go of nothing."""
+        """Let a block table go of a page. keeps_promise: it will want another one; where others still have this one,
+        memory for it may be missing. Then this raises what torch does, and nothing has changed."""
         if page.owners > 1 and keeps_promise:
             if page.spares:
                 page.spares -= 1
@@ -178,7 +179,8 @@ class PagePool:
         self.free[:0] = reversed(fresh)  # what was used before is in memory already
 
     def move(self, devices: Sequence[torch.device]) -> None:
-        """Let each layer's parts rest there from now on. Where there is no memory, raises what torch does and stays."""
+        """Move each layer's parts to these devices. Where there is no memory, raise what torch does and move
+        nothing."""
         if tuple(devices) == self.devices:
             return
         other = PagePool(self.layout, devices, self.is_shared)
@@ -190,20 +192,6 @@ class PagePool:
         for page, target in zip(self.pages, other.pages, strict=True):
             page.parts, page.run = target.parts, target.run
         self._place(devices)
-
-    def check_integrity(self, owned: Iterable[Page]) -> None:
-        """owned: every entry of every block table. Raises AssertionError where a page is not owned as often as counted,
-        or is in two places at once."""
-        counts = Counter(map(id, owned))
-        for page in self.pages:
-            assert page.spares <= max(0, page.owners - 1), "more pages are spared for a page than may be wanted"
-            assert page.owners == counts[id(page)], f"a page has {counts[id(page)]} owners and counts {page.owners}"
-        free = {id(page) for page in self.free}
-        assert len(free) == len(self.free) and all(not page.owners and not page.is_sealed for page in self.free)
-        assert all(not page.owners and page.is_sealed for page in self.idle)
-        num_owned = sum(page.owners > 0 for page in self.pages)
-        assert num_owned + len(self.free) + len(self.idle) == len(self.pages)
-        assert 0 <= self.reserved <= len(self.free) + len(self.idle)
 
 
 def _new_slab(count: int, num_bytes: int, device: torch.device) -> Tensor:

@@ -27,8 +27,8 @@ from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.streaming.disk_read import PAGE_BYTES
 from localllm.offload.streaming.host_buffer import host_buffer
 
-# That are read from the disk at once. A chat that is given up waits for them, a tenth of a second for the first; where
-# pages are copied from where they land, they take that memory for the moment.
+# Bytes that are read from the disk at once: a cancelled chat waits for them, 0.1 s for the first figure. The second is
+# for pages that are copied from where they land, which takes as much memory meanwhile.
 _READ_BYTES, _LANDING_BYTES = 256 << 20, 16 << 20
 
 
@@ -39,8 +39,8 @@ def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 @dataclass(eq=False)
 class Entry:
-    """A page that is known. parts: in the pools, of each group of layers; payload: uint8, its bytes in RAM. is_put: on
-    the disk, or on its way there."""
+    """A known page. parts: its part in the pools of each group of layers; payload: its bytes in RAM, uint8; is_put:
+    whether it is on the disk, or on its way there."""
 
     key: PageKey
     number: int
@@ -55,8 +55,8 @@ class Entry:
 
 @dataclass
 class _WantedPage:
-    """A page that a new sequence is to have. wanted: the groups whose window sees it; held: parts that the pools
-    had, the sequence's already; payload: where RAM has all of it."""
+    """A page that a new sequence is to have. wanted: the groups whose window sees it; held: the parts that the pools
+    had, which are the sequence's already; payload: all of it, where RAM has that."""
 
     key: PageKey
     entry: Entry | None
@@ -92,7 +92,7 @@ class Counts:
 
 
 class PrefixCache:
-    """The pages that are known of one model under one root. ram_bytes: what those may take that left the pools."""
+    """The known pages of one model under one root. ram_bytes: the most that pages may take which left the pools."""
 
     def __init__(self, root: bytes, pages: KVPages, ram_bytes: int = 0, disk: DiskTier | None = None) -> None:
         self.root = root
@@ -133,7 +133,8 @@ class PrefixCache:
         return keys
 
     def _chain(self, kv: PagedKV, token_ids: Sequence[int], variant: bytes) -> list[PageKey]:
-        """`keys`, of which those that this sequence had before are not hashed anew: 2 ms behind 8,000 tokens."""
+        """Return `keys`; those that this sequence had before are not hashed again, which takes 2 ms for 8,000
+        tokens."""
         of, known = self._chains.get(kv, (variant, []))
         keys = self.keys(token_ids, variant, known if of == variant else ())
         self._chains[kv] = variant, keys
@@ -161,8 +162,8 @@ class PrefixCache:
         return keys
 
     def _known(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """The longest beginning of a chain of which every part is somewhere that a token behind it sees: those out of a
-        window need not be."""
+        """Return the longest beginning of a chain of which every part is somewhere that a token behind it sees. Parts
+        that a window has left may be missing."""
         known = list(itertools.takewhile(lambda key: self._in_memory(key) or self._is_on_disk(key), keys))
         # Of each group and number of pages, the last one of those that has no part there.
         gaps = [[-1] for _ in self._pages.groups]
@@ -220,7 +221,7 @@ class PrefixCache:
                 later.give_back(kv)
 
     def _place(self, kv: PagedKV, page: _WantedPage) -> None:
-        """A page of which memory has every part that is wanted."""
+        """Give the sequence a page of which memory has every wanted part."""
         entry, number = page.entry, kv.num_sealed
         assert entry is not None
         missing = [index for index in page.wanted if index not in page.held]
@@ -237,7 +238,7 @@ class PrefixCache:
         kv.place(number, page.held)
 
     def _read(self, kv: PagedKV, pages: Sequence[_WantedPage]) -> int:
-        """Pages from the disk, into the sequence. Returns how many came whole."""
+        """Read pages from the disk into the sequence; return how many came whole."""
         if self.disk is None:
             return 0
         first = kv.num_sealed
@@ -262,7 +263,7 @@ class PrefixCache:
         return count
 
     def _hold(self, entry: Entry, fresh: Mapping[int, Page]) -> None:
-        """Pages that were filled are found again. A part that is in the pools already stays the one that is."""
+        """Let filled pages be found again. Where the pools have a part of them already, that one stays."""
         entry = self._entries.setdefault(entry.key.digest, entry)
         for index, page in fresh.items():
             if entry.parts[index] is None:
@@ -291,7 +292,7 @@ class PrefixCache:
     # What becomes known
 
     def seal(self, kv: PagedKV, token_ids: Sequence[int], variant: bytes = b"") -> None:
-        """The pages that have become full since the last time are found from now on."""
+        """Let the pages be found that have become full since the last time."""
         if kv.length // PAGE_TOKENS == kv.num_sealed:
             return
         keys = self._chain(kv, token_ids[: kv.length], variant)
@@ -339,14 +340,14 @@ class PrefixCache:
         return self._ram_used < before
 
     def close(self, timeout_s: float) -> None:
-        """Waits so long for what is on its way to the disk; what is not written by then is computed again."""
+        """Wait this long for what is on its way to the disk; what is not written by then is computed again."""
         if self.disk is not None:
             self.disk.close(timeout_s)
 
     # What leaves
 
     def _leave_pool(self, page: Page) -> None:
-        """Its room is taken: what it holds goes to RAM, if there is room and no part of it is gone already."""
+        """Move a page whose room is taken to RAM, if there is room and no part of it is gone already."""
         entry, index = self._of_page.pop(page)
         if entry.payload is None and self.ram_bytes and all(part is not None for part in entry.parts):
             self._spill(entry)
@@ -378,22 +379,12 @@ class PrefixCache:
         self._forget_if_gone(oldest)
 
     def _touch(self, keys: Sequence[PageKey]) -> None:
-        """They were used: the first page is kept the longest, without it the others are of no use."""
+        """Mark pages as used. The first one is kept the longest: without it the others are of no use."""
         for key in reversed(keys):
             if key.digest in self._in_ram:
                 self._in_ram.move_to_end(key.digest)
         if self.disk is not None:
             self.disk.touch(key.digest for key in reversed(keys))
-
-    def check_integrity(self) -> None:
-        """Check that what is known is where it is said to be, and counted once. Raises AssertionError."""
-        for page, (entry, index) in self._of_page.items():
-            assert entry.parts[index] is page and page.is_sealed, "a page is known that is another's now"
-        held = itertools.chain(self._in_ram.values(), (entry for entry, _ in self._of_page.values()))
-        assert all(self._entries.get(entry.key.digest) is entry for entry in held), "a page is kept that nobody finds"
-        assert all(entry.is_held for entry in self._entries.values()), "a page is found that nobody has"
-        assert self._ram_used == sum(self._payload_bytes(entry.number) for entry in self._in_ram.values())
-        assert all(entry.payload is not None for entry in self._in_ram.values())
 
     # Bytes
 
@@ -401,11 +392,11 @@ class PrefixCache:
         return [group.dense if number == 0 else group.sealed for group in self._pages.groups]
 
     def _payload_bytes(self, number: int) -> int:
-        """Bytes of all parts, one after the other, in whole blocks of the disk."""
+        """Return the bytes of all parts, one after the other, in whole blocks of the disk."""
         return -(-sum(pool.page_bytes for pool in self._pools(number)) // PAGE_BYTES) * PAGE_BYTES
 
     def _payload(self, entry: Entry) -> Tensor:
-        """A copy. Raises MemoryError."""
+        """Return a copy of all parts, one after the other. Raises MemoryError."""
         payload, at = host_buffer(self._payload_bytes(entry.number)), 0
         for part in entry.parts:
             assert part is not None

@@ -28,10 +28,10 @@ cache_app = plain_group("cache", "")
 @cache_app.callback(invoke_without_command=True)
 @takes(options.AS_JSON)
 def cache(context: typer.Context, as_json: bool) -> None:
-    """Show or clear what is kept of conversations.
+    """Show or clear the prefix cache on the disk.
 
-    What was computed of them, and of which tokens, readable by you alone: a later run that continues one reads it from
-    the disk. Without a command: `info`.
+    It holds the KV cache and the tokens of earlier prompts, readable only by you. Later runs continue from it instead
+    of computing the prompt again. Without a command: `info`.
     """
     if context.invoked_subcommand is None:
         _info(cli_context(context), as_json)
@@ -40,19 +40,23 @@ def cache(context: typer.Context, as_json: bool) -> None:
 @cache_app.command("info", cls=PlainCommand)
 @takes(options.AS_JSON)
 def info(context: typer.Context, as_json: bool) -> None:
-    """Show what is kept: where, how much of which model, and the limit.
+    """Show the prefix cache on the disk: its folder, its size for each model, and its limit.
 
-    What was used longest ago goes first where the limit is reached (the setting `cache_disk`).
+    The setting `cache_disk` is the limit. The least recently used pages are evicted first.
     """
     _info(cli_context(context), as_json or _typed_before(context))
 
 
 @cache_app.command("clear", cls=PlainCommand)
-@takes(option("--model", "Only of this model, as `cache info` names it.", "NAME"), options.UNASKED, options.AS_JSON)
+@takes(
+    option("--model", "Only the cache of this model, named as in `cache info`.", "NAME"),
+    options.UNASKED,
+    options.AS_JSON,
+)
 def clear(context: typer.Context, model: str | None, yes: bool, as_json: bool) -> None:
-    """Delete what is kept of conversations.
+    """Delete the prefix cache on the disk.
 
-    What is needed again is computed again; a run that is under way goes on.
+    Later prompts are computed again. A running model is not disturbed.
     """
     from localllm.cache.page_folder import (
         kept_pages,

@@ -64,18 +64,18 @@ EXCLUSIVE = {
 @takes(
     options.MODEL,
     option("--plain", "Line by line; for screen readers, simple terminals and pipes."),
-    option("--inline", "The full-screen chat below the prompt, not in the place of the screen."),
+    option("--inline", "Show the chat below the shell's prompt instead of on the full screen."),
     "system",
     option(
         "--resume",
-        "Go on with a chat of `localllm sessions list`: by its id, the beginning of one, or a part of its title. "
-        "Without one, or with `last`: the latest.",
+        "Continue a saved chat: its id in `localllm sessions list`, the beginning of one, or a part of its title. "
+        "Without ID, or with `last`: the latest chat.",
         "[ID]",
         completion=complete_sessions,
     ),
     "private",
     "overflow",
-    option("--stats", "Print tokens, rates and times after each answer."),
+    option("--stats", "Print token counts, speeds and times after each answer."),
     SamplingSettings,
     *options.DRY,
     options.LOGIT_BIAS,
@@ -87,9 +87,9 @@ EXCLUSIVE = {
     options.NO_ATTACH,
 )
 def chat_command(context: typer.Context, **flags: Any) -> None:
-    """Talk with a model, on the full screen, or line by line.
+    """Chat with a model, on the full screen or line by line.
 
-    What was said before is part of each question. The chat is kept as it happens, on this disk alone.
+    The chat is saved as it happens, on this disk only.
     """
     from localllm.cli.load_progress import loading
 

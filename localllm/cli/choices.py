@@ -26,11 +26,17 @@ _ONE_ANSWER = "a chat goes on with one answer: --best-of and --beams give one"
 _KNOWN_LATE = "which answers are the best is known when all are whole: --json"
 
 CHOICE_OPTIONS = (
-    number("--n", f"N answers, with a line {SEPARATOR} between two. The chat keeps the first.", 1, MAX_ANSWERS, "3"),
-    number("--best-of", "Have N answers computed and print the likeliest one, or --n of them.", 1, MAX_ANSWERS, "3"),
     number(
-        "--beams", "Search the likeliest answer with N beams instead of drawing it; --n prints more.", 1, MAX_BEAMS, "4"
+        "--n",
+        f"Generate N answers, with a line {SEPARATOR} between two. The chat keeps the first.",
+        1,
+        MAX_ANSWERS,
+        "3",
     ),
+    number(
+        "--best-of", "Generate N answers and print the most likely one, or the --n most likely.", 1, MAX_ANSWERS, "3"
+    ),
+    number("--beams", "Beam search with N beams instead of sampling; --n prints several answers.", 1, MAX_BEAMS, "4"),
 )
 
 

@@ -17,7 +17,9 @@ config_app = plain_group("config", "Show the settings.")
 
 
 @config_app.command("show", cls=PlainCommand)
-@takes(option("--origin", "Also who set each: file and line, variable, or default."), options.AS_JSON)
+@takes(
+    option("--origin", "Also show where each value comes from: file and line, variable, or default."), options.AS_JSON
+)
 def show_settings(context: typer.Context, origin: bool, as_json: bool) -> None:
     """Print every setting and its value.
 

@@ -44,18 +44,20 @@ CONNECT_EXAMPLES = """Examples:
 
 
 @takes(
-    argument("name", "NAME", f"The program: {', '.join(names())}. None: list them.", completion=complete_connections),
-    option("--url", f"Where the server is, or will be. Default: your server's, else {DEFAULT_URL}.", "URL"),
-    option("--model", "Default: what is served there, else the setting `model` (tiny).", "NAME"),
+    argument(
+        "name", "NAME", f"The program: {', '.join(names())}. Without it: list them.", completion=complete_connections
+    ),
+    option("--url", f"Address of the server. Default: the running server's, else {DEFAULT_URL}.", "URL"),
+    option("--model", "The model to name. Default: the one the server has, else the setting `model` (tiny).", "NAME"),
     options.AS_JSON,
 )
 def connect_command(
     context: typer.Context, name: str | None, url: str | None, model: str | None, as_json: bool
 ) -> None:
-    """Print what a program needs to talk to `localllm serve`.
+    """Print the settings with which a program uses `localllm serve`.
 
-    Settings that were tested, for the server's address, model and key: those for a file to stdout, where they go and
-    all else to stderr. Nothing is written anywhere.
+    They are tested, and filled in with the server's address, model and key. The settings go to stdout, and where to put
+    them to stderr. No file is written.
     """
     cli = cli_context(context)
     if name is None:

@@ -40,14 +40,14 @@ Check = tuple[str, Callable[[], Finding]]
 
 
 @takes(
-    option("--measure", "Measure anew what plans are predicted from; takes some seconds."),
+    option("--measure", "Measure this machine's speeds again, from which plans are predicted. Takes a few seconds."),
     option("--json", "One JSON object: schema_version, checks, ok.", name="as_json"),
 )
 def doctor_command(context: typer.Context, measure: bool, as_json: bool) -> None:
-    """Check this machine, and say what helps.
+    """Check this machine and say how to fix what is wrong.
 
-    Python and torch, the GPU and its driver, Triton (which compiles for it), memory and its limits, the disk and its
-    speed, settings, network and terminal.
+    Checks Python and torch, the GPU and its driver, Triton (which compiles for it), memory and its limits, the disk and
+    its speed, settings, network and terminal.
     """
     output = cli_context(context).output
     rows = []

@@ -156,7 +156,7 @@ class Job:
                 ids, sampling, opens_turn=line.source.opens_turn, grammar=form, shown_ids=thinking.shown_ids
             )
             answer = Answer(len(ids), seed, thinking=thinking)
-            request_id = handle.submit(request, self._inbox).request_id
+            request_id = handle.submit(request, self._inbox.put).request_id
             self._running[request_id] = _Running(index, line.id, sampling, answer)
 
     def _take(self, event: Event) -> None:

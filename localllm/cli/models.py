@@ -39,9 +39,9 @@ PULL_EXAMPLES = """Examples:
 
 @takes(options.REQUIRED_MODEL, "offline", options.AS_JSON)
 def pull_command(context: typer.Context, **flags: Any) -> None:
-    """Fetch a model from the Hugging Face hub.
+    """Download a model from the Hugging Face hub.
 
-    A pull that was interrupted goes on where it stopped.
+    An interrupted download resumes.
     """
     cli, model = cli_context(context), flags["model"]
     resolved = load_settings({"offline": flags["offline"]})
@@ -73,12 +73,13 @@ def pull_command(context: typer.Context, **flags: Any) -> None:
 
 
 @takes(
-    option("--all", "Also the models known by a short name, which can be pulled.", name="everything"), options.AS_JSON
+    option("--all", "Also list all models that have a short name and can be pulled.", name="everything"),
+    options.AS_JSON,
 )
 def list_command(context: typer.Context, everything: bool, as_json: bool) -> None:
     """List the models on this disk.
 
-    With their sizes, what was only partly fetched, and what is packed of each: everything that takes space.
+    Shows everything that takes space: complete models, unfinished downloads and packed weights, with their sizes.
     """
     output = cli_context(context).output
     rows = model_rows(has_available=everything)
@@ -108,10 +109,9 @@ def _cells(row: ModelRow) -> tuple[str, ...]:
     options.AS_JSON,
 )
 def show_command(context: typer.Context, model: str, template: bool, as_json: bool) -> None:
-    """Show what is known about one model.
+    """Show the details of one model.
 
-    Where it is, its size, what is packed of it, architecture, context, licence and sampling defaults; without the
-    network.
+    Its folder, size, packed weights, architecture, context, licence and sampling defaults. Does not use the network.
     """
     from localllm import hub
 
@@ -138,29 +138,27 @@ def show_command(context: typer.Context, model: str, template: bool, as_json: bo
 
 @takes(
     options.INSTALLED_MODEL,
-    option("--packed", "Only what was packed of it; also of a folder of yours, and of tiny."),
+    option("--packed", "Delete only its packed weights; also works for a folder and for tiny."),
     options.UNASKED,
     option("--json", "One JSON object: schema_version, model, freed_bytes.", name="as_json"),
 )
 def rm_command(context: typer.Context, model: str, packed: bool, yes: bool, as_json: bool) -> None:
     """Delete a model from this disk.
 
-    Its files in the download cache, finished and unfinished ones, and what was packed of it. The files of the built-in
-    model and those in folders of your own are left alone.
+    Deletes its downloaded files, unfinished downloads and packed weights. The built-in model and your own folders are
+    not touched.
     """
     from localllm import hub
 
     cli = cli_context(context)
-
-    def confirm(checkpoint_bytes: int, packed_bytes: int) -> None:
-        if not yes:
-            sizes = [] if packed else [format_bytes(checkpoint_bytes)]
-            sizes += [f"{format_bytes(packed_bytes)} packed"] if packed or packed_bytes else []
-            what = f"what is packed of {model}" if packed else model
-            unasked = f"localllm rm {shlex.quote(model)}{' --packed' if packed else ''} --yes"
-            cli.ask_to_delete(f"{what} ({', '.join(sizes)})", unasked)
-
-    freed_bytes = hub.remove(model, packed_only=packed, confirm=confirm)
+    found = hub.removal(model, packed_only=packed)
+    if not yes:
+        sizes = [] if packed else [format_bytes(found.checkpoint_bytes)]
+        sizes += [f"{format_bytes(found.packed_bytes)} packed"] if packed or found.packed_bytes else []
+        what = f"what is packed of {model}" if packed else model
+        unasked = f"localllm rm {shlex.quote(model)}{' --packed' if packed else ''} --yes"
+        cli.ask_to_delete(f"{what} ({', '.join(sizes)})", unasked)
+    freed_bytes = found.delete()
     if as_json:
         cli.output.json({"schema_version": SCHEMA_VERSION, "model": model, "freed_bytes": freed_bytes})
     else:

@@ -178,31 +178,31 @@ REQUIRED_MODEL = argument("model", "MODEL", _NAMED, completion=complete_models, 
 INSTALLED_MODEL = argument("model", "MODEL", "A name of `localllm list`.", completion=complete_installed, required=True)
 AS_JSON = option("--json", "Print one JSON object.", name="as_json")
 UNASKED = option("-y --yes", "Do not ask.")
-NO_ATTACH = option("--no-attach", "Load the model here also where `localllm serve` runs and would answer.")
+NO_ATTACH = option("--no-attach", "Load the model in this process even if a running `localllm serve` has it.")
 DRY = (
     number(
         "--dry-multiplier",
-        "0 to 100: how much a token is held back that would go on repeating a passage (DRY). Default: 0, off.",
+        "0 to 100: DRY penalty on tokens that would continue a repetition. Default: 0, off.",
         0, 100, "0.8", "X", float,
     ),
     number(
-        "--dry-base", "1 to 100: growth of the DRY penalty with each repeated token. Default: 1.75.",
+        "--dry-base", "1 to 100: factor by which the DRY penalty grows with each repeated token. Default: 1.75.",
         1, 100, "1.75", "X", float,
     ),
     number(
-        "--dry-allowed-length", "From 1: length of a repetition that costs nothing of the DRY penalty. Default: 2.",
+        "--dry-allowed-length", "From 1: length of a repetition without a DRY penalty. Default: 2.",
         1, 2**31, "2",
     ),
 )  # fmt: skip
 LOGIT_BIAS = option(
     "--logit-bias",
-    "Added to the score of the token ID, as `tokenize` prints it; -100 rules it out. May be repeated.",
+    "Add X to the logit of the token with this ID (see `tokenize`); -100 excludes it. May be repeated.",
     "ID=X",
     list[str],
 )
 LOGPROBS = number(
     "--logprobs",
-    "With --json, --jsonl or --batch: log-probabilities of each token and of the N likeliest there.",
+    "With --json, --jsonl or --batch: log-probabilities of each token and of the N most likely alternatives.",
     0, 100, "3",
 )  # fmt: skip
 # Of a request, beside the settings.

@@ -43,7 +43,7 @@ _MAP_COLUMNS = 64
     EngineConfig,
     choice(
         "--goal",
-        "latency: one answer, as fast as can be. throughput: `run --batch` with 32 prompts of 1024 tokens.",
+        "latency: one answer as fast as possible. throughput: `run --batch` with 32 prompts of 1024 tokens.",
         "latency",
         "throughput",
         default="latency",
@@ -51,10 +51,10 @@ _MAP_COLUMNS = 64
     options.AS_JSON,
 )
 def plan_command(context: typer.Context, **flags: Any) -> None:
-    """Show where a model would rest, and how fast it would be.
+    """Show where a model would be placed and how fast it would run.
 
-    Nothing is downloaded or loaded: a model's shape is enough. What this machine can do is measured once, in a few
-    seconds; predictions are corrected by what later runs measure.
+    Nothing is downloaded or loaded: the model's shape is enough. The machine is measured once, which takes a few
+    seconds. Later runs correct the predictions.
     """
     cli = cli_context(context)
     resolved = read_settings(cli, flags)

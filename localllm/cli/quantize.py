@@ -43,24 +43,24 @@ _PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in 
     ),
     option(
         "--group",
-        "int4: weights that share a scale; fewer are larger and more exact. Default: 64.",
+        "int4: number of weights that share a scale. Smaller groups are more exact and take more space. Default: 64.",
         "32|64|128",
         int,
         accepts=Accepts("text", choices=("32", "64", "128")),
     ),
     choice(
         "--method",
-        "int4: hqq (half-quadratic) is more exact, rtn (round to nearest) quicker. Default: hqq.",
+        "int4: hqq (half-quadratic) is more exact, rtn (round to nearest) is quicker. Default: hqq.",
         "hqq",
         "rtn",
     ),
-    option("--ram", "Most memory that this process may hold: 2GiB.", "SIZE"),
+    option("--ram", "Memory limit of this process, 2GiB.", "SIZE"),
     options.AS_JSON,
 )
 def quantize_command(context: typer.Context, **flags: Any) -> None:
     """Pack a model's weights ahead of time.
 
-    `run` and `chat` do it at first use, too. A conversion that was interrupted goes on where it stopped.
+    `run` and `chat` do this on first use. An interrupted conversion resumes.
     """
     from localllm import hub
     from localllm.hub.packed import own_bytes, packed_directory, packed_recipes

@@ -114,45 +114,48 @@ EXCLUSIVE = {
     argument(
         "prompt_argument",
         "PROMPT",
-        "The prompt: piped text, files and this, in this order. One word alone is a MODEL: use -p for it.",
+        "The prompt. Piped text and files come before it. A single word is taken as MODEL; use -p instead.",
     ),
-    option("-p --prompt", "The prompt, also of one word.", "TEXT", list[str]),
-    option("-f --file", "Text before the prompt; may be repeated. -: stdin.", "FILE", list[Path]),
+    option("-p --prompt", "The prompt; may be a single word.", "TEXT", list[str]),
+    option("-f --file", "Put this file's text before the prompt; may be repeated. -: stdin.", "FILE", list[Path]),
     "system",
     option(
         "--messages",
-        "Chat messages as JSON: an array, or {messages, tools, ...}. -: stdin, which is not read otherwise.",
+        "Chat messages as JSON: an array, or {messages, tools, ...}. -: stdin, which is otherwise not read.",
         "FILE",
         Path,
     ),
-    option("--batch", "Many prompts, a line of JSON each; goes on where it was interrupted. -: stdin.", "FILE", Path),
+    option(
+        "--batch", "Answer many prompts, one JSON value a line; an interrupted job resumes. -: stdin.", "FILE", Path
+    ),
     number(
         "--parallel",
-        f"With --batch: answers at once. Default: {DEFAULT_PARALLEL}, or as many as memory has room for.",
+        f"With --batch: answers generated at once. Default: {DEFAULT_PARALLEL}, or as many as memory has room for.",
         1,
         1024,
         "8",
     ),
-    option("--fresh", "With --batch: what an interrupted run answered counts as nothing."),
-    option("-c --continue", "Go on with the last kept chat, and with its model unless one is named.", name="continues"),
+    option("--fresh", "With --batch: start over instead of resuming an interrupted job."),
+    option("-c --continue", "Continue the last saved chat, with its model unless you name one.", name="continues"),
     option(
         "--session",
-        "Go on with this chat of `localllm sessions list`: its id, the beginning of one, or a part of its title.",
+        "Continue this saved chat: its id in `localllm sessions list`, the beginning of one, or a part of its title.",
         "ID",
         completion=complete_sessions,
     ),
     "private",
     "overflow",
-    option("--raw", "The prompt as it is, without the chat template."),
-    option("--show-prompt", "Print what the model would be given, and generate nothing."),
+    option("--raw", "Use the prompt as it is, without the chat template."),
+    option("--show-prompt", "Print the prompt that the model would get, and generate nothing."),
     option("--json", "Print one JSON object when the answer is complete."),
-    option("--jsonl", "Print a JSON object for each event as it comes."),
+    option("--jsonl", "Print one JSON object for each event while it streams."),
     option("--no-stream", "Print the answer when it is complete."),
-    option("--stats", "Print on stderr how many tokens there were, how fast, and what the time went to."),
+    option("--stats", "Print token counts, speeds and where the time went, on stderr."),
     options.LOGPROBS,
     option(
         "--max-tokens",
-        f"Longest answer, in tokens. Default: to the context's end; with --batch {DEFAULT_MAX_TOKENS}.",
+        f"Maximum length of an answer in tokens. Default: up to the end of the context, with --batch "
+        f"{DEFAULT_MAX_TOKENS}.",
         "N",
         int,
         accepts=SETTINGS["max_tokens"].accepts,
@@ -170,10 +173,10 @@ EXCLUSIVE = {
     options.NO_ATTACH,
 )
 def run_command(context: typer.Context, **flags: Any) -> None:
-    """Answer one prompt, or with --batch many.
+    """Answer one prompt, or many with --batch.
 
-    For scripts and pipes: the answer goes to stdout, everything else to stderr. Question and answer are kept as a chat,
-    on this disk alone, but those of --raw, --messages and --batch.
+    For scripts and pipes: the answer goes to stdout, everything else to stderr. Prompt and answer are saved as a chat
+    on this disk only, except with --raw, --messages and --batch.
     """
     flags["continue"] = flags.pop("continues")
     cli = cli_context(context)
@@ -327,7 +330,7 @@ def _answers(
         answers = [replace(pending, request=each).answer() for each in requests]
         with recorder.answering(answers[0]) as record:
             inbox: Inbox = queue.SimpleQueue()
-            streams = [load.handle.submit(each, inbox) for each in requests]
+            streams = [load.handle.submit(each, inbox.put) for each in requests]
             printer = AnswerPrinter(cli, selection.files, pending, printing, record, choice, recorder.session_id)
             chosen = printer.print(streams, inbox, answers)
         if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):

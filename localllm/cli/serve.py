@@ -60,61 +60,63 @@ SERVE_EXAMPLES = """Examples:
     options.MODEL,
     option(
         "--host",
-        "Where to listen. Default: 127.0.0.1, which this machine alone reaches; others need an API key.",
+        "Address to listen on. Default: 127.0.0.1, which only this machine reaches. Other addresses need an API key.",
         "ADDRESS",
     ),
-    number("--port", f"The port; 0: one that is free. Default: {DEFAULT_PORT}.", 0, 65535, "8420"),
-    option("--also-ollama-port", f"Listen on {OLLAMA_PORT} too, for programs that look nowhere else."),
-    option("--alias", "Another name for the model, as clients ask for it. May be repeated.", "NAME", list[str]),
-    number("--parallel", f"Answers that are computed at once. Default: {DEFAULT_PARALLEL}.", 1, 1024, "8"),
+    number("--port", f"Port to listen on; 0: any free port. Default: {DEFAULT_PORT}.", 0, 65535, "8420"),
+    option("--also-ollama-port", f"Also listen on Ollama's port {OLLAMA_PORT}, for programs that use no other."),
+    option("--alias", "Another name by which clients may ask for the model. May be repeated.", "NAME", list[str]),
+    number("--parallel", f"Number of answers generated at once. Default: {DEFAULT_PARALLEL}.", 1, 1024, "8"),
     number(
-        "--queue", f"Answers that may wait for their turn; more are refused. Default: {DEFAULT_QUEUE}.", 0, 10_000, "64"
+        "--queue", f"Number of requests that may wait; more are refused. Default: {DEFAULT_QUEUE}.", 0, 10_000, "64"
     ),
     option(
         "--api-key-file",
-        "The key that clients have to send, also from LOCALLLM_API_KEY. Where one is needed and none given, one is "
-        "made and shown once.",
+        "File with the API key that clients must send; or set LOCALLLM_API_KEY. If a key is needed and none is "
+        "given, one is created and shown once.",
         "FILE",
         Path,
     ),
-    option("--new-key", "Make another key in place of the one that was shown before."),
+    option("--new-key", "Create a new API key in place of the one that was shown before."),
     option(
         "--allow-host",
-        "Another name of this server, with any port or with one: box.local, localhost:9000. May be repeated.",
+        "Another host name of this server, with or without a port: box.local, localhost:9000. May be repeated.",
         "NAME",
         list[str],
     ),
     option(
         "--allow-origin",
-        "Let pages from there talk to the server, as those of this machine may: app://obsidian.md. May be repeated.",
+        "Allow web pages from this origin, in addition to those of this machine: app://obsidian.md. May be repeated.",
         "URL",
         list[str],
     ),
     option(
         "--also",
-        "Another model that may be asked for, as a folder of yours: what was pulled may be anyhow. May be repeated.",
+        "Also serve this model, such as a folder; pulled models are served anyway. May be repeated.",
         "MODEL",
         list[str],
     ),
     option(
         "--idle-unload",
-        "Unload a model that nobody has asked for so long: 10m, 1h30m. Default: when its room is needed.",
+        "Unload a model after this time without a request: 10m, 1h30m. Default: only when its memory is needed.",
         "TIME",
     ),
-    choice("--pooling", "What an embedding is made of: all tokens, or the last one. Default: mean.", "mean", "last"),
+    choice(
+        "--pooling", "How embeddings are pooled: over all tokens, or the last token. Default: mean.", "mean", "last"
+    ),
     option("--metrics", "Serve /metrics for Prometheus."),
-    option("--quiet", "No line for each request."),
+    option("--quiet", "Do not print a line for each request."),
     choice(
         "--overflow",
-        "What to do where a chat is longer than the context. stop: an error says what would fit. evict: the oldest "
-        "turns leave the model's view. Default: stop.",
+        "What to do when a chat is longer than the context. stop: an error says what would fit. evict: leave the "
+        "oldest turns out of the prompt. Default: stop.",
         "stop",
         "evict",
     ),
-    option("--ray", "Serve replicas of the model on Ray Serve: one for each GPU, or machine of a cluster."),
+    option("--ray", "Serve replicas of the model on Ray Serve: one for each GPU, or for each machine of a cluster."),
     number(
         "--replicas",
-        "How many, with --ray. Default: one for each GPU; without any, one for each machine.",
+        "Number of replicas with --ray. Default: one for each GPU, or without GPUs one for each machine.",
         1,
         1024,
         "2",
@@ -122,7 +124,8 @@ SERVE_EXAMPLES = """Examples:
     "private",
     option(
         "--max-tokens",
-        "Longest answer where a request does not say. Default: to the context's end, for which room is kept.",
+        "Maximum length of an answer when the request sets none. Default: up to the end of the context, with memory "
+        "reserved for it.",
         "N",
         int,
         accepts=SETTINGS["max_tokens"].accepts,
@@ -131,9 +134,10 @@ SERVE_EXAMPLES = """Examples:
     EngineConfig,
 )
 def serve_command(context: typer.Context, **flags: Any) -> None:
-    """Serve a model to the applications of this machine, and others on this disk when they are asked for.
+    """Serve models to the applications on this machine.
 
-    OpenAI's, Anthropic's and Ollama's clients are answered at the same address. Ctrl-C ends it.
+    Loads MODEL, and other models on this disk when a request names them. Clients of OpenAI, Anthropic and Ollama use
+    the same address. Ctrl-C ends it.
     """
     cli = cli_context(context)
     require_sense(flags)

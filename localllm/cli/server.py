@@ -20,15 +20,15 @@ _WHY_NOT_FOUND = (
     "none of this user's listens at its socket; one that was started with --ray, or beside another, is not found here"
 )
 
-_MODEL = argument("model", "MODEL", "A name, or a folder of yours.", completion=complete_installed, required=True)
+_MODEL = argument("model", "MODEL", "A model's name, or a folder.", completion=complete_installed, required=True)
 
 
 @takes(options.AS_JSON)
 def ps_command(context: typer.Context, as_json: bool) -> None:
     """List the models that the server has loaded.
 
-    With the memory that each may come to have by its plan (RESERVED), and until when it stays. A model that has ended
-    was killed, and the next request loads it again; one that is silent does not answer, as its process was stopped.
+    RESERVED is the most memory that a model may use by its plan. `ended`: its process was killed, and the next request
+    loads it again. `silent`: its process is stopped and does not answer.
     """
     output = cli_context(context).output
     told = _asked("GET", "/models", is_needed=False)
@@ -49,9 +49,9 @@ def ps_command(context: typer.Context, as_json: bool) -> None:
 
 @takes(_MODEL)
 def load_command(context: typer.Context, model: str) -> None:
-    """Have the server load a model, so that the first question need not wait for it.
+    """Load a model on the server before the first request.
 
-    Others leave where their room is needed.
+    Other models are unloaded if their memory is needed.
     """
     output = cli_context(context).output
     with output.progress(f"loading {model}") as line:
@@ -61,11 +61,11 @@ def load_command(context: typer.Context, model: str) -> None:
     output.note(f"{told['name']} is loaded")
 
 
-@takes(argument("model", "MODEL", "Without one: the server.", completion=complete_installed))
+@takes(argument("model", "MODEL", "The model to unload. Without it, the server ends.", completion=complete_installed))
 def stop_command(context: typer.Context, model: str | None) -> None:
     """Unload a model, or end the server.
 
-    What is being answered ends with an error. A model that is asked for again is loaded again.
+    Running answers end with an error. The next request for a model loads it again.
     """
     output = cli_context(context).output
     if model is None:

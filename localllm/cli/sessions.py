@@ -40,18 +40,15 @@ _CHATS = argument(
     list[str],
     completion=complete_sessions,
 )
-_EVERY = option("--all", "Every chat that is kept.", name="everything")
+_EVERY = option("--all", "All saved chats.", name="everything")
 
-sessions_app = plain_group("sessions", "List, read, search, export and delete kept chats.")
+sessions_app = plain_group("sessions", "List, read, search, export and delete saved chats.")
 
 
 @sessions_app.command("list", cls=PlainCommand)
-@takes(option("--all", f"All of them, not the latest {_MOST_LISTED} alone.", name="everything"), options.AS_JSON)
+@takes(option("--all", f"List all chats, not only the latest {_MOST_LISTED}.", name="everything"), options.AS_JSON)
 def list_sessions(context: typer.Context, everything: bool, as_json: bool) -> None:
-    """List the chats that were kept.
-
-    The one that was gone on with last stands in front.
-    """
+    """List the saved chats, the most recent first."""
     from localllm.history import nothing_is_kept
 
     cli = cli_context(context)
@@ -81,7 +78,7 @@ def list_sessions(context: typer.Context, everything: bool, as_json: bool) -> No
 def show_session(context: typer.Context, session: str, as_json: bool) -> None:
     """Print a chat.
 
-    What it shows is what it would go on from; `export --format json` has the other answers and wordings too.
+    Shows the branch that would be continued. `export --format json` has all branches.
     """
     from localllm.history import exchange
 
@@ -111,12 +108,15 @@ def show_session(context: typer.Context, session: str, as_json: bool) -> None:
 
 @sessions_app.command("search", cls=PlainCommand)
 @takes(
-    argument("words", "WORD...", "All of them; a phrase in double quotes.", list[str], required=True), options.AS_JSON
+    argument(
+        "words", "WORD...", "Words that must all appear; put a phrase in double quotes.", list[str], required=True
+    ),
+    options.AS_JSON,
 )
 def search_sessions(context: typer.Context, words: Sequence[str], as_json: bool) -> None:
-    """Find words in titles and messages, the latest first.
+    """Search the titles and messages of saved chats, the latest first.
 
-    Also in answers that were generated anew and are not shown any more.
+    Also searches answers that were regenerated and are no longer shown.
     """
     from localllm.history import search
 
@@ -148,12 +148,12 @@ def search_sessions(context: typer.Context, words: Sequence[str], as_json: bool)
     _EVERY,
     choice(
         "--format",
-        "markdown: to be read. json: to be imported again, with every branch. Default: as FILE ends, else markdown.",
+        "markdown: for reading. json: for importing, with every branch. Default: by the ending of FILE, else markdown.",
         "markdown",
         "json",
     ),
-    option("-o --output", "Where to write it; must not be there. Default: stdout.", "FILE", Path),
-    option("--force", "Write FILE anew where it is there."),
+    option("-o --output", "File to write, which must not exist yet. Default: stdout.", "FILE", Path),
+    option("--force", "Overwrite FILE if it exists."),
 )
 def export_sessions(context: typer.Context, **flags: Any) -> None:
     """Write chats as Markdown or JSON."""
@@ -190,18 +190,18 @@ def export_sessions(context: typer.Context, **flags: Any) -> None:
     argument(
         "files",
         "FILE...",
-        "What `export --format json` wrote, or the data that ChatGPT exports: conversations.json, or the archive with "
-        "it.",
+        "A file from `export --format json`, or ChatGPT's data export: conversations.json, or the archive that "
+        "contains it.",
         list[Path],
         required=True,
     ),
     options.AS_JSON,
 )
 def import_sessions(context: typer.Context, files: Sequence[Path], as_json: bool) -> None:
-    """Take chats in from another machine, or from ChatGPT.
+    """Import chats from another machine, or from ChatGPT.
 
-    What is here already is not added again; a chat that has grown gets what is new. An image, a file or a tool at work
-    becomes a note in brackets.
+    Nothing is added twice, and a chat that has grown gets the new messages. Images, files and tool use become notes in
+    brackets.
     """
     from localllm.history.exchange import read_conversations
 

@@ -140,15 +140,18 @@ _READS_LIKE = {
     "--grammar": ("a grammar", re.compile(r"\s*[\w?!.-]+\s*:")),
 }
 FORM_OPTIONS = (
-    option("--schema", "The answer is JSON that this JSON Schema allows. -: stdin.", "FILE", Path),
-    option("--regex", "The answer is a text that this regular expression matches whole.", "PATTERN"),
+    option("--schema", "Constrain the answer to JSON that matches this JSON Schema. -: stdin.", "FILE", Path),
+    option("--regex", "Constrain the answer to text that this regular expression matches as a whole.", "PATTERN"),
     option(
         "--grammar",
-        "The answer is a text of this grammar, in Lark or llama.cpp's GBNF: by its ending, or by its rules. -: stdin.",
+        "Constrain the answer to this grammar: Lark or llama.cpp's GBNF, told apart by file ending or rules. -: stdin.",
         "FILE",
         Path,
     ),
-    option("--strict", "Exit code 7 where an answer was cut before it had the form of one of these three."),
+    option(
+        "--strict",
+        "With --schema, --regex or --grammar: exit with code 7 if the answer was cut off before it was complete.",
+    ),
 )
 
 

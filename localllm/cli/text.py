@@ -1,4 +1,4 @@
-"""`localllm tokenize`: a text's tokens, without weights and torch; `perplexity`: how well a model foretells a text."""
+"""`localllm tokenize`: a text's tokens, without weights and torch; `perplexity`: how well a model predicts a text."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ PERPLEXITY_EXAMPLES = """Examples:
 
 @takes(
     options.MODEL,
-    argument("text", "TEXT", "The text; without one, standard input."),
+    argument("text", "TEXT", "The text. Default: standard input."),
     option("--json", "One JSON object: schema_version, model, token_ids, tokens.", name="as_json"),
 )
 def tokenize_command(context: typer.Context, model: str | None, text: str | None, as_json: bool) -> None:
     """Print the tokens of a text.
 
-    Id and text, a line each; no special token is added. Needs no weights.
+    One line per token, with id and text. No special token is added, and no weights are needed.
     """
     from localllm.text.tokenizer import Tokenizer
 
@@ -78,7 +78,7 @@ def tokenize_command(context: typer.Context, model: str | None, text: str | None
     option("--json", "One JSON object: schema_version, model, perplexity, nll, tokens, ctx.", name="as_json"),
 )
 def perplexity_command(context: typer.Context, **flags: Any) -> None:
-    """Measure how well a model foretells a text.
+    """Measure how well a model predicts a text.
 
     Perplexity is exp of the mean negative log-likelihood of the tokens: lower is better.
     """

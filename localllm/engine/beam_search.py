@@ -256,7 +256,7 @@ def require_room(request: Request, ctx: int, limits: Limits) -> None:
     num_prompt, beams = len(request.prompt_ids), request.beams
     answer = min(ctx - num_prompt, request.sampling.max_tokens or ctx)
     needed = tokens_needed(request, num_prompt + answer, limits)
-    if beams == 1 or needed <= limits.kv_tokens:
+    if needed <= limits.kv_tokens:
         return
     room = limits.kv_tokens - tokens_needed(request, num_prompt, limits)
     raise UsageError(

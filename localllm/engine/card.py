@@ -53,7 +53,8 @@ def card_machine(
 
 
 def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates, workspace_bytes: int) -> CardMemory:
-    """vram_bytes: the cap. Raises UsageError for more than the card has."""
+    """Return what this process may take of the card. vram_bytes: the cap. Raises UsageError for more than the card
+    has."""
     torch.ones(1, device=device)  # makes the context, which what is free is counted without then
     free, total = torch.cuda.mem_get_info(device)
     if vram_bytes is not None and vram_bytes > total:
@@ -70,7 +71,7 @@ def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates
 
 @contextmanager
 def uncapped_allocator(device: torch.device) -> Iterator[None]:
-    """Torch may take all of the card; the cap of a model that is there holds again afterwards."""
+    """Let torch take all of the card inside; the cap of a model that is there holds again afterwards."""
     if device.type != "cuda":
         yield
         return
@@ -83,15 +84,16 @@ def uncapped_allocator(device: torch.device) -> Iterator[None]:
 
 
 def cap_allocator(device: torch.device, card: CardMemory) -> None:
-    """What torch takes on the card stays within the plan's share of it; more is torch's error for want of memory."""
+    """Keep what torch takes on the card within the plan's share of it; for more, torch raises its error for want of
+    memory."""
     share = (card.vram_bytes - card.context_bytes) / card.total_bytes
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)), device)
 
 
 def measure_again(say: Callable[[str], None]) -> Profile:
-    """Measure the machine again, with INT4 weights, for who knows that it was busy; other formats are measured when a
-    plan needs them. What runs have taught is forgotten: it was of the figures before. Until there are new ones, the old
-    ones stay."""
+    """Measure the machine again with INT4 weights, after it was busy; other formats are measured when a plan needs
+    them. Corrections by earlier runs are dropped, as they belong to the figures before. The old figures stay until
+    there are new ones."""
     device, dtype, blocks = choose_device("auto"), choose_dtype("auto"), RECIPES[DEFAULT].blocks
     profile = measured(Profile(machine_key()), DEFAULT, blocks, dtype, say)
     return device_measured(profile, device, DEFAULT, blocks, dtype, say) if device.type != "cpu" else profile

@@ -7,30 +7,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from localllm.engine.events import GrownEvent
 from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.residency import Residency
-from localllm.errors import DoesNotFitError, LocalLLMError
+from localllm.engine.sequence import Sequence as Running
+from localllm.engine.step import StepLoop
+from localllm.errors import ContextOverflowError, DoesNotFitError, Fix, LocalLLMError
 from localllm.offload.planner.plan import Plan
 from localllm.text.eviction import wanted_room
 
 _STEP_TOKENS = 256  # a context that is not twice the one before ends at a multiple of this
 
 
-def grow(
-    residency: Residency, planned: Callable[[int], Plan], contexts: Sequence[int], give_up: Callable[[], bool]
-) -> tuple[Plan, int, int]:
-    """Go on with the longest of these contexts that fits. Return its plan, and the numbers of blocks that come from the
-    disk, and from memory, at every step since. Raises DoesNotFitError where none fits: the model goes on as it was.
+def grow_for(
+    loop: StepLoop,
+    sequence: Running,
+    *,
+    ctx: int,
+    planned: Callable[[int], Plan],
+    fixes_for: Callable[[int], list[Fix]],
+) -> tuple[Plan, GrownEvent] | None:
+    """Make room for a longer context than `ctx`, for a sequence that wants that. Return None where there is none, and
+    the sequence can do without. Raises ContextOverflowError where its prompt alone is too long, and as
+    `Residency.move`.
 
     planned: makes the best plan for a context.
-    give_up: lets go of what a longer context is worth more than, and returns whether there was any.
+    fixes_for: returns the flags with which a longer context fits.
     """
+    residency, allocator = loop.residency, loop.kv_allocator
+    num_tokens, longest = sequence.num_prompt_tokens, residency.config.longest_context
+    tried = contexts(num_tokens, sequence.request.sampling.max_tokens, ctx, longest)
     try:
-        return _grown(residency, planned, contexts)
-    except DoesNotFitError:
-        if not give_up():
-            raise
-    return _grown(residency, planned, contexts)
+        try:
+            plan, from_disk, from_memory = _grown(residency, planned, tried)
+        except DoesNotFitError:
+            if not allocator.give_up_ram():  # a longer context is worth more than pages for later prompts
+                raise
+            plan, from_disk, from_memory = _grown(residency, planned, tried)
+    except DoesNotFitError as error:
+        residency.restore()  # where the way back found no room either
+        allocator.share_ram(residency.plan)  # as before
+        if num_tokens < ctx:
+            return None
+        raise ContextOverflowError(
+            f"the prompt has {num_tokens} tokens, the context {ctx}, and it cannot grow",
+            why=f"{error.what}: {error.why}" if error.why else error.what,
+            fix=fixes_for(min(longest, num_tokens + 512)) or "shorten the prompt",
+        ) from None
+    allocator.share_ram(plan)
+    is_sure = plan.costs.rates.is_measured and residency.plan is plan
+    decode_tok_s = plan.decode_tok_s if is_sure else None
+    return plan, GrownEvent(sequence.request_id, ctx, plan.ctx, from_disk, from_memory, decode_tok_s)
 
 
 def contexts(prompt_tokens: int, max_tokens: int | None, ctx: int, longest: int) -> list[int]:
@@ -49,6 +76,8 @@ def contexts(prompt_tokens: int, max_tokens: int | None, ctx: int, longest: int)
 
 
 def _grown(residency: Residency, planned: Callable[[int], Plan], contexts: Sequence[int]) -> tuple[Plan, int, int]:
+    """Go on with the longest of these contexts that fits. Return its plan, and the numbers of blocks that come from the
+    disk, and from memory, at every step since. Raises DoesNotFitError where none fits: the model goes on as it was."""
     refusal: DoesNotFitError | None = None
     for longer in contexts:
         before = residency.blocks

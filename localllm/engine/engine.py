@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,10 @@ from pathlib import Path
 from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
-from localllm.engine.beam_search import BeamSearch, Ends, require_room
-from localllm.engine.context_growth import contexts, grow
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
-from localllm.engine.events import Event, FinishedEvent, GrownEvent, ignore
+from localllm.engine.events import Event, FinishedEvent, ignore
 from localllm.engine.kv_allocator import KVAllocator
-from localllm.engine.loader import DraftModel, Loading, Replan, Watcher, note_device
+from localllm.engine.loader import DraftModel, LoadedModel, Loading, Watcher, note_device
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
@@ -35,7 +32,6 @@ from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculative.choice import Speculate
-from localllm.engine.speculative.drafter import ModelDrafter
 from localllm.engine.speculative.speculator import speculation
 from localllm.engine.step import StepLoop
 from localllm.engine.step_types import Limits
@@ -46,8 +42,6 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
-from localllm.models.offloaded_model import OffloadedModel
-from localllm.offload.placement import BlockPlacement
 from localllm.offload.planner.plan import JobShape, Plan
 from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate, end_of_turn_id
@@ -60,57 +54,46 @@ from localllm.text.tokenizer import Tokenizer
 class Engine(StepLoop):
     def __init__(
         self,
-        model: Decoder,
+        loaded: LoadedModel,
         tokenizer: Tokenizer,
         template: ChatTemplate | TemplateError | None = None,
         *,
-        ctx: int,
         kv: str = "auto",
         limits: Limits | None = None,
-        plan: Plan | None = None,
-        placed: OffloadedModel | None = None,
-        replan: Replan | None = None,
-        fixes_for: Callable[[int], list[Fix]] = lambda ctx: [Fix.flag("--ctx", ctx)],
-        held: ExitStack | None = None,
         reuse: KVReuse = IN_POOLS,
         computed: Computed = UNKNOWN_SOURCE,
         speculate: Speculate = Speculate("off"),  # noqa: B008
-        drafter: ModelDrafter | None = None,
         note: Callable[[str], None] = ignore,
     ) -> None:
         """Serve a loaded model.
 
-        plan: the plan it was loaded by, if one was made; limits are within it.
-        placed: what can move the blocks; `model` is its `few` then.
-        replan: as LoadedModel has it; without one the context never grows.
-        fixes_for: the flags with which a longer context fits, as alternatives.
-        held: what must stay open as long as the engine is used.
+        limits: what runs at once, within the plan's memory if there is a plan.
         reuse: what later prompts find of earlier ones, computed with this checkpoint and recipe.
-        speculate, drafter: who drafts tokens, and the second model, if it is one.
+        speculate: who drafts tokens.
         note: called with what is worth a line.
         """
         self.tokenizer = tokenizer
         self._template = template
-        self.ctx = ctx
-        self.contents, self.plan, self.fixes_for = "", plan, fixes_for
-        self._held = held or ExitStack()
+        model, plan, self.ctx = loaded.decoder, loaded.plan, loaded.ctx
+        self.contents, self.plan, self.fixes_for = "", plan, loaded.fixes_for
+        self._held = loaded.held
         self.kv_format = choose_format(kv, model.config.head_dim, model.dtype.itemsize)
         residency = Residency(
             model,
             self.kv_format,
             plan.batch_rows if plan else BATCH_ROWS,
-            placed,
+            loaded.placed,
             lambda: self.planned(self.ctx),
             plan,
             note,
         )
-        self._replan, self._limits = replan, limits or Limits()
+        self._replan, self._limits = loaded.replan, limits or Limits()
         end_of_turn = end_of_turn_id(template, tokenizer) if isinstance(template, ChatTemplate) else None
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn)
         super().__init__(
             residency,
             Scheduler(self._limits.within(plan), KVAllocator(residency, reuse, computed, plan)),
-            speculation(speculate, residency, plan, drafter),
+            speculation(speculate, residency, plan, loaded.drafter),
             frozenset(token_id for token_id in eos if token_id is not None),
             tokenizer.token_text,
         )
@@ -154,21 +137,14 @@ class Engine(StepLoop):
         planner = planner if draft is None else replace(planner, draft=draft.shape)
         loaded = Loading(planner, files, watcher, draft).load(model_config)
         engine = cls(
-            loaded.decoder,
+            loaded,
             tokenizer,
             ChatTemplate.load_or_why_not(files.directory, tokenizer),
-            ctx=loaded.ctx,
             kv=config.kv,
             limits=limits or (Limits() if job is None else Limits(max_sequences=job.sequences)),
-            plan=loaded.plan,
-            placed=loaded.placed,
-            replan=loaded.replan,
-            fixes_for=loaded.fixes_for,
-            held=loaded.held,
             reuse=reuse,
             computed=Computed(source_id(files), planner.recipe.name, files.name),
             speculate=speculate,
-            drafter=loaded.drafter,
             note=watcher.noting,
         )
         try:
@@ -253,6 +229,8 @@ class Engine(StepLoop):
         )
         sequence = new_sequence(detokenizer=detokenizer)
         if request.beams > 1:
+            from localllm.engine.beam_search import BeamSearch, Ends
+
             ends = Ends(self.eos_ids, self.config.rope_switch_length, self.tokenizer.token_text)
             self._searches[request_id] = BeamSearch(
                 sequence, ends, lambda: new_sequence(detokenizer=self._detokenizer(request)), self._detokenizer(request)
@@ -266,7 +244,10 @@ class Engine(StepLoop):
         """Raise ContextOverflowError, UsageError or GrammarError for a request that cannot run. A grammar that is new
         is compiled, which takes up to a second."""
         require_fit(request, self.ctx, self.config, self.fixes_for)
-        require_room(request, self.ctx, self.scheduler.limits)
+        if request.beams > 1:
+            from localllm.engine.beam_search import require_room
+
+            require_room(request, self.ctx, self.scheduler.limits)
         if request.grammar is not None:
             require_grammar_alone(request)
             self.grammars.check(request.grammar, self._detokenizer(request).leading_spaces)
@@ -322,10 +303,6 @@ class Engine(StepLoop):
     def runner(self) -> ModelRunner:
         return self.residency.runner
 
-    def move(self, blocks: SequenceOf[BlockPlacement]) -> None:
-        """Place the model's blocks elsewhere from the next step on; answers go on as they were. See Residency."""
-        self.residency.move(blocks)
-
     @property
     def weights(self) -> str:
         """The format of the blocks' weights: "bf16", "int4-g64"."""
@@ -356,33 +333,20 @@ class Engine(StepLoop):
         sequence.fit(self.ctx)  # another one may have made it longer since
         if not sequence.wants_growth:
             return []
-        residency, before, num_tokens = self.residency, self.ctx, sequence.num_prompt_tokens
-        longest = self.config.longest_context
-        tried = contexts(num_tokens, sequence.request.sampling.max_tokens, before, longest)
+        from localllm.engine.context_growth import grow_for
+
         try:
-            plan, from_disk, from_memory = grow(residency, self.planned, tried, self.kv_allocator.give_up_ram)
-        except DoesNotFitError as error:
-            residency.restore()  # where the way back found no room either
-            self.kv_allocator.share_ram(residency.plan)  # as before
-            if num_tokens < before:
-                sequence.wants_growth = False
-                return []
-            overflow = ContextOverflowError(
-                f"the prompt has {num_tokens} tokens, the context {before}, and it cannot grow",
-                why=f"{error.what}: {error.why}" if error.why else error.what,
-                fix=self.fixes_for(min(longest, num_tokens + 512)) or "shorten the prompt",
-            )
-            return [self._fail(sequence, overflow)]
-        self.kv_allocator.share_ram(plan)
-        self.ctx = plan.ctx
-        self.scheduler.limits = self._limits.within(plan)
-        for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
-            if waiting.wants_growth:
-                waiting.fit(self.ctx)
+            grown = grow_for(self, sequence, ctx=self.ctx, planned=self.planned, fixes_for=self.fixes_for)
+        except ContextOverflowError as error:
+            return [self._fail(sequence, error)]
+        if grown is not None:
+            plan, event = grown
+            self.ctx, self.scheduler.limits = plan.ctx, self._limits.within(plan)
+            for waiting in self.scheduler.waiting:  # this one, and others of the same prompt: they need not wait for it
+                if waiting.wants_growth:
+                    waiting.fit(self.ctx)
         sequence.wants_growth = False
-        is_sure = plan.costs.rates.is_measured and residency.plan is plan
-        decode_tok_s = plan.decode_tok_s if is_sure else None
-        return [GrownEvent(sequence.request_id, before, plan.ctx, from_disk, from_memory, decode_tok_s)]
+        return [] if grown is None else [event]
 
     def planned(self, ctx: int) -> Plan:
         """Return the best plan for this context in the memory of now. Raises DoesNotFitError."""

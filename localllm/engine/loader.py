@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -40,17 +40,17 @@ from localllm.offload.planner.advice import fixes_for_context
 from localllm.offload.planner.nvml import gpus
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
-from localllm.quant.bf12 import NotCompactError
 from localllm.quant.dense import dense_name
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+from localllm.quant.weight_format import NotCompactError
 from localllm.settings import DRAFT_MODEL
 from localllm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Watcher:
-    """Who is told of what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process
-    that packs them, measuring the machine; noting: of what is worth a line that stays."""
+    """Callbacks for what takes long: reading and packing weights (bytes done, bytes in all), waiting for a process that
+    packs them, measuring the machine. noting: called with what is worth a line that stays."""
 
     reading: Progress = ignore
     packing: Progress = ignore
@@ -163,19 +163,21 @@ class Replan(Protocol):
 class LoadedModel:
     """A model that is ready to compute.
 
-    placed: what can move its blocks, where they need not all be in one place.
-    replan: by which plan it had best run now, with a context of so many tokens.
+    plan: the plan it was loaded by, if one was made.
+    placed: what can move its blocks, where they need not all be in one place; `decoder` is its `decode_model` then.
+    replan: by which plan it had best run now, with a context of so many tokens; without one the context never grows.
+    fixes_for: the flags with which a longer context fits, as alternatives.
     held: what is closed when the model is not used any more.
     drafter: the second model that was asked for, where it is worth its room.
     """
 
     decoder: Decoder
-    plan: Plan
     ctx: int
-    placed: OffloadedModel | None
-    replan: Replan
-    fixes_for: Callable[[int], list[Fix]]
-    held: ExitStack
+    plan: Plan | None = None
+    placed: OffloadedModel | None = None
+    replan: Replan | None = None
+    fixes_for: Callable[[int], list[Fix]] = lambda ctx: [Fix.flag("--ctx", ctx)]
+    held: ExitStack = field(default_factory=ExitStack)
     drafter: ModelDrafter | None = None
 
 
@@ -274,7 +276,7 @@ class Loading:
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
         smaller = smaller_kv(search.shape, decoder.config, planner.dtype)
         fixes_for = partial(fixes_for_context, search, smaller=smaller)
-        return LoadedModel(decoder, plan, ctx, placed, replan, fixes_for, held or ExitStack())
+        return LoadedModel(decoder, ctx, plan, placed, replan, fixes_for, held or ExitStack())
 
     def _plan(
         self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0
@@ -294,8 +296,8 @@ class Loading:
 
 
 def note_device(device: torch.device, watcher: Watcher, *, is_chosen: bool) -> None:
-    """Has our kernels checked where a GPU is new to them, and says where they, or the GPU, cannot be used. is_chosen:
-    nobody asked for this device."""
+    """Check our kernels where a GPU is new to them, and tell where they, or the GPU, cannot be used. is_chosen: nobody
+    asked for this device."""
     if not has_card(device):
         hidden = "CUDA_VISIBLE_DEVICES" in os.environ  # by someone who knows
         if is_chosen and not hidden and (cards := gpus()):

@@ -14,17 +14,18 @@ from localllm.quant.layouts import DTYPE_NAMES, torch_dtype
 
 
 def choose_device(name: str) -> torch.device:
-    """auto, cpu or cuda. Raises UsageError for CUDA where there is none."""
+    """Return the device that auto, cpu or cuda means. Raises UsageError for CUDA where there is none."""
     return torch.device(device_name(name))
 
 
 def choose_dtype(name: str) -> torch.dtype:
-    """auto, bf16 or fp32. Raises UsageError."""
+    """Return the type that auto, bf16 or fp32 means. Raises UsageError."""
     return torch_dtype(DTYPE_NAMES[dtype_name(name)])
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of the device; on a CPU the least of the machine's, the control groups' and the address space."""
+    """Return the free bytes of the device; of a CPU, the least of the machine's, the control groups' and the address
+    space's."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
@@ -32,13 +33,14 @@ def available_bytes(device: torch.device) -> int:
 
 
 def reachable_bytes(device: torch.device) -> int:
-    """Free, or torch's already: what it has on a GPU, used or kept for later, was not taken from this process."""
+    """Return the bytes that are free or torch's already: what it has on a GPU, used or kept for later, belongs to this
+    process."""
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     return available_bytes(device) + reserved
 
 
-# What torch raises as any other error: where the host has no room, in oneDNN's words too; where CUDA itself has none on
-# a card that others fill: for a kernel that is loaded when it is first called, for a handle of cuBLAS.
+# Words of errors that torch raises as plain RuntimeErrors. The first are of the host, oneDNN's among them; the others
+# are of CUDA itself on a full card: for a kernel that is loaded at its first call, or for a handle of cuBLAS.
 _HOST_SIGNS = (
     "can't allocate memory",
     "can't start new thread",
@@ -54,7 +56,7 @@ _DEVICE_SIGNS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the device or on the host."""
+    """Return whether an allocation failed, on the device or on the host."""
     return isinstance(error, MemoryError) or is_device_out_of_memory(error) or _says(error, _HOST_SIGNS)
 
 
@@ -76,7 +78,7 @@ def out_of_memory(device: torch.device, error: BaseException) -> DoesNotFitError
 
 
 def use_threads(count: int) -> None:
-    """Compute with so many threads of the CPU. Raises UsageError."""
+    """Let torch compute with so many threads of the CPU. Raises UsageError."""
     if count < 1:
         raise UsageError(f"{count} threads cannot compute", why="at least one must", fix=Fix.flag("--threads", "2"))
     torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""What `localllm plan` says of a model: its plan on this machine, how sure that is, and what would be better."""
+"""The facts behind `localllm plan`: a model's plan on this machine, how sure it is, and what would be better."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _best_search(planner: ModelPlanner, model: Shape, placed_bytes: int) -> tupl
 
 
 def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[str]:
-    """What is not known of the tokenizer of a second model. Raises as `require_same_tokenizer`."""
+    """Return what is not known of the tokenizer of a second model. Raises as `require_same_tokenizer`."""
     if not word:
         return []
     draft = None
@@ -224,7 +224,7 @@ def _shape(planner: ModelPlanner, model: Shape) -> ModelShape:
 
 
 def _estimates(profile: Profile) -> list[str]:
-    """What is behind a plan and could not be measured."""
+    """Return the figures behind a plan that could not be measured."""
     doubtful = ", ".join(profile.doubtful)
     again = "a later start on a quiet machine measures again, or localllm doctor --measure"
     found = [f"measured on a busy machine: {doubtful}; {again}"] if doubtful else []

@@ -55,7 +55,7 @@ def perplexity(
             kv.trim(0)
             while kv.length < len(window):
                 first = kv.length
-                chunk = Chunk(window, kv, min(CHUNK_TOKENS, len(window) - first))
+                chunk = Chunk(window, kv, min(CHUNK_TOKENS, len(window) - first), all_logits=True)
                 surprise += _surprise(runner, chunk, window[first + 1 : first + chunk.num_tokens + 1])
                 progress(begin + kv.length, len(token_ids))
             predicted += len(window) - 1
@@ -65,7 +65,7 @@ def perplexity(
 
 def _surprise(runner: ModelRunner, chunk: Chunk, targets: Sequence[int]) -> float:
     """Return the sum of -log p(target) over the chunk; the last row of a window has no target."""
-    logits = runner.forward([chunk], all_logits=True)[: len(targets)]
+    logits = runner.forward([chunk])[: len(targets)]
     logprobs = logits.log_softmax(-1)
     surprise = (
         -logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None]).sum().item() if targets else 0.0

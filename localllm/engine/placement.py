@@ -56,7 +56,7 @@ def model_shape(
     kv: str = "auto",
     packing: Packing | None = None,
 ) -> ModelShape:
-    """What the plan needs to know of a model whose activations and KV cache are of `dtype`, computed on `device`.
+    """Return what a plan needs to know of a model whose activations and KV cache are of `dtype`, computed on `device`.
 
     dtype: "bf16" or "fp32".
     """
@@ -90,7 +90,7 @@ def model_shape(
 
 
 def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, ModelShape]:
-    """The same model with each format of keys and values that takes less, by its name, the largest first."""
+    """Return the same model with each format of keys and values that takes less, by its name, the largest first."""
     found, item_bytes = {}, ITEM_BYTES[DTYPE_NAMES[dtype]]
     for name in KV_FORMATS:
         sizes = choose_format(name, config.head_dim, item_bytes).sizes(config.num_kv_heads, config.head_dim, item_bytes)
@@ -107,7 +107,8 @@ def _block_shape(layout: BlockLayout, recipe: Sizes) -> BlockShape:
 
 
 def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:
-    """Of a row at its widest: gate and up, one of them activated, and what came before, some of it in fp32."""
+    """Return the bytes of a row at its widest: gate and up, one of them activated, and what came before, some of it in
+    fp32."""
     wide = 4 * config.intermediate_size + 6 * config.hidden_size
     attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim  # what its kernels take and give
     return wide * item_bytes + (3 * config.hidden_size + attention) * 4
@@ -116,8 +117,9 @@ def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:
 def process_memory(
     ram_bytes: int | None, weights: Sizes, vocab_size: int, placed_bytes: int = 0, *, packs: bool = False
 ) -> Memory:
-    """What this process may hold, `ram_bytes` or most of what is free, and what the program takes of it: a figure that
-    every process finds alike before it has a model, or what this one holds already, where that is much more.
+    """Return what this process may hold, `ram_bytes` or most of what is free, and what the program takes of it: a
+    figure that is the same for every process before it has a model, or what this one holds already, where that is much
+    more.
 
     placed_bytes: of what it holds, blocks that are placed anew. packs: the model is yet to be packed. Raises UsageError
     for more than the machine has.
@@ -137,7 +139,7 @@ def process_memory(
 
 
 def require_cap(ram_bytes: int | None) -> None:
-    """Raises UsageError for more than the machine has."""
+    """Raise UsageError for more than the machine has."""
     total = psutil.virtual_memory().total
     if ram_bytes is not None and ram_bytes > total:
         raise UsageError(
@@ -148,7 +150,7 @@ def require_cap(ram_bytes: int | None) -> None:
 
 
 def require_context(config: ModelConfig, asked: int | None) -> None:
-    """Raises UsageError for a context that the model was not made for."""
+    """Raise UsageError for a context that the model was not made for."""
     longest = config.longest_context
     if asked is not None and not 1 <= asked <= longest:
         raise UsageError(

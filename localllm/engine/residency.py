@@ -56,7 +56,7 @@ class Residency:
     ) -> None:
         """Place a model.
 
-        placed: what can move the blocks; `model` is its `few` then.
+        placed: what can move the blocks; `model` is its `decode_model` then.
         replan: makes the best plan in the memory of now.
         plan: the plan that the model was loaded by.
         note: called with what is worth a line.
@@ -73,7 +73,7 @@ class Residency:
         self._batch_rows = batch_rows
         self._has_kv_on_host = False
         self._use(model)
-        self.kv_pages = self.new_pages(kv_format)
+        self.kv_pages = new_pages(model, kv_format)
 
     @property
     def weights(self) -> str:
@@ -86,12 +86,6 @@ class Residency:
     def kv_devices(self) -> Sequence[torch.device]:
         """Where each layer's keys and values are."""
         return [HOST] * len(self.model.kv_devices) if self._has_kv_on_host else self.model.kv_devices
-
-    def new_pages(self, kv_format: KVFormat) -> KVPages:
-        """Return another KV cache, where keys and values are now."""
-        pages = new_pages(self.model, kv_format)
-        pages.move(self.kv_devices)
-        return pages
 
     @property
     def blocks(self) -> Sequence[BlockPlacement]:
@@ -209,7 +203,7 @@ class Residency:
         return True
 
     def _place_kv(self) -> None:
-        """Keys and values to where they belong, or where a GPU has no room for them, to the host."""
+        """Move keys and values to where they belong, or to the host where a GPU has no room for them."""
         try:
             self.kv_pages.move(self.kv_devices)
         except (MemoryError, RuntimeError) as error:

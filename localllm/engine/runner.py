@@ -110,16 +110,12 @@ class ModelRunner:
         prefill_model: Decoder | None = None,
         many_rows: int = NEVER,
         *,
-        fuses: bool = True,
-        captures: bool = True,
         note: Callable[[str], None] = ignore,
     ) -> None:
         """Compute a model.
 
         batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block.
         prefill_model: the same model as it computes a forward of `many_rows` tokens or more, where that is another one.
-        fuses: whether a GPU computes by our kernels, as far as they know the model.
-        captures: whether a GPU's steps are recorded as graphs.
         note: called where our kernels fail.
         """
         self.model = model
@@ -127,10 +123,8 @@ class ModelRunner:
         self.prefill_model = model if prefill_model is None else prefill_model
         self.many_rows = many_rows
         self.cpu_program = CpuProgram(model) if CpuProgram.supports(model) else None
-        self.gpu_program = _gpu_program(model, captures=captures) if fuses else None
-        self._gpu_prefill = (
-            self.gpu_program if self.prefill_model is model else _gpu_program(self.prefill_model) if fuses else None
-        )
+        self.gpu_program = _gpu_program(model)
+        self._gpu_prefill = self.gpu_program if self.prefill_model is model else _gpu_program(self.prefill_model)
         self._ahead: Ahead | None = None
         self._reduced: tuple[frozenset[str], ModelRunner] | None = None
         self._note = note
@@ -172,53 +166,23 @@ class ModelRunner:
         *,
         cancelled: Callable[[], bool] = lambda: False,
         progress: Progress = ignore,
-        all_logits: bool = False,
-        advances: bool = True,
-    ) -> Tensor:
-        """Return logits, fp32 [R, V], after the last token of each chunk and after the one before each drafted token;
-        after every token if `all_logits`, or if the chunk has it. Caches have advanced, if `advances`.
-
-        `cancelled` is asked between blocks, for a native step of a few rows only before it begins; StepCancelledError
-        is raised when it says so. There `progress` is called with how many runs of a block are done, and with all.
-        Raises MemoryError.
-        """
-        return self._forward(chunks, cancelled, progress, all_logits=all_logits, advances=advances)
-
-    @torch.inference_mode()
-    def forward_with_states(
-        self, chunks: Sequence[Chunk], *, cancelled: Callable[[], bool], progress: Progress
-    ) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does, and the hidden states of all tokens behind the final norm, fp32 [T, hidden]."""
-        states: list[Tensor] = []
-        first, last = self.model.blocks[0].name, self.model.blocks[-1].name
-
-        def see(block: Block, x: Tensor) -> None:
-            if block.name == first:
-                states.clear()  # of kernels that failed on the way, for which the operators stepped in
-            elif block.name == last:
-                norm = self.model.final_norm
-                states.append(norm(x.to(norm.weight.device).float()))
-
-        logits = self._forward(chunks, cancelled, progress, see=see)
-        return logits, torch.cat(states)
-
-    def _forward(
-        self,
-        chunks: Sequence[Chunk],
-        cancelled: Callable[[], bool],
-        progress: Progress,
-        *,
-        all_logits: bool = False,
         advances: bool = True,
         see: Callable[[Block, Tensor], None] | None = None,
     ) -> Tensor:
+        """Return logits, fp32 [R, V], after the last token of each chunk and after the one before each drafted token;
+        after every token of a chunk that has `all_logits`. Caches have advanced, if `advances`.
+
+        `cancelled` is asked between blocks, for a native step of a few rows only before it begins; StepCancelledError
+        is raised when it says so. There `progress` is called with how many runs of a block are done, and with all, and
+        `see` with each block and what it has computed. Raises MemoryError.
+        """
         if cancelled():
             raise StepCancelledError
         require_spare_memory()
         num_tokens = sum(chunk.num_tokens - chunk.num_drafted for chunk in chunks)
         for chunk in chunks:
             chunk.kv.prepare(chunk.end)
-        batches = self._batches(chunks, all_logits)
+        batches = self._batches(chunks)
         num_runs, num_done = len(batches) * len(self.model.blocks), 0
 
         def between_blocks(block: Block, x: Tensor) -> None:
@@ -238,6 +202,24 @@ class ModelRunner:
                 chunk.kv.advance(chunk.num_tokens)
         return logits
 
+    @torch.inference_mode()
+    def forward_with_states(
+        self, chunks: Sequence[Chunk], *, cancelled: Callable[[], bool], progress: Progress
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `forward` does, and the hidden states of all tokens behind the final norm, fp32 [T, hidden]."""
+        states: list[Tensor] = []
+        first, last = self.model.blocks[0].name, self.model.blocks[-1].name
+
+        def see(block: Block, x: Tensor) -> None:
+            if block.name == first:
+                states.clear()  # of kernels that failed on the way, for which the operators stepped in
+            elif block.name == last:
+                norm = self.model.final_norm
+                states.append(norm(x.to(norm.weight.device).float()))
+
+        logits = self.forward(chunks, cancelled=cancelled, progress=progress, see=see)
+        return logits, torch.cat(states)
+
     def _logits(
         self, batches: Sequence[Batch], num_tokens: int, on_block: Callable[[Block, Tensor], None] | None
     ) -> Tensor:
@@ -253,7 +235,7 @@ class ModelRunner:
             return self.prefill_model.forward(batches, on_block)
         return (self.model.forward if self.cpu_program is None else self.cpu_program.logits)(batches, on_block)
 
-    def _batches(self, chunks: Sequence[Chunk], all_logits: bool) -> list[Batch]:
+    def _batches(self, chunks: Sequence[Chunk]) -> list[Batch]:
         """Return the chunks in order, in as few batches as may be: short ones side by side, a long one over several."""
         # The operators' matrix products keep a row's bits up to MAX_ROWS rows, a GPU's step up to FEW_ROWS, the native
         # step's for any number.
@@ -268,9 +250,9 @@ class ModelRunner:
                     groups[-1].append(part)
                 else:
                     groups.append([part])
-        return [self._batch(group, all_logits) for group in groups]
+        return [self._batch(group) for group in groups]
 
-    def _batch(self, parts: Sequence[_Part], all_logits: bool) -> Batch:
+    def _batch(self, parts: Sequence[_Part]) -> Batch:
         token_ids: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
@@ -280,7 +262,7 @@ class ModelRunner:
             token_ids += chunk.token_ids[part.begin : part.end]
             positions += range(part.begin, part.end)
             segments += self._segments(part, begin)
-            first = part.begin if all_logits else max(part.begin, chunk.end - chunk.num_logits)
+            first = max(part.begin, chunk.end - chunk.num_logits)
             rows += range(begin + first - part.begin, len(token_ids))
         return Batch(
             token_ids=torch.tensor(token_ids),
@@ -307,15 +289,11 @@ class ModelRunner:
         """Return whether our kernels of a GPU compute every block of these chunks."""
         return self.gpu_program is not None and self.gpu_program.computes_all([chunk.kv for chunk in chunks])
 
-    def without(self, names: frozenset[str], *, captures: bool = True) -> ModelRunner:
-        """Return a runner of the model without these blocks. captures: it will be used again and again."""
-        model, fuses = without(self.model, names), self.gpu_program is not None
-        return ModelRunner(model, self.batch_rows, fuses=fuses, captures=captures, note=self._note)
-
-    def drafting(self, names: frozenset[str]) -> ModelRunner:
-        """Return what `without` does; the last one asked for is cached."""
+    def without(self, names: frozenset[str]) -> ModelRunner:
+        """Return a runner of the model without these blocks, which are all that is streamed, at least; the last one
+        asked for is cached."""
         if self._reduced is None or self._reduced[0] != names:
-            self._reduced = names, self.without(names)
+            self._reduced = names, ModelRunner(without(self.model, names), self.batch_rows, note=self._note)
         return self._reduced[1]
 
     def draws(self, chunks: Sequence[Chunk]) -> bool:
@@ -347,7 +325,7 @@ class ModelRunner:
     ) -> list[list[int]] | None:
         for chunk in chunks:
             chunk.kv.prepare(chunk.end)
-        (batch,) = self._batches(chunks, all_logits=True)
+        (batch,) = self._batches(chunks)
         positions = [range(chunk.begin + 1, chunk.end + 1) for chunk in chunks]
         at_rows = [draw.at(position) for draw, rows in zip(draws, positions, strict=True) for position in rows]
         try:
@@ -409,7 +387,7 @@ class ModelRunner:
                 culprit = f"block {block.name}"
                 raise StepCancelledError
 
-        batches = self._batches([chunk], all_logits=True)
+        batches = self._batches([chunk])
         try:
             if not all(bool(self.model.embedded(batch).isfinite().all()) for batch in batches):
                 culprit = "the embedding"
@@ -425,10 +403,10 @@ class ModelRunner:
         )
 
 
-def _gpu_program(model: Decoder, *, captures: bool = True) -> GpuProgram | None:
+def _gpu_program(model: Decoder) -> GpuProgram | None:
     """Return None where the model is on no GPU, or on one that our kernels are not right on."""
     if why_not(model.device):
         return None
     from localllm.models.gpu_program import GpuProgram  # imports Triton, which not every system has
 
-    return GpuProgram(model, captures=captures) if GpuProgram.supports(model) else None
+    return GpuProgram(model) if GpuProgram.supports(model) else None

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict, Unpack
 
 import numpy
 import torch
@@ -61,38 +60,26 @@ class PlainDraw:
         return Draw(noise_key(self.seed, position), self.temperature, threshold)
 
 
-class _Context(TypedDict):
-    num_prompt_tokens: int
-    seed: int
-    breaker_ids: NotRequired[frozenset[int]]  # tokens that no DRY repetition may span
-
-
-def _context(sequence: Running) -> _Context:
-    num_prompt_tokens, breaker_ids = sequence.num_prompt_tokens, sequence.breaker_ids
-    return {"num_prompt_tokens": num_prompt_tokens, "seed": sequence.seed, "breaker_ids": breaker_ids}
-
-
 def next_token(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> int:
     """Sample what follows these tokens, the sequence's own and perhaps drafted ones behind them, from fp32 logits
     [V]."""
-    sampling, constraint = sequence.request.sampling, sequence.constraint
+    constraint = sequence.constraint
     if constraint is not None:
         answer = token_ids[sequence.num_prompt_tokens :]
         if forced := constraint.forced(answer):
             return forced[0]
-        if sampling.temperature == 0:
+        if sequence.request.sampling.temperature == 0:
             # What is the likeliest of all and allowed is the likeliest of what is allowed: no mask is needed.
-            best = sample(logits, sampling, token_ids, **_context(sequence))
+            best = sample(logits, sequence, token_ids)
             if constraint.allows(answer, best):
                 return best
-    return sample(_allowed(logits, sequence, token_ids), sampling, token_ids, **_context(sequence))
+    return sample(_allowed(logits, sequence, token_ids), sequence, token_ids)
 
 
 def next_token_with_margin(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[int, float]:
     """Sample as `next_token` does; return by how much the token won, too: what other logits must differ by, in units of
     the temperature, for another one to win with the same noise. Infinite where there is no other."""
-    allowed = _allowed(logits, sequence, token_ids)
-    candidates, scores = _scored(allowed, sequence.request.sampling, token_ids, **_context(sequence))
+    candidates, scores = _scored(_allowed(logits, sequence, token_ids), sequence, token_ids)
     best = scores.topk(min(2, len(scores)))
     margin = float(best.values[0] - best.values[-1]) if len(scores) > 1 else math.inf
     first = best.indices[0]
@@ -102,14 +89,7 @@ def next_token_with_margin(logits: Tensor, sequence: Running, token_ids: Sequenc
 def log_probabilities(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
     """Return fp32 [V] for what may follow these tokens, where nothing is sampled. Penalties and masks change them as
     they would change logits: they need not sum up to 1 then. Raises LocalLLMError where nothing may follow."""
-    logprobs = penalised(
-        logits.log_softmax(-1),
-        sequence.request.sampling,
-        token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        breaker_ids=sequence.breaker_ids,
-    )
-    return _allowed(logprobs, sequence, token_ids)
+    return _allowed(penalised(logits.log_softmax(-1), sequence, token_ids), sequence, token_ids)
 
 
 def _allowed(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
@@ -126,30 +106,24 @@ def _allowed(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Ten
     return logits.masked_fill(~allowed, -torch.inf)
 
 
-def sample(logits: Tensor, params: SamplingParams, token_ids: Sequence[int], **context: Unpack[_Context]) -> int:
-    """Sample the token that follows `token_ids` (prompt and answer so far) from fp32 logits [V]."""
-    candidates, scores = _scored(logits, params, token_ids, **context)
+def sample(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> int:
+    """Sample the token that follows `token_ids` (prompt and answer so far) from fp32 logits [V], whatever is
+    allowed."""
+    candidates, scores = _scored(logits, sequence, token_ids)
     best = scores.argmax()
     return int(best if candidates is None else candidates[best])
 
 
-def _scored(
-    logits: Tensor,
-    params: SamplingParams,
-    token_ids: Sequence[int],
-    *,
-    num_prompt_tokens: int,
-    seed: int,
-    breaker_ids: frozenset[int] = frozenset(),
-) -> tuple[Tensor | None, Tensor]:
+def _scored(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> tuple[Tensor | None, Tensor]:
     """Return the tokens that may be sampled, None for all, and their scores, with noise in fp64: the best one wins."""
-    logits = penalised(logits, params, token_ids, num_prompt_tokens=num_prompt_tokens, breaker_ids=breaker_ids)
+    params = sequence.request.sampling
+    logits = penalised(logits, sequence, token_ids)
     if params.temperature == 0:
         return None, logits
     # Measured from the best, so that a temperature near zero makes the others -inf and never the best one +inf.
     scores = truncated((logits - logits.max()) / max(params.temperature, COLDEST), params)
     candidates = _finite(scores)
-    noise = gumbel_noise(noise_key(seed, len(token_ids)), candidates)
+    noise = gumbel_noise(noise_key(sequence.seed, len(token_ids)), candidates)
     return candidates, scores[candidates].double() + noise
 
 
@@ -161,16 +135,9 @@ def _finite(scores: Tensor) -> Tensor:
     return torch.from_numpy(numpy.flatnonzero(numpy.isfinite(scores.numpy())))
 
 
-def penalised(
-    logits: Tensor,
-    params: SamplingParams,
-    token_ids: Sequence[int],
-    *,
-    num_prompt_tokens: int,
-    breaker_ids: frozenset[int] = frozenset(),
-) -> Tensor:
+def penalised(logits: Tensor, sequence: Running, token_ids: Sequence[int]) -> Tensor:
     """Logit bias and the penalties for what has been said; the input is left as it was."""
-    logits = logits.clone()
+    params, logits = sequence.request.sampling, logits.clone()
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
     begin = 0 if params.repeat_last_n < 0 else max(0, len(token_ids) - params.repeat_last_n)
@@ -179,14 +146,14 @@ def penalised(
         seen = torch.tensor(sorted(set(window)), device=logits.device)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    answer = token_ids[max(begin, num_prompt_tokens) :]
+    answer = token_ids[max(begin, sequence.num_prompt_tokens) :]
     if (params.frequency_penalty or params.presence_penalty) and answer:  # OpenAI's definition: over the answer
         counts = Counter(answer)
         seen = torch.tensor(list(counts), device=logits.device)
         times = torch.tensor(list(counts.values()), device=logits.device)
         logits[seen] -= params.frequency_penalty * times + params.presence_penalty
     if params.dry_multiplier:
-        for token_id, length in repetitions(token_ids, params.dry_allowed_length, breaker_ids).items():
+        for token_id, length in repetitions(token_ids, params.dry_allowed_length, sequence.breaker_ids).items():
             exponent = min(length - params.dry_allowed_length, 64)
             logits[token_id] -= params.dry_multiplier * params.dry_base**exponent
     return logits

@@ -1,4 +1,4 @@
-"""How well plans came true: what predictions are corrected by on this machine."""
+"""Measured runs beside their plans: by the ratios, predictions are corrected on this machine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ class Scores:
         self._ratios: dict[tuple[str, Term], list[float]] = defaultdict(list)
 
     def take(self, answer: FinishedEvent, plan: Plan | None, plain_s: float | None = None) -> None:
-        """An answer that came to its end. One under no plan, one whose plan knew too little, and one that was
-        written beside other programs' work is not counted.
-        plain_s: of a step without drafts, where the answer had some."""
+        """Take a finished answer. It is not counted if it ran under no plan, if its plan knew too little, or if other
+        programs worked meanwhile.
+
+        plain_s: the seconds of a step without drafts, where the answer had drafts.
+        """
         before, self._seen = self._seen, other_work.counted()
         if plan is None or other_work.is_much(other_work.others(before, self._seen)):
             return
@@ -46,7 +48,7 @@ class Scores:
             self._add(plan, costs.prompt_term(usage.prompt_tokens), measured_s, costs.prompt_s(usage.prompt_tokens))
 
     def keep(self) -> None:
-        """Corrects the profile in the cache directory: of each kind the middle of the answers counts, as one run."""
+        """Correct the profile in the cache directory: the median of the answers of each kind counts as one run."""
         profile = kept_profile()
         for (weights, term), ratios in self._ratios.items():
             profile = profile.scored(weights, term, statistics.median(ratios))

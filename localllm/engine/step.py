@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from localllm.engine.beam_search import BeamSearch, with_beams
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, StepSplit, TokenEvent, TokenLogprob, ignore
 from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.residency import Residency
@@ -27,6 +27,9 @@ from localllm.engine.step_types import Chunk, StepCancelledError, StepOutput
 from localllm.errors import LocalLLMError
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.load import Progress
+
+if TYPE_CHECKING:
+    from localllm.engine.beam_search import BeamSearch
 
 _REPORT_S = 0.2  # between two reports of one forward
 
@@ -69,6 +72,8 @@ class StepLoop:
             if not scheduled:
                 return events
             if self._searches:
+                from localllm.engine.beam_search import with_beams
+
                 scheduled = with_beams(scheduled, self._searches)
             computed = self._forward(scheduled, report)
         except StepCancelledError:

@@ -36,7 +36,7 @@ _NO_ROOM = "close other programs, or choose a smaller model: localllm list"
 
 
 def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtype: str = "bf16") -> str:
-    """The name of the recipe that `weights` asks for. packed: those in which the model is packed already.
+    """Return the name of the recipe that `weights` asks for. packed: those in which the model is packed already.
 
     "auto": what is packed, int4-g64 before the others; else `dtype`, that of the activations, for a small model, int4
     for one whose matrices take 512 MiB or more in bf16. Raises UsageError for a name that is none, and for unpacked
@@ -62,13 +62,13 @@ def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtyp
 
 
 def is_unpacked(weights: Sizes) -> bool:
-    """Whether these weights are read straight from the checkpoint, which holds them as they are."""
+    """Return whether these weights are read straight from the checkpoint, which holds them as they are."""
     return isinstance(weights.blocks, DenseLayout)
 
 
 def compact_form(weights: Sizes, config: ModelConfig, packed: Sequence[str]) -> Sizes | None:
-    """In which bf16 weights are streamed to a CPU: the same numbers in fewer bytes. None where they are streamed as
-    they are: those that do not fit into it have a copy of their own, as those have that were packed before."""
+    """Return the form in which bf16 weights are streamed to a CPU: the same numbers in fewer bytes. Return None where
+    they are streamed as they are: they do not fit into that form, or were packed before."""
     compact = SIZES["bf12"]
     if weights.name != "bf16" or (weights.name in packed and compact.name not in packed):
         return None
@@ -79,7 +79,7 @@ def compact_form(weights: Sizes, config: ModelConfig, packed: Sequence[str]) -> 
 
 
 def _own_dtype(weights: Sizes) -> str | None:
-    """Of weights that are not quantized."""
+    """Return the type of weights that are not quantized; None for others."""
     if isinstance(weights.blocks, BF12Layout):
         return "bf16"
     return weights.blocks.name if isinstance(weights.blocks, DenseLayout) else None
@@ -87,7 +87,8 @@ def _own_dtype(weights: Sizes) -> str | None:
 
 @contextmanager
 def open_checkpoint(files: ModelFiles, config: ModelConfig, weights: Recipe) -> Iterator[CheckpointBlocks]:
-    """The blocks of a model straight from its checkpoint; their `config` has a head of its own where that has one."""
+    """Yield the blocks of a model straight from its checkpoint; their `config` has a head of its own where that has
+    one."""
     with Checkpoint.open(files.directory) as checkpoint:
         yield CheckpointBlocks(checkpoint, config, weights)
 
@@ -100,7 +101,7 @@ def open_packed(
     waiting: Callable[[str], None],
     ram_bytes: int | None = None,
 ) -> PackedModel:
-    """The packed model, made first where it is not there yet: the rest is as in `pack_model`.
+    """Return the packed model, made first where it is not there yet: the rest is as in `pack_model`.
 
     Raises what `pack_model` and `PackedModel.open` raise.
     """
@@ -115,8 +116,8 @@ def open_packed(
 def as_stored(
     files: ModelFiles | None, name: str, config: ModelConfig, weights: Sizes
 ) -> tuple[ModelConfig, Packing | None]:
-    """The config with a head of its own where the checkpoint has one; what must be packed before the model runs, None
-    where it is packed. files: None where the model is not on this disk. What cannot be read is foreseen."""
+    """Return the config, with a head of its own where the checkpoint has one, and what must be packed before the model
+    runs, None where it is packed. files: None where the model is not on this disk; what cannot be read is estimated."""
     held = max(held_bytes(layout, weights, None) for layout in block_layouts(config))
     if files is not None:
         with suppress(LocalLLMError), Checkpoint.open(files.directory) as checkpoint:

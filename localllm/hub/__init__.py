@@ -1,7 +1,7 @@
 """Models by name: where they are on this disk, and how they get there.
 
 The files lie in huggingface_hub's cache, beside those that other tools fetched. Importing this loads neither torch nor
-huggingface_hub. `registry` and `hub` default to the user's models.toml and environment.
+huggingface_hub.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 from localllm.hub.installed import (
     InstalledModel,
     ModelDescription,
+    Removal,
     contents,
     current,
     describe,
     list_models,
     locate,
-    remove,
+    removal,
 )
 from localllm.hub.names import ModelFiles, understand
 from localllm.hub.packed import PackedWeights
 from localllm.hub.repo_cache import RepoCache
 from localllm.hub.settings import HubSettings, Progress, PullProgress, RetryPolicy
-from localllm.registry import Registry, load_registry
+from localllm.registry import load_registry
 
 __all__ = [
     "HubSettings",
@@ -30,6 +31,7 @@ __all__ = [
     "PackedWeights",
     "Progress",
     "PullProgress",
+    "Removal",
     "RetryPolicy",
     "contents",
     "current",
@@ -37,19 +39,11 @@ __all__ = [
     "list_models",
     "locate",
     "pull",
-    "remove",
+    "removal",
 ]
 
 
-def pull(
-    name: str,
-    *,
-    token: str | None = None,
-    progress: Progress | None = None,
-    offline: bool = False,
-    registry: Registry | None = None,
-    hub: HubSettings | None = None,
-) -> ModelFiles:
+def pull(name: str, *, progress: Progress = lambda _: None, offline: bool = False) -> ModelFiles:
     """Fetch what `name` still lacks, going on where an earlier pull stopped; every byte is verified.
 
     Raises ModelNotFoundError, AccessError, DownloadError, UnsupportedModelError or DoesNotFitError. What was fetched
@@ -58,12 +52,11 @@ def pull(
     from localllm.hub.fetch import fetch_repository  # the network's modules cost 20 ms, which `list` need not pay
     from localllm.hub.http import HubClient
 
-    registry = registry or load_registry()
-    hub = hub or HubSettings.from_environment(offline=offline, token=token)
+    registry, hub = load_registry(), HubSettings.from_environment(offline=offline)
     reference = understand(name, registry)
     if reference.repo is None or hub.offline:
-        return locate(name, registry=registry, hub=hub)
+        return locate(name, registry=registry, offline=offline)
     cache = RepoCache(hub.cache_dir, reference.repo)
     client = HubClient(hub, reference.repo, name)
-    commit = fetch_repository(client, cache, reference.revision, progress or (lambda _: None))
+    commit = fetch_repository(client, cache, reference.revision, progress)
     return ModelFiles(cache.snapshot(commit), reference.name, reference.repo, commit, reference.entry)

@@ -125,7 +125,7 @@ class _Pull:
             )
 
     def _collect(self) -> None:
-        """Remove what earlier pulls left: nobody else is at work while we hold the lock."""
+        """Remove what earlier pulls left: no other process is at work while we hold the lock."""
         with suppress(OSError):
             for path in self._cache.blobs.glob("*" + repo_cache.INCOMPLETE):
                 path.unlink(missing_ok=True)

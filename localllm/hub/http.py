@@ -73,7 +73,7 @@ class HubClient:
         self.repo = repo
         self.page = f"{hub.endpoint}/{repo}"
         self.resume_command = pull_command(name)
-        self._token = hub.token or found_token()
+        self._token = found_token()
 
     def file_url(self, commit: str, file_name: str) -> str:
         return f"{self.page}/resolve/{commit}/{quote(file_name)}"

@@ -9,9 +9,10 @@ import hashlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -124,19 +125,14 @@ def contents(directory: Path) -> str:
 
 
 def locate(
-    name: str,
-    *,
-    registry: Registry | None = None,
-    hub: HubSettings | None = None,
-    offline: bool = False,
-    needs_config: bool = True,
+    name: str, *, registry: Registry | None = None, offline: bool = False, needs_config: bool = True
 ) -> ModelFiles:
     """Return the folder of `tiny`, a directory, a registry name or `org/repo[@revision]`. Touches no network.
 
     needs_config: whether a user's folder must hold config.json; a tokenizer alone needs none. Raises ModelNotFoundError
     for an unknown name, and with the command that fetches it for a model that is not, or only partly, on this disk.
     """
-    registry, hub = registry or load_registry(), hub or HubSettings.from_environment(offline=offline)
+    registry, hub = registry or load_registry(), HubSettings.from_environment(offline=offline)
     reference = understand(name, registry)
     directory = reference.directory
     if directory is not None:
@@ -169,10 +165,10 @@ def locate(
     raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=pull_command(name))
 
 
-def list_models(*, registry: Registry | None = None, hub: HubSettings | None = None) -> list[InstalledModel]:
+def list_models() -> list[InstalledModel]:
     """Return the built-in model, every model in the cache that this version runs, whole or partly fetched, and what is
     packed, also of a user's folder or of a checkpoint that is gone."""
-    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
+    registry, hub = load_registry(), HubSettings.from_environment()
     packed: dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]] = {}
     for source in packed_sources():
         # A folder is listed with all that was ever packed of it.
@@ -242,15 +238,15 @@ def _name_of(commit: str, cache: RepoCache, refs: dict[str, str], entry: ModelEn
     return f"{cache.repo}@{named}"
 
 
-def describe(name: str, *, registry: Registry | None = None, hub: HubSettings | None = None) -> ModelDescription:
+def describe(name: str) -> ModelDescription:
     """Describe a model, on this disk or not. Raises ModelNotFoundError where the name means nothing."""
-    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
+    registry, hub = load_registry(), HubSettings.from_environment()
     reference = understand(name, registry)
     partial_bytes = RepoCache(hub.cache_dir, reference.repo).partial_bytes() if reference.repo else 0
     packed = packed_of(name, registry, hub)
     files = None
     try:
-        files = locate(name, registry=registry, hub=hub)
+        files = locate(name, registry=registry)
     except ModelNotFoundError:
         if reference.entry is None and not partial_bytes and not packed:
             raise
@@ -313,23 +309,25 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 
-def remove(
-    name: str,
-    *,
-    packed_only: bool = False,
-    confirm: Callable[[int, int], None] = lambda _checkpoint_bytes, _packed_bytes: None,
-    registry: Registry | None = None,
-    hub: HubSettings | None = None,
-) -> int:
-    """Delete a model's files, unfinished and packed ones too, and return the bytes that became free.
+@dataclass(frozen=True)
+class Removal:
+    """The bytes of a model's checkpoint that are to be deleted, and of what is packed of it. delete: deletes them, and
+    returns the bytes that became free; raises LocalLLMError where another process is at work on them."""
+
+    checkpoint_bytes: int
+    packed_bytes: int
+    delete: Callable[[], int]
+
+
+def removal(name: str, *, packed_only: bool = False) -> Removal:
+    """Return what would be deleted of a model: its files, unfinished and packed ones too.
 
     packed_only: the packed ones alone, which the built-in model and a user's folder may have as well.
-    confirm(bytes of the checkpoint, packed bytes) is called before anything is deleted, and may raise.
-    `org/repo@revision` deletes that snapshot and the files that no other snapshot shares. Links are deleted, never
+    `org/repo@revision` means that snapshot and the files that no other snapshot shares. Links are deleted, never
     followed. Raises UsageError for the files of the built-in model and of a user's folder, ModelNotFoundError where
-    nothing is, LocalLLMError where another process is at work on them.
+    nothing is.
     """
-    registry, hub = registry or load_registry(), hub or HubSettings.from_environment()
+    registry, hub = load_registry(), HubSettings.from_environment()
     packed = packed_of(name, registry, hub)
     if packed_only and not packed:
         raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix=Fix.command("list"))
@@ -348,12 +346,16 @@ def remove(
     packed_bytes = sum(model.size_bytes for model in packed)
     is_here = cache is not None and is_folder(cache.folder) and (commit is not None or "@" not in name)
     if cache is None or packed_only or (packed and not is_here):
-        confirm(0, packed_bytes)
-        return remove_packed(packed)
+        return Removal(0, packed_bytes, partial(remove_packed, packed))
     if not is_here and not is_link(cache.folder):
         why = f"{cache.folder} does not hold it"
         raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=Fix.command("list"))
-    confirm(folder_bytes(cache.snapshot(commit)) if commit else own_bytes(cache.folder), packed_bytes)
+    checkpoint_bytes = folder_bytes(cache.snapshot(commit)) if commit else own_bytes(cache.folder)
+    return Removal(checkpoint_bytes, packed_bytes, partial(_delete, name, cache, commit, packed))
+
+
+def _delete(name: str, cache: RepoCache, commit: str | None, packed: Sequence[PackedWeights]) -> int:
+    """As `Removal.delete`. commit: of the one snapshot; None: of the whole repository."""
 
     def refuse(process: str) -> None:
         raise LocalLLMError(

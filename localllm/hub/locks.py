@@ -1,4 +1,4 @@
-"""One process at a time writes in a folder, and nobody deletes what another reads: by locks that die with their holder.
+"""One process at a time writes in a folder, and none deletes what another reads: by locks that die with their holder.
 
 Where a file system only pretends to lock, nothing is held back.
 """
@@ -28,7 +28,7 @@ def exclusive(directory: Path, waiting: Callable[[str], None]) -> Iterator[bool]
         _make(directory)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:  # deleted again, by whoever held it
+        except FileNotFoundError:  # its holder has deleted it
             continue
         try:
             # A holder takes its lock file away with it: a lock on one that has lost its name is worth nothing.
@@ -66,7 +66,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def unread(path: Path) -> Iterator[bool]:
-    """Yield whether nobody is `reading` the file, which then nobody begins to. True where it is not there."""
+    """Yield whether no process is `reading` the file; then none can begin to. True where it is not there."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -32,9 +32,6 @@ from localllm.registry import REPO_ID
 
 PACKED_INDEX = "index.json"  # written last: a folder that has it is whole
 WEIGHTS_NAME = re.compile(r"[a-z0-9]{1,16}(?:-[a-z0-9]{1,16}){0,4}")
-# A model that is measured with random weights, beside the packed ones for as long as that takes. Exactly such names, in
-# which there is nothing else: the folder may be one that its owner keeps other things in.
-RANDOM_NAME = re.compile(r"random-[a-z0-9_]{8}")
 _COMMIT = re.compile(f"@({COMMIT.pattern})")
 _FINGERPRINT = re.compile(r"@([0-9a-f]{32})")
 
@@ -92,13 +89,12 @@ def packed_recipes(files: ModelFiles) -> list[str]:
 
 
 def is_whole(directory: Path) -> bool:
-    """Return whether the packed model in a folder was finished; False too where nobody may look."""
+    """Return whether the packed model in a folder was finished; False too where it may not be looked at."""
     return is_file(directory / PACKED_INDEX)
 
 
 def packed_sources() -> Iterator[PackedSource]:
-    """Everything that rests under the root, by the checkpoint it was made from, but for models that are no user's: of
-    random weights. Links are not followed."""
+    """Everything that rests under the root, by the checkpoint it was made from. Links are not followed."""
     root = packed_root()
     for kind, pattern in (("hub", _COMMIT), ("folders", _FINGERPRINT)):
         for parent, names, _ in os.walk(root / kind):
@@ -107,11 +103,8 @@ def packed_sources() -> Iterator[PackedSource]:
                 names.remove(name)
                 relative = Path(parent).relative_to(root / kind)
                 origin = relative.as_posix() if kind == "hub" else Path(os.sep) / relative
-                if isinstance(origin, str):
-                    is_users = REPO_ID.fullmatch(origin) is not None
-                else:
-                    is_users = origin.parent != root.parent.resolve() or not RANDOM_NAME.fullmatch(origin.name)
-                if is_users and (models := _models_in(Path(parent, name))):
+                is_checkpoint = not isinstance(origin, str) or REPO_ID.fullmatch(origin) is not None
+                if is_checkpoint and (models := _models_in(Path(parent, name))):
                     yield PackedSource(origin, name.removeprefix("@"), models)
 
 
@@ -192,14 +185,15 @@ def own_bytes(folder: Path) -> int:
         return 0
     freed = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # another process is at work here, or nobody may look
+        with suppress(OSError):  # another process is at work here, or it may not be looked at
             if not path.is_symlink() and path.is_file() and (state := path.lstat()).st_nlink == 1:
                 freed += state.st_size
     return freed
 
 
 def _hold(model: PackedWeights, held: ExitStack) -> None:
-    """Nobody else writes or reads the packed model until `held` is closed. Raises LocalLLMError where somebody does."""
+    """Keep other processes from writing and reading the packed model until `held` is closed. Raises LocalLLMError where
+    one does so already."""
 
     def refuse(why: str) -> None:
         raise LocalLLMError(f"{model.directory} is not deleted", why=why, fix="wait for it, or stop it")

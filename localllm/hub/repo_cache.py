@@ -124,8 +124,8 @@ class RepoCache:
 
     @contextmanager
     def _replacing(self, path: Path) -> Iterator[Path]:
-        """Yield a name that nobody else uses, outside of what other tools look at; what is there takes the place of
-        `path`."""
+        """Yield a name that no other process uses, outside of what other tools look at; what is there at the end takes
+        the place of `path`."""
         temporary = self.folder / ".localllm" / f"{os.getpid()}.{time.monotonic_ns()}.tmp"
         for folder in (temporary.parent, path.parent):
             folder.mkdir(parents=True, exist_ok=True)

@@ -31,16 +31,15 @@ class HubSettings:
     cache_dir: Path
     endpoint: str
     offline: bool = False
-    token: str | None = field(default=None, repr=False)  # None: as huggingface_hub finds it
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     @classmethod
-    def from_environment(cls, *, offline: bool = False, token: str | None = None) -> HubSettings:
+    def from_environment(cls, *, offline: bool = False) -> HubSettings:
         """Read HF_HOME, HF_HUB_CACHE, HF_ENDPOINT and HF_HUB_OFFLINE as huggingface_hub does."""
         from huggingface_hub import constants
 
         cache_dir = below_home(Path(constants.HF_HUB_CACHE))
-        return cls(cache_dir, constants.ENDPOINT, offline or constants.HF_HUB_OFFLINE, token)
+        return cls(cache_dir, constants.ENDPOINT, offline or constants.HF_HUB_OFFLINE)
 
 
 def found_token() -> str | None:

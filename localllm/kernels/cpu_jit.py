@@ -41,8 +41,9 @@ class Native:
     integers: tuple[str, ...]
     engine: Any  # the code lives as long as its engine
 
-    def arguments(self, **words: torch.Tensor | int) -> ctypes.Array[ctypes.c_int64]:
-        """The words by their names: tensors and whole numbers. The tensors live as long as the words."""
+    def step(self, **words: torch.Tensor | int) -> tuple[Native, ctypes.Array[ctypes.c_int64]]:
+        """The kernel with its arguments, for a tape: words by their names, tensors and whole numbers. The tensors live
+        as long as the words."""
         assert words.keys() == {*self.pointers, *self.integers}, (
             f"{sorted(words)} are not {self.pointers, self.integers}"
         )
@@ -51,15 +52,7 @@ class Native:
             *(value if isinstance(value, int) else value.data_ptr() for value in values)
         )
         array.tensors = [value for value in values if not isinstance(value, int)]  # type: ignore[attr-defined]
-        return array
-
-    def step(self, **words: torch.Tensor | int) -> tuple[Native, ctypes.Array[ctypes.c_int64]]:
-        """The kernel with its arguments, for a tape."""
-        return self, self.arguments(**words)
-
-    def point(self, words: ctypes.Array[ctypes.c_int64], name: str, tensor: torch.Tensor) -> None:
-        """Another tensor for one of the words. The caller keeps it alive until the kernel has run."""
-        words[self.pointers.index(name)] = tensor.data_ptr()
+        return self, array
 
 
 @cache

@@ -14,7 +14,7 @@ from functools import cache
 
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, Kernel, Value, Variable, vector_of
 from localllm.kernels.cpu_isa import Isa
-from localllm.kernels.cpu_jit import KernelUnavailableError, Native, best_isa, compile_kernel
+from localllm.kernels.cpu_jit import Native, best_isa, compile_kernel, compiles
 from localllm.kernels.sizes import Weights
 
 PREFETCH_BYTES = 16384  # a tile of 2048 columns; 4 KB ahead reads 3 to 5 % less
@@ -136,8 +136,4 @@ def rows_a_block(isa: Isa, rows: int) -> int:
 @cache
 def is_available() -> bool:
     """Return whether this machine compiles and runs the kernels; asking compiles one of them (15-150 ms, once)."""
-    try:
-        matmul(best_isa(), "int4", 64, 1)
-    except KernelUnavailableError:
-        return False
-    return True
+    return compiles(lambda: matmul(best_isa(), "int4", 64, 1))

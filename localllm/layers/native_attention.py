@@ -57,8 +57,7 @@ class NativeAttention:
         T, heads, D = qkv.shape
         group, layer = self._places[shape.layer]
         isa, out, tokens = best_isa(), torch.empty(T, shape.num_heads, D), self._tokens[group]
-        store = cpu_rope.rope(isa, *self.layouts, 0, has_norms=False)
-        arguments = store.arguments(
+        store = cpu_rope.rope(isa, *self.layouts, 0, has_norms=False).step(
             qkv=qkv,
             cos=0,
             sin=0,
@@ -74,7 +73,7 @@ class NativeAttention:
         )
         place = AttentionPlace(qkv, heads * D, out, tokens, layer, shape.num_heads, shape.window, shape.softcap)
         steps = self._room.steps(isa, self.layouts, place, rows=self._rows, is_split=self._is_split)
-        Tape([(store, arguments), *steps]).run()
+        Tape([store, *steps]).run()
         return out
 
 

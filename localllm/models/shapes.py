@@ -15,7 +15,7 @@ from localllm import hub
 from localllm.hub.names import understand
 from localllm.models.config import ModelConfig
 from localllm.models.families import load_config, parse_config
-from localllm.registry import Registry, load_registry
+from localllm.registry import load_registry
 
 SHAPES = Path(__file__).parent / "shapes.json"
 
@@ -35,12 +35,12 @@ def shipped_shapes() -> dict[str, dict[str, Any]]:
     return shapes
 
 
-def find_shape(name: str, registry: Registry | None = None) -> Shape:
+def find_shape(name: str) -> Shape:
     """The architecture of a model of the registry, on this disk or not; of another model where it is on this disk.
 
     Raises ModelNotFoundError naming what the name may have been meant for. Uses no network.
     """
-    registry = registry or load_registry()
+    registry = load_registry()
     reference = understand(name, registry)
     raw = shipped_shapes().get(reference.entry.name) if reference.entry else None
     if raw is not None:

@@ -32,7 +32,7 @@ class BlockPlacement:
 
 
 def demoted(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> list[BlockPlacement] | None:
-    """Some of the blocks that have bytes in `tier` one tier further down; None where none has.
+    """Move some of the blocks that have bytes in `tier` one tier further down; return None where none has any.
 
     From a device's memory blocks go to the host's and are copied at every step, while what was split, and the head, is
     computed there; from the host's to the disk. is_tied: the embedding is the head's matrix, and goes where that goes.
@@ -44,7 +44,7 @@ def demoted(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> list
 
 
 def _in_turn(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> Iterator[set[str]]:
-    """The names of those that go together, the cheapest first, and of MLPs the last ones."""
+    """Yield the names of blocks that go together, the cheapest first, and of MLPs the last ones."""
     embed, *layers, head = blocks
     if tier == "vram":
         yield {block.name for block in layers if block.exec == "split"}

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.errors import CheckpointError, Fix
+from localllm.errors import Fix
 from localllm.kernels import bf12, cpu_bf12
 from localllm.kernels.cpu_gemv import dense_linear
 from localllm.kernels.sizes import TILE, UNIT, units
 from localllm.quant.layouts import BF12_SLAB, BF12Layout
+from localllm.quant.weight_format import NotCompactError
 
 SLAB_WEIGHTS = 1 << 19  # unpacked for one matrix product: 1 MiB, which the second cache keeps
 _LOOKED_UP = 16  # rows at once: by plain operators they take 40 bytes a column
-
-
-class NotCompactError(CheckpointError):
-    """A matrix whose exponents are spread too widely for it; its weights in bf16 are as good."""
 
 
 @dataclass(frozen=True)

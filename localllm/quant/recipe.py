@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 
-from localllm.quant.bf12 import BF12
 from localllm.quant.dense import Dense
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
@@ -28,14 +26,35 @@ Recipe = RecipeOf[WeightFormat]
 
 
 def _computing(layout: WeightLayout) -> WeightFormat:
-    formats = {DenseLayout: Dense, Int4Layout: Int4, Int8Layout: Int8, NF4Layout: NF4, BF12Layout: BF12}
+    if isinstance(layout, BF12Layout):
+        from localllm.quant.bf12 import BF12
+
+        return BF12()
+    formats = {DenseLayout: Dense, Int4Layout: Int4, Int8Layout: Int8, NF4Layout: NF4}
     found: WeightFormat = formats[type(layout)](**vars(layout))
     return found
 
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {name: Recipe(name, _computing(sizes.blocks), _computing(sizes.embedding)) for name, sizes in SIZES.items()}
-)
+class _Recipes(Mapping[str, Recipe]):
+    """Recipes by their own names, each made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Recipe] = {}
+
+    def __getitem__(self, name: str) -> Recipe:
+        if name not in self._made:
+            sizes = SIZES[name]
+            self._made[name] = Recipe(name, _computing(sizes.blocks), _computing(sizes.embedding))
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SIZES)
+
+    def __len__(self) -> int:
+        return len(SIZES)
+
+
+RECIPES: Mapping[str, Recipe] = _Recipes()
 
 
 def recipe(name: str) -> Recipe:

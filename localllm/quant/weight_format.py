@@ -11,6 +11,10 @@ from localllm.errors import FETCH_ANEW, CheckpointError, Fix
 from localllm.quant.layouts import WeightLayout
 
 
+class NotCompactError(CheckpointError):
+    """A matrix whose exponents are spread too widely for bf12; its weights in bf16 are as good."""
+
+
 class WeightFormat(WeightLayout, Protocol):
     """A stateless meaning for the tensors of one matrix [out_features, in_features], rows in dimension 0.
 

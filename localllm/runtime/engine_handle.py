@@ -16,19 +16,13 @@ if TYPE_CHECKING:
     from localllm.runtime.protocol import Message
 
 Inbox = queue.SimpleQueue[Event | BaseException]
-
-
-class Recipient(Protocol):
-    """The common destination of the events of several requests."""
-
-    def put(self, item: Event | BaseException, /) -> None:
-        """Receive an event on the engine's thread, which waits for it. The last of a request is its FinishedEvent, or
-        what broke the engine."""
-        ...
+# Receives an event on the engine's thread, which waits for it. The last of a request is its FinishedEvent, or what
+# broke the engine.
+Receive = Callable[[Event | BaseException], None]
 
 
 class RequestStream:
-    """The events of one request, in order, unless they go to a recipient; the last is a FinishedEvent. Raises what
+    """The events of one request, in order, unless they go elsewhere; the last is a FinishedEvent. Raises what
     broke the engine, if anything."""
 
     def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
@@ -65,8 +59,8 @@ class EngineHandle(Protocol):
         """Whether the engine is loaded, or cannot be."""
         ...
 
-    def submit(self, request: Request, recipient: Recipient | None = None) -> RequestStream:
-        """Queue a request. recipient: where its events go instead of into the stream."""
+    def submit(self, request: Request, receive: Receive | None = None) -> RequestStream:
+        """Queue a request. receive: is given its events, which do not go into the stream then."""
         ...
 
     def wait_ended(self) -> BaseException | None:
@@ -99,7 +93,7 @@ class EnginePeer:
         """Receive a message about the load."""
 
     def why_gone(self) -> str:
-        """Explain a connection that has ended and that nobody has closed."""
+        """Explain a connection that has ended without having been closed here."""
         return "its process has ended"
 
     def kill(self) -> None:

@@ -1,7 +1,7 @@
 """An engine in a process of its own: its owner outlives it, and when it ends all of its memory is given back.
 
-Before the process loads its model it reports the memory that this would take, and waits for a grant: an owner of
-several shares the machine out among them. The processes are forked from one that has torch in memory already.
+An owner of several shares the machine out among them: before a process loads its model it reports the memory that this
+would take, and waits for a grant. The processes are forked from one that has torch in memory already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from localllm.runtime.engine_handle import EnginePeer
 from localllm.runtime.engine_loader import Opening, engine_config, open_engine
 from localllm.runtime.selection import Selection
 from localllm.runtime.sockets import listening, runtime_folder
-from localllm.runtime.watchdog import Patience
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -62,10 +61,11 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class LoadObserver:
-    """The callbacks of a load. foreseen: is to `grant` memory, or to have the process `foresee` again with other caps.
-    progress: called with the name of one of `Watcher`'s fields or "warning", and its arguments."""
+    """The callbacks of a load. foreseen: is to `grant` memory, or to have the process `foresee` again with other caps;
+    None: it loads at once. progress: called with the name of one of `Watcher`'s fields or "warning", and its
+    arguments."""
 
-    foreseen: Callable[[Foreseen], None]
+    foreseen: Callable[[Foreseen], None] | None = None
     progress: Callable[[str, tuple[Any, ...]], None] = lambda _kind, _arguments: None
 
 
@@ -76,7 +76,10 @@ class EngineProcess(EnginePeer):
         self._observer = observer
         self._own, theirs = socket.socketpair()
         self._process = _context().Process(
-            target=_be_engine, args=(theirs, selection, opening, caps), name="localllm-engine", daemon=True
+            target=_be_engine,
+            args=(theirs, selection, opening, caps, observer.foreseen is not None),
+            name="localllm-engine",
+            daemon=True,
         )
         self._process_began = threading.Event()
         self._ending = threading.Lock()
@@ -122,6 +125,7 @@ class EngineProcess(EnginePeer):
     def receive(self, message: protocol.Message) -> None:
         match message["op"]:
             case "foreseen":
+                assert self._observer.foreseen is not None
                 self._observer.foreseen(protocol.read(Foreseen, message["foreseen"]))
             case "listening":
                 self.socket_path = Path(message["path"])
@@ -147,16 +151,9 @@ class EngineProcess(EnginePeer):
                 self.socket_path.unlink()
 
 
-def start_engine(
-    selection: Selection,
-    opening: Opening,
-    caps: Caps,
-    observer: LoadObserver,
-    patience: Patience = Patience(),  # noqa: B008
-) -> EngineClient:
-    """Load a model in a process of its own. patience: after which a process that does not move on is killed."""
-    process = EngineProcess(selection, opening, caps, observer)
-    return EngineClient(selection.files.directory, process, patience=patience)
+def start_engine(selection: Selection, opening: Opening, caps: Caps, observer: LoadObserver) -> EngineClient:
+    """Load a model in a process of its own."""
+    return EngineClient(selection.files.directory, EngineProcess(selection, opening, caps, observer))
 
 
 def grant(client: EngineClient, caps: Caps) -> None:
@@ -197,22 +194,22 @@ def _signals_of_the_terminal_held() -> Iterator[None]:
 # In the new process
 
 
-def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> None:
-    """Run until the owner has gone. Requests are the matter of `engine_server`."""
+def _be_engine(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps, asks: bool) -> None:
+    """Run until the owner has gone. Requests are the matter of `engine_server`. asks: the owner grants the memory."""
     for name in ("SIGINT", "SIGHUP"):  # of the terminal: the owner receives it, and ends this
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
     with contextlib.suppress(OSError):  # the owner has gone
         try:
-            granted = _agree_on_room(sock, selection, opening, caps)
+            granted = _agree_on_room(sock, selection, opening, caps) if asks else caps
         except LocalLLMError as error:
             sock.sendall(protocol.line({"op": "failed", "error": protocol.plain(error)}))
             granted = None
         if granted is not None:
             _serve(sock, _with_caps(selection, granted), opening)
     sys.stdout.flush()
-    os._exit(0)  # what is still being computed is nobody's
+    os._exit(0)  # nothing waits for what is still being computed
 
 
 def _agree_on_room(sock: socket.socket, selection: Selection, opening: Opening, caps: Caps) -> Caps | None:

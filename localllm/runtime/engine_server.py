@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from localllm.engine.engine_info import LoadedEngine
@@ -102,14 +103,22 @@ class ClientConnection:
     def _submit(self, number: int, request: Any) -> None:
         with self._lock:  # its end must not arrive before it is known
             try:
-                self._streams[number] = self._engine.submit(protocol.read(Request, request), _Outbound(number, self))
+                tell = partial(self._tell, number)
+                self._streams[number] = self._engine.submit(protocol.read(Request, request), tell)
             except Exception as error:
                 self.send({"op": "broken", "id": number, "error": protocol.plain(error)})
 
-    def ended(self, number: int) -> None:
-        with self._lock:
-            self._streams.pop(number, None)
-            self._lock.notify_all()
+    def _tell(self, number: int, item: Event | BaseException) -> None:
+        """Send an event of a request, or what broke the engine, under the client's number."""
+        if isinstance(item, BaseException):
+            self.send({"op": "broken", "id": number, "error": protocol.plain(item)})
+        else:
+            event = protocol.plain(replace(item, request_id=number))
+            self.send({"op": "event", "kind": type(item).__name__, "event": event})
+        if isinstance(item, BaseException | FinishedEvent):
+            with self._lock:
+                self._streams.pop(number, None)
+                self._lock.notify_all()
 
     def _answer(self, number: int, name: str, argument: Any) -> None:
         try:
@@ -118,24 +127,6 @@ class ClientConnection:
             self.send({"op": "refused", "id": number, "error": protocol.plain(error)})
             return
         self.send({"op": "answered", "id": number, "value": protocol.plain(value)})
-
-
-class _Outbound:
-    """`Recipient` of one request's events, which go to its client under the client's number."""
-
-    def __init__(self, number: int, client: ClientConnection) -> None:
-        self._number = number
-        self._client = client
-
-    def put(self, item: Event | BaseException, /) -> None:
-        if isinstance(item, BaseException):
-            self._client.send({"op": "broken", "id": self._number, "error": protocol.plain(item)})
-            self._client.ended(self._number)
-            return
-        event = protocol.plain(replace(item, request_id=self._number))
-        self._client.send({"op": "event", "kind": type(item).__name__, "event": event})
-        if isinstance(item, FinishedEvent):
-            self._client.ended(self._number)
 
 
 # The calls beside requests, by name.
@@ -169,7 +160,7 @@ class EngineServer:
         threading.Thread(target=self._accept, args=(listener,), name="localllm-accept", daemon=True).start()
 
     def report_move(self) -> None:
-        """Report to all who wait for an answer, also behind those of others, that the engine has moved on."""
+        """Report to all clients that wait for an answer, also behind others, that the engine has moved on."""
         now = time.monotonic()
         if now - self._reported_at < _MOVE_S:
             return

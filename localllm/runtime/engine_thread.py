@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from localllm.engine.events import Event, FinishedEvent
 from localllm.engine.request import Request
 from localllm.errors import EngineClosedError
-from localllm.runtime.engine_handle import Recipient, RequestStream
+from localllm.runtime.engine_handle import Receive, RequestStream
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -33,7 +33,7 @@ class EngineThread:
         self._ended = False
         self.moved: Callable[[], None] = lambda: None  # called after every block, on the engine's thread
         self._lock = threading.Lock()
-        self._recipients: dict[int, Recipient] = {}
+        self._receivers: dict[int, Receive] = {}  # of events, by request
         self._thread = threading.Thread(target=self._run, name="localllm-engine", daemon=True)
         self._thread.start()
 
@@ -49,7 +49,7 @@ class EngineThread:
     def is_settled(self) -> bool:
         return self._loaded.is_set()
 
-    def submit(self, request: Request, recipient: Recipient | None = None) -> RequestStream:
+    def submit(self, request: Request, receive: Receive | None = None) -> RequestStream:
         """Raises ContextOverflowError or UsageError at once."""
         engine = self.wait_loaded()
         with self._lock:  # the device thread must not dispatch an event before its stream is known
@@ -59,7 +59,7 @@ class EngineThread:
                 raise EngineClosedError("the engine has been closed", fix="load it again")
             request_id = engine.submit(request)
             stream = RequestStream(request_id, self._abort)
-            self._recipients[request_id] = stream.events if recipient is None else recipient
+            self._receivers[request_id] = receive or stream.events.put
         self._wake.set()
         return stream
 
@@ -70,7 +70,7 @@ class EngineThread:
     def stop(self) -> None:
         with self._lock:
             self._ended = True
-            running = list(self._recipients)
+            running = list(self._receivers)
         for request_id in running:
             self._abort(request_id)
         self._wake.set()
@@ -80,7 +80,7 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     def _raised_failure(self, failure: BaseException) -> BaseException:
-        """Return the error with the place where it happened, without the frames of all who received it before."""
+        """Return the error with the place where it happened, without the frames of its earlier receivers."""
         return failure.with_traceback(self._failed_at)
 
     def _abort(self, request_id: int) -> None:
@@ -107,10 +107,10 @@ class EngineThread:
         except BaseException as error:
             with self._lock:
                 self._failure, self._failed_at, self._ended = error, error.__traceback__, True
-                for recipient in self._recipients.values():
-                    recipient.put(error)
+                for receive in self._receivers.values():
+                    receive(error)
         finally:
-            self._engine = None  # it is closed; who keeps the handle keeps no more than that
+            self._engine = None  # it is closed: the handle shall not keep its memory
 
     def _serve(self, engine: Engine) -> None:
         while not (self._ended and not engine.has_work):
@@ -122,7 +122,7 @@ class EngineThread:
 
     def _pass_on(self, event: Event) -> None:
         with self._lock:
-            recipient = self._recipients[event.request_id]
+            receive = self._receivers[event.request_id]
             if isinstance(event, FinishedEvent):
-                del self._recipients[event.request_id]
-        recipient.put(event)
+                del self._receivers[event.request_id]
+        receive(event)

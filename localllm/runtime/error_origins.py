@@ -1,4 +1,4 @@
-"""The place where a setting is stored that nobody typed, for an error about it in the place of its flag."""
+"""Names the variable or file that a setting came from, in the place of its flag, in an error about the setting."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -172,32 +171,17 @@ def _shown(name: str, value: bool | float | str | list[str] | Mapping[str, float
 # What a deletion would free
 
 
-class _OnlyAskedError(Exception):
-    """Nothing is to be deleted yet."""
-
-
 def freed_by(row: ModelRow) -> tuple[int, int]:
     """Bytes of the model's files, 0 where they are not to be deleted, and of what is packed of it. Reads the disk.
 
-    Raises what `hub.remove` does where nothing of it can be deleted.
+    Raises what `hub.removal` does where nothing of it can be deleted.
     """
+    from localllm import hub
+
     try:
-        return _asked(row.name, packed_only=False)
+        found = hub.removal(row.name)
     except LocalLLMError:
         if not row.packed:
             raise
-        return _asked(row.name, packed_only=True)
-
-
-def _asked(name: str, *, packed_only: bool) -> tuple[int, int]:
-    from localllm import hub
-
-    sizes: list[tuple[int, int]] = []
-
-    def hear(checkpoint_bytes: int, packed_bytes: int) -> None:
-        sizes.append((checkpoint_bytes, packed_bytes))
-        raise _OnlyAskedError
-
-    with suppress(_OnlyAskedError):
-        hub.remove(name, packed_only=packed_only, confirm=hear)
-    return sizes[0]
+        found = hub.removal(row.name, packed_only=True)
+    return found.checkpoint_bytes, found.packed_bytes

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from localllm import hub
 from localllm.config import ResolvedSettings
@@ -50,13 +50,9 @@ _NEAR = 0.7  # of 1: a name that is less alike is another model's, not a misspel
 _MOST_NAMED = 8  # models, in the error about an unknown one
 
 
-class LaunchEngine(Protocol):
-    """Begins to load a model."""
-
-    def __call__(self, selection: Selection, caps: Caps, foreseen: Callable[[Foreseen], None]) -> EngineHandle:
-        """foreseen: called on another thread; the handle is an `EngineClient` then, and waits for an answer. One that
-        does not call it loads at once."""
-        ...
+# Begins to load a model. What it is given is called on another thread with what the model foresees; the handle is an
+# `EngineClient` then, and waits for an answer. A handle that foresees nothing loads at once.
+LaunchEngine = Callable[[Selection, Caps, Callable[[Foreseen], None]], EngineHandle]
 
 
 class ModelPool:
@@ -110,7 +106,7 @@ class ModelPool:
         selection = await self.on_disk(lambda: self._installed(bare))
         if selection is None:
             raise await self.on_disk(lambda: self._not_found(name))
-        if (known := self.known(bare)) is not None:  # somebody else has asked for it meanwhile
+        if (known := self.known(bare)) is not None:  # another request has asked for it meanwhile
             return known
         return self._added(selection)
 
@@ -161,7 +157,7 @@ class ModelPool:
         return [each for each in self.models if each.engine_if_loaded is not None]
 
     def others(self) -> list[InstalledModel]:
-        """Return whole models on this disk that nobody has asked for yet, and that can be asked for."""
+        """Return whole models on this disk that can be asked for, and have not been yet."""
         if not self.on_demand:
             return []
         known = {each.selection.files.directory for each in self.models}
@@ -190,7 +186,7 @@ class ModelPool:
     # Loading
 
     def adopt(self, handle: EngineHandle) -> None:
-        """Take over the first model's handle, which somebody else has begun to load."""
+        """Take over the first model's handle, which the caller has begun to load."""
         self.first.handle = handle
         self._has_begun = True
 
@@ -203,7 +199,7 @@ class ModelPool:
         model.last_used = time.monotonic()
         try:
             async with asyncio.timeout(LOAD_WAIT_S):
-                while not await self._is_current(model):  # who came before may have unloaded it again
+                while not await self._is_current(model):  # an earlier request may have unloaded it again
                     await self.load(model)
         except TimeoutError:
             why = f"it has taken {LOAD_WAIT_S:.0f} s so far"
@@ -308,7 +304,7 @@ class ModelPool:
         handle = model.handle = self._launch(model.selection, await self.residents.caps(), foreseen)
         settled = asyncio.create_task(asyncio.to_thread(handle.wait_loaded))
         try:
-            await self.residents.agree(model, handle, arrived, settled)
+            evicted = await self.residents.agree(model, handle, arrived, settled)
             if await settled is None:  # it came to nothing and did not fail
                 why = "somebody stopped it while it was being loaded"
                 stopped = BusyError(f"{model.name} was unloaded", why=why, reason="unloaded")
@@ -320,9 +316,9 @@ class ModelPool:
             raise
         self._has_begun |= model is self.first
         model.last_facts = await self.residents.facts(model)
-        for evicted, weights in self.residents.take_evicted():  # not before: the disk was this model's
+        for other, weights in evicted:  # not before: the disk was this model's
             if weights:  # else it had gone before they were known
-                self.residents.begin(self.on_disk(partial(keep_warm, evicted.selection.files, weights)))
+                self.residents.begin(self.on_disk(partial(keep_warm, other.selection.files, weights)))
         self.residents.touch(model)
 
     # Work beside the loop, and the end

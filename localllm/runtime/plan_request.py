@@ -1,4 +1,4 @@
-"""The plan of a model under somebody's settings. Loads nothing, and uses no network."""
+"""The plan of a model under given settings. Loads nothing, and uses no network."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The messages between an engine and front ends in other processes: lines of JSON over a socket.
 
-Dataclasses are written as their fields, those that are as usual left out, and read as the types of these say; errors
-arrive as the classes that they were. Nothing runs by being read: there are no pickles.
+Dataclasses are written as their fields, those that are as usual left out, and read as the types of these say. Errors
+arrive as the classes that they were, or as the nearest of `localllm.errors`. Nothing runs by being read: there are no
+pickles.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def _plain_error(error: BaseException) -> Message:
         return {"class": "BugError", "what": what, "why": str(error), "fixes": []}
     more = {name: value for name, value in vars(error).items() if name not in ("what", "why", "fixes")}
     numbers = {name: value for name, value in more.items() if isinstance(value, int)}
-    name = type(error).__name__ if _is_known(type(error).__name__) else "LocalLLMError"
+    name = next(kind.__name__ for kind in type(error).__mro__ if _is_known(kind.__name__))
     return {"class": name, "what": error.what, "why": error.why, "fixes": plain_fixes(error.fixes), "numbers": numbers}
 
 

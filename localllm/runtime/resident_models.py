@@ -1,4 +1,4 @@
-"""The memory that models share: which one makes room for another, and when a model leaves that nobody uses.
+"""The memory that models share: which model makes room for another, and when an unused one leaves.
 
 All of it happens on one event loop; what takes time is waited for elsewhere.
 """
@@ -40,11 +40,11 @@ class ResidentModels:
     def __init__(self, settings: Settings, idle_s: float | None, note: Callable[[str], None]) -> None:
         """
         settings: `ram` and `vram` are for all models together
-        idle_s: for which a model stays that nobody uses; None: as long as its memory is not needed
+        idle_s: for which an unused model stays; None: as long as its memory is not needed
         note: receives a line about what leaves, and why
         """
         self.models: list[ServedModel] = []
-        self.turn = asyncio.Lock()  # of who loads, in the order of arrival
+        self.turn = asyncio.Lock()  # held by the load under way; others follow in the order of arrival
         self.idle_s = idle_s
         self.is_closed = False
         self._settings = settings
@@ -52,7 +52,6 @@ class ResidentModels:
         self._ram_bytes = int(_SHARE * free_bytes())
         self._timers: dict[ServedModel, asyncio.TimerHandle] = {}
         self._ending: set[asyncio.Task[None]] = set()  # handles of models that were unloaded
-        self._evicted: list[tuple[ServedModel, str]] = []  # with their weights' formats
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # Leaving
@@ -98,7 +97,7 @@ class ResidentModels:
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Do it in the background."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # else nobody keeps it
+        self._tasks.add(task)  # the loop alone would not keep it
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(consume_error)
 
@@ -126,9 +125,9 @@ class ResidentModels:
             timer.cancel()
 
     async def is_idle(self, model: ServedModel) -> bool:
-        """Return whether nobody uses the model, programs by its own socket included."""
+        """Return whether nothing uses the model, programs by its own socket included."""
         engine = model.engine_if_loaded
-        if engine is None:  # it has gone, and who still waits for its answers waits for another
+        if engine is None:  # it has gone: what waits for its answers waits for another engine
             return True
         if model.num_open:
             return False
@@ -165,10 +164,11 @@ class ResidentModels:
 
     async def agree(
         self, model: ServedModel, handle: EngineHandle, arrived: asyncio.Queue[Foreseen], settled: asyncio.Task[Any]
-    ) -> None:
-        """Make room until a model would be placed as if it were alone, or is, and let it load. Raises what keeps it
-        from that: under a cap that it would not fit into by itself, before any other leaves."""
-        settings = self._settings
+    ) -> list[tuple[ServedModel, str]]:
+        """Make room until a model would be placed as if it were alone, or is, and let it load. Return the models that
+        made room, with their weights' formats. Raises what keeps it from that: under a cap that it would not fit into
+        by itself, before any other leaves."""
+        settings, evicted = self._settings, list[tuple[ServedModel, str]]()
         is_known = settings.ram is None
         while (what := await _first(arrived, settled)) is not None:
             assert isinstance(handle, EngineClient)
@@ -185,12 +185,8 @@ class ResidentModels:
                     raise alone.error
                 foresee(handle, await self.caps())
             else:
-                await self._make_room(model, what, others)
+                evicted.append(await self._make_room(model, what, others))
                 foresee(handle, await self.caps())
-
-    def take_evicted(self) -> list[tuple[ServedModel, str]]:
-        """Return the models that made room since the last call, with their weights' formats."""
-        evicted, self._evicted = self._evicted, []
         return evicted
 
     async def facts(self, model: ServedModel) -> EngineFacts:
@@ -200,8 +196,11 @@ class ResidentModels:
                 return await asyncio.to_thread(engine.facts)
         return EngineFacts(0, "", "")
 
-    async def _make_room(self, model: ServedModel, what: Foreseen, others: Sequence[ServedModel]) -> None:
-        """Unload the least recently used model, as soon as it is idle. Raises BusyError where that takes too long."""
+    async def _make_room(
+        self, model: ServedModel, what: Foreseen, others: Sequence[ServedModel]
+    ) -> tuple[ServedModel, str]:
+        """Unload the least recently used model, as soon as it is idle; return it, and its weights' format. Raises
+        BusyError where that takes too long."""
         are_idle = {each: await self.is_idle(each) for each in others}  # which also finds out when they were used
         oldest = sorted(others, key=lambda each: each.last_used)
         victim = next((each for each in oldest if are_idle[each]), oldest[0])
@@ -216,7 +215,7 @@ class ResidentModels:
         self._note(f"{victim.name} makes room for {model.name}: {held} of memory")
         await self.unload(victim)
         victim.is_leaving = False
-        self._evicted.append((victim, facts.weights))
+        return victim, facts.weights
 
     async def _shortage(self, what: Foreseen, others: Sequence[ServedModel]) -> str:
         needs = ", ".join(f"{format_bytes(count, 2)} of {tier}" for tier, count in what.needs.items() if count)
@@ -235,7 +234,7 @@ async def _first(arrived: asyncio.Queue[Foreseen], settled: asyncio.Task[Any]) -
 
 
 def consume_error(task: asyncio.Task[Any]) -> None:
-    """Take a task's exception: who waited for the task was told, or has gone."""
+    """Take a task's exception: what waited for the task was told, or has gone."""
     if not task.cancelled():
         task.exception()
 

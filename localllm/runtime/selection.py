@@ -102,7 +102,7 @@ def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
 
 
 def told_of(error: Exception, files: ModelFiles | None, resolved: ResolvedSettings) -> LocalLLMError:
-    """The error as a person is told of it who works with this model under these settings."""
+    """The error with the model's name and the places of its settings, as it is shown to the user."""
     if not isinstance(error, LocalLLMError):
         return BugError(f"this is a bug in localllm: {type(error).__name__}", why=str(error))
     error = named(error, files)

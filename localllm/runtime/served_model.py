@@ -65,7 +65,7 @@ class ServedModel:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the engine has not moved on for long though somebody waits for it."""
+        """Whether the engine has not moved on for long though a request waits for it."""
         return isinstance(self.handle, EngineClient) and self.handle.is_doubtful
 
     @property

@@ -23,7 +23,7 @@ from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, list
 from localllm.version import __version__
 
 if TYPE_CHECKING:
-    from localllm.runtime.engine_client import EngineClient
+    from localllm.runtime.engine_client import RenewedClient
     from localllm.runtime.selection import Selection
 
 Progress = Callable[[str, tuple[Any, ...]], None]
@@ -42,7 +42,7 @@ class _LocalConnection(HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Raises OSError where nobody listens there."""
+        """Raises OSError where no process listens there."""
         self.sock = connected(self._path)
         self.sock.settimeout(self.timeout)
 
@@ -71,7 +71,7 @@ class Server:
         return None if path is None else cls(path)
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """Return the reply's JSON. Raises OSError where nobody listens any more, and ServerRefusedError."""
+        """Return the reply's JSON. Raises OSError where no process listens any more, and ServerRefusedError."""
         connection = _LocalConnection(self._path, timeout_s)
         try:
             data = None if body is None else json.dumps(body)
@@ -99,7 +99,7 @@ def named_at_server(word: str) -> str | None:
     return None if reply is None else str(reply["name"])
 
 
-def attached(selection: Selection, note: Callable[[str], None], progress: Progress = ignore) -> EngineClient | None:
+def attached(selection: Selection, note: Callable[[str], None], progress: Progress = ignore) -> RenewedClient | None:
     """Return a client of the server's engine, which the server loads where it is not loaded. None where there is no
     server, or one whose engine is not as it is wanted, of which `note` is told.
 
@@ -111,20 +111,20 @@ def attached(selection: Selection, note: Callable[[str], None], progress: Progre
     first = _at_server(selection, note)
     if first is None:
         return None
-    from localllm.runtime.engine_client import EngineClient
-    from localllm.runtime.engine_process import Caps, EngineProcess, LoadObserver, grant
+    from localllm.runtime.engine_client import EngineClient, RenewedClient
+    from localllm.runtime.engine_process import Caps, LoadObserver, start_engine
 
-    def again() -> EnginePeer:
+    directory = selection.files.directory
+
+    def again() -> EngineClient:
         there = _at_server(selection, note)
         if there is not None:
-            return there
+            return EngineClient(directory, there)
         note(f"no server answers any more: {selection.files.name} is loaded by this program itself")
         check(selection)
-        observer = LoadObserver(lambda _foreseen: grant(client, Caps()), progress)
-        return EngineProcess(selection, Opening(keeps_pages=True), Caps(), observer)
+        return start_engine(selection, Opening(keeps_pages=True), Caps(), LoadObserver(progress=progress))
 
-    client = EngineClient(selection.files.directory, first, again)
-    return client
+    return RenewedClient(EngineClient(directory, first), again)
 
 
 def _at_server(selection: Selection, note: Callable[[str], None]) -> ServerEngine | None:
@@ -136,7 +136,7 @@ def _at_server(selection: Selection, note: Callable[[str], None]) -> ServerEngin
         "version": __version__,
         "model": selection.model_name,
         "directory": str(selection.files.directory.resolve()),
-        "settings": {  # what of an engine somebody has chosen: one that is attached to has to be so
+        "settings": {  # the settings of an engine that the user has chosen: the server's engine has to have them
             name: value
             for name, value in asdict(resolved.settings.engine).items()
             if resolved.origins[name].kind in _CHOSEN

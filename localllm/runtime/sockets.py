@@ -90,7 +90,7 @@ def listening(path: Path) -> socket.socket:
 
 
 def is_answered(path: Path) -> bool:
-    """Return whether somebody listens there: the file alone says nothing, as it outlives a process that was killed."""
+    """Return whether a process listens there: the file alone says nothing, as it outlives a process that was killed."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         probe.settimeout(1.0)
         try:
@@ -116,7 +116,7 @@ def forget(path: Path, own: tuple[int, int]) -> None:
 
 
 def connected(path: Path) -> socket.socket:
-    """Connect to an address. Raises OSError where nobody listens there."""
+    """Connect to an address. Raises OSError where no process listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(str(path))
@@ -149,7 +149,7 @@ class Outbox:
         try:
             while is_open:
                 parts = [self._unsent.get()]
-                while not self._unsent.empty():  # nobody else takes anything out
+                while not self._unsent.empty():  # no other thread takes anything out
                     parts.append(self._unsent.get())
                 self._sock.sendall(b"".join(part for part in parts if part is not None))
                 is_open = None not in parts

@@ -1,4 +1,4 @@
-"""A check that an engine in another process moves on while somebody waits for it.
+"""A check that an engine in another process moves on while a request or a call waits for it.
 
 A slow step is no hang, and a busy machine is none: time alone convicts nobody who speaks, computes or reads.
 """
@@ -17,7 +17,7 @@ _LOOKS = 8  # at least, before anybody is convicted
 
 @dataclass(frozen=True)
 class Patience:
-    """The longest that somebody waits for an engine.
+    """The longest that a request or a call waits for an engine.
 
     still_s: while it does nothing at all: it sends nothing, and no thread of it computes or reads
     hung_s: while it computes without coming to the next block of its model, or to the next piece of a load, as a hung
@@ -29,7 +29,7 @@ class Patience:
 
 
 class Watchdog:
-    """The watchdog of one process. Its thread sleeps as long as nobody waits."""
+    """The watchdog of one process. Its thread sleeps as long as nothing waits."""
 
     def __init__(
         self,
@@ -40,22 +40,18 @@ class Watchdog:
     ) -> None:
         """
         pid: returns None while that is not known
-        waits: returns whether somebody waits
+        waits: returns whether something waits
         convict: called once, with why the process does not move on
         """
         self.patience = patience
         self._pid = pid
         self._waits = waits
         self._convict = convict
-        self._num_received = self._num_moves = 0
+        self.num_received = 0  # messages from the process
+        self._num_moves = 0
         self._still_s = self._hung_s = 0.0
         self._begun, self._over = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="localllm-watchdog", daemon=True).start()
-
-    @property
-    def num_received(self) -> int:
-        """The number of messages from the process."""
-        return self._num_received
 
     @property
     def is_doubtful(self) -> bool:
@@ -63,13 +59,13 @@ class Watchdog:
         return 2 * self._still_s >= self.patience.still_s or 2 * self._hung_s >= self.patience.hung_s
 
     def begin(self) -> None:
-        """Begin to watch: somebody waits from now on."""
+        """Begin to watch: something waits from now on."""
         self._begun.set()
 
     def received(self, *, has_moved: bool = True) -> None:
         """Count a message of the process, on one thread. has_moved: the message is progress, as the answer to a call is
         not that needs no block to be computed."""
-        self._num_received += 1
+        self.num_received += 1
         self._num_moves += has_moved
 
     def end(self) -> None:
@@ -87,7 +83,7 @@ class Watchdog:
                 return
 
     def _watch(self) -> str:
-        """Watch as long as somebody waits; return why the process is convicted, or ""."""
+        """Watch as long as something waits; return why the process is convicted, or ""."""
         num_moves, effort, looked_at = self._num_moves, None, time.monotonic()
         while not self._over.wait(look_s := min(_LOOK_S, self.patience.still_s / _LOOKS)) and self._waits():
             now = time.monotonic()
@@ -110,7 +106,7 @@ class Watchdog:
 
     def _effort(self) -> tuple[float, int] | None:
         """Seconds that the process, and those that it has started, have computed, and bytes that they have read from a
-        disk; None where nobody knows."""
+        disk; None where that is not known."""
         import psutil
 
         pid, seconds, num_bytes = self._pid(), 0.0, 0

@@ -21,7 +21,7 @@ IGNORED_HEADER = "x-ignored-fields"  # of a reply: fields of its request that ch
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH"})
-_GONE = 499  # as nginx counts who did not wait for an answer
+_GONE = 499  # as nginx counts clients that left before the answer
 
 
 class Metrics:

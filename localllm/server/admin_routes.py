@@ -30,7 +30,7 @@ class AttachBody(Body):
     version: str
     model: str  # a name, or a folder of this user's
     directory: str  # of its files: a name may be another model's alias
-    settings: dict[str, Any]  # of the engine, that somebody has chosen
+    settings: dict[str, Any]  # of the engine, which its user has chosen
     private: bool  # nothing of the texts may be saved
     waits: bool  # until the model is loaded; else the reply is only whether its engine may be attached to
 
@@ -41,7 +41,7 @@ class ModelBody(Body):
 
 
 class Doors:
-    """Two applications: one for whoever reaches an address, one for who opens the Unix socket."""
+    """Two applications: one for requests to an address, one for requests through the Unix socket."""
 
     def __init__(self, outer: ASGIApp, inner: ASGIApp) -> None:
         self._outer = outer
@@ -83,8 +83,8 @@ async def find(call: ApiCall, body: ModelBody) -> JsonReply:
 
 
 async def attach(call: ApiCall, body: AttachBody) -> Response:
-    """Load the model where it is not, and return its name, its engine's socket, "" where nobody waits for it, and the
-    process. Raises RequestError where the engine is not as it is wanted."""
+    """Load the model where it is not, and return its name, its engine's socket, "" where the caller does not wait, and
+    the process. Raises RequestError where the engine is not as it is wanted."""
     if body.version != __version__:
         raise _refused(f"the server is version {__version__}, this program {body.version}")
     served = await call.pool.find_files(body.model, Path(body.directory))

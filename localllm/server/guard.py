@@ -118,7 +118,7 @@ def key_digest(key: str) -> bytes:
 
 
 def _is_address(name: str) -> bool:
-    """Return whether it is no name, which somebody might have rebound."""
+    """Return whether it is an address; a name might have been rebound."""
     try:
         ipaddress.ip_address(name.strip("[]"))
     except ValueError:

@@ -104,11 +104,15 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
                 await task
 
 
-class StreamWriter(Protocol):
-    """Writes answers in one dialect, piece by piece."""
+class AnswerWriter(Protocol):
+    """Writes answers in one dialect, whole or piece by piece."""
 
     media_type: str = EVENT_STREAM
     ping: bytes = b": ping\n\n"  # a sign of life; b"" where the dialect has none
+
+    def whole(self, answers: list[Delta]) -> object:
+        """Return the reply that has all answers."""
+        ...
 
     def begin(self) -> Iterable[bytes]:
         return ()
@@ -163,7 +167,15 @@ class StreamReply(Response):
             self._close()
 
 
-async def streamed(answers: GenerationStream, writer: StreamWriter) -> StreamReply:
+async def replied(answers: GenerationStream, writer: AnswerWriter, *, is_streamed: bool | None) -> Response:
+    """Return the answers as the writer has them."""
+    if is_streamed:
+        return await _streamed(answers, writer)
+    found = await collected(answers)
+    return await whole(lambda: writer.whole(found), _evicted_header(answers))
+
+
+async def _streamed(answers: GenerationStream, writer: AnswerWriter) -> StreamReply:
     """Return the answers as a stream. Raises what ends them before anything was emitted, so that it has a status."""
     deltas = answers.deltas(SILENCE_S)
     try:
@@ -187,7 +199,7 @@ async def streamed(answers: GenerationStream, writer: StreamWriter) -> StreamRep
         for piece in writer.end():
             yield piece
 
-    return StreamReply(pieces(), writer.fail, answers.close, writer.media_type, evicted_header(answers))
+    return StreamReply(pieces(), writer.fail, answers.close, writer.media_type, _evicted_header(answers))
 
 
 async def collected(answers: GenerationStream) -> list[Delta]:
@@ -202,7 +214,7 @@ async def collected(answers: GenerationStream) -> list[Delta]:
         answers.close()
 
 
-def evicted_header(answers: GenerationStream) -> dict[str, str]:
+def _evicted_header(answers: GenerationStream) -> dict[str, str]:
     """Return the header that counts the turns which have left the context."""
     turns = answers.prepared.num_evicted
     return {"x-localllm-evicted-turns": str(turns)} if turns else {}

@@ -37,7 +37,7 @@ class EventMailbox:
         self._broken: BaseException | None = None
         self._broken_at: TracebackType | None = None
 
-    def put(self, item: Event | BaseException, /) -> None:
+    def put(self, item: Event | BaseException) -> None:
         """Receive an event, or the error that ends them all."""
         if isinstance(item, FinishedEvent):
             self._ended(item)
@@ -52,7 +52,7 @@ class EventMailbox:
             else:
                 return
         if wakes:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def take(self, silence_s: float | None) -> dict[int, Delta]:
@@ -64,7 +64,7 @@ class EventMailbox:
             self._arrived.clear()
             deltas, self._deltas = self._deltas, {}
             if self._broken is not None:
-                # One error for all who take: it would keep the frames of each.
+                # The same error is raised for each taker, and would keep the frames of all of them.
                 raise self._broken.with_traceback(self._broken_at)
         return deltas
 
@@ -135,7 +135,7 @@ class GenerationStream:
         self._indices: dict[int, int] = {}
         self._mailbox = EventMailbox(self.prepared.new_parser, self._ended)
         for index, request in enumerate(self.prepared.requests):
-            stream = handle.submit(request, self._mailbox)
+            stream = handle.submit(request, self._mailbox.put)
             self._streams.append(stream)
             self._indices[stream.request_id] = index
 

@@ -106,7 +106,7 @@ class PromptReply(ReplyBody):
 
 async def health(call: ApiCall, _body: None) -> JsonReply:
     """Raises RequestError while the model is being loaded, and while an engine makes no progress. A model that was
-    unloaded because nobody asked for it counts as loaded."""
+    unloaded because no request came for it counts as loaded."""
     if call.pool.is_starting:
         call.pool.first.engine()
     stuck = next((each for each in call.pool.models if each.is_doubtful), None)

@@ -35,10 +35,10 @@ def fails(answered: list[dict[str, Any]]) -> Iterator[None]:
     """The token after the second prompt, which is as long as it was when the job was answered, is never drawn."""
     sample, prompt_tokens = sampler.sample, answered[1]["usage"]["prompt_tokens"]
 
-    def failing(logits: Any, params: Any, token_ids: Any, **options: Any) -> int:
-        if options["num_prompt_tokens"] == prompt_tokens:
+    def failing(logits: Any, sequence: Any, token_ids: Any) -> int:
+        if sequence.num_prompt_tokens == prompt_tokens:
             raise NonFiniteError("the model computed a NaN", why="it was told to")
-        return sample(logits, params, token_ids, **options)
+        return sample(logits, sequence, token_ids)
 
     with mock.patch.object(sampler, "sample", failing):
         yield

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request, SamplingParams
+from localllm.engine.sequence import Sequence as Running
+from tests.kv_support import check_pages, check_prefix
+
+
+def running(params: SamplingParams, num_prompt_tokens: int, seed: int = 0) -> Running:
+    """A sequence as the sampler needs it: it makes no text."""
+    request, no_text = Request((0,) * num_prompt_tokens, params), cast(Any, None)
+    return Running(0, request, seed=seed, ctx=1 << 20, detokenizer=no_text, breaker_ids=frozenset())
 
 
 def words(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -32,9 +41,9 @@ def held_pages(engine: Engine) -> int:
 def require_whole(engine: Engine) -> None:
     """Nobody has a page, and none is promised to anyone."""
     pages = engine.residency.kv_pages
-    pages.check_integrity()
+    check_pages(pages)
     assert not pages.sequences
     assert held_pages(engine) == 0
     assert all(pool.reserved == 0 for group in pages.groups for pool in group.pools)
     if engine.prefix is not None:
-        engine.prefix.check_integrity()
+        check_prefix(engine.prefix)

@@ -22,6 +22,7 @@ from tests.checkpoints import write_checkpoint as write_family
 from tests.choices.support import drawn, held_pages, require_whole, searched, words
 from tests.cli_support import write_checkpoint
 from tests.engine_support import Heard, answered, finish_reasons, steps
+from tests.kv_support import check_pages
 
 CHUNK = 128
 PAGE = 64
@@ -274,7 +275,7 @@ def test_whoever_comes_and_goes_every_answer_is_its_own_and_no_page_is_lost(
     def step() -> None:
         for event in busy.step():
             asked[event.request_id][1].take(event)
-        busy.residency.kv_pages.check_integrity()
+        check_pages(busy.residency.kv_pages)
 
     for move in moves:
         if isinstance(move, Request):

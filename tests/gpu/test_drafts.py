@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.oracle import FixedCount
 from localllm import Engine, Request, SamplingParams
 from localllm.engine.speculative.drafter import Drafter, SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
@@ -50,5 +51,5 @@ def test_a_gpu_drafts_without_some_of_its_blocks(engine: Engine) -> None:
     engine.speculation = Speculation(engine.residency, None, (), 0)
     (expected,) = said(engine, wish)
     drafters: list[Drafter] = [SkipDrafter(lambda: engine.runner, lambda: frozenset({"layers.1.attention"}))]
-    engine.speculation = Speculation(engine.residency, None, drafters, 2, adapts=False)
+    engine.speculation = Speculation(engine.residency, None, drafters, 2, FixedCount)
     assert said(engine, wish) == [expected]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.engine import Engine
+from localllm.engine.loader import LoadedModel
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.models import gpu_warm
@@ -105,10 +106,10 @@ def test_blocks_that_are_brought_are_computed_in_graphs_of_their_own(kinds, pack
     monkeypatch.setattr(gpu_warm, "_MANY_ROWS", (17,))
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), 8)
-        engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=64, placed=placed)
+        engine = Engine(LoadedModel(placed.decode_model, 64, placed=placed), Tokenizer.load(packed.checkpoint))
         expected = logits(by_operators(placed.decode_model), engine)
         placed.place(packed.blocks(lambda index: kinds[index % len(kinds)]), 8)
-        engine = Engine(placed.decode_model, Tokenizer.load(packed.checkpoint), ctx=400, placed=placed)
+        engine = Engine(LoadedModel(placed.decode_model, 400, placed=placed), Tokenizer.load(packed.checkpoint))
         runner, step = (
             ModelRunner(placed.decode_model, prefill_model=placed.prefill_model, many_rows=8),
             Replaying(placed.decode_model),

@@ -19,6 +19,7 @@ from localllm.kernels.gpu.sample import sample as sample_launches
 from localllm.layers.mlp import ACTIVATIONS
 from localllm.layers.norm import RMSNorm
 from localllm.quant.int8 import Int8
+from tests.choices.support import running
 
 EPS = 1e-5
 
@@ -97,7 +98,7 @@ def test_a_token_is_the_one_that_the_host_draws(vocab_size: int) -> None:
     ]
     draws = [PlainDraw.of(each, seed) for seed, each in enumerate(params)]
     expected = [
-        sample(logits[row], each, [0] * position, num_prompt_tokens=0, seed=row)
+        sample(logits[row], running(each, 0, seed=row), [0] * position)
         for row, (each, position) in enumerate(zip(params, positions, strict=True))
     ]
     assert drawn(logits, [draw for draw in draws if draw is not None], positions) == expected

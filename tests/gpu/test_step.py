@@ -25,6 +25,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.gpu_program import Drawn, GpuProgram
 from localllm.settings import EngineConfig
 from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.kv_support import check_pages
 from tests.thinning import every_other, thinned
 
 EXACT = 2e-5  # of the norm, in fp32
@@ -49,7 +50,7 @@ def by_operators(model: Decoder) -> ModelRunner:
 def logits(engine: Engine, runner: ModelRunner, token_ids: list[int], chunk_sizes: list[int]) -> Tensor:
     """Of every token, fed in chunks."""
     kv = engine.residency.new_kv(len(token_ids))
-    found = [runner.forward([Chunk(token_ids, kv, size)], all_logits=True) for size in chunk_sizes]
+    found = [runner.forward([Chunk(token_ids, kv, size, all_logits=True)]) for size in chunk_sizes]
     kv.close()
     return torch.cat(found)
 
@@ -59,7 +60,7 @@ def behind(engine: Engine, token_ids: list[int], past: int, chunk_sizes: list[in
     kv = engine.residency.new_kv(len(token_ids))
     by_operators(engine.model).forward([Chunk(token_ids, kv, past)])
     runner = by_kernels(engine.model)
-    found = [runner.forward([Chunk(token_ids, kv, size)], all_logits=True) for size in chunk_sizes]
+    found = [runner.forward([Chunk(token_ids, kv, size, all_logits=True)]) for size in chunk_sizes]
     kv.close()
     return torch.cat(found)
 
@@ -246,7 +247,7 @@ def test_a_request_that_is_aborted_leaves_the_pages_as_they_must_be(engine):
     engine.abort(request_id)
     while engine.has_work:
         engine.step()
-    engine.residency.kv_pages.check_integrity()
+    check_pages(engine.residency.kv_pages)
 
 
 def test_logits_that_are_no_numbers_end_the_request_with_an_error(engine):

@@ -21,6 +21,7 @@ from localllm.kernels.gpu.product import Dispatch
 from localllm.models.gpu_program import GpuProgram
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
+from tests.kv_support import check_pages
 from tests.thinning import every_other
 from tools.check_kernels import variant
 
@@ -92,5 +93,5 @@ def test_a_load_that_finds_no_memory_to_prepare_in_goes_on(tmp_path: Path, monke
             patch.setattr(KernelLaunch, "run", fails)
             runner.warm_up(engine.residency.new_kv)
         assert (runner.gpu_program is None) == is_given_up and len(said) == is_given_up
-    engine.residency.kv_pages.check_integrity()
+    check_pages(engine.residency.kv_pages)
     engine.close()

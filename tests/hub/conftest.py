@@ -1,4 +1,4 @@
-"""A misbehaving hub, an empty cache, and the shipped registry."""
+"""A misbehaving hub, and an empty cache."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 
 from localllm.hub import HubSettings, pull
-from localllm.registry import Registry, load_registry
 from tests.fake_hub import FakeHub
-from tests.hub.support import PIECE, QUICK, REPO, sharded_model, single_model
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return load_registry(tmp_path / "no-models.toml")
+from tests.hub.support import PIECE, QUICK, REPO, sharded_model, single_model, use
 
 
 @pytest.fixture
@@ -25,13 +19,14 @@ def fake(fake: FakeHub) -> FakeHub:
 
 
 @pytest.fixture
-def hub(fake: FakeHub, tmp_path: Path) -> HubSettings:
-    return HubSettings(tmp_path / "cache", fake.endpoint, token="hf_secret", retry=QUICK)
+def hub(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubSettings:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    return use(HubSettings(tmp_path / "cache", fake.endpoint, retry=QUICK), monkeypatch)
 
 
 @pytest.fixture
-def fetch(hub: HubSettings, registry: Registry) -> Callable[..., Path]:
+def fetch(hub: HubSettings) -> Callable[..., Path]:
     def fetch(name: str = REPO) -> Path:
-        return pull(name, registry=registry, hub=hub).directory
+        return pull(name).directory
 
     return fetch

@@ -7,9 +7,13 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from localllm.hub import HubSettings, RetryPolicy
+import pytest
+
+from localllm.hub import HubSettings, RetryPolicy, removal
 from localllm.hub.repo_cache import RepoCache
 from tests.fake_hub import COMMIT, FakeHub, sha256
 
@@ -52,6 +56,10 @@ def assert_whole(directory: Path, files: dict[str, bytes]) -> None:
     assert held == {name: data for name, data in files.items() if name not in unwanted}
 
 
+def remove(name: str, **more: Any) -> int:
+    return removal(name, **more).delete()
+
+
 def leftovers(hub: HubSettings) -> list[str]:
     return [path.name for path in hub.cache_dir.rglob("*") if path.name.endswith((".incomplete", ".tmp"))]
 
@@ -60,14 +68,13 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-PULL_SCRIPT = f"""
-import sys
-from pathlib import Path
-from localllm.hub import HubSettings, pull
-from localllm.registry import load_registry
-hub = HubSettings(Path(sys.argv[1]), sys.argv[2], token="hf_secret")
-print(pull({REPO!r}, registry=load_registry(Path("/nowhere")), hub=hub).directory)
-"""
+def use(hub: HubSettings, monkeypatch: pytest.MonkeyPatch) -> HubSettings:
+    """Have everything that looks for a model look there."""
+    monkeypatch.setattr(HubSettings, "from_environment", lambda offline=False: replace(hub, offline=offline))
+    return hub
+
+
+PULL_SCRIPT = f"from localllm.hub import pull; print(pull({REPO!r}).directory)"
 
 
 def partial_path(hub: HubSettings, fake: FakeHub) -> Path:
@@ -76,9 +83,9 @@ def partial_path(hub: HubSettings, fake: FakeHub) -> Path:
 
 
 def start_pull(hub: HubSettings) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", PULL_SCRIPT, str(hub.cache_dir), hub.endpoint]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    places = {"PYTHONPATH": str(REPOSITORY), "HF_HUB_CACHE": str(hub.cache_dir), "HF_ENDPOINT": hub.endpoint}
+    command = [sys.executable, "-c", PULL_SCRIPT]
+    return subprocess.Popen(command, env={**os.environ, **places}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def make_folder(path: Path, **files: str) -> Path:

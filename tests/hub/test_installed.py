@@ -9,83 +9,83 @@ import sys
 import pytest
 
 from localllm.errors import DownloadError, LocalLLMError, UsageError
-from localllm.hub import contents, describe, list_models, locate, remove
+from localllm.hub import contents, describe, list_models, locate
 from localllm.hub.locks import exclusive
 from localllm.hub.repo_cache import RepoCache
 from tests.fake_hub import COMMIT, Fault
-from tests.hub.support import PIECE, REPO, REPOSITORY, assert_whole, make_folder, other_tools_snapshot
+from tests.hub.support import PIECE, REPO, REPOSITORY, assert_whole, make_folder, other_tools_snapshot, remove
 
 # list, show, rm
 
 
-def test_a_list_shows_whole_models_and_unfinished_ones_with_their_bytes(fake, hub, fetch, registry):
+def test_a_list_shows_whole_models_and_unfinished_ones_with_their_bytes(fake, hub, fetch):
     fetch("maker/sharded")
     fake.faults.append(Fault("cut", PIECE))
     fake.always = Fault("reset")
     with pytest.raises(DownloadError):
         fetch()
-    whole, part = (model for model in reversed(list_models(registry=registry, hub=hub)) if model.name != "tiny")
+    whole, part = (model for model in reversed(list_models()) if model.name != "tiny")
     assert (whole.name, whole.model_type, whole.partial_bytes) == ("maker/sharded", "llama", 0)
     assert whole.size_bytes > PIECE
     assert (part.name, part.directory, part.size_bytes) == (REPO, None, 0)
     assert part.partial_bytes >= 0.9 * PIECE
 
 
-def test_a_list_leaves_out_what_does_not_run(hub, registry):
+def test_a_list_leaves_out_what_does_not_run(hub):
     snapshot = other_tools_snapshot(hub, "config.json")
     (snapshot / "config.json").write_text('{"model_type": "bert"}')
-    assert [model.name for model in list_models(registry=registry, hub=hub) if model.name != "tiny"] == []
+    assert [model.name for model in list_models() if model.name != "tiny"] == []
 
 
-def test_a_description_has_the_numbers_of_the_config(hub, fetch, registry):
+def test_a_description_has_the_numbers_of_the_config(hub, fetch):
     fetch()
-    described = describe(REPO, registry=registry, hub=hub)
+    described = describe(REPO)
     assert (described.model_type, described.layers, described.context) == ("llama", 2, 512)
     assert described.size_bytes > 3 * PIECE
 
 
-def test_a_model_that_is_not_here_is_described_by_its_entry(hub, registry):
-    described = describe("gemma-2-9b", registry=registry, hub=hub)
+def test_a_model_that_is_not_here_is_described_by_its_entry(hub):
+    described = describe("gemma-2-9b")
     assert described.files is None and described.entry is not None
     assert (described.entry.gated, described.context) == (True, 8192)
 
 
-def test_removing_one_revision_keeps_the_files_that_another_shares(fake, hub, fetch, registry):
+def test_removing_one_revision_keeps_the_files_that_another_shares(fake, hub, fetch):
     fetch()
     fake.commit = "f" * 40
     fake.repositories[REPO]["config.json"] += b" "
     second = fetch()
-    assert remove(f"{REPO}@{COMMIT}", registry=registry, hub=hub) < 2000
+    assert remove(f"{REPO}@{COMMIT}") < 2000
     assert_whole(second, fake.repositories[REPO])
-    assert locate(REPO, registry=registry, hub=hub).directory == second
+    assert locate(REPO).directory == second
 
 
-def test_removing_touches_no_target_of_a_link(hub, registry, tmp_path):
+def test_removing_touches_no_target_of_a_link(hub, tmp_path):
     snapshot = other_tools_snapshot(hub)
     outside = make_folder(tmp_path / "outside", precious="x")
     (snapshot / "linked").symlink_to(outside)
     (snapshot / "linked-file").symlink_to(outside / "precious")
-    remove("maker/sharded", registry=registry, hub=hub)
+    remove("maker/sharded")
     assert (outside / "precious").read_text() == "x"
 
 
-def test_removing_a_linked_repository_removes_the_link(hub, registry, tmp_path):
+def test_removing_a_linked_repository_removes_the_link(hub, tmp_path):
     other_tools_snapshot(hub)
     folder = RepoCache(hub.cache_dir, "maker/sharded").folder
     moved = folder.rename(tmp_path / "moved")
     folder.symlink_to(moved)
-    assert locate("maker/sharded", registry=registry, hub=hub).directory.is_dir()
-    assert remove("maker/sharded", registry=registry, hub=hub) == 0 and not folder.is_symlink()
+    assert locate("maker/sharded").directory.is_dir()
+    assert remove("maker/sharded") == 0 and not folder.is_symlink()
     assert (moved / "snapshots" / COMMIT / "config.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["tiny", "."])
-def test_what_is_not_in_the_cache_is_not_removed(hub, registry, name):
+def test_what_is_not_in_the_cache_is_not_removed(hub, name):
     with pytest.raises(UsageError, match="not removed"):
-        remove(name, registry=registry, hub=hub)
+        remove(name)
 
 
-def test_a_disk_that_refuses_a_removal_is_told(hub, registry, monkeypatch):
+def test_a_disk_that_refuses_a_removal_is_told(hub, monkeypatch):
     other_tools_snapshot(hub)
 
     def refuse(*_: object, **__: object) -> None:
@@ -93,17 +93,17 @@ def test_a_disk_that_refuses_a_removal_is_told(hub, registry, monkeypatch):
 
     monkeypatch.setattr("shutil.rmtree", refuse)
     with pytest.raises(LocalLLMError, match="could not be deleted") as caught:
-        remove("maker/sharded", registry=registry, hub=hub)
+        remove("maker/sharded")
     assert "Permission denied" in caught.value.why
 
 
-def test_a_model_that_is_being_fetched_is_not_removed(hub, registry):
+def test_a_model_that_is_being_fetched_is_not_removed(hub):
     snapshot = other_tools_snapshot(hub)
     with (
         exclusive(RepoCache(hub.cache_dir, "maker/sharded").lock, lambda _: None),
         pytest.raises(LocalLLMError, match="being fetched"),
     ):
-        remove("maker/sharded", registry=registry, hub=hub)
+        remove("maker/sharded")
     assert snapshot.is_dir()
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import DownloadError, ModelNotFoundError
-from localllm.hub import HubSettings, PullProgress, list_models, locate, pull
+from localllm.hub import PullProgress, list_models, locate, pull
 from localllm.hub.locks import exclusive
 from localllm.hub.repo_cache import RepoCache
-from localllm.registry import Registry
 from tests.fake_hub import FakeHub
 from tests.hub.support import (
     PIECE,
@@ -32,13 +31,13 @@ from tests.thinning import one_in
 # Interruption
 
 
-def test_a_keyboard_interrupt_leaves_a_pull_that_goes_on(fake, hub, fetch, registry):
+def test_a_keyboard_interrupt_leaves_a_pull_that_goes_on(fake, hub, fetch):
     def interrupt(event: PullProgress) -> None:
         if event.file_done_bytes > 2 * PIECE:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pull(REPO, registry=registry, hub=hub, progress=interrupt)
+        pull(REPO, progress=interrupt)
     held = partial_path(hub, fake).stat().st_size
     fake.requests.clear()
     assert_whole(fetch(), fake.repositories[REPO])
@@ -93,7 +92,7 @@ def test_a_killed_pull_is_taken_up_where_it_was(fake, hub, fetch, monkeypatch, s
 SYSTEM_CALLS = ("write", "fsync", "replace", "symlink", "unlink", "mkdir", "open")
 
 
-def dies_at(call: int, hub: HubSettings, registry: Registry, repo: str) -> bool:
+def dies_at(call: int, repo: str) -> bool:
     """Pulls in a child process that is killed at its `call`-th change of the disk; False where it ended before."""
     from huggingface_hub import close_session
 
@@ -114,44 +113,44 @@ def dies_at(call: int, hub: HubSettings, registry: Registry, repo: str) -> bool:
         try:
             for name in SYSTEM_CALLS:
                 setattr(os, name, dying(getattr(os, name)))
-            pull(repo, registry=registry, hub=hub)
+            pull(repo)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def survives_death_at(call: int, fake: FakeHub, hub: HubSettings, registry: Registry) -> bool:
-    died = dies_at(call, hub, registry, "maker/sharded")
-    for model in list_models(registry=registry, hub=hub):
+def survives_death_at(call: int, fake: FakeHub) -> bool:
+    died = dies_at(call, "maker/sharded")
+    for model in list_models():
         if died and model.directory is not None and model.name != "tiny":
-            assert locate(model.name, registry=registry, hub=hub)
+            assert locate(model.name)
     try:
-        found = locate("maker/sharded", registry=registry, hub=hub).directory
+        found = locate("maker/sharded").directory
     except ModelNotFoundError:
         assert died
     else:
         assert_whole(found, fake.repositories["maker/sharded"])
-    assert_whole(pull("maker/sharded", registry=registry, hub=hub).directory, fake.repositories["maker/sharded"])
+    assert_whole(pull("maker/sharded").directory, fake.repositories["maker/sharded"])
     return died
 
 
 @pytest.mark.parametrize("call", one_in(8, range(1, 106)))
-def test_death_at_any_change_of_the_disk_leaves_nothing_to_trip_over(fake, hub, registry, call):
+def test_death_at_any_change_of_the_disk_leaves_nothing_to_trip_over(fake, hub, call):
     fake.repositories["maker/sharded"] = sharded_model(100_000)
-    assert survives_death_at(call, fake, hub, registry) or call > 80
+    assert survives_death_at(call, fake) or call > 80
 
 
 # Two at once
 
 
-def test_two_pulls_at_once_end_with_equal_bytes_where_no_lock_works(fake, hub, registry, monkeypatch):
+def test_two_pulls_at_once_end_with_equal_bytes_where_no_lock_works(fake, hub, monkeypatch):
     monkeypatch.setattr("localllm.hub.locks._lock", lambda _, **__: True)
     fake.seconds_per_chunk = 0.002
     found: list[Path | BaseException] = []
 
     def work() -> None:
         try:
-            found.append(pull(REPO, registry=registry, hub=hub).directory)
+            found.append(pull(REPO).directory)
         except BaseException as error:
             found.append(error)
 
@@ -173,7 +172,7 @@ def test_two_processes_share_one_download(fake, hub):
     assert fake.sent_bytes("model.safetensors") == 3 * PIECE
 
 
-def test_a_pull_that_waits_names_the_process_that_it_waits_for(fake, hub, registry):
+def test_a_pull_that_waits_names_the_process_that_it_waits_for(fake, hub):
     notes: list[str] = []
     waited = threading.Event()
 
@@ -182,7 +181,7 @@ def test_a_pull_that_waits_names_the_process_that_it_waits_for(fake, hub, regist
             notes.append(event.note)
             waited.set()
 
-    thread = threading.Thread(target=lambda: pull(REPO, registry=registry, hub=hub, progress=progress))
+    thread = threading.Thread(target=lambda: pull(REPO, progress=progress))
     with exclusive(RepoCache(hub.cache_dir, REPO).lock, lambda _: None):
         thread.start()
         assert waited.wait(PATIENCE_S)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from localllm.config import user_directories
 from localllm.errors import LocalLLMError, ModelNotFoundError
-from localllm.hub import HubSettings, describe, list_models, locate, pull, remove
+from localllm.hub import HubSettings, describe, list_models, locate, pull
+from localllm.registry import shipped_registry
 from tests.fake_hub import COMMIT
-from tests.hub.support import SHARDS, make_folder, other_tools_snapshot, single_model
+from tests.hub.support import SHARDS, make_folder, other_tools_snapshot, remove, single_model, use
 
 # Names and places
 
@@ -32,7 +34,7 @@ ATTACKS = [(pull, name) for name in HOSTILE] + list(zip(cycle((locate, describe,
 
 
 @pytest.mark.parametrize(("action", "name"), ATTACKS, ids=lambda value: getattr(value, "__name__", ascii(value)))
-def test_a_hostile_name_is_refused_before_anything_outside_the_cache_is_opened(fake, hub, registry, action, name):
+def test_a_hostile_name_is_refused_before_anything_outside_the_cache_is_opened(fake, hub, action, name):
     opened: list[str] = []
     watched = threading.get_ident()
 
@@ -42,102 +44,101 @@ def test_a_hostile_name_is_refused_before_anything_outside_the_cache_is_opened(f
 
     import localllm.hub.fetch  # noqa: F401 (its import opens files of ours, not of a model)
 
+    of_the_registry = {str(shipped_registry()), str(user_directories().config / "models.toml")}
     active = True
     sys.addaudithook(audit)
     try:
         with pytest.raises(LocalLLMError) as caught:
-            action(name, registry=registry, hub=hub)
+            action(name)
     finally:
         active = False
-    assert [path for path in opened if not path.startswith(str(hub.cache_dir))] == []
+    assert [path for path in opened if not path.startswith(str(hub.cache_dir)) and path not in of_the_registry] == []
     assert caught.value.exit_code in (2, 3) and "\x1b" not in caught.value.what + caught.value.why
     assert fake.requests == []
 
 
 @pytest.mark.parametrize("name", ["mine/../mine", "mine\\x", "mine%20", "mine\x1b", "mine\n"], ids=ascii)
-def test_a_name_with_the_signs_of_an_attack_is_refused_even_where_a_folder_has_it(
-    registry, hub, tmp_path, monkeypatch, name
-):
+def test_a_name_with_the_signs_of_an_attack_is_refused_even_where_a_folder_has_it(hub, tmp_path, monkeypatch, name):
     make_folder(tmp_path / "mine", config__json="{}")
     if "/" not in name:
         make_folder(tmp_path / name, config__json="{}")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError, match="is no model name"):
-        locate(name, registry=registry, hub=hub)
+        locate(name)
 
 
-def test_a_folder_of_the_users_is_a_model(registry, hub, tmp_path, monkeypatch):
+def test_a_folder_of_the_users_is_a_model(hub, tmp_path, monkeypatch):
     make_folder(tmp_path / "mine", config__json="{}")
     monkeypatch.chdir(tmp_path)
     for name in (str(tmp_path / "mine"), "./mine", "mine", "mine/", "../" + tmp_path.name + "/mine"):
-        found = locate(name, registry=registry, hub=hub)
+        found = locate(name)
         assert (found.directory.resolve(), found.repo) == (tmp_path / "mine", None)
 
 
-def test_a_folder_without_config_is_no_model_but_may_hold_a_tokenizer(registry, hub, tmp_path):
+def test_a_folder_without_config_is_no_model_but_may_hold_a_tokenizer(hub, tmp_path):
     folder = str(make_folder(tmp_path / "words", tokenizer__json="{}"))
     with pytest.raises(ModelNotFoundError, match="not a model"):
-        locate(folder, registry=registry, hub=hub)
-    assert locate(folder, registry=registry, hub=hub, needs_config=False).directory == Path(folder)
+        locate(folder)
+    assert locate(folder, needs_config=False).directory == Path(folder)
 
 
-def test_a_registry_name_beats_a_folder_that_is_no_model(fake, registry, hub, tmp_path, monkeypatch):
+def test_a_registry_name_beats_a_folder_that_is_no_model(fake, hub, tmp_path, monkeypatch):
     make_folder(tmp_path / "qwen3-8b")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError) as caught:
-        locate("qwen3-8b", registry=registry, hub=hub)
+        locate("qwen3-8b")
     assert caught.value.fix == "localllm pull qwen3-8b" and "no config.json" in caught.value.why
 
 
-def test_a_short_name_leads_to_its_repository(fake, hub, registry):
+def test_a_short_name_leads_to_its_repository(fake, hub):
     fake.repositories["Qwen/Qwen3-8B"] = single_model(1000)
-    found = pull("QWEN3", registry=registry, hub=hub)
+    found = pull("QWEN3")
     assert (found.name, found.repo, found.revision) == ("qwen3-8b", "Qwen/Qwen3-8B", COMMIT)
-    assert locate("Qwen/Qwen3-8B", registry=registry, hub=hub).directory == found.directory
-    assert [model.name for model in list_models(registry=registry, hub=hub) if model.name != "tiny"] == ["qwen3-8b"]
+    assert locate("Qwen/Qwen3-8B").directory == found.directory
+    assert [model.name for model in list_models() if model.name != "tiny"] == ["qwen3-8b"]
 
 
-def test_a_misspelled_name_is_answered_with_the_nearest(hub, registry):
+def test_a_misspelled_name_is_answered_with_the_nearest(hub):
     with pytest.raises(ModelNotFoundError) as caught:
-        locate("mistrall-7b", registry=registry, hub=hub)
+        locate("mistrall-7b")
     assert "mistral-7b" in caught.value.why and caught.value.exit_code == 3
 
 
-def test_the_built_in_model_needs_no_cache(registry, tmp_path, monkeypatch):
+def test_the_built_in_model_needs_no_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("localllm.hub.names.TINY_DIRECTORY", make_folder(tmp_path / "tiny", config__json="{}"))
-    hub = HubSettings(tmp_path / "absent", "http://127.0.0.1:9")
-    found = locate("Tiny", registry=registry, hub=hub)
+    use(HubSettings(tmp_path / "absent", "http://127.0.0.1:9"), monkeypatch)
+    found = locate("Tiny")
     assert (found.name, found.directory, found.entry and found.entry.name) == ("tiny", tmp_path / "tiny", "tiny")
-    assert pull("tiny", registry=registry, hub=hub) == found
+    assert pull("tiny") == found
 
 
 @pytest.mark.parametrize("absent", ["", "config.json", "tokenizer.json", *SHARDS])
-def test_a_snapshot_of_another_tool_is_used_where_it_is_whole(registry, hub, absent):
+def test_a_snapshot_of_another_tool_is_used_where_it_is_whole(hub, absent):
     snapshot = other_tools_snapshot(hub, absent)
     if not absent:
-        assert locate("maker/sharded", registry=registry, hub=hub).directory == snapshot
+        assert locate("maker/sharded").directory == snapshot
         return
     with pytest.raises(ModelNotFoundError, match="not on this disk") as caught:
-        locate("maker/sharded", registry=registry, hub=hub)
+        locate("maker/sharded")
     assert absent in caught.value.why
 
 
 @pytest.mark.parametrize(
     "name", ["../sibling.safetensors", "../../../../secret", "/etc/passwd", "a/b.safetensors", "model.bin", 3]
 )
-def test_an_index_that_leads_elsewhere_makes_no_whole_snapshot(registry, hub, name):
+def test_an_index_that_leads_elsewhere_makes_no_whole_snapshot(hub, name):
     snapshot = other_tools_snapshot(hub)
     (snapshot.parent / "sibling.safetensors").write_bytes(b"inside the cache, but not of this snapshot")
     index = snapshot / "model.safetensors.index.json"
     index.unlink()
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ModelNotFoundError):
-        locate("maker/sharded", registry=registry, hub=hub)
+        locate("maker/sharded")
 
 
-def test_a_link_out_of_the_cache_is_not_part_of_a_snapshot(registry, hub, tmp_path):
+def test_a_link_out_of_the_cache_is_not_part_of_a_snapshot(hub, tmp_path):
     snapshot = other_tools_snapshot(hub, SHARDS[0])
     (tmp_path / "elsewhere").write_bytes(b"secret")
     (snapshot / SHARDS[0]).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ModelNotFoundError):
-        locate("maker/sharded", registry=registry, hub=hub)
+        locate("maker/sharded")

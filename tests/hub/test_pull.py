@@ -35,27 +35,28 @@ from tests.hub.support import (
     leftovers,
     names_in,
     single_model,
+    use,
 )
 
 # What is fetched
 
 
 @pytest.mark.parametrize("repo", [REPO, "maker/sharded"])
-def test_a_pull_brings_the_wanted_files_and_nothing_else(fake, hub, fetch, registry, repo):
+def test_a_pull_brings_the_wanted_files_and_nothing_else(fake, hub, fetch, repo):
     directory = fetch(repo)
     assert_whole(directory, fake.repositories[repo])
-    assert directory == locate(repo, registry=registry, hub=hub).directory
+    assert directory == locate(repo).directory
     assert directory.name == COMMIT and leftovers(hub) == []
 
 
-def test_a_pull_brings_the_additional_chat_templates(fake, hub, fetch, registry):
+def test_a_pull_brings_the_additional_chat_templates(fake, hub, fetch):
     wanted = {"additional_chat_templates/tool_use.jinja": b"tools", "additional_chat_templates/rag.jinja": b"rag"}
     unwanted = ("additional_chat_templates/x/y.jinja", "additional_chat_templates/../up.jinja", "others/z.jinja")
     fake.repositories[REPO] |= wanted | dict.fromkeys([*unwanted, "additional_chat_templates/code.py"], b"no")
     directory = fetch()
     found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*.jinja")}
     assert {name: path.read_bytes() for name, path in found.items()} == wanted
-    assert locate(REPO, registry=registry, hub=hub).directory == directory
+    assert locate(REPO).directory == directory
     found["additional_chat_templates/tool_use.jinja"].unlink()
     assert "additional_chat_templates/tool_use.jinja" in RepoCache(hub.cache_dir, REPO).missing(directory.name)
 
@@ -80,9 +81,9 @@ def test_sizes_and_checksums_come_from_the_files_headers_where_the_listing_has_n
     assert_whole(fetch(), fake.repositories[REPO])
 
 
-def test_progress_counts_verified_bytes_up_to_the_total(fake, hub, registry):
+def test_progress_counts_verified_bytes_up_to_the_total(fake, hub):
     seen: list[PullProgress] = []
-    pull(REPO, registry=registry, hub=hub, progress=seen.append)
+    pull(REPO, progress=seen.append)
     wanted = sum(len(data) for name, data in fake.repositories[REPO].items() if name not in UNWANTED)
     counts = [event.done_bytes for event in seen if event.phase == "downloading"]
     assert counts == sorted(counts) and (counts[-1], seen[-1].total_bytes) == (wanted, wanted)
@@ -98,18 +99,18 @@ def test_links_fall_back_to_copies(fake, fetch, monkeypatch):
     assert not (directory / "config.json").is_symlink()
 
 
-def test_a_new_commit_replaces_the_old_one_only_when_it_is_whole(fake, hub, fetch, registry):
+def test_a_new_commit_replaces_the_old_one_only_when_it_is_whole(fake, hub, fetch):
     first = fetch()
     fake.commit = "f" * 40
     fake.repositories[REPO]["model.safetensors"] = random.Random(8).randbytes(PIECE)
     fake.always = Fault("status", 500)
     with pytest.raises(DownloadError):
         fetch()
-    assert locate(REPO, registry=registry, hub=hub).directory == first
+    assert locate(REPO).directory == first
     fake.always = None
     assert_whole(fetch(), fake.repositories[REPO])
-    assert locate(REPO, registry=registry, hub=hub).revision == "f" * 40
-    assert locate(f"{REPO}@{COMMIT}", registry=registry, hub=hub).directory == first
+    assert locate(REPO).revision == "f" * 40
+    assert locate(f"{REPO}@{COMMIT}").directory == first
 
 
 def test_a_damaged_small_file_in_the_cache_is_mended_by_a_pull(fake, fetch):
@@ -179,7 +180,7 @@ HOPELESS = {
 
 
 @pytest.mark.parametrize("fault", HOPELESS.values(), ids=HOPELESS)
-def test_a_pull_gives_up_without_a_file_where_the_server(fake, hub, fetch, registry, fault):
+def test_a_pull_gives_up_without_a_file_where_the_server(fake, hub, fetch, fault):
     fake.faults.append(Fault("cut", PIECE))
     fake.always = fault
     with pytest.raises(DownloadError) as caught:
@@ -188,7 +189,7 @@ def test_a_pull_gives_up_without_a_file_where_the_server(fake, hub, fetch, regis
     assert "login page" in caught.value.why or fault.text != "text/html"
     assert sha256(fake.repositories[REPO]["model.safetensors"]) not in names_in(RepoCache(hub.cache_dir, REPO).blobs)
     with pytest.raises(ModelNotFoundError):
-        locate(REPO, registry=registry, hub=hub)
+        locate(REPO)
     fake.always = None
     assert_whole(fetch(), fake.repositories[REPO])
 
@@ -231,7 +232,7 @@ def test_a_redirect_to_anything_but_http_is_not_followed(fake, fetch, target):
         fetch()
 
 
-def test_a_redirect_from_https_to_http_is_refused(hub, registry, monkeypatch):
+def test_a_redirect_from_https_to_http_is_refused(hub, monkeypatch):
     import httpx2
 
     asked: list[str] = []
@@ -242,8 +243,9 @@ def test_a_redirect_from_https_to_http_is_refused(hub, registry, monkeypatch):
 
     client = httpx2.Client(transport=httpx2.MockTransport(answer))
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: client)
+    use(replace(hub, endpoint="https://hub.example"), monkeypatch)
     with pytest.raises(DownloadError, match="redirect"):
-        pull(REPO, registry=registry, hub=replace(hub, endpoint="https://hub.example"))
+        pull(REPO)
     assert asked == [f"https://hub.example/api/models/{REPO}/revision/main?blobs=true", "https://hub.example/y"]
 
 
@@ -263,14 +265,14 @@ def test_a_repository_that_is_not_there_is_not_found(fetch):
     assert caught.value.exit_code == 3
 
 
-@pytest.mark.parametrize(("token", "state"), [("hf_secret", "a token was sent"), (None, "HF_TOKEN is not set")])
-def test_a_gated_repository_names_its_page_and_the_state_of_the_token(fake, hub, registry, monkeypatch, token, state):
+@pytest.mark.parametrize(("is_sent", "state"), [(True, "a token was sent"), (False, "HF_TOKEN is not set")])
+def test_a_gated_repository_names_its_page_and_the_state_of_the_token(fake, hub, monkeypatch, is_sent, state):
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", not is_sent)
     fake.requires_token = "another"
     with pytest.raises(AccessError, match="refuses") as caught:
-        pull(REPO, registry=registry, hub=replace(hub, token=token))
+        pull(REPO)
     assert caught.value.exit_code == 6 and f"{fake.endpoint}/{REPO}" in caught.value.fix
     assert state in caught.value.why
 
@@ -318,29 +320,28 @@ def test_what_does_not_run_is_refused_before_its_weights_are_fetched(fake, fetch
     assert fake.file_requests("model.safetensors") == []
 
 
-def test_an_index_that_names_an_absent_shard_is_an_error(fake, fetch, hub, registry):
+def test_an_index_that_names_an_absent_shard_is_an_error(fake, fetch, hub):
     del fake.repositories["maker/sharded"][SHARDS[1]]
     with pytest.raises(CheckpointError, match=SHARDS[1]):
         fetch("maker/sharded")
     with pytest.raises(ModelNotFoundError):
-        locate("maker/sharded", registry=registry, hub=hub)
+        locate("maker/sharded")
 
 
-def test_without_a_network_the_error_has_the_command_that_goes_on(hub, registry):
-    hub = replace(hub, endpoint="http://127.0.0.1:9", retry=replace(QUICK, listing_attempts=2))
+def test_without_a_network_the_error_has_the_command_that_goes_on(hub, monkeypatch):
+    use(replace(hub, endpoint="http://127.0.0.1:9", retry=replace(QUICK, listing_attempts=2)), monkeypatch)
     with pytest.raises(DownloadError) as caught:
-        pull(REPO, registry=registry, hub=hub)
+        pull(REPO)
     assert (caught.value.exit_code, caught.value.fix) == (6, f"localllm pull {REPO}")
 
 
-def test_offline_nothing_is_asked_of_the_network(fake, hub, fetch, registry):
-    offline = replace(hub, offline=True)
+def test_offline_nothing_is_asked_of_the_network(fake, hub, fetch):
     with pytest.raises(ModelNotFoundError, match="not on this disk"):
-        pull(REPO, registry=registry, hub=offline)
+        pull(REPO, offline=True)
     assert fake.requests == []
     directory = fetch()
     fake.requests.clear()
-    assert pull(REPO, registry=registry, hub=offline).directory == directory and fake.requests == []
+    assert pull(REPO, offline=True).directory == directory and fake.requests == []
 
 
 def test_the_environment_of_huggingface_hub_is_honoured(fake, tmp_path):

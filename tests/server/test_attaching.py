@@ -20,7 +20,7 @@ from localllm.config import load_settings
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import EngineStuckError, ModelChangedError
-from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.engine_client import RenewedClient
 from localllm.runtime.selection import locate, with_defaults
 from localllm.runtime.server_client import attached
 from localllm.runtime.watchdog import Patience
@@ -60,7 +60,7 @@ class Home:
         """The process of a model's engine."""
         return int(self.rows()[name]["pid"])
 
-    def client(self, model: str | Path, monkeypatch: Patch) -> EngineClient:
+    def client(self, model: str | Path, monkeypatch: Patch) -> RenewedClient:
         """A client of the server's engine, in this process."""
         monkeypatch.setenv("LOCALLLM_HOME", environment(self.path)["LOCALLLM_HOME"])
         resolved = load_settings({}, environ={})
@@ -206,7 +206,7 @@ def test_an_engine_that_is_stopped_is_listed_as_silent_and_a_program_that_waits_
     os.kill(pid, signal.SIGSTOP)
     row = home.rows()["tiny"]
     assert row["state"] == "silent" and row["ctx"] == 1024
-    service.watchdog.patience = Patience(still_s=1.0)
+    service.client.watchdog.patience = Patience(still_s=1.0)
     stream = service.submit(Request(tuple(engine.encode("Once")), SamplingParams(max_tokens=2)))
     with pytest.raises(EngineStuckError, match="does not move on"):
         list(stream)

@@ -23,6 +23,7 @@ from localllm.server.logprobs import CompletionTokens
 from localllm.server.model_server import Capacity
 from localllm.server.stream import Delta, EventMailbox
 from tests.cli_support import write_checkpoint
+from tests.kv_support import check_prefix
 from tests.patience import PATIENCE_S
 from tests.server.conftest import Connect
 from tests.server.support import OWL, Json, Patch, Raw, Running, num_cancelled, running, wait_for
@@ -127,7 +128,7 @@ def test_who_goes_is_not_computed_for(
             assert steps.after <= 2  # the step that was under way, and the one that lets go of it
             assert steps.all < 1000  # of the 8,000 of its answer: the loop hears of it at once, on a busy machine too
             wait_for(lambda count=before + 1 + (phase == "queued"): num_cancelled(endless) == count)
-    endless.engine.prefix.check_integrity()
+    check_prefix(endless.engine.prefix)
 
 
 def test_who_goes_while_a_completion_is_made_ready_leaves_no_answer_behind(

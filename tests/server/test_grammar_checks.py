@@ -48,12 +48,12 @@ def test_a_plain_chat_does_not_wait_for_grammars_that_explode(processes: Running
 
     monkeypatch.setattr(RemoteEngine, "check", check_in_turn)
     with ThreadPoolExecutor(8) as threads:
-        refusals = [threads.submit(told, processes, exploding(number)) for number in range(8)]
+        refusals = [threads.submit(told, processes, exploding(number)) for number in range(AT_ONCE + 1)]
         replies = [told(processes, ASKED) for _ in range(3)]
         num_waiting = sum(not each.done() for each in refusals)
         answered.set()
         refused = [each.result() for each in refusals]
-    assert {reply.status_code for reply in replies} == {200} and num_waiting >= 8 - AT_ONCE
+    assert {reply.status_code for reply in replies} == {200} and num_waiting >= 1
     assert {reply.status_code for reply in refused} == {400}
     assert all(reply.json()["error"]["code"] == "invalid_grammar" for reply in refused)
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from localllm.server.model_server import Capacity
+from tests.kv_support import check_prefix
 from tests.patience import PATIENCE_S
 from tests.server.support import Json, Raw, Running, running
 
@@ -129,7 +130,7 @@ def test_every_answer_is_the_one_that_the_request_gets_alone(busy: Running, num_
     load(num_requests)
     assert process.memory_info().rss - prefix.ram_used_bytes - held < 64 << 20
     assert num_threads() <= threads and not list(pages.sequences) and not busy.engine.scheduler.sequences
-    prefix.check_integrity()
+    check_prefix(prefix)
     num_gone = sum(found is None for row in together for found in row)
     assert num_gone > num_clients * num_requests / 8
     for row, found in zip(clients, together, strict=True):

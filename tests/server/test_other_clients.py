@@ -14,6 +14,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.server.claims import checks_of, script_of, scripted
 from tests.server.support import Running
+from tests.thinning import thinned
 
 
 def installed(name: str) -> Path:
@@ -30,8 +31,14 @@ def interpreter(environment: Path) -> str:
     return str(python) if python.exists() else "node"
 
 
+# One for each way of asking; the others speak to the server by the same packages of OpenAI, Anthropic and Ollama.
+OFTEN = {"ai-sdk", "langchain-anthropic", "llm-ollama", "openai-agents"}
+
+
 # Its checks are one test, as each start of a script takes seconds.
-@pytest.mark.parametrize("client", scripted(), ids=lambda client: client.stem)
+@pytest.mark.parametrize(
+    "client", thinned(scripted(), lambda client: client.stem in OFTEN), ids=lambda client: client.stem
+)
 def test_a_client_understands_the_server(
     server: Running, calls: Callable[..., None], client: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:

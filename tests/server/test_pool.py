@@ -468,7 +468,7 @@ def test_a_prompt_of_what_a_model_was_is_not_answered_by_what_it_is(changing: Ch
     kill(server, "teller", signal.SIGSTOP)
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(server.post, "/v1/completions", TEXT)
-        wait_for(lambda: process._connection._recipients)
+        wait_for(lambda: process._receivers)
         write_checkpoint(folder, seed=1)
         kill(server, "teller")
         refused = asked.result(PATIENCE_S)

@@ -6,14 +6,16 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.oracle import Oracle
+from benchmarks.oracle import FixedCount, Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
 from localllm.engine.events import Event, SpeculationStats
+from localllm.engine.loader import LoadedModel
 from localllm.engine.placement import model_shape
 from localllm.engine.prefix_config import IN_POOLS, KVReuse
 from localllm.engine.speculative.drafter import Drafter, ModelDrafter, SkipDrafter
@@ -29,6 +31,7 @@ from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 from tests.engine_support import steps
+from tests.kv_support import check_pages
 
 TALE = (
     "Once upon a time there was a fox who found a lantern. The fox was proud of the lantern, and the fox said: "
@@ -76,32 +79,40 @@ def loaded_in_fp32() -> Engine:
     shape = model_shape(packed.config, recipe, "fp32", "tiny")
     blocks = (shape.embed, *shape.blocks, shape.head)
     placed.place([BlockPlacement(block.name, block.num_bytes, "ram", "cpu") for block in blocks], NEVER)
-    return Engine(placed.decode_model, Tokenizer.load(files.directory), ctx=512, placed=placed, held=held)
+    return Engine(LoadedModel(placed.decode_model, 512, placed=placed, held=held), Tokenizer.load(files.directory))
 
 
 def place(engine: Engine, placement: str) -> None:
     from_disk = PLACEMENTS[placement]
-    engine.move([replace(each, tier="disk" if from_disk(each.name) else "ram") for each in engine.residency.blocks])
+    engine.residency.move(
+        [replace(each, tier="disk" if from_disk(each.name) else "ram") for each in engine.residency.blocks]
+    )
 
 
-def draft_with(engine: Engine, drafter: str, draft_tokens: int, *, adapts: bool = False) -> None:
-    """From now on. `skip` leaves out what is streamed, a few blocks where nothing is."""
+@cache
+def _second_engine() -> Engine:
+    return loaded()
+
+
+def draft_with(engine: Engine, drafter: str, draft_tokens: int) -> None:
+    """Draft as many tokens as may be in every step from now on. `skip` leaves out what is streamed, or a few blocks
+    where nothing is."""
     lookup = NgramLookup() if "ngram" in drafter else None
     drafters: list[Drafter] = []
     if "skip" in drafter:
         skipped = engine.residency.model.stream.names or SKIPPED
         drafters.append(SkipDrafter(lambda: engine.runner, lambda: skipped))
-    if "model" in drafter:  # one that is nearly the same: the first without some blocks, with keys of its own
-        model = engine.runner.without(SKIPPED)
-        drafters.append(ModelDrafter("model:itself", lambda: model, engine.residency.new_kv))
+    if "model" in drafter:  # one that is nearly the same: without some blocks, with keys of its own
+        second = _second_engine()
+        drafters.append(ModelDrafter("model:second", lambda: second.runner.without(SKIPPED), second.residency.new_kv))
     engine.speculation.close()
-    engine.speculation = Speculation(engine.residency, lookup, drafters, draft_tokens, adapts=adapts)
+    engine.speculation = Speculation(engine.residency, lookup, drafters, draft_tokens, FixedCount)
 
 
 def draft_by_oracle(engine: Engine, wish: Request, answer: Said, alpha: float, draft_tokens: int) -> None:
     """From now on: drafts of which a share of alpha is right."""
     oracle = Oracle({wish.prompt_ids: (*wish.prompt_ids, *answer.token_ids)}, alpha, engine.config.vocab_size)
-    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, adapts=False)
+    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, FixedCount)
 
 
 def swap_two_words(folder: Path) -> tuple[str, str]:
@@ -136,7 +147,7 @@ def answers(engine: Engine, requests: Sequence[Request]) -> list[list[Event]]:
     events: dict[int, list[Event]] = {engine.submit(request): [] for request in requests}
     for event in steps(engine):
         events[event.request_id].append(event)
-    engine.residency.kv_pages.check_integrity()
+    check_pages(engine.residency.kv_pages)
     return list(events.values())
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.oracle import FixedCount
 from localllm import Engine, SamplingParams, hub
 from localllm.engine import loader, planner
 from localllm.engine.loader import Watcher
@@ -44,7 +45,7 @@ def text(engine: Engine, **sampling: object) -> list[int]:
 def engine(who: str, notes: list[str] | None = None, ctx: int | None = None) -> Engine:
     heard: Callable[[str], None] = (lambda _text: None) if notes is None else notes.append
     engine = Engine.load("tiny", EngineConfig(device="cpu", ctx=ctx, speculate=who), watcher=Watcher(noting=heard))
-    engine.speculation = Speculation(engine.residency, None, engine.speculation._drafters, 5, adapts=False)
+    engine.speculation = Speculation(engine.residency, None, engine.speculation._drafters, 5, FixedCount)
     return engine
 
 

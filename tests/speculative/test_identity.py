@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.oracle import FixedCount
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
 from localllm.engine.events import Event
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.runner import ModelRunner
 from localllm.engine.speculative.choice import Speculate
-from localllm.engine.speculative.drafter import ModelDrafter
+from localllm.engine.speculative.drafter import ModelDrafter, SkipDrafter
+from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.speculator import Speculation, speculation
 from tests.engine_support import steps, token_ids
+from tests.kv_support import check_pages
 from tests.speculative.support import (
     DRAFTERS,
     PLACEMENTS,
@@ -177,7 +180,7 @@ def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
                 int4.step()
             int4.abort(request_id)
             assert reasons(int4.step()) == ["cancelled"]
-            int4.residency.kv_pages.check_integrity()
+            check_pages(int4.residency.kv_pages)
             assert not int4.residency.kv_pages.sequences - _of_drafters(int4)
         assert said(int4, wish) == [expected]
 
@@ -300,7 +303,7 @@ def test_no_drafts_at_all(int4: Engine) -> None:
 def test_a_model_that_is_moved_meanwhile(int4: Engine) -> None:
     wish = request(int4, temperature=0, max_tokens=40)
     (expected,) = plainly(int4, wish)
-    int4.speculation = speculation(Speculate("auto", 5, adapts=False), int4.residency, int4.plan)
+    int4.speculation = Speculation(int4.residency, NgramLookup(), [SkipDrafter(lambda: int4.runner)], 5, FixedCount)
     int4.submit(wish)
     step, found = 0, []
     while int4.has_work:
@@ -420,6 +423,6 @@ def test_a_draft_has_the_noise_and_the_mask_of_its_places(int4: Engine, sampler:
     place(int4, "whole")
     drafter = ModelDrafter("model:itself", lambda: int4.runner, int4.residency.new_kv)
     int4.speculation.close()
-    int4.speculation = Speculation(int4.residency, None, [drafter], 5, adapts=False)
+    int4.speculation = Speculation(int4.residency, None, [drafter], 5, FixedCount)
     (events,) = answers(int4, [request(int4, mask=mask, **SAMPLERS[sampler])])
     assert stats(events).drafted == stats(events).accepted > 15

@@ -14,7 +14,7 @@ from textual.widgets import OptionList
 
 from localllm import hub
 from localllm.errors import AccessError, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress
+from localllm.hub import InstalledModel, ModelFiles, PackedWeights, PullProgress, Removal
 from localllm.registry import load_registry
 from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
@@ -63,23 +63,25 @@ class FakeDisk:
         self.models.append(InstalledModel(name, Path("/new"), total, "org/new", "b" * 40))
         return ModelFiles(Path("/new"), name)
 
-    def remove(self, name: str, *, packed_only: bool = False, confirm: Callable[[int, int], None] | None = None) -> int:
+    def removal(self, name: str, *, packed_only: bool = False) -> Removal:
         model = next(model for model in self.models if model.name == name)
         packed_bytes = sum(packed.size_bytes for packed in model.packed)
         if name == "tiny" and not packed_only:
             raise UsageError("the built-in model is not removed", why="it is in the package", fix="localllm list")
         size_bytes = 0 if packed_only else model.size_bytes
-        if confirm is not None:
-            confirm(size_bytes, packed_bytes)
-        self.removed.append((name, packed_only))
-        self.models.remove(model)
-        return size_bytes + packed_bytes
+
+        def delete() -> int:
+            self.removed.append((name, packed_only))
+            self.models.remove(model)
+            return size_bytes + packed_bytes
+
+        return Removal(size_bytes, packed_bytes, delete)
 
 
 @pytest.fixture
 def disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDisk:
     fake = FakeDisk()
-    for name in ("list_models", "pull", "remove"):
+    for name in ("list_models", "pull", "removal"):
         monkeypatch.setattr(hub, name, getattr(fake, name))
     return fake
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from localllm.tui.answer_worker import StreamThrottle
 from localllm.tui.download_worker import Download, DownloadChanged, DownloadWorker, State
 from localllm.tui.job_queue import DaemonExecutor, JobQueue
 from tests.fake_hub import FakeHub
-from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model
+from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model, use
 from tests.patience import PATIENCE_S, wait_for
 from tests.tui.support import FakeService, chatting, until
 
@@ -149,8 +148,7 @@ def told() -> Told:
 def fake(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     fake.reset({REPO: single_model(8 * PIECE)})
     fake.seconds_per_chunk = 0.02
-    settings = HubSettings(tmp_path / "cache", fake.endpoint, retry=QUICK)
-    monkeypatch.setattr(hub, "pull", partial(hub.pull, hub=settings))
+    use(HubSettings(tmp_path / "cache", fake.endpoint, retry=QUICK), monkeypatch)
     return fake
 
 

@@ -15,12 +15,10 @@ class Speculate:
     who: "off"; "ngram", "skip", or "model:NAME" for a second model; "auto" for n-grams, and skipping where that can
         pay.
     draft_tokens: the most that are drafted at once; None: the usual.
-    adapts: as many of them as pay are drafted; else always all.
     """
 
     who: str = "auto"
     draft_tokens: int | None = None
-    adapts: bool = True
 
     def __post_init__(self) -> None:
         if self.who not in SPECULATE and not self.draft_model:

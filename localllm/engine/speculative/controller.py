@@ -370,25 +370,3 @@ class Controller:
         if option.drafter is not None:
             drafting = self._drafting_s(option.drafter, sequences - sum(option.are_offered))
         return drafting + max(0.0, verifying) / sum(option.counts)
-
-
-class FixedCount:
-    """Draft as many tokens as may be in every step, and learn nothing: for measurements and tests."""
-
-    is_settled = False
-    plain_s: float | None = None
-
-    def choose(self, situation: Situation, drafters: Sequence[str]) -> Option | None:
-        most, drafter = situation.most, drafters[0] if drafters else None
-        are_offered = tuple(bool(offer.token_ids) for offer in situation.offers)
-        counts = tuple(
-            max(0, min(most, limit, len(offer.token_ids) if offer.token_ids or drafter is None else limit))
-            for limit, offer in zip(situation.limits, situation.offers, strict=True)
-        )
-        if not any(counts):
-            return None
-        return Option(counts, are_offered, None if all(are_offered) else drafter, 1.0, 1.0)
-
-    def _ignore(self, *_arguments: object) -> None: ...
-
-    learn = learn_plain = learn_drafting = _ignore

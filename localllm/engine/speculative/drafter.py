@@ -206,7 +206,7 @@ class SkipDrafter(Drafter):
         self, sequences: Sequence[Running], limits: Sequence[int], least: float, is_cancelled: Callable[[], bool]
     ) -> list[Draft]:
         kvs, runner = [kv for sequence in sequences if (kv := sequence.kv) is not None], self._runner()
-        reduced = runner.drafting(self._skipped())
+        reduced = runner.without(self._skipped())
         found = draft_tokens(reduced, sequences, kvs, limits, self._confidence, least, is_cancelled=is_cancelled)
         return [Draft(tuple(token for token, _ in draft), self.name) for draft in found]
 

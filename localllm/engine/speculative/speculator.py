@@ -21,11 +21,11 @@ from localllm.engine.speculative.controller import (
     Acceptance,
     Controller,
     Cooldown,
-    FixedCount,
     Option,
     Situation,
     StepTimes,
     cooldown_steps,
+    unknown_growth,
 )
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
@@ -60,20 +60,17 @@ class Speculation:
         lookup: NgramLookup | None,
         drafters: Sequence[Drafter],
         draft_tokens: int = DRAFT_TOKENS,
-        *,
-        adapts: bool = True,
-        growth: Callable[[int, int], float] | None = None,
+        new_controller: Callable[[], Controller] = lambda: Controller(StepTimes()),
     ) -> None:
-        """adapts: as many tokens are drafted as pay; else as many as may be.
-        growth: as `StepTimes` has it."""
+        """new_controller: makes what decides how many tokens are drafted, for the model as it is placed then."""
         self.name = "+".join(each.name for each in (lookup, *drafters) if each is not None)
         self._residency = residency
         self._lookup = lookup if draft_tokens > 0 else None
         self._drafters = list(drafters) if draft_tokens > 0 else []
         self.is_on = self._lookup is not None or bool(self._drafters)
         self._draft_tokens = draft_tokens
-        self._adapts, self._growth = adapts, growth
-        self._controller = self._new_controller()
+        self._new_controller = new_controller
+        self._controller = new_controller()
         self._acceptance = Acceptance()
         self._acceptances: dict[int, Acceptance] = {}  # by request
         self._model = weakref.ref(residency.model)
@@ -210,11 +207,6 @@ class Speculation:
                     if offer.token_ids:
                         self._acceptance_of(sequence).learn(offer.source, offer.token_ids, sampled)
 
-    def _new_controller(self) -> Controller | FixedCount:
-        if not self._adapts:
-            return FixedCount()
-        return Controller(StepTimes() if self._growth is None else StepTimes(self._growth))
-
     def _acceptance_of(self, sequence: Running) -> Acceptance:
         return self._acceptances.setdefault(sequence.request_id, Acceptance(self._acceptance))
 
@@ -276,8 +268,9 @@ def speculation(
     lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
     drafters: list[Drafter] = [SkipDrafter(lambda: residency.runner)] if speculate.who in ("auto", "skip") else []
     drafters += [] if drafter is None else [drafter]
-    growing = None if plan is None else growth(plan)
-    return Speculation(residency, lookup, drafters, speculate.most_tokens, adapts=speculate.adapts, growth=growing)
+    growing = unknown_growth if plan is None else growth(plan)
+    new_controller = lambda: Controller(StepTimes(growing))  # noqa: E731
+    return Speculation(residency, lookup, drafters, speculate.most_tokens, new_controller)
 
 
 def growth(plan: Plan) -> Callable[[int, int], float]:

@@ -131,8 +131,8 @@ def _error(found: Tensor, right: Tensor) -> float:
     return float((found - right).norm() / right.norm())
 
 
-def _poisoned(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+def _poisoned(*shape: int, device: torch.device) -> Tensor:
+    return torch.full(shape, torch.nan, device=device)
 
 
 def _matrix(device: torch.device, group: int | None, sizes: CheckSizes) -> PackedMatrix:

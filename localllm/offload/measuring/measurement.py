@@ -1,4 +1,4 @@
-"""What a plan needs to know of this machine and nobody has measured yet, or what is doubtful: measured, and kept."""
+"""Measures, and keeps, the rates that a plan needs: those that are not known yet, and doubtful ones."""
 
 from __future__ import annotations
 

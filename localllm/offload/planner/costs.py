@@ -26,31 +26,26 @@ _Phase = Literal["step", "prompt"]
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step of one token.
+    """The work of a step of one token; all but the first three are of a device.
 
-    device_bytes, host_bytes: of the matrices that each computes.
+    host_bytes, device_bytes: of the matrices that each computes.
+    disk_bytes, disk_runs: read from the disk, in so many runs.
     device_blocks: computed on the device.
     copied_bytes: to the device.
-    disk_bytes, disk_runs: read from the disk, in so many runs.
     passing_bytes: copied in a forward of many tokens.
     hops: how often the host computes between two blocks of the device.
     kv_share: of the layers, those whose attention the device computes.
     """
 
-    device_bytes: int
-    device_blocks: int
     host_bytes: int
-    copied_bytes: int
-    disk_bytes: int
-    disk_runs: int
-    passing_bytes: int
-    hops: int
-    kv_share: float
-
-    @classmethod
-    def of_host(cls, shape: ModelShape, disk_bytes: int, disk_runs: int) -> Work:
-        """Return the work of a host that computes alone."""
-        return cls(0, 0, shape.block_bytes + shape.lm_head.num_bytes, 0, disk_bytes, disk_runs, 0, 0, 0.0)
+    disk_bytes: int = 0
+    disk_runs: int = 0
+    device_bytes: int = 0
+    device_blocks: int = 0
+    copied_bytes: int = 0
+    passing_bytes: int = 0
+    hops: int = 0
+    kv_share: float = 0.0
 
 
 @dataclass(frozen=True)

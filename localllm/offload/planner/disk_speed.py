@@ -44,43 +44,37 @@ class DiskFile:
         """One sequential read, several requests under way, of the whole file or as much as a second allows."""
         if not self.bypasses_cache:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        offsets, buffers = iter(range(0, self.num_bytes, _CHUNK_BYTES)), [_buffer() for _ in range(_READERS)]
-        started = time.perf_counter()
-        with ThreadPoolExecutor(_READERS) as pool:
-            readers = [pool.submit(self._read, offsets, buffer, started + _SECONDS) for buffer in buffers]
-        return sum(reader.result() for reader in readers) / (time.perf_counter() - started) / 1e9
-
-    def _read(self, offsets: Iterator[int], buffer: memoryview, until: float) -> int:
-        done = 0
-        for offset in offsets:  # shared: CPython hands each offset to one thread
-            done += os.preadv(self.fd, [buffer], offset)
-            if time.perf_counter() > until:
-                break
-        return done
+        return _read_gbs([(self.fd, begin) for begin in range(0, self.num_bytes, _CHUNK_BYTES)])
 
 
-def files_read_gbs(paths: Sequence[Path], most_s: float = 1.0) -> float:
-    """These files past the page cache, by several threads, from some place on and around for as long as `most_s`.
+def files_read_gbs(paths: Sequence[Path]) -> float:
+    """These files past the page cache, by several threads, from some place on and around for a second at most.
 
     Raises OSError where the file system has no way past the cache.
     """
-    pieces = [(path, begin) for path in paths for begin in range(0, path.stat().st_size, _CHUNK_BYTES)]
-    first = random.randrange(len(pieces))
-    turns, buffers = iter([*pieces[first:], *pieces[:first]]), [_buffer() for _ in range(_READERS)]
+    with contextlib.ExitStack() as stack:
+        pieces = []
+        for path in paths:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            stack.callback(os.close, descriptor)
+            pieces += [(descriptor, begin) for begin in range(0, path.stat().st_size, _CHUNK_BYTES)]
+        first = random.randrange(len(pieces))
+        return _read_gbs([*pieces[first:], *pieces[:first]])
+
+
+def _read_gbs(pieces: Sequence[tuple[int, int]]) -> float:
+    """pieces: the file and the first byte of each chunk."""
+    turns, buffers = iter(pieces), [_buffer() for _ in range(_READERS)]
     started = time.perf_counter()
     with ThreadPoolExecutor(_READERS) as pool:
-        readers = [pool.submit(_read_pieces, turns, buffer, started + most_s) for buffer in buffers]
+        readers = [pool.submit(_read, turns, buffer, started + _SECONDS) for buffer in buffers]
     return sum(reader.result() for reader in readers) / (time.perf_counter() - started) / 1e9
 
 
-def _read_pieces(pieces: Iterator[tuple[Path, int]], buffer: memoryview, until: float) -> int:
+def _read(pieces: Iterator[tuple[int, int]], buffer: memoryview, until: float) -> int:
     done = 0
-    for path, begin in pieces:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        try:
-            done += os.preadv(descriptor, [buffer], begin)
-        finally:
-            os.close(descriptor)
+    for descriptor, begin in pieces:  # shared: CPython hands each piece to one thread
+        done += os.preadv(descriptor, [buffer], begin)
         if time.perf_counter() > until:
             break
     return done

@@ -44,7 +44,7 @@ def cannot_be_packed(
     fixes: Sequence[str | Fix],
     packed_bytes: int | None = None,
 ) -> DoesNotFitError:
-    """packed_bytes: with which it runs once it is packed; None: nobody asked."""
+    """packed_bytes: with which it runs once it is packed; None: not known."""
     then = "" if packed_bytes is None else f"; once packed it runs in {amount(packed_bytes)}"
     return DoesNotFitError(
         f"{model} cannot be packed in {amount(memory.ram_bytes)} of memory",

@@ -165,7 +165,7 @@ class HostPlacements:
         resident_bytes = sum(block.num_bytes for block in placed if block.tier == "ram")
         ram = {**owners, "weights": resident_bytes, "staging": choice.ring_bytes}
         del ram["embedding"]
-        work = Work.of_host(shape, choice.streamed_bytes, len(choice.streamed))
+        work = Work(shape.block_bytes + shape.lm_head.num_bytes, choice.streamed_bytes, len(choice.streamed))
         return Plan(
             shape=shape,
             ctx=ctx,

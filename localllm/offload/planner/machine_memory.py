@@ -76,7 +76,7 @@ def address_space_limit_bytes() -> int | None:
 
 
 def require_address_space() -> None:
-    """Raises DoesNotFitError where not even the libraries have room: what they say themselves, nobody understands."""
+    """Raises DoesNotFitError where not even the libraries have room: their own messages do not tell that."""
     limit = address_space_limit_bytes()
     if limit is not None and limit < LEAST_ADDRESS_SPACE_BYTES:
         raise DoesNotFitError(

@@ -60,7 +60,7 @@ def load() -> float:
 
 
 def waiting() -> float:
-    """Per cent of the last ten seconds in which some program waited for a processor; 0 where nobody tells."""
+    """Per cent of the last ten seconds in which some program waited for a processor; 0 where that is not known."""
     with suppress(OSError, ValueError, IndexError):
         some = Path("/proc/pressure/cpu").read_text(encoding="ascii").splitlines()[0]
         return float(dict(field.split("=") for field in some.split()[1:])["avg10"])

@@ -38,8 +38,8 @@ _LEAST_DRAM_GBS = 1.0  # of anything that torch runs on
 # each waits at every matrix, a twentieth. By plain operators, as NF4 is decoded on a CPU, it is a hundredth.
 _LEAST_SHARE = 1 / 8
 _LEAST_PLAIN_SHARE = 1 / 1000
-# Where nobody tells. A context and the library's kernels usually take 250 to 500 MiB; too much is only not used, while
-# with too little an answer would end for want of memory.
+# Where the driver does not tell. A context and the library's kernels usually take 250 to 500 MiB; too much is only not
+# used, while with too little an answer would end for want of memory.
 UNKNOWN_CONTEXT_BYTES = 500 << 20
 UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
 _MAY_BE_0 = ("_bytes", "_s", "others", "spread", "has_kernels")
@@ -220,7 +220,7 @@ def torch_build() -> tuple[str, str | None]:
 
 
 def _usual_threads() -> int:
-    """As many as torch takes if nobody says how many."""
+    """As many as torch takes by default."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return int(wanted) if wanted.isdigit() else min(psutil.cpu_count(logical=False) or usable, usable)

@@ -79,7 +79,7 @@ def usual_harm(names: Sequence[str]) -> dict[str, float]:
 
 
 def why_left_out(num_bytes: int, weight_bytes: int, with_it: Plan | None, without: Plan) -> str:
-    """Return why a model had better draft without a second one; "" where the second one pays.
+    """Return why a model should draft without a second one; "" where the second one pays.
 
     num_bytes: that the second one takes.
     weight_bytes: of its weights.

@@ -54,18 +54,18 @@ class Lane:
         return self._clock
 
     def tally(self) -> None:
-        """Into the clock, what has ended since."""
+        """Add what has ended since the last time to the clock."""
         self._clock.sending_s += _ended(self._sending)
         self._clock.wait_s += _ended(self._waiting)
 
     def mark(self, stream: Any = None) -> Any:
-        """An event behind all that `stream`, or where the device computes, was given so far."""
+        """Return an event behind all that was given so far to `stream`, or to the stream that computes."""
         event = self.module.Event(enable_timing=True) if self._is_timed else self.module.Event()
         event.record(self.module.current_stream(self.device) if stream is None else stream)
         return event
 
     def copy(self, content: Tensor, into: Tensor, after: Any | None) -> Any:
-        """Begin it once `after` has come; the event behind it."""
+        """Begin a copy once `after` has come; return the event behind it."""
         with self.module.stream(self.stream):
             if after is not None:
                 self.stream.wait_event(after)
@@ -78,15 +78,16 @@ class Lane:
         return arrived
 
     def wait(self, arrived: Any) -> None:
-        """What is computed from here on comes after that."""
+        """Let all that is computed from here on come after that event."""
         began = self.mark() if self._is_timed else None
         self.module.current_stream(self.device).wait_event(arrived)
         if began is not None:
             self._waiting.append((began, self.mark()))
 
     def drain(self) -> None:
-        """Until nothing is on its way, and the ring is nobody's: before what is copied from or to is given back. Torch
-        hands what is freed to who computes next, and knows nothing of another stream that still writes to it."""
+        """Wait until nothing is on its way, and take the ring from its user: before memory that is copied from or to is
+        freed. Torch gives freed memory to the next computation, and knows nothing of another stream that still writes
+        to it."""
         self.mark(self.stream).synchronize()
         self.user = None
 
@@ -158,7 +159,7 @@ class DeviceStream:
                 yield
 
     def _copy_ahead(self) -> None:
-        """Begin what has a place now and is in the host's memory already."""
+        """Begin the copies that have a place now and whose bytes are in the host's memory already."""
         for number in (self._next, self._next + 1):
             if not self._runs or number in self._arrived or self._run(number).from_disk:
                 continue
@@ -166,7 +167,7 @@ class DeviceStream:
                 self._copy(number)
 
     def _copy(self, number: int) -> None:
-        """Of a run from the disk, the copy is waited for: its place on the host is for the next one then."""
+        """Begin the copy of a run. One from the disk is waited for: its place on the host is for the next one then."""
         run, index = self._run(number), number % len(self._runs)
         before = self._released.get(number - self._reach[index])
         if not run.from_disk:
@@ -182,7 +183,7 @@ class DeviceStream:
 
 
 def _ended(pairs: deque[tuple[Any, Any]]) -> float:
-    """Seconds between the events of those pairs that have come, which are dropped. They come in their order."""
+    """Return the seconds between the events of the pairs that have come, and drop those. They come in their order."""
     ended_ms = 0.0
     while pairs and pairs[0][1].query():
         began, end = pairs.popleft()

@@ -95,7 +95,7 @@ def open_plain(path: Path, flags: int = 0) -> int:
 
 
 def open_direct(path: Path) -> int | None:
-    """None where the system or the file system has no way past the page cache."""
+    """Open a file to be read past the page cache; return None where the system or the file system has no such way."""
     try:
         return open_plain(path, os.O_DIRECT)
     except (AttributeError, OSError):
@@ -103,7 +103,7 @@ def open_direct(path: Path) -> int | None:
 
 
 def cached_share(descriptor: int, num_bytes: int) -> float:
-    """How much of a file's first bytes lies in the page cache, as far as is known. The mapping is never read."""
+    """Return how much of a file's first bytes lies in the page cache, as far as is known. The mapping is never read."""
     num_bytes = min(num_bytes, os.fstat(descriptor).st_size)
     if not num_bytes:
         return 1.0

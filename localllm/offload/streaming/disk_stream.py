@@ -47,8 +47,8 @@ class StreamedFile:
 
 @dataclass
 class StreamClock:
-    """Since the stream began. reading_s: in which anything was being read. wait_s: in which a run was waited for.
-    bytes_sent, sending_s: to a device, and how long that took, which goes on beside the rest."""
+    """Counts since the stream began. reading_s: the time in which anything was being read. wait_s: the time in which a
+    run was waited for. bytes_sent, sending_s: what went to a device, and how long that took, beside the rest."""
 
     bytes_read: int = 0
     reading_s: float = 0.0
@@ -145,7 +145,7 @@ class DiskStream:
             self._opened.close()
 
     def _stop(self) -> None:
-        """Begins nothing more, and waits for what is under way. Raises CheckpointError where the disk does not answer:
+        """Begin nothing more, and wait for what is under way. Raises CheckpointError where the disk does not answer:
         what it gives later would overwrite what was read in between."""
         self._stops = True
         while self._under_way:
@@ -153,12 +153,12 @@ class DiskStream:
                 raise self._files[self._next[0] % len(self._files)].stalled()
 
     def _progresses(self) -> bool:
-        """Waits until something changed; False after as much time as a disk may take. It is counted in small parts: a
-        process that was stopped and goes on finds one of them over, not all."""
+        """Wait until something changes; return False after as much time as a disk may take. It is counted in small
+        parts: a process that was stopped and goes on finds one of them over, not all."""
         return any(self._changed.wait(STALLED_S / _STALL_PARTS) for _ in range(_STALL_PARTS))
 
     def _work(self) -> None:
-        """What a reader does all its life."""
+        """Read piece after piece, until the stream is closed: the work of one reader."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: not self._files or self._may_read())
@@ -201,8 +201,8 @@ class DiskStream:
 
 
 class _OpenFile:
-    """One of the files. While the page cache holds it, it is used where it lies, or copied from there where it cannot
-    be; else it is read past the cache, in which it would only push out what others need."""
+    """One of the files. While the page cache holds it, it is mapped, or copied from there where that is not possible;
+    else it is read past the cache, in which it would only push out what others need."""
 
     def __init__(self, file: StreamedFile, *, maps: bool) -> None:
         """Raises CheckpointError."""
@@ -227,12 +227,12 @@ class _OpenFile:
                 os.close(descriptor)
 
     def pieces(self) -> Sequence[tuple[int, int]]:
-        """In which it is read: bounds in bytes. What is mapped is one."""
+        """Return the bounds, in bytes, of the pieces in which it is read. What is mapped is one piece."""
         step = self.num_bytes if self._may_map and self._is_cached else _PIECE_BYTES
         return [(begin, min(begin + step, self.num_bytes)) for begin in range(0, self.num_bytes, step)]
 
     def read(self, begin: int, end: int, memory: MappableMemory, at: int) -> None:
-        """One of the pieces into its part of `memory`, in which the file begins `at`. Raises OSError, and EOFError
+        """Read one of the pieces into its part of `memory`, in which the file begins `at`. Raises OSError, and EOFError
         where the file has become too short."""
         if self._may_map and self._is_cached and self._map(begin, end, memory, at):
             return

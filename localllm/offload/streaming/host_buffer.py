@@ -14,21 +14,20 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def give_back_freed() -> None:
-    """What was freed, but is kept by the C library for later, goes back to the system: 100 MB after a measurement."""
+    """Give the system back what the C library keeps of freed memory: 100 MB after a measurement."""
     with suppress(AttributeError, OSError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] of zeros on the CPU, aligned to a page, or to a huge one where it is a number of those; given
-    back when the last view of it goes.
+    """Return zeros on the CPU, uint8 [num_bytes], aligned to a page, or to a huge page where the size is a multiple of
+    those. The memory is freed with its last view.
 
-    Linux hands out pages of 2 MiB only to who asks. With them 2 cores read weights at 29 instead of 26 GB/s, and fill
-    fresh memory from the page cache at 4.0 instead of 1.4 GB/s. Raises MemoryError.
-    """
+    Linux gives pages of 2 MiB only where they are asked for. With them 2 cores read weights at 29 instead of 26 GB/s,
+    and fill fresh memory from the page cache at 4.0 instead of 1.4 GB/s. Raises MemoryError."""
     import torch
 
-    # Of addresses, which are no memory. Behind a buffer that ends inside a huge page it would be: that page as a whole.
+    # Spare addresses cost no memory, but behind a buffer that ends inside a huge page they would: that whole page.
     spare = HUGE_PAGE_BYTES if num_bytes and num_bytes % HUGE_PAGE_BYTES == 0 else 0
     try:
         region = mmap.mmap(-1, max(1, num_bytes + spare), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -42,13 +42,13 @@ class MappableMemory:
         return self._bytes[part]
 
     def is_mapped(self, begin: int, end: int) -> bool:
-        """Whether any of these bytes are a file's."""
+        """Return whether any of these bytes are a file's."""
         return bool(self._is_mapped[_pages(begin, end)].any())
 
     def map(self, begin: int, end: int, descriptor: int, offset: int) -> None:
-        """These bytes are those of the file from `offset` on, to be read only, until `writable` is asked for.
+        """Map the file from `offset` on in the place of these bytes, for reading only, until `writable` is called.
 
-        Raises OSError, also where one of them cannot be read, and MemoryError; then they are nobody's until `writable`.
+        Raises OSError, also where one of them cannot be read, and MemoryError; they hold nothing then until `writable`.
         """
         self._is_mapped[_pages(begin, end)] = True
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
@@ -56,7 +56,7 @@ class MappableMemory:
         _madvise(self._memory.data_ptr() + begin, end - begin, _MADV_POPULATE_READ)
 
     def writable(self, begin: int, end: int) -> memoryview:
-        """These bytes, this process's own. Raises MemoryError."""
+        """Make these bytes memory of this process again, and return them. Raises MemoryError."""
         if self.is_mapped(begin, end):
             address, count = self._memory.data_ptr() + begin, end - begin
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
@@ -69,12 +69,12 @@ class MappableMemory:
 
 @contextmanager
 def unwritten(descriptor: int) -> Iterator[bool]:
-    """Whether nobody writes to the file inside: who wants to waits until it is left, for 45 s at most.
+    """Yield whether nobody can write to the file inside: a writer waits until it is left, for 45 s at most.
 
-    A mapped file that is cut short kills whoever reads on; a lease is what Linux has against that. It is not granted on
-    files of other users, nor while somebody has the file open for writing, nor by every file system; on one that other
-    machines write to it means nothing, and is not asked for. Left is what no lease helps against: a page that the
-    system takes back between mapping and use, from a disk that vanished meanwhile.
+    A process that reads on in a mapped file that was cut short is killed; a lease is what Linux has against that. It is
+    not granted on files of other users, nor while somebody has the file open for writing, nor by every file system; on
+    one that other machines write to it means nothing, and is not asked for. One danger is left: a page that the system
+    takes back between mapping and use, from a disk that vanished meanwhile.
     """
     if sys.platform != "linux" or not _is_local(descriptor):
         yield False
@@ -82,7 +82,7 @@ def unwritten(descriptor: int) -> Iterator[bool]:
     import fcntl
 
     try:
-        # Whoever wants to write is told of by a signal; this is one that nobody hears.
+        # The kernel tells of a writer by a signal; this one is ignored by default.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError:
@@ -96,15 +96,15 @@ def unwritten(descriptor: int) -> Iterator[bool]:
 
 
 def can_map(descriptor: int) -> bool:
-    """Whether this system maps such a file safely. Nothing of it is touched: that would bring more of it into the
-    cache than was asked for."""
+    """Return whether this system maps such a file safely. Nothing of it is touched: that would bring more of it into
+    the cache than was asked for."""
     with unwritten(descriptor) as is_unwritten:
         return is_unwritten and _can_populate()
 
 
 @cache
 def _can_populate() -> bool:
-    """Whether this kernel has what `map` asks for, and pages of the size that is meant here."""
+    """Return whether this kernel has what `map` needs, and pages of PAGE_BYTES."""
     try:
         with mmap.mmap(-1, PAGE_BYTES) as page:
             page.madvise(_MADV_POPULATE_READ)

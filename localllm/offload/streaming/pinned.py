@@ -12,7 +12,7 @@ _PORTABLE, _MAPPED = 1, 2  # cudaHostRegister...: for whatever context, and for 
 
 
 class Pinning:
-    """Registers memory with the driver beside everything else: at a few GB a second, a model would wait for it.
+    """Registers memory with the driver on a thread of its own: at a few GB a second, a model would wait for it.
 
     What is not registered yet, or cannot be (a limit of the system), is copied all the same, only slower and not beside
     what is computed. Does nothing where the device is no GPU.
@@ -24,22 +24,22 @@ class Pinning:
         self._registered: dict[int, Future[bool]] = {}  # by address: whether it was
 
     def add(self, memory: Tensor) -> None:
-        """memory: on the host, in pages that are nobody else's."""
+        """Begin to register memory of the host, which shares its pages with nothing else."""
         if self._thread is not None:
             self._registered[memory.data_ptr()] = self._thread.submit(self._register, memory.data_ptr(), memory.nbytes)
 
     def remove(self, memory: Tensor) -> None:
-        """Before it is given back, and when nothing is copied from it any more. What the driver still takes for
-        registered would be copied from the pages that were there, whatever lies at this address by then."""
+        """Unregister memory, before it is freed and when nothing is copied from it any more. The driver would copy from
+        the pages that it has registered, whatever lies at this address by then."""
         if (registered := self._registered.pop(memory.data_ptr(), None)) is not None:
             self._let_go(memory.data_ptr(), registered)
 
     def wait(self) -> int:
-        """Until all is registered that can be. Returns in how many runs of memory that is."""
+        """Wait until all is registered that can be; return in how many runs of memory that is."""
         return sum(registered.result() for registered in self._registered.values())
 
     def close(self) -> None:
-        """All is let go."""
+        """Unregister everything."""
         for address, registered in self._registered.items():
             self._let_go(address, registered)
         self._registered.clear()
@@ -51,7 +51,7 @@ class Pinning:
             return int(_driver().cudaHostRegister(address, num_bytes, _PORTABLE | _MAPPED)) == 0
 
     def _let_go(self, address: int, registered: Future[bool]) -> None:
-        """What was not begun yet is not waited for."""
+        """Unregister memory, or give its registration up where that has not begun."""
         if not registered.cancel() and registered.result():
             _driver().cudaHostUnregister(address)
 

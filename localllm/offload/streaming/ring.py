@@ -30,7 +30,7 @@ class Ring:
 
     @classmethod
     def of(cls, sizes: Sequence[int], align_bytes: int = 1) -> Ring:
-        """The smallest for runs of these sizes: they lie at its beginning and at its end in turn.
+        """Return the smallest ring for runs of these sizes: they lie at its beginning and at its end in turn.
 
         Where their number is odd the first run takes the place of the last: its reading waits until that is computed.
         align_bytes: see `ring_bytes`.
@@ -43,7 +43,8 @@ class Ring:
 
 
 def ring_bytes(sizes: Sequence[int], align_bytes: int = 1) -> int:
-    """Of the ring for runs of these sizes. align_bytes: what the places of large ones are multiples of."""
+    """Return the size of the ring for runs of these sizes. align_bytes: what the places of large ones are multiples
+    of."""
     places = [_place_bytes(size, align_bytes) for size in sizes]
     around = [*places, places[0]] if len(places) % 2 == 0 and places else places
     num_bytes = max((a + b for a, b in itertools.pairwise(around)), default=sum(places))
@@ -51,5 +52,5 @@ def ring_bytes(sizes: Sequence[int], align_bytes: int = 1) -> int:
 
 
 def _place_bytes(size: int, align_bytes: int) -> int:
-    """Small ones lie anywhere: to round them would cost more than it brings."""
+    """Round the size of a large run up; small ones lie anywhere, as rounding would cost more than it brings."""
     return size if size < 4 * align_bytes else -(-size // align_bytes) * align_bytes

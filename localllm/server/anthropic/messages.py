@@ -15,7 +15,7 @@ from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, body_of
 from localllm.server.fields import overlaid
 from localllm.server.generation_request import prompt_ids
-from localllm.server.replies import JsonReply, StreamWriter, collected, event, evicted_header, new_id, streamed, whole
+from localllm.server.replies import AnswerWriter, JsonReply, event, new_id, replied
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.server.tools.tool_parser import partial_object
 
@@ -106,10 +106,7 @@ async def messages(call: ApiCall, body: MessagesBody) -> Response:
     hides = body.thinking is not None and body.thinking.display == "omitted"
     name, num_prompt_tokens = body.model or served.name, answers.num_prompt_tokens
     writer = MessageWriter(name, body.stop_sequences or (), num_prompt_tokens, hides_thoughts=hides)
-    if body.stream:
-        return await streamed(answers, writer)
-    [answer] = await collected(answers)
-    return await whole(lambda: writer.whole(answer), evicted_header(answers))
+    return await replied(answers, writer, is_streamed=body.stream)
 
 
 async def count_tokens(call: ApiCall, body: AnthropicPromptBody) -> JsonReply:
@@ -133,8 +130,8 @@ def _tool_use(call: ToolCallDelta) -> ReplyToolUse:
     return ReplyToolUse(id=new_id("toolu_"), name=call.name or "", input=partial_object(call.arguments))
 
 
-class MessageWriter(StreamWriter):
-    """Writes an answer in blocks, one behind the other; the last is a text or a call, be it an empty text."""
+class MessageWriter(AnswerWriter):
+    """Writes an answer in blocks, one behind the other; the last is a text, perhaps an empty one, or a call."""
 
     ping = event({"type": "ping"}, "ping")
 
@@ -148,7 +145,8 @@ class MessageWriter(StreamWriter):
         self._index = -1
         self._has_called = False
 
-    def whole(self, answer: Delta) -> MessageReply:
+    def whole(self, answers: list[Delta]) -> MessageReply:
+        [answer] = answers
         blocks: list[ReplyBlock] = []
         if answer.thought:
             blocks.append(ReplyThinking(thinking="" if self._hides_thoughts else answer.thought))

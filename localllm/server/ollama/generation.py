@@ -20,18 +20,7 @@ from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
 from localllm.server.ollama.common import OllamaEnd, OllamaHead, OllamaModelName, line, time_text
 from localllm.server.ollama.prompt import OllamaMessage, Options, Tools, chat_messages, sampling_of, tools_of
-from localllm.server.replies import (
-    NDJSON,
-    JsonReply,
-    StreamWriter,
-    collected,
-    evicted_header,
-    finish_reason,
-    new_id,
-    streamed,
-    timings_of,
-    whole,
-)
+from localllm.server.replies import NDJSON, AnswerWriter, JsonReply, finish_reason, new_id, replied, timings_of
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.server.tools.tool_parser import partial_object
 from localllm.text.chat_template import ChatInput
@@ -126,7 +115,7 @@ class OllamaGenerateReply(OllamaEnd, _ResponseHead):
 
 
 @dataclass(frozen=True)
-class OllamaWriter(StreamWriter):
+class OllamaWriter(AnswerWriter):
     """Writes an answer in lines, or as one.
 
     is_chat: replies have a message, not a response
@@ -159,7 +148,8 @@ class OllamaWriter(StreamWriter):
         message = OllamaReplyMessage(content=text, thinking=thought or None, tool_calls=made or None)
         return OllamaChatReply(**head, message=message, **more)
 
-    def whole(self, answer: Delta) -> OllamaChatReply | OllamaGenerateReply:
+    def whole(self, answers: list[Delta]) -> OllamaChatReply | OllamaGenerateReply:
+        [answer] = answers
         more = {"logprobs": self._logprobs(answer), **self._timings(answer.end)}
         return self.reply(answer.text, answer.thought, answer.calls, done=True, **more)
 
@@ -263,10 +253,7 @@ async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput |
     tokenizer = served.engine().tokenizer  # an engine that breaks has none
     answers = await call.server.ask(served, request)
     writer = OllamaWriter(body.model or served.name, is_chat, tokenizer, most_logprobs, started_ns, load_ns)
-    if body.stream is not False:
-        return await streamed(answers, writer)
-    [answer] = await collected(answers)
-    return await whole(lambda: writer.whole(answer), evicted_header(answers))
+    return await replied(answers, writer, is_streamed=body.stream is not False)
 
 
 ENDPOINTS = (

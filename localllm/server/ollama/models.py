@@ -1,4 +1,4 @@
-"""The models on this disk: listed, shown, fetched and deleted; those that are loaded; and who this server is."""
+"""Lists, shows, fetches and deletes the models on this disk; lists the loaded ones; tells the server's version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # as Ollama calls them
 _TELL_S = 0.1  # between two lines of one file
 _MOST_PULLS = 4  # at once
-_MOST_WAITING = 100  # lines of a pull that nobody reads
+_MOST_WAITING = 100  # lines of a pull that its client has not read
 _THREAD = "localllm-pull"
 
 
@@ -170,7 +170,7 @@ async def tags(call: ApiCall, _body: None) -> JsonReply:
 async def running(call: ApiCall, _body: None) -> JsonReply:
     """List the loaded models, without those that are being loaded."""
     pool = call.pool
-    # Not among what looks at the disk: an engine that does not answer keeps nobody else waiting.
+    # Not on the pool's threads for the disk: an engine that does not answer must not delay other requests.
     models = await asyncio.to_thread(lambda: [_running(pool, each) for each in pool.loaded])
     return JsonReply(OllamaRunning(models=models))
 
@@ -182,7 +182,7 @@ async def show(call: ApiCall, body: ShowBody) -> JsonReply:
 
 
 async def delete(call: ApiCall, body: NamedBody) -> Response:
-    """Raises RequestError for a model that is in use, or not on this disk; what `hub.remove` does."""
+    """Raises RequestError for a model that is in use, or not on this disk; what `hub.removal` does."""
     pool, name = call.pool, body.bare_name
 
     def deleted() -> None:
@@ -192,7 +192,7 @@ async def delete(call: ApiCall, body: NamedBody) -> Response:
             raise RequestError(400, f"model {name[:200]!r} cannot be deleted", why=why, fix=fix, param="model")
         if row is None:
             raise _not_found(name)
-        hub.remove(name)
+        hub.removal(name).delete()
 
     await pool.on_disk(deleted)
     return Response()
@@ -233,7 +233,7 @@ async def _pulled(name: str, resolved: ResolvedSettings, stopped: threading.Even
     last, noted_at = "", 0.0
 
     def note(each: PullLine | Exception) -> None:
-        with suppress(RuntimeError):  # the loop has ended: nobody waits
+        with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(found.put_nowait, each)
 
     def report(progress: PullProgress) -> None:

@@ -14,7 +14,7 @@ from localllm.server import fields
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
-from localllm.server.fields import optional, requested_best_of
+from localllm.server.fields import BestOf, optional, requested_best_of
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import ContentLogprob, content_logprobs
 from localllm.server.openai import common
@@ -28,17 +28,7 @@ from localllm.server.openai.prompt import (
     form_of,
     joined_text,
 )
-from localllm.server.replies import (
-    FinishReason,
-    TimingsReply,
-    collected,
-    evicted_header,
-    finish_reason,
-    new_id,
-    streamed,
-    timings_of,
-    whole,
-)
+from localllm.server.replies import FinishReason, TimingsReply, finish_reason, new_id, replied, timings_of
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.text.chat_template import ChatInput
@@ -211,23 +201,8 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
         ),
     )
     head: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model or served.name}
-    if body.stream:
-        return await streamed(answers, ChatWriter(head, answers, body.stream_options, tokenizer, most_logprobs))
-    found = await collected(answers)
-    usage = common.usage_of([each.end for each in found], len(found))
-    (found,) = best_of.chosen(found, body.n or 1)
-    tier = "default" if body.service_tier == "auto" else body.service_tier
-
-    def build() -> ChatCompletion:
-        return ChatCompletion(
-            **head,
-            choices=[_choice(index, each, tokenizer, most_logprobs) for index, each in enumerate(found)],
-            usage=usage,
-            service_tier=tier,
-            timings=timings_of(found[0].end) if len(found) == 1 else None,
-        )
-
-    return await whole(build, evicted_header(answers))
+    writer = ChatWriter(head, answers, body, best_of, tokenizer, most_logprobs)
+    return await replied(answers, writer, is_streamed=body.stream)
 
 
 def _begun(body: OpenAIChatBody) -> tuple[Sequence[OpenAIMessage], str]:
@@ -280,20 +255,35 @@ def _reason(finished: FinishedEvent, *, called: bool) -> ChatFinishReason:
 
 
 class ChatWriter(common.ChunkWriter):
-    """Writes the role, the answer, why it ended with nothing else, and usage if it is wanted."""
+    """Streamed, it writes the role, the answer, why it ended with nothing else, and usage if it is wanted."""
 
     def __init__(
         self,
         head: Mapping[str, Any],
         answers: GenerationStream,
-        options: common.StreamOptions | None,
+        body: OpenAIChatBody,
+        best_of: BestOf,
         tokenizer: Tokenizer,
         most_logprobs: int | None,
     ) -> None:
-        super().__init__(ChatChunk(**head, choices=[]), answers, options, len(answers.prepared.requests))
+        super().__init__(ChatChunk(**head, choices=[]), answers, body.stream_options, len(answers.prepared.requests))
+        self._common = head
+        self._body = body
+        self._best_of = best_of
         self._tokenizer = tokenizer
         self._most_logprobs = most_logprobs
         self._called = set[int]()
+
+    def whole(self, answers: list[Delta]) -> ChatCompletion:
+        (found,) = self._best_of.chosen(answers, self._body.n or 1)
+        tier = self._body.service_tier
+        return ChatCompletion(
+            **self._common,
+            choices=[_choice(index, each, self._tokenizer, self._most_logprobs) for index, each in enumerate(found)],
+            usage=common.usage_of([each.end for each in answers], len(answers)),
+            service_tier="default" if tier == "auto" else tier,
+            timings=timings_of(found[0].end) if len(found) == 1 else None,
+        )
 
     def begin(self) -> Iterator[bytes]:
         for index in range(len(self._requests)):

@@ -15,7 +15,7 @@ from localllm.server import fields
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
 from localllm.server.errors import Failure, RequestError, body_of
 from localllm.server.fields import BestOfBody, optional
-from localllm.server.replies import StreamWriter, event, timings_of
+from localllm.server.replies import AnswerWriter, event, timings_of
 from localllm.server.stream import GenerationStream
 from localllm.text.grammar.grammar import Grammar
 from localllm.version import __version__
@@ -144,7 +144,7 @@ def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:
     )
 
 
-class ChunkWriter(StreamWriter):
+class ChunkWriter(AnswerWriter):
     """Writes the chunks of several answers, with the usage that is wanted."""
 
     def __init__(self, head: ReplyBody, answers: GenerationStream, options: StreamOptions | None, n: int) -> None:

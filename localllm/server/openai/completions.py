@@ -14,20 +14,20 @@ from localllm.engine.events import TokenLogprob
 from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
-from localllm.server.fields import NO_BEST_OF, Ids, NonEmptyText, grammar_of, one_grammar, optional, requested_best_of
+from localllm.server.fields import (
+    NO_BEST_OF,
+    BestOf,
+    Ids,
+    NonEmptyText,
+    grammar_of,
+    one_grammar,
+    optional,
+    requested_best_of,
+)
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.logprobs import CompletionLogprobs, CompletionTokens, all_logprobs, joined_logprobs
 from localllm.server.openai import common
-from localllm.server.replies import (
-    FinishReason,
-    TimingsReply,
-    collected,
-    finish_reason,
-    new_id,
-    streamed,
-    timings_of,
-    whole,
-)
+from localllm.server.replies import FinishReason, TimingsReply, finish_reason, new_id, replied, timings_of
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta
 
@@ -111,13 +111,8 @@ async def completions(call: ApiCall, body: CompletionBody) -> Response:
         answers.close()
         raise
     head: dict[str, Any] = {"id": new_id("cmpl-"), "created": int(time.time()), "model": body.model or served.name}
-    if body.stream:
-        choices = [each.copy() for each in tokens for _ in range(n)]
-        return await streamed(answers, CompletionWriter(head, answers, body.stream_options, choices, n))
-    found = await collected(answers)
-    usage = common.usage_of([each.end for each in found], best_of.num_requests(n))
-    chosen = list(zip(tokens, best_of.chosen(found, n), strict=True))
-    return await whole(lambda: _completion(chosen, head, usage))
+    writer = CompletionWriter(head, answers, body.stream_options, tokens, best_of, n)
+    return await replied(answers, writer, is_streamed=body.stream)
 
 
 def _requests(
@@ -157,23 +152,8 @@ def prompt_list(given: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
     return [ids] if ids else [tuple(item) if isinstance(item, list) else item for item in given]
 
 
-def _completion(
-    chosen: Sequence[tuple[CompletionTokens, Sequence[Delta]]], head: Mapping[str, Any], usage: common.OpenAIUsage
-) -> Completion:
-    """chosen: of each prompt, its tokens and answers."""
-    choices: list[CompletionChoice] = []
-    for tokens, answers in chosen:
-        for answer in answers:
-            own = tokens.copy()
-            logprobs = joined_logprobs(own.of_prompt(answers[0].prompt_logprobs), own.of_answer(answer))
-            text, reason = own.echo + answer.text, finish_reason(answer.end)
-            choices.append(CompletionChoice(index=len(choices), text=text, logprobs=logprobs, finish_reason=reason))
-    timings = timings_of(chosen[0][1][0].end) if len(choices) == 1 else None
-    return Completion(**head, choices=choices, usage=usage, timings=timings)
-
-
 class CompletionWriter(common.ChunkWriter):
-    """Writes the echo of the prompt, the answer, why it ended, and usage if it is wanted."""
+    """Streamed, it writes the echo of the prompt, the answer, why it ended, and usage if it is wanted."""
 
     def __init__(
         self,
@@ -181,12 +161,29 @@ class CompletionWriter(common.ChunkWriter):
         answers: GenerationStream,
         options: common.StreamOptions | None,
         tokens: Sequence[CompletionTokens],
+        best_of: BestOf,
         n: int,
     ) -> None:
-        """tokens: of each choice."""
-        super().__init__(CompletionChunk(**head, choices=[]), answers, options, n)
-        self._tokens = tokens
+        """tokens: of each prompt. n: answers to each that are given."""
+        super().__init__(CompletionChunk(**head, choices=[]), answers, options, best_of.num_requests(n))
+        self._common = head
+        self._best_of = best_of
+        self._num_given = n
+        self._tokens = [each.copy() for each in tokens for _ in range(n)]  # of each choice
         self._prompt_logprobs: dict[int, list[TokenLogprob | None]] = defaultdict(list)
+
+    def whole(self, answers: list[Delta]) -> Completion:
+        choices: list[CompletionChoice] = []
+        groups = self._best_of.chosen(answers, self._num_given)
+        for first, group in zip(self._tokens[:: self._num_given], groups, strict=True):
+            for answer in group:
+                tokens = first.copy()
+                logprobs = joined_logprobs(tokens.of_prompt(group[0].prompt_logprobs), tokens.of_answer(answer))
+                text, reason = tokens.echo + answer.text, finish_reason(answer.end)
+                choices.append(CompletionChoice(index=len(choices), text=text, logprobs=logprobs, finish_reason=reason))
+        timings = timings_of(groups[0][0].end) if len(choices) == 1 else None
+        usage = common.usage_of([each.end for each in answers], self._n)
+        return Completion(**self._common, choices=choices, usage=usage, timings=timings)
 
     def begin(self) -> Iterator[bytes]:
         for index, tokens in enumerate(self._tokens):

@@ -223,8 +223,8 @@ class OpenAIMessage(Body):
 
 
 def chat_messages(messages: Sequence[OpenAIMessage]) -> list[dict[str, Any]]:
-    """Return the messages as templates want them: text in one piece, no fields that nobody set. Raises RequestError for
-    the result of a call that never was, and for a call without a result."""
+    """Return the messages as templates want them: text in one piece, no fields that were not set. Raises RequestError
+    for the result of a call that never was, and for a call without a result."""
     calls, told = OpenCalls(), []
     for index, message in enumerate(messages):
         where, call_id = f"messages[{index}]", message.tool_call_id

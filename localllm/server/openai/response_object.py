@@ -12,7 +12,7 @@ from localllm.engine.events import FinishedEvent, TokenLogprob
 from localllm.server.bodies import Absent, ReplyBody
 from localllm.server.errors import Failure
 from localllm.server.logprobs import ContentLogprob, content_logprobs
-from localllm.server.replies import StreamWriter, event, new_id
+from localllm.server.replies import AnswerWriter, event, new_id
 from localllm.server.tools.deltas import Delta
 from localllm.text.tokenizer import Tokenizer
 
@@ -126,7 +126,7 @@ _EVENTS: dict[ItemKind, str] = {
 }
 
 
-class ResponseWriter(StreamWriter):
+class ResponseWriter(AnswerWriter):
     """Builds a response out of an answer's deltas, and writes it in numbered events; an item's begin when there is
     something of it. head: the fields of the response that are known before."""
 
@@ -143,8 +143,8 @@ class ResponseWriter(StreamWriter):
         self._open: OutputItem | None = None
 
     def add(self, delta: Delta) -> Iterator[ItemDelta]:
-        """Take a delta; a new item comes without any text first. A response that has ended has a message or a call, be
-        it an empty message."""
+        """Take a delta; a new item comes without any text first. A response that has ended has a message,
+        perhaps an empty one, or a call."""
         self._num_thought_tokens += delta.num_thought_tokens
         self._waiting += delta.logprobs
         if delta.thought:
@@ -204,6 +204,11 @@ class ResponseWriter(StreamWriter):
             output=self._items if usage else [],
             usage=usage,
         )
+
+    def whole(self, answers: list[Delta]) -> ResponseObject:
+        for answer in answers:
+            list(self.add(answer))
+        return self.response()
 
     def begin(self) -> Iterator[bytes]:
         for name in ("created", "in_progress"):

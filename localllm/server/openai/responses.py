@@ -18,7 +18,7 @@ from localllm.server.generation_request import GenerationRequest, prompt_ids
 from localllm.server.openai import prompt
 from localllm.server.openai.common import NOT_OBFUSCATED, OpenAISamplingBody, sampling_of
 from localllm.server.openai.response_object import ResponseEvent, ResponseObject, ResponseWriter
-from localllm.server.replies import JsonReply, collected, evicted_header, streamed, whole
+from localllm.server.replies import JsonReply, replied
 from localllm.server.tools.toolset import MAX_TOOLS, ForeignTool, OpenCalls, Toolset, call_of
 from localllm.text.chat_template import ChatInput
 
@@ -266,12 +266,7 @@ async def responses(call: ApiCall, body: ResponsesBody) -> Response:
     request = replace(_request(body), sampling=sampling, evicts=truncation == "auto", **more)
     answers = await call.server.ask(served, request)
     head = head_of(body, body.model or served.name, truncation, sampling.temperature, sampling.top_p)
-    writer = ResponseWriter(head, tokenizer, most)
-    if body.stream:
-        return await streamed(answers, writer)
-    [answer] = await collected(answers)
-    list(writer.add(answer))
-    return await whole(writer.response, evicted_header(answers))
+    return await replied(answers, ResponseWriter(head, tokenizer, most), is_streamed=body.stream)
 
 
 async def input_tokens(call: ApiCall, body: ResponsesCountBody) -> JsonReply:

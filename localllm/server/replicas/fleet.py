@@ -50,14 +50,14 @@ _MOST_ONGOING = 100_000
 _OWN_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # whatever the system: this node is all of the cluster, on loopback
     "RAY_AUTH_MODE": "token",
-    "RAY_memory_monitor_refresh_ms": "0",  # it would kill who keeps to its share where another program does not
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill a replica within its share for the memory of another program
     "RAY_enable_metrics_collection": "0",
 }
 _EVERY_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SCHEDULER_EVENTS": "0",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # of what it would print: who has died is told in our own words
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # of what it would print: the fleet itself tells of replicas that have died
     "GRPC_VERBOSITY": "NONE",
 }
 
@@ -209,7 +209,7 @@ class Fleet:
 
         known = self.num_replicas
         while not self._ending.wait(_HEALTH_PERIOD_S / 2) and self._failure is None:
-            with contextlib.suppress(Exception):  # Ray's own, while it is busy with who has died
+            with contextlib.suppress(Exception):  # Ray's own errors while it handles a replica that has died
                 states = serve.status().applications[self._name].deployments[_DEPLOYMENT].replica_states
                 if (count := int(states.get("RUNNING", 0))) != known:
                     known = count
@@ -302,9 +302,4 @@ def _no_cluster(address: str, why: str) -> LocalLLMError:
 def _told_by_replica(text: str) -> LocalLLMError | None:
     """Return the error that is in a trace of Ray's."""
     found = re.search(f"{re.escape(BEGINS)}(.*?){re.escape(ENDS)}", text, re.DOTALL)
-    if found is None:
-        return None
-    told = json.loads(found[1])
-    error = LocalLLMError(told["what"], why=told["why"], fix=protocol.read_fixes(told["fixes"]))
-    error.code, error.exit_code = told["code"], told["exit"]
-    return error
+    return None if found is None else protocol.read(BaseException, json.loads(found[1]))

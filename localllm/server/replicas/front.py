@@ -98,7 +98,8 @@ def _call(scope: Scope, body: bytes) -> ReplicaCall:
 
 
 class _Reply:
-    """What reaches the client. has_begun: a part of it has: nobody else can answer any more. is_over: all has."""
+    """The reply to the client. has_begun: a part of it was sent, so that no other replica can answer. is_over: all of
+    it was sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.has_begun = self.is_over = False

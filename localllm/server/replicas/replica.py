@@ -54,9 +54,7 @@ class ReplicaError(Exception):
     """A replica cannot start. Its text is all that reaches the fleet."""
 
     def __init__(self, error: LocalLLMError) -> None:
-        fixes = protocol.plain_fixes(error.fixes)
-        told = {"what": error.what, "why": error.why, "fixes": fixes, "code": error.code, "exit": error.exit_code}
-        super().__init__(f"{BEGINS}{json.dumps(told)}{ENDS}")
+        super().__init__(f"{BEGINS}{json.dumps(protocol.plain(error))}{ENDS}")
 
 
 class Replica:

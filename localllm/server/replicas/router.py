@@ -11,8 +11,8 @@ from localllm.server.replicas.affinity import Affinity
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """A router by `Affinity`. Ray Serve itself finds out who lives, asks the next where one is full, and waits
-    where all are."""
+    """A router by `Affinity`. Ray Serve itself finds out which replicas live, asks the next where one is full, and
+    waits where all are."""
 
     def initialize_state(self, *, most_more: int) -> None:
         self._affinity = Affinity[ReplicaID](most_more)

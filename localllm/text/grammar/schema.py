@@ -174,7 +174,7 @@ class CheckedSchema:
             return schema
         least, required = schema.get("minProperties"), schema.get("required")
         if isinstance(least, int | float) and least - len(required if isinstance(required, list) else ()) > 1:
-            # Names of the model's own may come twice in an answer, and whoever reads it counts one.
+            # Names of the model's own may come twice in an answer, and a reader of the answer counts one.
             why = "is enforced where at most one property more than `required` has is wanted"
             self._refuse(_place((*steps, "minProperties")), why, "minProperties")
         walked = {key: self._keyword(key, value, steps, nesting) for key, value in schema.items()}

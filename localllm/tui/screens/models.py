@@ -317,7 +317,7 @@ class ModelsScreen(Screen[None]):
 
     @work
     async def _delete(self, name: str, *, packed_only: bool) -> None:
-        freed_bytes = await self._in_thread(lambda: hub.remove(name, packed_only=packed_only))
+        freed_bytes = await self._in_thread(lambda: hub.removal(name, packed_only=packed_only).delete())
         if freed_bytes is not None:
             what = f"what was packed of {name}" if packed_only else name
             self.notice.note(f"deleted {what}: {format_bytes(freed_bytes)} freed")

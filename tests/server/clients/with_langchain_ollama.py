@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import degrees
-from checks import (
-    LENGTH,
-    ROOM,
-    STORY,
-    SYSTEM,
-    UNITS,
-    URL,
-    USER,
-    WEATHER,
-    chat_text,
-    raised,
-    said,
-    supports,
-    tell,
+from checks import LENGTH, ROOM, STORY, UNITS, URL, USER, WEATHER, chat_text, raised, said, supports, tell
+from langchain_common import (
+    TURNS,
+    joined,
+    require_answer_to_result,
+    require_asynchronous,
+    require_call,
+    require_parsed,
+    require_streamed,
+    require_usage,
+    text_of_turns,
+    weather,
 )
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.tools import tool
 from langchain_ollama import ChatOllama, OllamaEmbeddings, OllamaLLM
 from ollama import ResponseError
 
 CHAT = ChatOllama(model="tiny", base_url=URL, temperature=0, num_predict=LENGTH)
 ROOMY = ChatOllama(model="tiny", base_url=URL, temperature=0, num_predict=ROOM)
 TEXT = OllamaLLM(model="tiny", base_url=URL, temperature=0, num_predict=LENGTH)
-TURNS = [("system", SYSTEM), ("user", USER), ("assistant", "Once there was an owl."), ("user", "And then?")]
-
-
-weather = tool(degrees.weather)
 
 
 @supports("langchain-ollama", "/api/chat", "a whole answer")
@@ -44,27 +34,22 @@ def check_a_whole_answer() -> None:
 
 @supports("langchain-ollama", "/api/chat", "tokens counted")
 def check_usage() -> None:
-    usage = CHAT.invoke(USER).usage_metadata
-    assert usage is not None and usage["output_tokens"] == LENGTH and usage["input_tokens"] > 0, usage
+    require_usage(CHAT, LENGTH)
 
 
 @supports("langchain-ollama", "/api/chat", "an answer, streamed")
 def check_a_streamed_answer() -> None:
-    chunks = list(CHAT.stream(USER))
-    assert "".join(str(chunk.content) for chunk in chunks) == chat_text() and len(chunks) > 3, chunks
+    require_streamed(CHAT)
 
 
 @supports("langchain-ollama", "/api/chat", "asynchronously")
 def check_asynchronous_answers() -> None:
-    async def text() -> str:
-        return "".join([str(chunk.content) async for chunk in CHAT.astream(USER)])
-
-    assert asyncio.run(text()) == chat_text()
+    require_asynchronous(CHAT)
 
 
 @supports("langchain-ollama", "/api/chat", "a system prompt", "several turns")
 def check_several_turns() -> None:
-    assert CHAT.invoke(TURNS).content == chat_text(*({"role": role, "content": text} for role, text in TURNS))
+    assert CHAT.invoke(TURNS).content == text_of_turns()
 
 
 @supports("langchain-ollama", "/api/chat", "options")
@@ -92,26 +77,18 @@ def check_options() -> None:
 @supports("langchain-ollama", "/api/chat", "tools: calls that the model chooses to make", "tools: a result goes back")
 def check_a_call() -> None:
     called = ROOMY.bind_tools([weather]).invoke(USER)
-    [call] = called.tool_calls
-    assert call["name"] == "weather" and call["args"]["unit"] in UNITS, called
-    result = weather.invoke(call)
-    assert isinstance(result, ToolMessage), result
-    assert CHAT.bind_tools([weather]).invoke([HumanMessage(USER), called, result]).content
+    require_call(called)
+    require_answer_to_result(CHAT, called)
 
 
 @supports("langchain-ollama", "/api/chat", "tools: a call, streamed")
 def check_a_streamed_call() -> None:
-    whole: Any = None
-    for chunk in ROOMY.bind_tools([weather]).stream(USER):
-        whole = chunk if whole is None else whole + chunk
-    assert [call["name"] for call in whole.tool_calls] == ["weather"], whole
+    require_call(joined(ROOMY.bind_tools([weather]).stream(USER)))
 
 
 @supports("langchain-ollama", "/api/chat", "structured output: parsed")
 def check_structured_output() -> None:
-    for method in ("json_schema", "function_calling"):
-        parsed = ROOMY.with_structured_output(degrees.Degrees, method=method).invoke(USER)
-        assert isinstance(parsed, degrees.Degrees), (method, parsed)
+    require_parsed(ROOMY)
 
 
 @supports("langchain-ollama", "/api/chat", "structured output: a JSON Schema")

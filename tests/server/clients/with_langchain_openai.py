@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import operator
-from collections.abc import Iterable
 from typing import Any
 
-import degrees
 import openai
 from checks import (
     GREEDY,
@@ -17,7 +12,6 @@ from checks import (
     STORY,
     SYSTEM,
     TOO_LONG,
-    UNITS,
     URL,
     USER,
     WEATHER,
@@ -28,31 +22,28 @@ from checks import (
     supports,
     tell,
 )
+from langchain_common import (
+    TURNS,
+    Degrees,
+    joined,
+    require_answer_to_result,
+    require_asynchronous,
+    require_call,
+    require_parsed,
+    require_streamed,
+    text_of,
+    text_of_turns,
+    weather,
+)
 from langchain_core.exceptions import ContextOverflowError, ModelNotFoundError
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.tools import tool
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 SERVER: dict[str, Any] = {"base_url": f"{URL}/v1", "api_key": "none", "max_retries": 0}
 CHAT = ChatOpenAI(model="tiny", **GREEDY, **SERVER)
 RESPONSES = ChatOpenAI(model="tiny", use_responses_api=True, **GREEDY, **SERVER)
-TURNS = [("system", SYSTEM), ("user", USER), ("assistant", "Once there was an owl."), ("user", "And then?")]
-
-
 ROOMY = ChatOpenAI(model="tiny", temperature=0, max_tokens=ROOM, **SERVER)
 ROOMY_RESPONSES = ChatOpenAI(model="tiny", use_responses_api=True, temperature=0, max_tokens=ROOM, **SERVER)
-
-
-weather = tool(degrees.weather)
-
-
-def text_of(message: BaseMessage) -> str:
-    return str(message.text)
-
-
-def joined(chunks: Iterable[Any]) -> Any:
-    """The message that the chunks add up to."""
-    return functools.reduce(operator.add, chunks)
 
 
 @supports("langchain-openai", "/v1/chat/completions", "a whole answer", "tokens counted")
@@ -69,18 +60,13 @@ def check_a_whole_answer() -> None:
 
 @supports("langchain-openai", "/v1/chat/completions", "an answer, streamed")
 def check_a_streamed_answer() -> None:
-    chunks = list(CHAT.stream(USER))
-    assert "".join(map(text_of, chunks)) == chat_text() and len(chunks) > 3, chunks
+    chunks = require_streamed(CHAT)
     assert [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata] == [], chunks
 
 
 @supports("langchain-openai", "/v1/chat/completions", "asynchronously")
 def check_asynchronous_answers() -> None:
-    async def both() -> list[str]:
-        whole, *parts = text_of(await CHAT.ainvoke(USER)), *[text_of(chunk) async for chunk in CHAT.astream(USER)]
-        return [whole, "".join(parts)]
-
-    assert asyncio.run(both()) == [chat_text()] * 2
+    require_asynchronous(CHAT)
 
 
 @supports("langchain-openai", "/v1/chat/completions", "several conversations at once")
@@ -121,8 +107,7 @@ def check_several_turns() -> None:
         AIMessage("Once there was an owl."),
         HumanMessage("And then?"),
     ]
-    whole = chat_text(*({"role": role, "content": text} for role, text in TURNS))
-    assert CHAT.invoke(messages).content == CHAT.invoke(TURNS).content == whole
+    assert CHAT.invoke(messages).content == CHAT.invoke(TURNS).content == text_of_turns()
 
 
 @supports("langchain-openai", "/v1/chat/completions", "an answer goes back")
@@ -185,8 +170,7 @@ def check_what_cannot_be_honoured() -> None:
 @supports("langchain-openai", "/v1/chat/completions", "tools: a call that is required")
 def check_a_call_that_is_required() -> None:
     for choice in ("any", "required", True):
-        [call] = ROOMY.bind_tools([weather], tool_choice=choice).invoke(USER).tool_calls
-        assert call["name"] == "weather" and call["args"]["unit"] in UNITS, call
+        require_call(ROOMY.bind_tools([weather], tool_choice=choice).invoke(USER))
 
 
 @supports("langchain-openai", "/v1/chat/completions", "tools: a call of one that is named")
@@ -197,49 +181,38 @@ def check_a_call_of_a_tool_that_is_named() -> None:
 
 @supports("langchain-openai", "/v1/chat/completions", "tools: strict")
 def check_a_strict_tool() -> None:
-    reply = ROOMY.bind_tools([weather], strict=True, tool_choice="weather").invoke(USER)
-    assert reply.tool_calls[0]["args"]["unit"] in UNITS, reply
+    require_call(ROOMY.bind_tools([weather], strict=True, tool_choice="weather").invoke(USER))
 
 
 @supports("langchain-openai", "/v1/chat/completions", "tools: a call, streamed")
 def check_a_streamed_call() -> None:
-    whole = joined(ROOMY.bind_tools([weather], tool_choice="weather").stream(USER))
-    assert [call["name"] for call in whole.tool_calls] == ["weather"], whole
-    assert whole.tool_calls[0]["args"]["unit"] in UNITS, whole
+    require_call(joined(ROOMY.bind_tools([weather], tool_choice="weather").stream(USER)))
 
 
 @supports("langchain-openai", "/v1/chat/completions", "tools: a result goes back")
 def check_a_result_goes_back() -> None:
-    called = ROOMY.bind_tools([weather], tool_choice="weather").invoke(USER)
-    result = weather.invoke(called.tool_calls[0])
-    assert isinstance(result, ToolMessage), result
-    assert CHAT.bind_tools([weather]).invoke([HumanMessage(USER), called, result]).content
+    require_answer_to_result(CHAT, ROOMY.bind_tools([weather], tool_choice="weather").invoke(USER))
 
 
 @supports("langchain-openai", "/v1/chat/completions", "structured output: parsed", "structured output: a JSON Schema")
 @supports("langchain-openai", "/v1/responses", "structured output: parsed")
 def check_structured_output() -> None:
-    schema = {**WEATHER, "title": "degrees", "description": "What the weather is told in."}
-    for method in ("json_schema", "function_calling"):
-        parsed: Any = ROOMY.with_structured_output(degrees.Degrees, method=method).invoke(USER)
-        assert isinstance(parsed, degrees.Degrees), (method, parsed)
-        parsed = ROOMY.with_structured_output(schema, method=method).invoke(USER)
-        assert parsed["unit"] in UNITS, (method, parsed)
-    assert isinstance(ROOMY_RESPONSES.with_structured_output(degrees.Degrees).invoke(USER), degrees.Degrees)
+    require_parsed(ROOMY)
+    require_parsed(ROOMY, {**WEATHER, "title": "degrees", "description": "What the weather is told in."})
+    assert isinstance(ROOMY_RESPONSES.with_structured_output(Degrees).invoke(USER), Degrees)
 
 
 @supports("langchain-openai", "/v1/chat/completions", "structured output: parsed, streamed")
 def check_structured_output_streamed() -> None:
-    parsed = list(ROOMY.with_structured_output(degrees.Degrees, method="json_schema").stream(USER))
-    assert isinstance(parsed[-1], degrees.Degrees), parsed
+    parsed = list(ROOMY.with_structured_output(Degrees, method="json_schema").stream(USER))
+    assert isinstance(parsed[-1], Degrees), parsed
 
 
 @supports("langchain-openai", "/v1/responses", "tools: a call of one that is named")
 def check_a_call_in_a_response() -> None:
     reply = ROOMY_RESPONSES.bind_tools([weather], tool_choice="weather").invoke(USER)
-    assert [call["name"] for call in reply.tool_calls] == ["weather"], reply
-    result = weather.invoke(reply.tool_calls[0])
-    assert RESPONSES.bind_tools([weather]).invoke([HumanMessage(USER), reply, result]).text
+    require_call(reply)
+    require_answer_to_result(RESPONSES, reply)
 
 
 @supports("langchain-openai", "/v1/completions", "a whole text")
@@ -264,7 +237,7 @@ def check_several_prompts() -> None:
 @supports("langchain-openai", "/v1/responses", "a whole answer")
 def check_a_response() -> None:
     reply = RESPONSES.invoke([SystemMessage(SYSTEM), HumanMessage(USER)])
-    assert text_of(reply) == chat_text(*({"role": role, "content": text} for role, text in TURNS[:2])), reply
+    assert text_of(reply) == text_of_turns(*TURNS[:2]), reply
     assert reply.usage_metadata and reply.usage_metadata["output_tokens"] == LENGTH, reply
     assert reply.response_metadata["status"] == "incomplete", reply
 
