@@ -277,7 +277,7 @@ def _import_s(module: str) -> float:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median, least and most of each figure; of what is no figure, whether it was so in all rounds."""
+    """Median, least and most of each figure; of what is not a figure, whether it was so in all rounds."""
     values = {name: [one[name] for one in rounds] for name in rounds[0]}
     return {name: all(each) if isinstance(each[0], bool) else asdict(spread(each)) for name, each in values.items()}
 

@@ -206,7 +206,7 @@ def number(least: float, kind: type[int] | type[float] = float) -> Callable[[str
         except ValueError:
             value = math.nan
         if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:g} on")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} on")
         return value
 
     return parsed

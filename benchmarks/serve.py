@@ -155,7 +155,7 @@ def first(on: Bench, rounds: int) -> dict[str, Any]:
 
 
 def overhead(on: Bench, rounds: int) -> dict[str, Any]:
-    """Either goes first in every other round: a clock that slows down is no difference."""
+    """Either goes first in every other round: a clock that slows down is not a difference."""
     http_tok_s, engine_tok_s = [], []
     for number in range(-1, rounds):
         if number % 2:

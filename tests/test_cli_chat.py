@@ -148,7 +148,7 @@ def test_a_system_message_that_is_no_text_cannot_be_loaded_and_the_chat_goes_on(
 ) -> None:
     (tmp_path / "odd.json").write_text(f'[{{"role": "system"{content}}}]')
     result = talk("/load odd.json", "the fox", "/save chat.json")
-    assert "system message is no text" in result.err
+    assert "system message is not a text" in result.err
     assert questions(tmp_path) == ["the fox"]
 
 
@@ -171,7 +171,7 @@ def test_who_takes_the_other_commands_flag_is_shown_this_ones(line: list[str], f
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [("/undo 3", "takes nothing"), ("/load", "needs a path"), ("/file", "path")]
+    ("line", "words"), [("/undo 3", "takes no argument"), ("/load", "needs a path"), ("/file", "path")]
 )
 def test_a_command_refuses_what_it_would_ignore_and_what_it_lacks(talk, line: str, words: str) -> None:
     result = talk(line)

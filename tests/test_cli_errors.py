@@ -201,7 +201,7 @@ def test_an_empty_name_stands_for_no_model_and_not_for_the_usual_one(line: str) 
     command, *rest = line.split()
     result = run_cli(command, "", *rest)
     assert (result.code, result.out) == (3, b"")
-    assert result.err.startswith("error: '' is no model name\n")
+    assert result.err.startswith("error: '' is not a model name\n")
 
 
 def test_a_bad_name_in_the_settings_file_is_traced_to_its_line(tmp_path: Path) -> None:

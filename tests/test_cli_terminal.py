@@ -348,7 +348,7 @@ def test_a_chat_on_a_terminal(model: Path, tmp_path: Path, open_terminal: Open) 
     terminal.forget()
     terminal.send("half a question")
     terminal.wait_for("half a question")
-    terminal.press_ctrl_c()  # clears the line, and is no second press
+    terminal.press_ctrl_c()  # clears the line, and is not a second press
     terminal.wait_for(r"\n.*>>> $")
     assert b"leaves" not in terminal.text
     terminal.press_ctrl_c()

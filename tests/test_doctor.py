@@ -128,10 +128,10 @@ def test_a_group_without_room_is_given_more_by_one_command(
 ) -> None:
     root, own = groups(tmp_path, line)
     (group_v1 if value == "-1" else group_v2)((root / file).parent, 2 * GIB)
-    monkeypatch.setattr(findings, "is_container", lambda _root: False)
+    monkeypatch.setattr(findings, "is_container", lambda: False)
     finding = check_memory(root, own)
     assert (finding.status, finding.fix) == ("warn", f"echo {value} | sudo tee {root / file}")
-    monkeypatch.setattr(findings, "is_container", lambda _root: True)
+    monkeypatch.setattr(findings, "is_container", lambda: True)
     assert check_memory(root, own).fix.startswith("docker update --memory 16g")
 
 

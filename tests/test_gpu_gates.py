@@ -99,7 +99,7 @@ def test_the_gate_names_what_was_planted(tmp_path):
         (["85"], "invalid choice: 85"),
         pytest.param([], "are required", marks=pytest.mark.slow),
         (["interpreted", "89"], "unset TRITON_INTERPRET"),
-        (["89", "--threads", "0"], "0 is no number"),
+        (["89", "--threads", "0"], "0 is not a number"),
     ],
 )
 def test_what_the_gate_cannot_do_is_refused_by_name(arguments, said, monkeypatch, capsys):
@@ -114,7 +114,7 @@ def test_what_the_gate_cannot_do_is_refused_by_name(arguments, said, monkeypatch
 def test_a_check_of_what_is_no_gpu_is_refused(name, monkeypatch, capsys):
     code, told = run_here(monkeypatch, capsys, "localllm.kernels.gpu.check", name)
     assert code and "Traceback" not in told
-    assert name == "cuda:99" or f"{name!r} is no GPU here" in told
+    assert name == "cuda:99" or f"{name!r} is not a GPU here" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -136,7 +136,7 @@ def test_blocks_that_were_moved_on_purpose_stay_where_they_are(directory: Path) 
         expected = tokens(loaded)
         down = [replace(block, tier="disk") for block in loaded.plan.blocks]
         down[0], down[5] = loaded.plan.blocks[0], loaded.plan.blocks[5]
-        loaded.move(down)
+        loaded.residency.move(down)
         assert tokens(loaded) == expected
         assert len(loaded.model.stream.names) == len(down) - 2  # type: ignore[attr-defined]
 

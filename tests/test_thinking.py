@@ -236,7 +236,7 @@ def test_a_plain_chat_tells_them_apart_and_changes_how_much_is_thought(thinkers:
     result = run_cli("chat", thinkers["switched"], "--plain", stdin=lines.encode())
     assert result.out.decode() == f"{ANSWER}\n{ANSWER}\n" and THOUGHT not in result.err
     refused = ("/think low cannot be had", "/think high cannot be had", "/think knows no 'maybe'")
-    for told in (*(f"error: {each}" for each in refused), "fix:   /think on", "thinking: as the model does"):
+    for told in (*(f"error: {each}" for each in refused), "fix:   /think on", "thinking: the model's default"):
         assert told in result.err
     assert "thinking: off" in result.err and "/set" not in result.err
     shown = run_cli("chat", thinkers["switched"], "--plain", "--show-thoughts", stdin=b"Hi.\n")

@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--brief", action="store_true", help="each kernel in as few formats as have all of its ways")
     arguments = parser.parse_args()
     if arguments.threads < 1:
-        parser.error(f"argument --threads: {arguments.threads} is no number of threads")
+        parser.error(f"argument --threads: {arguments.threads} is not a number of threads")
     if is_interpreted():
         parser.error("what is interpreted is not compiled: unset TRITON_INTERPRET")
     launches = list({variant(each): each for each in launches_of_all(is_brief=arguments.brief)}.values())

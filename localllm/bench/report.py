@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from localllm.chat.text_file import read_text_file
 from localllm.config import format_figure
-from localllm.errors import Fix, UsageError
+from localllm.errors import UsageError
 
 Number = Annotated[float, Field(ge=0, lt=1e18)]  # refuses NaN and infinity, which Python's JSON lets pass
 Count = Annotated[int, Field(ge=0, lt=10**18)]
@@ -107,5 +107,5 @@ def read_report(path: Path) -> BenchmarkReport:
     except ValidationError as error:
         fault = error.errors(include_input=False, include_url=False)[0]
         why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-        fix = Fix.command("bench", "--output", "bench.json")
-        raise UsageError(f"{path} is not a result of `localllm bench`", why=why, fix=fix) from None
+        fix = "localllm bench --json > bench.json"
+        raise UsageError(f"{path} is not a result of `localllm bench --json`", why=why, fix=fix) from None

@@ -177,11 +177,11 @@ class Dialogue:
         (replace_file if overwrite else write_new)(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, messages: list[Message]) -> None:
-        """Put these messages in place of the present ones. Raises UsageError for a system message that is no text."""
+        """Put these messages in place of the present ones. Raises UsageError for a system message that is not text."""
         has_system = bool(messages) and messages[0].get("role") == "system"
         system = messages[0].get("content") if has_system else None
         if has_system and not isinstance(system, str):
-            raise UsageError("the system message is no text", why="its content must be one string", fix="/load FILE")
+            raise UsageError("the system message is not a text", why="its content must be one string", fix="/load FILE")
         self.clear()
         self.system = system
         self.turns = list(map(_loaded, messages[1:] if has_system else messages))

@@ -25,7 +25,7 @@ class Explanation:
     """The place where a prompt differs from the cached ones, and the cause.
 
     token: the first that differs, from 0.
-    message: its number, from 1; None where the template's own words differ, or the prompt is no chat.
+    message: its number, from 1; None where the template's own words differ, or the prompt is not a chat.
     before, now: the texts there.
     """
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -77,16 +77,26 @@ class Resumed:
         dialogue.thinking = list(self.thinking)
 
 
+@contextmanager
+def opened_history(warn: Callable[[str], object], *, makes: bool = False) -> Iterator[History]:
+    """Open the history. warn: called where it was found damaged. makes: also where there is none.
+
+    Raises HistoryError.
+    """
+    if not makes and nothing_is_kept():
+        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix=Fix.command("chat"))
+    with History.open_to_read(history_file()) as history:
+        if history.moved_to is not None:
+            warn(moved_text(history.moved_to, history.num_rescued))
+        yield history
+
+
 def look_up(notifier: Notifier, word: str, message: int | None = None) -> Resumed:
     """Return the chat that `word` names: an id, the beginning of one, a part of a title, or `last`.
 
     message: the number of one that has to be among those shown, maybe of another branch. Raises HistoryError.
     """
-    if nothing_is_kept():
-        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix=Fix.command("chat"))
-    with History.open_to_read(history_file()) as history:
-        if history.moved_to is not None:
-            notifier.warn(moved_text(history.moved_to, history.num_rescued))
+    with opened_history(notifier.warn) as history:
         session = history.find(word)
         path = history.path(session)
         if message is not None and all(each.number != message for each in path):
@@ -100,7 +110,7 @@ def recorder_of(
     dialogue: Dialogue, notifier: Notifier, selection: Selection, resumed: Resumed | None, *, records: bool = True
 ) -> ChatRecorder:
     """Return the recorder of a chat with this model. It records nothing where the user wants the chat private, or
-    where it is no chat (`records`)."""
+    where it is not a chat (`records`)."""
     path = history_file() if records and not selection.private else None
     return ChatRecorder(dialogue, notifier, path, selection.model_name, resumed)
 
@@ -392,16 +402,21 @@ def export_chat(session_id: str, path: Path) -> None:
     Raises UsageError for a file that exists or cannot be written, HistoryError.
     """
     with History.open_to_read(history_file()) as history:
-        text = exported(history, history.find(session_id), path)
+        text = exported(history, [history.find(session_id)], form_of(path))
     write_new(path, text)
 
 
-def exported(history: History, session: Session, path: Path) -> str:
-    """Return the text of a file of this name. Raises HistoryError."""
-    if path.suffix.casefold() == ".json":
-        value = exchange.as_json([history.conversation(session)], kept_apart)
+def form_of(path: Path | None) -> str:
+    """Return the form that a file is written in by its name: "json" or "markdown"."""
+    return "json" if path is not None and path.suffix.casefold() == ".json" else "markdown"
+
+
+def exported(history: History, sessions: Sequence[Session], form: str) -> str:
+    """Return chats as text: as Markdown, or with every branch as JSON. Raises HistoryError."""
+    if form == "json":
+        value = exchange.as_json(map(history.conversation, sessions), kept_apart)
         return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
-    return exchange.as_markdown(session, history.path(session), kept_apart)
+    return "\n".join(exchange.as_markdown(session, history.path(session), kept_apart) for session in sessions)
 
 
 def proposed_name(title: str) -> str:

@@ -169,7 +169,7 @@ class ChatSession:
     def go_on(self) -> PendingTurn:
         """Prepare the last question with the beginning of its answer, which is the last turn and is taken back.
 
-        Raises UsageError where the last turn is no answer, and as `ask`; the answer then stays.
+        Raises UsageError where the last turn is not an answer, and as `ask`; the answer then stays.
         """
         turns = self.dialogue.turns
         if not self.dialogue.is_answered or not isinstance(turns[-1].get("content"), str):

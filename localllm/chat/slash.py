@@ -11,6 +11,7 @@ from localllm.chat.session import ChatSession
 from localllm.errors import UsageError
 
 Action = Callable[[ChatSession, str], Sequence[str]]
+MODEL_DEFAULT = "the model's default"
 
 
 def _system(session: ChatSession, text: str) -> list[str]:
@@ -21,17 +22,19 @@ def _system(session: ChatSession, text: str) -> list[str]:
 
 def _undo(session: ChatSession, _: str) -> list[str]:
     done = session.dialogue.take_back_question()
-    return ["took the last question back" if done else "there is nothing to take back"]
+    return ["removed the last question and its answer" if done else "there is no question to undo"]
 
 
 def _clear(session: ChatSession, _: str) -> list[str]:
     session.clear()
-    return ["a new conversation"]
+    return ["started a new conversation"]
 
 
 def _fork(session: ChatSession, _: str) -> list[str]:
     name = session.recorder.fork()
-    return [f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands"]
+    return [
+        f"continuing in a copy: {name}" if name is not None else "there is nothing to copy: the chat has no question"
+    ]
 
 
 def _set(session: ChatSession, text: str) -> list[str]:
@@ -47,7 +50,7 @@ def _set(session: ChatSession, text: str) -> list[str]:
 def _think(session: ChatSession, effort: str) -> list[str]:
     if effort:
         session.think(effort)
-    return [f"thinking: {session.dialogue.resolved.settings.think or 'as the model does'}"]
+    return [f"thinking: {session.dialogue.resolved.settings.think or MODEL_DEFAULT}"]
 
 
 def _show(session: ChatSession, _: str) -> list[str]:
@@ -74,37 +77,37 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "help": Command("", "this list"),
+    "help": Command("", "show this list"),
     "system": Command("[TEXT]", "show or replace the system message; `/system -` removes it", _system),
-    "regen": Command("", "answer the last question again"),
-    "undo": Command("", "take the last question and its answer back", _undo),
+    "regen": Command("", "generate another answer to the last question"),
+    "undo": Command("", "remove the last question and its answer", _undo),
     "clear": Command("", "start a new conversation", _clear),
-    "fork": Command("", "go on in a copy of this conversation", _fork),
+    "fork": Command("", "continue in a copy of this chat", _fork),
     "title": Command(
         "[TEXT]",
-        "show or change the title under which it is kept",
+        "show or change the title of the saved chat",
         lambda session, text: [f"title: {session.recorder.rename(text)}"],
     ),
-    "sessions": Command("", "the latest chats that are kept"),
+    "sessions": Command("", "list the latest saved chats"),
     "file": Command(
         "PATH",
         "put a text file before the next question",
         lambda session, path: [f"{len(session.attach(path).text)} characters go before the next question"],
     ),
-    "save": Command("[PATH]", "write the conversation as JSON", lambda session, path: [f"wrote {session.save(path)}"]),
+    "save": Command(
+        "[PATH]", "save the conversation to a JSON file", lambda session, path: [f"wrote {session.save(path)}"]
+    ),
     "load": Command(
-        "PATH", "go on from a conversation in JSON", lambda session, path: [f"{session.load(path)} messages"]
+        "PATH", "continue from a conversation in a JSON file", lambda session, path: [f"{session.load(path)} messages"]
     ),
-    "set": Command("[KEY VALUE]", "show or change the settings of the next answers; `-`: as at first", _set),
-    "think": Command(
-        "[on|off|LEVEL]", "how much is thought before the next answers: low, medium, high; `-`: as at first", _think
-    ),
-    "show": Command("", "model, context, system message and settings", _show),
-    "stats": Command("[on|off]", "rates and times of the last answer, or after each: copy, compute, sample, wait"),
-    "tokens": Command("", "how full the context is, and of what", _tokens),
+    "set": Command("[KEY VALUE]", "show or change settings for the next answers; `-` resets one", _set),
+    "think": Command("[on|off|LEVEL]", "how much to think before answering: low, medium, high; `-` resets it", _think),
+    "show": Command("", "show model, context, system message and settings", _show),
+    "stats": Command("[on|off]", "show speeds and times of the last answer, or after each one"),
+    "tokens": Command("", "show what uses how much of the context", _tokens),
     "cache": Command(
         "",
-        "how much of the last prompt was not computed again, and why not more",
+        "show how much of the last prompt came from the cache, and why not more",
         lambda session, _: session.cache_lines(),
     ),
     "bye": Command("", "leave (also Ctrl-D)"),
@@ -120,13 +123,13 @@ def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tupl
         nearest = difflib.get_close_matches(name, [*commands, *_ALIASES], n=1)
         raise UsageError(
             f"there is no command /{name}",
-            why=f"the nearest is /{nearest[0]}" if nearest else "no command is like it",
+            why=f"the nearest is /{nearest[0]}" if nearest else "no command has a similar name",
             fix="/help; a blank before the slash sends the line to the model",
         )
     if rest.strip() and not commands[name].parameters:
-        raise UsageError(f"/{name} takes nothing behind it", why=f"there is {rest.strip()[:80]!r}", fix=f"/{name}")
+        raise UsageError(f"/{name} takes no argument", why=f"it was given {rest.strip()[:80]!r}", fix=f"/{name}")
     if not rest.strip() and commands[name].parameters == "PATH":
-        raise UsageError(f"/{name} needs a path", why="nothing is behind it", fix=f"/{name} PATH")
+        raise UsageError(f"/{name} needs a path", why="none was given", fix=f"/{name} PATH")
     return name, rest.strip()
 
 

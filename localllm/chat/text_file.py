@@ -36,7 +36,7 @@ def read_text_file(path: Path, flag: str) -> str:
     """
     try:
         if flag.startswith("/") and path.exists() and not path.is_file():  # a pipe would hold a chat up for ever
-            raise UsageError(f"{flag} cannot read {str(path)!r}", why="it is no file", fix=f"{flag} PATH")
+            raise UsageError(f"{flag} cannot read {str(path)!r}", why="it is not a file", fix=f"{flag} PATH")
         with path.open("rb") as stream:
             data = stream.read(MAX_INPUT_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -60,13 +60,13 @@ def as_text(
         why = f"it has more than {format_bytes(MAX_INPUT_BYTES)}; no context holds that"
         raise UsageError(f"{source} is too large", why=why, fix="use a part of it: head -c 1000000 FILE")
     if not nul_allowed and b"\0" in data:
-        why = f"it has a NUL byte at offset {data.index(0)}: it is no text"
+        why = f"it has a NUL byte at offset {data.index(0)}: it is not a text"
         raise UsageError(f"{source} is binary", why=why, fix="use its text alone: strings FILE")
     try:
-        return data.decode(encoding)  # utf-8-sig: the mark that an editor puts in front is no part of the text
+        return data.decode(encoding)  # utf-8-sig: the mark that an editor puts in front is not part of the text
     except UnicodeDecodeError as error:
         why = f"{error.reason} at byte {error.start}"
-        raise UsageError(f"{source} is no UTF-8 text", why=why, fix=convert) from error
+        raise UsageError(f"{source} is not UTF-8 text", why=why, fix=convert) from error
 
 
 def write_new(path: Path, text: str) -> None:

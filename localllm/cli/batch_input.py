@@ -1,6 +1,6 @@
 """The prompts of a job: lines of JSON, each understood, or refused by its number, before any is answered.
 
-Owns what a line may say. Knows no engine.
+Defines the keys and the values that a line may have. Knows no engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OPENAI_URL = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class LineRules:
-    """The command line's say about every line. system: typed, or the setting, as `system_is_typed` tells."""
+    """What the command line sets for every line. system: typed where `system_is_typed`, else the setting."""
 
     model: str
     sampling: SamplingParams
@@ -80,7 +80,7 @@ class Problems:
 
 @dataclass
 class Prompts:
-    """The lines of a job that say something, by their index, in memory. numbers: which lines of the file, from 1."""
+    """The lines of a job that are not blank, by their index, in memory. numbers: of the lines in the file, from 1."""
 
     name: str
     rules: LineRules
@@ -232,7 +232,7 @@ def _source(given: Mapping[str, Any], rules: LineRules) -> Source:
     prompt, system = given["prompt"], given.get("system", rules.system)
     for name, text in (("prompt", prompt), ("system", system)):
         if text is not None and not isinstance(text, str):
-            raise UsageError(f"its {name} is no text")
+            raise UsageError(f"its {name} is not a text")
     if not (prompt if rules.raw else prompt.strip()):
         raise UsageError("its prompt is blank")
     return Source(raw=prompt) if rules.raw else asked(prompt, system)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm.chat.text import one_line
-from localllm.chat.text_file import replace_file
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import LoadLine, on_a_thread
 from localllm.cli.options import flag_of, number, option, refuse_together, takes
 from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
-from localllm.errors import Fix, UsageError
-from localllm.present import is_file, is_there
 from localllm.runtime.engine_loader import engine_config
 from localllm.settings import EngineConfig
 
@@ -34,7 +29,7 @@ BENCH_EXAMPLES = """Examples:
 \b
   localllm bench
   localllm bench mistral-7b --random-weights --weights int4
-  localllm bench qwen3-8b --context 128 --context 4096 --output today.json
+  localllm bench qwen3-8b --context 128 --context 4096 --json > today.json
   localllm bench --compare yesterday.json today.json
 """
 
@@ -67,8 +62,7 @@ _EXCLUSIVE = {"--random-weights --ram --vram": "such a model is made whole in me
     ),
     EngineConfig,
     option("--json", "One JSON object: schema_version, machine, floors, runs."),
-    option("--output", "Write the JSON object to FILE.", "FILE", Path),
-    option("--compare", "Compare two such files instead of measuring.", "A B", tuple[Path, Path]),
+    option("--compare", "Compare two files of such objects instead of measuring.", "A B", tuple[Path, Path]),
 )
 def bench_command(context: typer.Context, **flags: Any) -> None:
     """Measure how fast a model is on this machine.
@@ -90,13 +84,9 @@ def bench_command(context: typer.Context, **flags: Any) -> None:
     prompt_tokens = flags["prompt_tokens"] or 512
     contexts = tuple(dict.fromkeys(flags["context"] or [prompt_tokens]))
     workload = Workload(prompt_tokens, flags["gen_tokens"] or 128, contexts, flags["rounds"] or 5)
-    if flags["output"] is not None:
-        _require_writable(flags["output"])
     report = (_measure_random if flags["random_weights"] else _measure_installed)(cli, flags, workload)
-    if flags["output"] is not None:
-        replace_file(flags["output"], json.dumps(asdict(report), indent=2, allow_nan=False) + "\n")
     if flags["json"]:
-        cli.output.json(asdict(report))
+        cli.output.json(asdict(report), indent=2)
         return
     from localllm.bench import table
 
@@ -113,6 +103,8 @@ def _measure_random(cli: CliContext, flags: Mapping[str, Any], workload: Workloa
 
     settings = read_settings(cli, flags).settings
     shape = find_shape(settings.model if flags["model"] is None else flags["model"])
+    if settings.ram or settings.vram:
+        cli.output.note("the settings ram and vram do not apply to random weights, which are measured whole in memory")
     line = cli.output.progress(f"making {shape.name}")
 
     def load(config: EngineConfig) -> BenchmarkTarget:
@@ -178,14 +170,3 @@ def _compare(output: Output, first: Path, second: Path) -> None:
         output.line(one_line(f"{side}: {path}: {table.headline(report)}"))
     output.line()
     output.table(table.COMPARED_HEADER, table.compared_rows(a, b))
-
-
-def _require_writable(path: Path) -> None:
-    """Raises UsageError before the minutes of a measurement are spent."""
-    if is_there(path) and not is_file(path):
-        why = "it is a folder, or no file"
-    elif not os.access(path.parent, os.W_OK | os.X_OK):
-        why = f"the folder {path.parent} is not there, or may not be written to"
-    else:
-        return
-    raise UsageError(f"--output is {path}", why=why, fix=Fix.flag("--output", "bench.json"))

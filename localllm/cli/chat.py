@@ -309,7 +309,7 @@ class LineReader:
         self._output = output
         self._history = history
         self.interactive = sys.stdin is not None and sys.stdin.isatty()
-        # Loaded only here: on a stream that is no terminal, readline's start-up writes escape codes into it.
+        # Loaded only here: on a stream that is not a terminal, readline's start-up writes escape codes into it.
         self._readline: ModuleType | None = None
         if self.interactive and output.stdout_is_terminal:
             with contextlib.suppress(ImportError, OSError):

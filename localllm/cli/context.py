@@ -33,7 +33,7 @@ class CliContext:
         Raises UsageError where nobody can be asked.
         """
         if sys.stdin is None or not sys.stdin.isatty():
-            why = "standard input is no terminal"
+            why = "standard input is not a terminal"
             raise UsageError(f"nobody can be asked whether to delete {what}", why=why, fix=unasked)
         for line in shown:
             self.output.note(line)

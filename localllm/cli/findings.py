@@ -30,7 +30,7 @@ class Finding:
 
 
 def examined(check: Callable[[], Finding]) -> Finding:
-    """Return what a check finds. Never raises: the doctor must not fall ill of what it examines."""
+    """Return what a check finds. Never raises: an error of the check is a finding."""
     try:
         return check()
     except Exception as error:
@@ -112,9 +112,9 @@ def install_python_headers() -> str:
     return _install(packages) or "python3 -m sysconfig"
 
 
-def raise_cgroup_limit(file: Path, root: Path = Path("/")) -> str:
+def raise_cgroup_limit(file: Path) -> str:
     """A container sees its limit, and is given another one from outside."""
-    if is_container(root):
+    if is_container():
         return f"docker update --memory 16g --memory-swap 16g {platform.node()}"
     return f"echo {-1 if file.name == 'memory.limit_in_bytes' else 'max'} | sudo tee {file}"
 

@@ -61,7 +61,7 @@ def argument_text(text: str, flag: str) -> str:
         return os.fsencode(text).decode("utf-8")
     except UnicodeError as error:
         fix = "write it into a file in UTF-8, and pipe that in"
-        raise UsageError(f"{flag} is no UTF-8 text", why=str(error), fix=fix) from error
+        raise UsageError(f"{flag} is not UTF-8 text", why=str(error), fix=fix) from error
 
 
 def read_input(path: Path, flag: str, output: Output) -> str:

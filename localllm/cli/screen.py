@@ -32,9 +32,9 @@ _END_S = 2.0  # in which the threads may end
 _RESET = "\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?2004l\x1b[<u\x1b[?1049l\x1b[?25h"
 
 
-def has_screen(environ: Mapping[str, str] = os.environ) -> bool:
+def has_screen() -> bool:
     """Return whether stdin and stdout are a terminal that can show a screen."""
-    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() and environ.get("TERM", "") != "dumb"
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def tune() -> None:

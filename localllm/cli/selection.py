@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
-    """The model `word`, or the one that the settings name, and the settings under these flags; `cli` hears of it.
+    """The model `word`, or the one that the settings name, and the settings under these flags; `cli` keeps both.
 
     Raises ModelNotFoundError, SettingsError, CheckpointError. Uses no network.
     """
@@ -57,7 +57,7 @@ def select_resumed(
 
 
 def read_settings(cli: CliContext, flags: Mapping[str, Any]) -> ResolvedSettings:
-    """The settings under the flags of a command; `cli` hears of them. Raises SettingsError, UsageError."""
+    """The settings under the flags of a command; `cli` keeps them. Raises SettingsError, UsageError."""
     cli.resolved = load_settings(setting_flags(flags))
     _warn_of_idle_drafts(cli, flags)
     if cli.resolved.settings.device == "cpu":  # whether there is a GPU is known when torch is there

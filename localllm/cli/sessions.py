@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from localllm.cache.page_folder import kv_root, root_folders
-from localllm.chat.recorder import moved_text
+from localllm.chat.recorder import exported, form_of, opened_history
 from localllm.chat.text_file import replace_file
 from localllm.chat.thoughts import kept_apart
 from localllm.cli import options
 from localllm.cli.app import PlainCommand, plain_group
-from localllm.cli.context import CliContext, cli_context
+from localllm.cli.context import cli_context
 from localllm.cli.options import argument, choice, complete_sessions, option, takes
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.errors import Fix, HistoryError, UsageError
-
-if TYPE_CHECKING:
-    from localllm.history import History, Hit, Session
+from localllm.config import format_time
+from localllm.errors import Fix, UsageError
+from localllm.history import History, Hit, Session, exchange, history_file, nothing_is_kept, search
+from localllm.history.exchange import read_conversations
 
 _MOST_LISTED = 20
 
@@ -49,13 +48,11 @@ sessions_app = plain_group("sessions", "List, read, search, export and delete sa
 @takes(option("--all", f"List all chats, not only the latest {_MOST_LISTED}.", name="everything"), options.AS_JSON)
 def list_sessions(context: typer.Context, everything: bool, as_json: bool) -> None:
     """List the saved chats, the most recent first."""
-    from localllm.history import nothing_is_kept
-
     cli = cli_context(context)
     found: list[tuple[Session, int]] = []
     count = 0
     if not nothing_is_kept():
-        with _opened(cli) as history:
+        with opened_history(cli.output.warn) as history:
             found, count = history.sessions(-1 if everything else _MOST_LISTED), history.count()
     if as_json:
         rows = [session_fields(session, messages) for session, messages in found]
@@ -66,7 +63,7 @@ def list_sessions(context: typer.Context, everything: bool, as_json: bool) -> No
         return
     cli.output.table(
         ("ID", "WHEN", "MODEL", "MESSAGES", "TITLE"),
-        [(each.id, _when(each.updated), _short(each.model), str(num), each.title) for each, num in found],
+        [(each.id, format_time(each.updated), _short(each.model), str(num), each.title) for each, num in found],
         optional=("MODEL", "MESSAGES"),
     )
     if count > len(found):
@@ -80,10 +77,8 @@ def show_session(context: typer.Context, session: str, as_json: bool) -> None:
 
     Shows the branch that would be continued. `export --format json` has all branches.
     """
-    from localllm.history import exchange
-
     cli = cli_context(context)
-    with _opened(cli) as history:
+    with opened_history(cli.output.warn) as history:
         found = history.find(session)
         path = history.path(found)
     if not as_json:
@@ -118,15 +113,13 @@ def search_sessions(context: typer.Context, words: Sequence[str], as_json: bool)
 
     Also searches answers that were regenerated and are no longer shown.
     """
-    from localllm.history import search
-
     cli = cli_context(context)
     query = " ".join(f'"{word}"' if " " in word and '"' not in word else word for word in words)
     if not search.terms(query):
         raise UsageError(
             "there is nothing to search for", why="no word was given", fix=Fix.command("sessions", "search", "lantern")
         )
-    with _opened(cli) as history:
+    with opened_history(cli.output.warn) as history:
         rows = [_hit_fields(hit, query) for hit in history.search(query, _MOST_LISTED)]
     if as_json:
         cli.output.json({"schema_version": SCHEMA_VERSION, "hits": rows}, indent=2)
@@ -136,7 +129,7 @@ def search_sessions(context: typer.Context, words: Sequence[str], as_json: bool)
         return
     cli.output.table(
         ("ID", "WHEN", "ROLE", "TEXT"),
-        [[row["id"], _when(row["created"]), row["role"], row["text"]] for row in rows],
+        [[row["id"], format_time(row["created"]), row["role"], row["text"]] for row in rows],
     )
     if len(rows) == _MOST_LISTED:
         cli.output.note(f"the latest {_MOST_LISTED} are shown; more words find fewer")
@@ -157,23 +150,14 @@ def search_sessions(context: typer.Context, words: Sequence[str], as_json: bool)
 )
 def export_sessions(context: typer.Context, **flags: Any) -> None:
     """Write chats as Markdown or JSON."""
-    import json
-
-    from localllm.history import exchange
-
-    cli, file, form = cli_context(context), flags["output"], flags["format"]
+    cli, file = cli_context(context), flags["output"]
     if flags["force"] and file is None:
         raise UsageError(
             "--force needs -o FILE", why="stdout is never overwritten", fix=Fix.command("sessions", "export", "--help")
         )
-    chosen = form or ("json" if file is not None and file.suffix.casefold() == ".json" else "markdown")
-    with _opened(cli) as history:
+    with opened_history(cli.output.warn) as history:
         found = _chosen(history, flags["sessions"], flags["everything"], "export")
-        if chosen == "json":
-            value = exchange.as_json(map(history.conversation, found), kept_apart)
-            text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
-        else:
-            text = "\n".join(exchange.as_markdown(session, history.path(session), kept_apart) for session in found)
+        text = exported(history, found, flags["format"] or form_of(file))
     if file is None:
         cli.output.verbatim(text)
         return
@@ -203,8 +187,6 @@ def import_sessions(context: typer.Context, files: Sequence[Path], as_json: bool
     Nothing is added twice, and a chat that has grown gets the new messages. Images, files and tool use become notes in
     brackets.
     """
-    from localllm.history.exchange import read_conversations
-
     cli = cli_context(context)
     try:
         conversations = [conversation for file in files for conversation in read_conversations(file)]
@@ -212,7 +194,7 @@ def import_sessions(context: typer.Context, files: Sequence[Path], as_json: bool
         error.why += "; nothing was imported"
         raise
     new = grown = messages = 0
-    with _opened(cli, makes=True) as history, history.together():
+    with opened_history(cli.output.warn, makes=True) as history, history.together():
         for conversation in conversations:
             before = history.count()
             _, added = history.add(conversation)
@@ -238,11 +220,13 @@ def remove_sessions(
     of them stays in the prefix cache until `localllm cache clear`.
     """
     cli = cli_context(context)
-    with _opened(cli) as history:
+    with opened_history(cli.output.warn) as history:
         found = _chosen(history, sessions, everything, "rm")
         if not yes:
             ids = ["--all"] if everything else [session.id for session in found]
-            shown = [f"{session.id}  {_when(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]]
+            shown = [
+                f"{session.id}  {format_time(session.updated)}  {session.title}" for session in found[:_MOST_LISTED]
+            ]
             if len(found) > _MOST_LISTED:
                 shown.append(f"and {len(found) - _MOST_LISTED} more")
             cli.ask_to_delete(_counted(found), shlex.join(["localllm", "sessions", "rm", *ids, "--yes"]), shown)
@@ -258,12 +242,10 @@ def remove_sessions(
 
 def listed(limit: int) -> Iterator[str]:
     """The latest chats, a line each. Raises HistoryError."""
-    from localllm.history import History, history_file, nothing_is_kept
-
     if not nothing_is_kept():
         with History.open_to_read(history_file()) as history:
             for session, count in history.sessions(limit):
-                yield f"{session.id}  {_when(session.updated)}  {count:>3}  {session.title}"
+                yield f"{session.id}  {format_time(session.updated)}  {count:>3}  {session.title}"
 
 
 def session_fields(session: Session, messages: int) -> dict[str, Any]:
@@ -277,19 +259,6 @@ def session_fields(session: Session, messages: int) -> dict[str, Any]:
         "messages": messages,
         "facts": dict(session.facts),
     }
-
-
-@contextmanager
-def _opened(cli: CliContext, *, makes: bool = False) -> Iterator[History]:
-    """makes: where there is none. Raises HistoryError."""
-    from localllm.history import History, history_file, nothing_is_kept
-
-    if not makes and nothing_is_kept():
-        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix=Fix.command("chat"))
-    with History.open_to_read(history_file()) as history:
-        if history.moved_to is not None:
-            cli.output.warn(moved_text(history.moved_to, history.num_rescued))
-        yield history
 
 
 def _chosen(history: History, words: Sequence[str] | None, everything: bool, command: str) -> list[Session]:
@@ -317,16 +286,8 @@ def _short(model: str | None) -> str:
 
 
 def _hit_fields(hit: Hit, query: str) -> Mapping[str, Any]:
-    from localllm.history import search
-
     session, message = hit.session, hit.message
     text = session.title if message is None else search.excerpt(message.content, query)
     role = "title" if message is None else message.role
     created = session.updated if message is None else message.created
     return {"id": session.id, "title": session.title, "role": role, "created": created, "text": text}
-
-
-def _when(seconds: float) -> str:
-    from localllm.config import format_time
-
-    return format_time(seconds)

@@ -134,7 +134,7 @@ def asked(question: str, system: str | None) -> Source:
 
 _FORMS = ("--schema", "--regex", "--grammar")
 _STDIN = Path("-")
-# What is no name of a file, as a rule, but what should stand in one.
+# What is not a name of a file, as a rule, but what should stand in one.
 _READS_LIKE = {
     "--schema": ("a JSON Schema", re.compile(r"\s*[\[{]")),
     "--grammar": ("a grammar", re.compile(r"\s*[\w?!.-]+\s*:")),

@@ -108,7 +108,7 @@ class BeamSearch:
         self._logits.append(output.logits[0])
         if len(self._logits) < max(1, len(self._beams)):
             return
-        self._sequence.clock.ran_alone = False  # a step of several rows is no measure of one of a single one
+        self._sequence.clock.ran_alone = False  # a step of several rows is not a measure of one of a single one
         texts = [beam.text for beam in self._beams] or [_Hypothesis(stop_text=self._no_text)]
         if not self.has_begun:
             self._sequence.clock.first_token = time.perf_counter()

@@ -36,7 +36,7 @@ class Clock:
     submitted: float = field(default_factory=time.perf_counter)
     prefill_started: float | None = None
     first_token: float | None = None
-    last_token: float | None = None  # of the answer, of which an end-of-sequence token is no part
+    last_token: float | None = None  # of the answer, of which an end-of-sequence token is not part
     split: StepSplit = field(default_factory=StepSplit)
     ran_alone: bool = True  # no step served another request as well
 
@@ -114,7 +114,7 @@ class Pooler:
     def vector(self) -> array[float]:
         """Return the vector, of length 1: whether a mean is divided by the number of tokens makes no difference then.
 
-        Raises NonFiniteError for what is no number.
+        Raises NonFiniteError for what is not a number.
         """
         assert self._state is not None
         if not bool(self._state.isfinite().all()):
@@ -189,7 +189,7 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def append(self, token_id: int, logprob: TokenLogprob | None, eos_ids: frozenset[int]) -> TokenEvent | None:
-        """Add a sampled token; return None for an end-of-sequence token, which is no part of the answer."""
+        """Add a sampled token; return None for an end-of-sequence token, which is not part of the answer."""
         now = time.perf_counter()
         self.clock.first_token = self.clock.first_token or now
         if token_id in eos_ids and not self.request.sampling.ignore_eos:

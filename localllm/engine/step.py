@@ -166,7 +166,7 @@ class StepLoop:
         """Yield how far a prompt is, or the next tokens; and the end, where it ends.
 
         Keys and values are those of its tokens afterwards, and cached for later prompts. Raises NonFiniteError where a
-        token would have to be sampled from what is no number, and what a mask raises.
+        token would have to be sampled from what is not a number, and what a mask raises.
         """
         num_before = len(sequence.token_ids)
         begin, length = chunk.kv.length - chunk.num_tokens, chunk.kv.length - chunk.num_drafted

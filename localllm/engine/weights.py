@@ -52,7 +52,7 @@ def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtyp
                 fix=Fix.flag("--weights", name, "--dtype", own),
             )
         return name
-    # A copy of unquantized weights, in the order in which they are streamed, is no choice of a format.
+    # A copy of unquantized weights, in the order in which they are streamed, is not a choice of a format.
     usable = [name for name in (DEFAULT, *SIZES) if name in packed and _own_dtype(SIZES[name]) is None]
     if usable:
         return usable[0]

@@ -36,7 +36,7 @@ Apart = Callable[..., tuple[str, str]]
 
 
 def told_apart(message: Message | Said, apart: Apart) -> tuple[str, str]:
-    """Return (thought, answer) of a message; of one that is no answer all of it is said."""
+    """Return (thought, answer) of a message; of one that is not an answer all of it is said."""
     if message.role != "assistant" or "content" in message.fields:
         return "", message.content
     return apart(message.content, is_thinking=message.facts.get(IN_THOUGHT) is True)
@@ -113,7 +113,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def _values(data: object, kind: type[Conversation] | type[Said], where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise UsageError(f"{where} is no object", why=f"it is a {type(data).__name__}", fix=_FIX)
+        raise UsageError(f"{where} is not an object", why=f"it is a {type(data).__name__}", fix=_FIX)
     types = {field.name: str(field.type) for field in fields(kind)}
     if odd := sorted(types.keys() ^ data.keys()):
         verb = "lacks" if odd[0] in types else "has"
@@ -183,7 +183,7 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
             if not names:
                 why = f"it has no conversations.json among its {len(archive.namelist())} files"
                 fix = Fix.command("sessions", "import", "conversations.json")
-                raise UsageError(f"{str(path)!r} is no export of chats", why=why, fix=fix)
+                raise UsageError(f"{str(path)!r} is not an export of chats", why=why, fix=fix)
             for name in names:
                 with archive.open(name) as member:
                     yield f"{path}/{name}", member.read(MOST_BYTES + 1)
@@ -200,9 +200,9 @@ def _imported(data: bytes, name: str) -> list[Conversation]:
         return chatgpt.conversations(value)
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
         why = "it is a single conversation without a history, as `/save` writes it and `/load` reads it"
-        raise UsageError(f"{name!r} is no export of chats", why=why, fix=f"localllm chat, and there: /load {name}")
+        raise UsageError(f"{name!r} is not an export of chats", why=why, fix=f"localllm chat, and there: /load {name}")
     why = "neither what `localllm sessions export` writes, nor ChatGPT's conversations.json"
-    raise UsageError(f"{name!r} is no export of chats", why=why, fix=Fix.command("sessions", "import", "--help"))
+    raise UsageError(f"{name!r} is not an export of chats", why=why, fix=Fix.command("sessions", "import", "--help"))
 
 
 def _parsed(text: str, name: str) -> Any:
@@ -211,7 +211,7 @@ def _parsed(text: str, name: str) -> Any:
     except RecursionError:
         raise UsageError(f"{name!r} is nested too deeply", why="hundreds of levels", fix=_FIX) from None
     except ValueError as error:
-        raise UsageError(f"{name!r} is no JSON", why=str(error)[:200], fix=_FIX) from None
+        raise UsageError(f"{name!r} is not JSON", why=str(error)[:200], fix=_FIX) from None
 
 
 def _finite(text: str) -> float:

@@ -50,7 +50,7 @@ _FIRST = (
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
 VERSION = len(MIGRATIONS)
 
-# The index can be made again from the tables at any time, so it is no part of their version: a Python whose SQLite has
+# The index can be made again from the tables at any time, so it is not part of their version: a Python whose SQLite has
 # no FTS5 takes the triggers away and leaves the index stale, the next one with FTS5 builds it anew. An answer that is
 # being written is not in it: each of its sentences would index all of it again.
 _INDEXED = (

@@ -69,7 +69,7 @@ def understand(name: str, registry: Registry) -> ModelReference:
     elif not is_path and ("\\" in name or "%" in name or ".." in re.split(r"[/@]", name)):
         reason = "a name holds no backslash, no percent sign and no '..' between slashes"
     if reason:
-        raise ModelNotFoundError(f"{name[:80]!r} is no model name", why=reason, fix=Fix.command("list"))
+        raise ModelNotFoundError(f"{name[:80]!r} is not a model name", why=reason, fix=Fix.command("list"))
     if name.casefold().endswith(".gguf") and present.is_file(Path(name)):
         raise ModelNotFoundError(
             f"{name[:200]!r} is a GGUF file", why=GGUF_IS_NOT_READ, fix=Fix.command("list", "--all")
@@ -115,6 +115,6 @@ def _directory(name: str) -> ModelReference:
 
 
 def without_config(folder: Path) -> str:
-    """Why a folder without config.json is no model."""
+    """Why a folder without config.json is not a model."""
     has_gguf = any(present.is_file(path) for path in folder.glob("*.gguf"))
     return "it has no config.json" + (f"; {GGUF_IS_NOT_READ}" if has_gguf else "")

@@ -66,7 +66,7 @@ def packed_directory(files: ModelFiles, recipe_name: str) -> Path:
     Raises UsageError for a name that is none, CheckpointError where the folder cannot be examined.
     """
     if not WEIGHTS_NAME.fullmatch(recipe_name):
-        raise UsageError(f"{recipe_name[:80]!r} is no weight format", why="a name is letters and digits: int4-g64")
+        raise UsageError(f"{recipe_name[:80]!r} is not a weight format", why="a name is letters and digits: int4-g64")
     return _place(files) / recipe_name
 
 
@@ -160,7 +160,7 @@ def _place(files: ModelFiles) -> Path:
     if files.repo is None:
         return packed_of_folder(files.directory) / f"@{fingerprint(files.directory.resolve())}"
     if not REPO_ID.fullmatch(files.repo) or not COMMIT.fullmatch(files.revision or ""):
-        raise UsageError(f"{files.repo[:80]!r} at {str(files.revision)[:80]!r} is no model of the hub")
+        raise UsageError(f"{files.repo[:80]!r} at {str(files.revision)[:80]!r} is not a model of the hub")
     return root / "hub" / files.repo / f"@{files.revision}"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class BlockSource(Protocol):
     def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
-        """The block's tensors by the names, shapes and dtypes of `layout.specs(recipe)`, on the CPU.
+        """Return the block's tensors by the names, shapes and dtypes of `layout.specs(recipe)`, on the CPU.
 
         Raises CheckpointError naming what is missing, misshapen or damaged.
         """
@@ -55,7 +55,7 @@ class CheckpointBlocks:
         return {name: tensor for part in self.parts(layout) for name, tensor in part.items()}
 
     def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
-        """The block's tensors one matrix at a time, in order: no more of the checkpoint is in memory at once."""
+        """Yield the block's tensors one matrix at a time, in order: no more of the checkpoint is in memory at once."""
         for matrix in layout.matrices:
             tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self._quantized(matrix).items()}
             if matrix.has_bias:
@@ -72,7 +72,7 @@ class CheckpointBlocks:
             yield {norm.name: weight + self.config.norm_weight_offset}
 
     def held_bytes(self, layout: BlockLayout) -> int:
-        """The most that is there at once while `parts` is gone through."""
+        """Return the most bytes that are held at once while `parts` are read."""
         return held_bytes(layout, self.recipe, self.checkpoint)
 
     def finish(self) -> None:
@@ -100,7 +100,7 @@ class CheckpointBlocks:
             raise
 
     def _as_stored(self, matrix: Matrix, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The rows of a matrix's weight or bias by the names that the checkpoint has for them."""
+        """Return the rows of a matrix's weight or bias by the names that the checkpoint has for them."""
         import torch
 
         rows = _stored_rows(self.checkpoint, matrix, kind)
@@ -130,8 +130,8 @@ def stored_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
 
 
 def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None) -> int:
-    """The most that is there at once while a block is packed: a matrix as it is read, what is made of it, and what was
-    made of the one before. Norms and biases are not worth counting.
+    """Return the most bytes that are held at once while a block is packed: a matrix as it is read, what is made of it,
+    and what was made of the one before. Norms and biases are not worth counting.
 
     checkpoint: None where nobody has read it: it is taken to be in 16 bits, as almost all are.
     """
@@ -148,7 +148,7 @@ def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None
 
 
 def _read_dtype(matrix: Matrix, recipe: Sizes, checkpoint: Checkpoint | None) -> str:
-    """The format's own where it has one `weight`, else as stored, fp32 at most, for the format to quantize."""
+    """Return the type to read in: the format's own where it has one `weight`, else as stored, fp32 at most."""
     own = matrix.format(recipe).specs(matrix.out_features, matrix.in_features).get("weight")
     if own is not None or checkpoint is None:
         return own.dtype if own is not None else "bfloat16"

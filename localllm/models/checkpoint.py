@@ -73,7 +73,7 @@ class Checkpoint:
         return name in self._stored
 
     def names(self) -> tuple[str, ...]:
-        """Plain names of all tensors, those outside the text model included."""
+        """Return the plain names of all tensors, those outside the text model included."""
         return tuple(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -98,7 +98,8 @@ class Checkpoint:
         return {fused: sum(parts.values())} if self.has(fused) else parts
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The tensor as `dtype`, or as `out` is if given: contiguous, of `shape`, on any device; rows of a larger one.
+        """Read the tensor as `dtype`, or into `out`: contiguous, of `shape`, on any device, perhaps rows of a larger
+        one.
 
         Raises CheckpointError if it is missing, of another shape, or of a dtype that is not read.
         """
@@ -107,7 +108,7 @@ class Checkpoint:
         return self._file(name).read_into(self._stored[name], target)
 
     def read_rows(self, parts: Mapping[str, int], features: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Tensors one above the other, [sum of rows, *features], each read straight into its rows.
+        """Read tensors one above the other, [sum of rows, *features], each straight into its rows.
 
         parts: name -> rows, in order. Raises as `read` does.
         """
@@ -133,8 +134,8 @@ class Checkpoint:
         return any(mine != other for mine, other in pairs)
 
     def unused(self) -> tuple[str, ...]:
-        """Names never asked for of what a decoder computes with; without the head, which may be tied, and, if
-        multimodal, what is not text. Constants and other strays decide nothing."""
+        """Return the names of tensors that a decoder computes with and nobody asked for: without the head, which may be
+        tied, and without what is not text in a multimodal model."""
         multimodal = "language_model." in self._prefix
         return tuple(
             plain
@@ -162,7 +163,7 @@ class Checkpoint:
 
 
 def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[str, str]:
-    """plain name -> stored name."""
+    """Return the stored names by the plain ones."""
     names: dict[str, str] = {}
     for name in stored:
         plain = name
@@ -178,7 +179,7 @@ def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[st
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """tensor name -> shard's file name, each a plain name inside the folder."""
+    """Return the shards' file names by the tensors' names, each a plain name inside the folder."""
     weight_map = read_json_object(path, _INDEX_LIMITS).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map", why="it says which shard holds a tensor", fix=FETCH_ANEW)

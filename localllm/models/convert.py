@@ -62,10 +62,10 @@ def convert(
 
 class BlockParts(Protocol):
     def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
-        """The block's tensors as BlockSource has them, in a few pieces and in the order of the layout."""
+        """Yield the block's tensors as BlockSource has them, in a few pieces and in the order of the layout."""
 
     def held_bytes(self, layout: BlockLayout) -> int:
-        """The most that is there at once while its parts are gone through."""
+        """Return the most bytes that are held at once while the parts are read."""
 
 
 def pack(
@@ -112,7 +112,7 @@ class _Conversion:
         self.missing_bytes = sum(file.file_bytes for file in plan.files.values()) + _SLACK_BYTES
 
     def report_present(self) -> None:
-        """Progress of another process, by the blocks that have their names."""
+        """Report the progress of another process, by the blocks that have their names."""
         present = (layout for layout in self._layouts if self._path(layout).exists())
         self._progress(sum(layout.nbytes(self._plan.recipe) for layout in present), self._total_bytes)
 

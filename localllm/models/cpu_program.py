@@ -97,7 +97,7 @@ class CpuProgram:
         return self._trimmed(logits, T)
 
     def _embedded(self, room: _Room, batches: Sequence[Batch]) -> list[Tensor]:
-        """The hidden states [T, hidden] of each batch: the room's own where there is but one."""
+        """Return the hidden states [T, hidden] of each batch: the room's own where there is but one."""
         states = []
         with self.decoder.stream.held(EMBED):
             for batch in batches:
@@ -111,7 +111,7 @@ class CpuProgram:
         return states
 
     def _run_block(self, room: _Room, batch: Batch, index: int, x: Tensor) -> None:
-        """x [T, hidden] through a block, in place."""
+        """Run x [T, hidden] through a block, in place."""
         is_in_room = x.data_ptr() == room.x.data_ptr()
         whole = self._placed(room, batch)
         if not is_in_room:
@@ -121,7 +121,7 @@ class CpuProgram:
             x.copy_(room.x[: len(x)])
 
     def _placed(self, room: _Room, batch: Batch) -> _WholeTape:
-        """The tape for such a batch; the room holds what is new of it."""
+        """Place a batch in the room, and return the tape for it."""
         if room.batch is not batch:
             config = self.decoder.config
             if room.activations.rows != len(batch):
@@ -146,7 +146,7 @@ class CpuProgram:
         return self._trimmed(logits, R)
 
     def _new_logits(self, rows: int, block_rows: int) -> Tensor:
-        """Room for whole blocks of rows and whole tiles of the vocabulary."""
+        """Return room for whole blocks of rows and whole tiles of the vocabulary."""
         return torch.empty(rows + block_rows, -(-self.decoder.head.out_features // TILE) * TILE)
 
     def _trimmed(self, logits: Tensor, rows: int) -> Tensor:
@@ -237,7 +237,7 @@ class _Recorder:
     block_rows: int
 
     def embed(self) -> Iterator[Step]:
-        """Nothing where the embedding is of another format than INT8 or on the disk: torch fills hidden states in."""
+        """Yield the step that looks the embedding up; none where it is not in INT8 or on the disk: torch does it."""
         embedding = self.decoder.embed
         if not isinstance(embedding.matrix, Linear):
             return
@@ -338,7 +338,7 @@ class _Recorder:
 
 
 def _packed(linear: Linear) -> PackedMatrix | None:
-    """The matrix as the kernels take it; None where its format or its columns are not theirs."""
+    """Return the matrix as the kernels take it; None where its format or its columns are not theirs."""
     packed = linear.packed
     return packed if packed is not None and packed.in_features == linear.in_features else None
 

@@ -52,7 +52,7 @@ _DTYPES: dict[str, StoredDtype] = {name: name for name in get_args(StoredDtype)}
 
 
 def _layer_kinds(family: Family, fields: Fields, layers: int) -> tuple[str, ...]:
-    """The kind of each layer: by the family's rule, or as a file lists them whose family mixes kinds."""
+    """Return the kind of each layer: by the family's rule, or as a file lists them whose family mixes kinds."""
     kinds = (FULL,) * layers
     match family.windows:
         case "none":
@@ -199,7 +199,8 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """The model in `directory`: its config.json, with the end-of-sequence ids that generation_config.json adds.
+    """Return the config of the model in `directory`: its config.json, with the end-of-sequence ids that
+    generation_config.json adds.
 
     Raises CheckpointError naming file and key, UnsupportedModelError for a model that does not run here.
     """
@@ -219,7 +220,7 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:
-    """A ModelConfig from the object of a config.json; `source` names the file in errors.
+    """Return a ModelConfig from the object of a config.json; `source` names the file in errors.
 
     Raises CheckpointError for a value that is absent, of the wrong type or out of bounds, UnsupportedModelError for an
     architecture, a RoPE scaling or a quantization that this version does not run.
@@ -285,7 +286,7 @@ def _parse(family: Family, model_type: str, fields: Fields) -> ModelConfig:
 
 
 def _attention_shape(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
-    """Query heads, key-value heads, features of a head."""
+    """Return the numbers of query heads, of key-value heads, and of the features of a head."""
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
     kv_heads = fields.optional_integer("num_key_value_heads", 1, _MAX_HEADS) or heads
     if heads % kv_heads:

@@ -76,7 +76,7 @@ class Fields:
         return tuple(found)
 
     def section(self, key: str) -> Fields | None:
-        """The object under `key`, None where it is absent or null."""
+        """Return the object under `key`, None where it is absent or null."""
         value = self.get(key)
         if value is None or isinstance(value, dict):
             return None if value is None else Fields(value, self.source, f"{self.path}{key}.")
@@ -90,7 +90,7 @@ class Fields:
 
 
 def show(value: object) -> str:
-    """At most 60 printable characters of an untrusted value."""
+    """Return at most 60 printable characters of an untrusted value."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, list | dict):

@@ -162,7 +162,7 @@ class GpuProgram:
         return room
 
     def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _Room:
-        """With its tables filled."""
+        """Return the room for a batch, with its tables filled."""
         layouts = batch.segments[0].kv.layouts
         shape, tokens = self._shape(batch, rows, table_pages(_longest(batch)))
         if (shape, layouts) not in self._rooms:
@@ -187,8 +187,9 @@ class GpuProgram:
                     raise
 
     def _captured(self, launch: Callable[[], None]) -> Any:
-        """A graph of what `launch` gives the device; nothing of it is computed. What passes between the launches is in
-        memory that all graphs share, as they never run side by side. Other threads may call the driver meanwhile."""
+        """Record a graph of what `launch` gives the device; nothing of it is computed. What passes between the launches
+        is in memory that all graphs share, as they never run side by side. Other threads may call the driver
+        meanwhile."""
         if self._capturing is None:  # one for all: cuBLAS keeps a workspace for each stream
             self._capturing = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # Meanwhile torch gives back nothing that it keeps for later, also where a cap leaves the graph no other memory.
@@ -307,12 +308,12 @@ class GpuProgram:
 
     @cached_property
     def _layers(self) -> tuple[int, ...]:
-        """Whose attention is ours."""
+        """Return the layers whose attention is ours."""
         ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
         return tuple(body.shape.layer for body in ours if isinstance(body, Attention))
 
     def _groups(self, batch: Batch) -> list[int]:
-        """Groups of layers of which we compute some."""
+        """Return the groups of layers of which we compute some."""
         kv = batch.segments[0].kv
         return sorted({kv.places[layer][0] for layer in self._layers if kv.homes[layer][0] == self.device})
 
@@ -366,7 +367,7 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _joined(runs: Iterable[_Run]) -> list[_Run]:
-    """Neighbours that are ours, and all there, as one."""
+    """Join neighbours that are ours and not streamed."""
     joined: list[_Run] = []
     for run in runs:
         last = joined[-1] if joined else run

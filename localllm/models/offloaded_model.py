@@ -117,7 +117,7 @@ class OffloadedModel:
             self._from_disk = None
 
     def wait_until_pinned(self) -> int:
-        """Until what is copied from is registered with the driver, as far as it can be; in how many runs that is."""
+        """Wait until what is copied is registered with the driver, as far as it can be; return the number of runs."""
         return self._pinning.wait()
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class OffloadedModel:
             progress(done, total)
 
     def _bring(self, block: BlockPlacement) -> None:
-        """A block that does not rest on the disk."""
+        """Bring a block to where it rests, which is not the disk."""
         home = self._device if block.tier == "vram" else HOST
         run = self._runs.get(block.name)
         if run is None:
@@ -235,7 +235,7 @@ class OffloadedModel:
         return self._decode_tensors(block, rings) if place is None else self._passing(self._layouts[block.name], place)
 
     def _passing(self, layout: BlockLayout, place: Tensor) -> BlockTensors:
-        """Its matrices where they pass; its norms and biases stay."""
+        """Return a block's tensors: the matrices where they pass, the norms and biases where they stay."""
         run = self._runs.get(layout.name)
         if run is None:
             small = self._packed.small_tensors(layout)

@@ -59,11 +59,11 @@ class PackedPlan:
 
     @property
     def command(self) -> str:
-        """The command that makes it, and makes its damaged blocks anew."""
+        """Return the command that makes it, and makes its damaged blocks anew."""
         return f"localllm quantize {shlex.quote(self.model)} --weights {self.recipe.name}"
 
     def index(self, checksums: Mapping[str, str]) -> dict[str, object]:
-        """The content of index.json. checksums: by the block's name."""
+        """Return the content of index.json. checksums: by the block's name."""
         recipe, files = self.recipe, self.files
         return {
             "layout_version": LAYOUT_VERSION,
@@ -109,7 +109,7 @@ class PackedModel:
     def open(
         cls, directory: Path, config: ModelConfig, recipe: Recipe, source: str, *, model: str = "MODEL"
     ) -> PackedModel:
-        """The packed model in `directory`, if it is just this one. Its `config` says whether the head is tied.
+        """Open the packed model in `directory`, if it is just this one. Its `config` says whether the head is tied.
 
         model: its name, for the commands in errors. Raises CheckpointError where it is unfinished, made from another
         source or in another recipe, damaged, cut, or of another layout version.
@@ -142,7 +142,7 @@ class PackedModel:
         self.close()
 
     def close(self) -> None:
-        """The tensors that were given out stay."""
+        """Close the files. The tensors that were given out stay."""
         if self._ahead is not None:
             self._ahead[2].close()
             self._ahead = None
@@ -155,7 +155,7 @@ class PackedModel:
         return self.views(layout, self.content(layout))
 
     def content(self, layout: BlockLayout) -> Tensor:
-        """The block as it lies on the disk, uint8, whole pages of its own, checked. Raises as `tensors` does."""
+        """Return the block as it lies on the disk, uint8, whole pages of its own, checked. Raises as `tensors` does."""
         file = self._files[layout.name]
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] != file.name:
@@ -174,11 +174,11 @@ class PackedModel:
         return buffer
 
     def views(self, layout: BlockLayout, memory: Tensor) -> dict[str, Tensor]:
-        """The block's tensors, where `memory`, on whatever device, holds its content or will."""
+        """Return the block's tensors in `memory`, which holds its content, or will, on whatever device."""
         return self._files[layout.name].views(memory)
 
     def finish(self) -> None:
-        """Nothing is left over: the index names every file."""
+        """Do nothing: the index names every file."""
 
     def read_ahead_only(self, names: Iterable[str]) -> None:
         """Begin only these of the blocks that follow each other before they are asked for."""
@@ -196,7 +196,7 @@ class PackedModel:
         return cached / sum(file.file_bytes for file in self._files.values())
 
     def streamed_file(self, layout: BlockLayout) -> StreamedFile:
-        """The block's file as a stream reads it: whole, again and again."""
+        """Return the block's file as a stream reads it: whole, again and again."""
         file = self._files[layout.name]
         return StreamedFile(
             name=file.name,
@@ -207,7 +207,7 @@ class PackedModel:
         )
 
     def disk_embedding(self, layout: BlockLayout) -> DiskEmbedding:
-        """The rows of the block's one matrix, read when they are wanted. The file is checked now. Raises
+        """Return the rows of the block's one matrix, read when they are wanted. The file is checked now. Raises
         CheckpointError."""
         file, (matrix,) = self._files[layout.name], layout.matrices
         path = self.directory / file.file_name
@@ -217,7 +217,7 @@ class PackedModel:
         return DiskEmbedding(path, file, matrix.name, weight_format, matrix.in_features, self._plan.command)
 
     def small_tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
-        """The block's norms and biases, which stay where its matrices are streamed. Raises CheckpointError."""
+        """Read the block's norms and biases, which stay where its matrices are streamed. Raises CheckpointError."""
         file = self._files[layout.name]
         path = self.directory / file.file_name
         try:
@@ -256,7 +256,7 @@ class PackedModel:
 
 
 def _agreed(found: Mapping[str, object], plan: PackedPlan, path: Path) -> tuple[PackedPlan, dict[str, str]]:
-    """The plan, with a head of its own where the index has one, and the checksums. Raises CheckpointError."""
+    """Return the plan, with a head of its own where the index has one, and the checksums. Raises CheckpointError."""
     version = found.get("layout_version")
     if version != LAYOUT_VERSION:
         newer = type(version) is int and version > LAYOUT_VERSION

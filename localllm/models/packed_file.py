@@ -58,7 +58,7 @@ class PackedTensor:
         return self.begin + self.spec.nbytes
 
     def read(self, descriptor: int, data_begin: int) -> Tensor:
-        """The tensor, from an open file. Raises OSError, and EOFError where the file ends before."""
+        """Read the tensor from an open file. Raises OSError, and EOFError where the file ends before."""
         import torch
 
         content = bytearray(os.pread(descriptor, self.spec.nbytes, data_begin + self.begin))
@@ -99,13 +99,13 @@ class PackedFile:
         return f"{self.name}.safetensors"
 
     def header(self, checksum: str) -> bytes:
-        """The first `data_begin` bytes of the file."""
+        """Return the first `data_begin` bytes of the file."""
         text = _json(self.metadata, checksum, self.tensors, self.padding)
         length = self.data_begin - _LENGTH_BYTES
         return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors in the bytes of a whole file, uint8 [file_bytes]: nothing is copied."""
+        """Return the tensors in the bytes of a whole file, uint8 [file_bytes]: nothing is copied."""
         data = buffer[self.data_begin :]
         return {
             name: data[placed.begin : placed.end].view(placed.spec.torch_dtype).view(placed.spec.shape)
@@ -113,7 +113,7 @@ class PackedFile:
         }
 
     def checksum_of(self, path: Path) -> str | None:
-        """The checksum of the file at `path`; None where it is not exactly this block, whole and undamaged."""
+        """Return the checksum of the file at `path`; None where it is not exactly this block, whole and undamaged."""
         if not path.is_file():  # a pipe would be waited for
             return None
         digest = xxhash.xxh3_128()
@@ -141,7 +141,7 @@ def needs_conversion(directory: Path) -> bool:
 
 
 def read_index(directory: Path) -> dict[str, object]:
-    """Whatever index.json holds. Raises CheckpointError where that is no JSON object, or nothing."""
+    """Return whatever index.json holds. Raises CheckpointError where that is not a JSON object, or nothing."""
     return read_json_object(directory / PACKED_INDEX, _LIMITS)
 
 
@@ -215,7 +215,7 @@ class NewFile:
 
 
 def _placed(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, PackedTensor], dict[str, PackedTensor], int]:
-    """Tensors, padding, and where the data ends. The format allows no bytes that belong to no tensor."""
+    """Return tensors, padding, and where the data ends. The format allows no bytes that belong to no tensor."""
     tensors: dict[str, PackedTensor] = {}
     padding: dict[str, PackedTensor] = {}
     position = 0

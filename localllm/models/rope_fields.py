@@ -58,7 +58,7 @@ def gemma3_rope_sections(fields: Fields) -> dict[str, Fields]:
 
 
 def partial_rotary_factor(fields: Fields) -> float:
-    """The share of a head that rotates, from the rope section or from beside it."""
+    """Return the share of a head that rotates, from the rope section or from beside it."""
     section = rope_sections(fields)[FULL]
     where = section if "partial_rotary_factor" in section.raw else fields
     factor = where.optional_number("partial_rotary_factor", 0.0, 1.0)
@@ -68,7 +68,8 @@ def partial_rotary_factor(fields: Fields) -> float:
 
 
 def parse_rope(section: Fields, context: RopeContext) -> RopeConfig:
-    """One layer kind's rope. Raises UnsupportedModelError for an unknown scaling, CheckpointError for a bad value."""
+    """Return the RoPE of one kind of layers. Raises UnsupportedModelError for an unknown scaling, CheckpointError for a
+    bad value."""
     name = section.optional_text("rope_type")
     if name is None:
         name = section.optional_text("type")

@@ -68,14 +68,14 @@ class SafetensorsFile:
         return self.specs[name]
 
     def dtype(self, name: str) -> str:
-        """As torch names it. Raises CheckpointError where it is one that is not read here."""
+        """Return the dtype as torch names it. Raises CheckpointError for one that is not read here."""
         dtype = self.spec(name).dtype
         if dtype not in _READABLE:
             raise refused(self.path, f"{show(name)} is stored as {dtype}; {', '.join(_READABLE)} are read")
         return _READABLE[dtype]
 
     def read(self, name: str) -> Tensor:
-        """A new CPU tensor of the stored shape and dtype."""
+        """Read a tensor into a new one on the CPU, of the stored shape and dtype."""
         spec = self.spec(name)
         return self.read_into(name, allocate(spec.shape, torch_dtype(self.dtype(name)), name))
 
@@ -102,7 +102,7 @@ class SafetensorsFile:
         return out
 
     def chunks(self, name: str, chunk_bytes: int = _READ_BYTES) -> Iterator[bytes]:
-        """The stored bytes of a tensor, in order."""
+        """Yield the stored bytes of a tensor, in order."""
         spec = self.spec(name)
         for begin in range(spec.begin, spec.end, chunk_bytes):
             buffer = bytearray(min(chunk_bytes, spec.end - begin))
@@ -128,7 +128,7 @@ class SafetensorsFile:
             done += count
 
     def _check_unchanged(self) -> None:
-        """After a read: what was read before this is what the checked header described."""
+        """Check after a read that the file is still the one whose header was checked."""
         try:
             now = _identity(self.path.stat())
         except OSError as error:
@@ -143,7 +143,7 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
-    """Room for a tensor on the CPU, zero or not. Raises DoesNotFitError."""
+    """Return room for a tensor on the CPU, zero or not. Raises DoesNotFitError."""
     import torch
 
     needed = math.prod(shape) * dtype.itemsize

@@ -32,12 +32,13 @@ class JsonLimits:
 
 
 def read_json_object(path: Path, limits: JsonLimits) -> dict[str, object]:
-    """The object in `path`. Raises CheckpointError naming a file that is absent, not plain, too large or not strict."""
+    """Return the object in `path`. Raises CheckpointError naming a file that is absent, not plain, too large or not
+    strict."""
     return parse_json_object(read_bounded(path, limits.size_bytes), str(path), limits)
 
 
 def read_bounded(path: Path, limit_bytes: int) -> bytes:
-    """The bytes of a plain file of at most `limit_bytes`."""
+    """Return the bytes of a plain file of at most `limit_bytes`."""
     fd = open_plain_file(path)
     size_bytes = os.fstat(fd).st_size
     with os.fdopen(fd, "rb") as file:
@@ -49,7 +50,8 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
 
 
 def open_plain_file(path: Path) -> int:
-    """A descriptor for reading; a pipe or a device is refused before it can block. Raises CheckpointError."""
+    """Open a file for reading and return its descriptor; a pipe or a device is refused before it can block. Raises
+    CheckpointError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
@@ -65,7 +67,7 @@ def open_plain_file(path: Path) -> int:
 
 
 def parse_json_object(data: bytes, source: str, limits: JsonLimits) -> dict[str, object]:
-    """One JSON object out of UTF-8 `data`; `source` names it in errors.
+    """Return one JSON object out of UTF-8 `data`; `source` names it in errors.
 
     Raises CheckpointError for what `parse_json` refuses, for half surrogates, and for anything but an object.
     """
@@ -74,7 +76,7 @@ def parse_json_object(data: bytes, source: str, limits: JsonLimits) -> dict[str,
         raise CheckpointError(
             f"{source} is not a JSON object", why=f"it holds a {type(value).__name__}", fix=FETCH_ANEW
         )
-    if b"\\u" in data:  # half a surrogate pair is no character: Python's parser lets it pass, printing it fails
+    if b"\\u" in data:  # half a surrogate pair is not a character: Python's parser lets it pass, printing it fails
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except (ValueError, RecursionError) as error:
@@ -83,7 +85,7 @@ def parse_json_object(data: bytes, source: str, limits: JsonLimits) -> dict[str,
 
 
 def parse_json(data: bytes, source: str, limits: JsonLimits) -> object:
-    """One JSON value out of UTF-8 `data`; `source` names it in errors.
+    """Return one JSON value out of UTF-8 `data`; `source` names it in errors.
 
     Raises CheckpointError for duplicate keys, NaN, infinities, and too deep or too many values.
     """
@@ -103,7 +105,7 @@ def parse_json(data: bytes, source: str, limits: JsonLimits) -> object:
 
 
 def require_few_values(data: bytes, source: str, limits: JsonLimits) -> None:
-    """Raises CheckpointError where `data` could hold more values than `limits` allow: counted, not parsed."""
+    """Raise CheckpointError where `data` could hold more values than `limits` allow: counted, not parsed."""
     objects = data.count(b"{")
     containers = objects + data.count(b"[")
     elements = containers + data.count(b",")

@@ -118,8 +118,10 @@ class ProbedModel:
 
 @dataclass(frozen=True)
 class Answering:
-    """absent: nobody answers. locked: the server wants another key. other: it is no server of models. ready: these are
-    its models."""
+    """What answers at an address.
+
+    state: absent: nothing. locked: it wants another key. other: no server of models. ready: `models` are its.
+    """
 
     state: Literal["absent", "locked", "other", "ready"]
     models: tuple[ProbedModel, ...] = ()

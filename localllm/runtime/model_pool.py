@@ -165,7 +165,7 @@ class ModelPool:
         return [row for row in rows if row.directory not in known and self.known(row.name) is None]
 
     def _installed(self, name: str) -> Selection | None:
-        """Find an installed model by its name alone: a client's word is no path to look at."""
+        """Find an installed model by its name alone: a client's word is not a path to look at."""
         row = next((row for row in self.others() if row.is_called(name)), None)
         if row is None:
             return None
@@ -227,7 +227,7 @@ class ModelPool:
         """Load a model, however long it takes; it goes on where the caller has gone. Raises what keeps it from that."""
         try:
             await self._load_once(model)
-        except EngineGoneError:  # its process was killed meanwhile, which is no reason that it must be again
+        except EngineGoneError:  # its process was killed meanwhile, which is not a reason that it must be again
             await self._load_once(model)
 
     async def _load_once(self, model: ServedModel) -> None:

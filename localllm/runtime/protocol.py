@@ -48,7 +48,7 @@ def message(data: bytes) -> Message:
     except ValueError as error:
         raise WireError(str(error)) from None
     if not isinstance(found, dict):
-        raise WireError("it is no object")
+        raise WireError("it is not an object")
     return found
 
 

@@ -79,7 +79,7 @@ class Server:
             reply = connection.getresponse()
             value = json.loads(reply.read())
         except (HTTPException, ValueError) as error:
-            raise OSError(f"what listens at {self._path} is no server of localllm: {error}") from None
+            raise OSError(f"what listens at {self._path} is not a server of localllm: {error}") from None
         finally:
             connection.close()
         if reply.status != 200:

@@ -65,9 +65,9 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
         return JsonReply({"name": ""})
 
     return (
-        Endpoint("GET", "/models", rows, "What is loaded"),
-        Endpoint("POST", "/find", find, "By which name others find a model", ModelBody),
-        Endpoint("POST", "/attach", attach, "Where an engine is", AttachBody),
+        Endpoint("GET", "/models", rows, "List the loaded models"),
+        Endpoint("POST", "/find", find, "Find the name under which a model is served", ModelBody),
+        Endpoint("POST", "/attach", attach, "Find the socket of a model's engine", AttachBody),
         Endpoint("POST", "/load", load, "Load a model", ModelBody),
         Endpoint("POST", "/unload", unload, "Unload a model", ModelBody),
         Endpoint("POST", "/stop", end, "End the server", ModelBody),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -174,22 +174,23 @@ class ReplyBody(BaseModel):
         return found
 
 
-def tagged_by(field: str, kinds: Mapping[str, str], otherwise: str, *, default: str | None = None) -> Discriminator:
-    """Return what tells the bodies of a union apart by one of their fields: errors are then those of the one meant.
+def tagged_by_type(otherwise: str, *, default: str | None = None, foreign: Collection[str] = ()) -> Discriminator:
+    """Return what tells the bodies of a union apart by their types: errors are then those of the one meant. The tag of
+    a body is its type with a capital letter, which `_path` leaves out.
 
-    kinds: tag of a body, by the field's value
-    otherwise: the error for any other value
-    default: the value where there is none
+    otherwise: the error for any other type
+    default: the type where there is none
+    foreign: types of the body with the tag "Foreign"
     """
 
-    def kind_of(given: object) -> str | None:
-        if isinstance(given, dict):
-            kind = given.get(field)
-            kind = default if kind is None else kind
-            return kinds.get(undated(kind)) if isinstance(kind, str) else None
-        return type(given).__name__
+    def tag_of(given: object) -> str | None:
+        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "")
+        kind = default if kind is None else kind
+        if not isinstance(kind, str):
+            return None
+        return "Foreign" if undated(kind) in foreign else kind[:1].upper() + kind[1:]
 
-    return Discriminator(kind_of, custom_error_type="kind", custom_error_message=otherwise)
+    return Discriminator(tag_of, custom_error_type="kind", custom_error_message=otherwise)
 
 
 def undated(kind: str) -> str:
@@ -291,7 +292,7 @@ def _refusal(of: type[Body], error: ValidationError) -> RequestError:
     # Each choice of a union reports what it misses; the one that came furthest is the one meant.
     found: ErrorDetails = max(error.errors(include_url=False, include_input=False), key=lambda each: len(_path(each)))
     if found["type"] == "json_invalid":
-        return RequestError(400, "the body is no JSON", why=found["msg"].removeprefix("Invalid JSON: "))
+        return RequestError(400, "the body is not JSON", why=found["msg"].removeprefix("Invalid JSON: "))
     path = _path(found)
     places = [".".join(map(str, path[:end])) for end in (None, 2, 1)]
     param = places[0][:_MOST_NAMED]

@@ -179,7 +179,7 @@ def template_input(chat: ChatInput, tools: Toolset | None, engine: LoadedEngine)
 
 
 def _output_format(request: GenerationRequest, engine: LoadedEngine) -> OutputFormat | None:
-    """Return None for a prompt that is no conversation."""
+    """Return None for a prompt that is not a conversation."""
     if not isinstance(request.prompt, ChatInput):
         return None
     is_said_alone = request.tools is None and (request.grammar is not None or request.effort == "none")

@@ -215,7 +215,7 @@ def _accepted(text: str, name: str) -> str:
     key = text.strip()
     if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
         why = f"it has {len(key)} characters; at least {_SHORTEST_KEY} are needed, of ASCII and without blanks"
-        raise UsageError(f"{name} is no key", why=why, fix=_MAKING)
+        raise UsageError(f"{name} is not a key", why=why, fix=_MAKING)
     return key
 
 

@@ -88,11 +88,11 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP in our own form, where no reply has begun."""
+        """Refuse what is not HTTP in our own form, where no reply has begun."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        failure = failure_of(RequestError(400, "the request is no HTTP", why=msg, name="invalid_request"))
+        failure = failure_of(RequestError(400, "the request is not HTTP", why=msg, name="invalid_request"))
         body = encoded(body_of(failure, "openai"))
         head = [*SECURITY_HEADERS.items(), ("content-type", JsonReply.media_type), ("content-length", str(len(body)))]
         headers = [(name.encode(), value.encode()) for name, value in [*head, ("connection", "close")]]
@@ -141,7 +141,9 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--host {host} is no address", why=str(error), fix=Fix.flag("--host", "127.0.0.1")) from None
+        raise UsageError(
+            f"--host {host} is not an address", why=str(error), fix=Fix.flag("--host", "127.0.0.1")
+        ) from None
     family, kind, proto, _, address = found[0]
     sock = socket.socket(family, kind, proto)
     try:

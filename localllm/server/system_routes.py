@@ -239,11 +239,18 @@ async def apply_template(call: ApiCall, body: TemplateBody) -> JsonReply:
 
 
 ENDPOINTS = (
-    Endpoint("GET", "/health", health, "200: the model is loaded", reply=Health),
-    Endpoint("GET", METRICS_PATH, metrics, "For Prometheus"),
+    Endpoint("GET", "/health", health, "200 once the model is loaded", reply=Health),
+    Endpoint("GET", METRICS_PATH, metrics, "Metrics for Prometheus"),
     Endpoint("GET", "/props", props, "The model and its defaults", reply=Props),
-    Endpoint("GET", "/slots", slots, "What is being computed", reply=list[Slot]),
-    Endpoint("POST", "/tokenize", tokenize, "A text's token ids", TokenizeBody, TokensReply),
-    Endpoint("POST", "/detokenize", detokenize, "The text of token ids", DetokenizeBody, ContentReply),
-    Endpoint("POST", "/apply-template", apply_template, "The text of a chat's prompt", TemplateBody, PromptReply),
+    Endpoint("GET", "/slots", slots, "List the running requests", reply=list[Slot]),
+    Endpoint("POST", "/tokenize", tokenize, "Token ids of a text", TokenizeBody, TokensReply),
+    Endpoint("POST", "/detokenize", detokenize, "Text of token ids", DetokenizeBody, ContentReply),
+    Endpoint(
+        "POST",
+        "/apply-template",
+        apply_template,
+        "Prompt that a chat template makes of messages",
+        TemplateBody,
+        PromptReply,
+    ),
 )

@@ -282,7 +282,7 @@ def as_chat_input(data: object) -> ChatInput:
         raise UsageError("the messages file has no messages", why=why, fix=fix)
     generation = data.pop("add_generation_prompt", None)
     if generation is not None and not isinstance(generation, bool):
-        raise UsageError("add_generation_prompt is no boolean", why=f"it is a {_kind(generation)}")
+        raise UsageError("add_generation_prompt is not a boolean", why=f"it is a {_kind(generation)}")
     messages, tools = _messages(data.pop("messages")), data.pop("tools", None)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UsageError("the tools are no array of objects", why=f"they are a {_kind(tools)}")
@@ -292,7 +292,7 @@ def as_chat_input(data: object) -> ChatInput:
 def plain_data(value: Any, depth: int = 0) -> Any:
     """Copy JSON-like data to plain types: objects have methods that a sandbox does not know.
 
-    Raises TemplateError where it is nested too deeply, UsageError for what is no JSON value.
+    Raises TemplateError where it is nested too deeply, UsageError for what is not a JSON value.
     """
     if depth > _MAX_DEPTH:
         raise TemplateError("the messages are nested too deeply", why=f"more than {_MAX_DEPTH} levels")
@@ -304,7 +304,7 @@ def plain_data(value: Any, depth: int = 0) -> Any:
         return {str(key): plain_data(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_data(item, depth + 1) for item in value]
-    raise UsageError("a template variable is no JSON value", why=f"a {type(value).__name__}")
+    raise UsageError("a template variable is not a JSON value", why=f"a {type(value).__name__}")
 
 
 def _with_joined_text(messages: list[Message]) -> list[Message] | None:
@@ -340,7 +340,7 @@ def _messages(data: Any) -> list[Message]:
     for index, message in enumerate(data):
         name = f"message {index + 1} of {len(data)}"
         if not isinstance(message, dict):
-            raise UsageError(f"{name} is no object", why=f"it is a {_kind(message)}")
+            raise UsageError(f"{name} is not an object", why=f"it is a {_kind(message)}")
         if not isinstance(message.get("role"), str):
             raise UsageError(f"{name} has no role", why='every message says who speaks: {"role": "user", ...}')
         content = message.get("content")

@@ -2,7 +2,7 @@
 
 While a template renders for ids, a private character stands for each special token in the template's own literals.
 Messages are left as they are: however a template cuts, trims or joins them, they never hold such a character, and so
-nobody can forge a role. A template still finds in a message what is no special token (`</think>`).
+nobody can forge a role. A template still finds in a message what is not a special token (`</think>`).
 
 A template that builds special tokens from roles ('<|' + role + '|>') means that for the ordinary roles only.
 

@@ -1,7 +1,7 @@
 """Run chat templates in jinja2's immutable sandbox, with limits of time and size.
 
 A template is a program by a stranger. A well-meant one gets what transformers' apply_chat_template gives it, except
-that `|string` of a list or mapping is JSON: Python's repr is no format for a model to read.
+that `|string` of a list or mapping is JSON: Python's repr is not a format for a model to read.
 
 Every value that a template makes is counted, and what could become much larger than its parts (a product, a padding, a
 replacement) is refused before it is made. Each loop, call, filter and literal looks at the clock, which works in any

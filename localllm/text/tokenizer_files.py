@@ -79,7 +79,7 @@ class TokenizerFiles:
         try:
             return self._bytes(name, limit_bytes).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.error(name, "is no UTF-8 text", f"byte {error.start}: {error.reason}") from error
+            raise self.error(name, "is not UTF-8 text", f"byte {error.start}: {error.reason}") from error
 
     def json(self, name: str, limits: JsonLimits = SETTINGS) -> dict[str, Any]:
         """Return the JSON object in the file; {} if there is no such file."""
@@ -134,7 +134,7 @@ class TokenizerFiles:
         return TokenizerError(f"{self.directory / name} {what}", why=why, fix=FETCH_ANEW)
 
     def _naming(self, name: str) -> AbstractContextManager[None]:
-        return library_errors(f"{self.directory / name} is no tokenizer that can be read")
+        return library_errors(f"{self.directory / name} is not a tokenizer that can be read")
 
     def _bytes(self, name: str, limit_bytes: int) -> bytes:
         with _as_tokenizer_error():
@@ -156,7 +156,7 @@ class TokenizerFiles:
         vocab, merges = self.json("vocab.json", VOCABULARY), self.text("merges.txt")
         for text, index in vocab.items():
             if type(index) is not int or not 0 <= index < MAX_VOCAB:
-                raise self.error("vocab.json", "is no vocabulary", f"the id of {text[:40]!r} is {str(index)[:40]}")
+                raise self.error("vocab.json", "is not a vocabulary", f"the id of {text[:40]!r} is {str(index)[:40]}")
         if (count := merges.count("\n")) > MAX_VOCAB:
             raise self.error("merges.txt", "has too many lines", f"{count}; at most {MAX_VOCAB}")
         lines = [line.rstrip("\r") for line in merges.split("\n") if line and not line.startswith("#version")]
@@ -249,7 +249,7 @@ def _require_bounded(data: bytes) -> None:
         try:
             charsmap = base64.b64decode(found[1], validate=True)
         except binascii.Error as error:
-            raise ValueError(f"its precompiled_charsmap is no base64: {error}") from None
+            raise ValueError(f"its precompiled_charsmap is not base64: {error}") from None
         trie_end = 4 + int.from_bytes(charsmap[:4], "little")
         if not 4 < trie_end <= len(charsmap) or trie_end % 4:
             raise ValueError(f"its precompiled_charsmap of {len(charsmap)} bytes is cut")

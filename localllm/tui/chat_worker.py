@@ -208,7 +208,11 @@ class ChatWorker:
             self.session.dialogue.cut(length)
             self.session.recorder.sync()
         self._show_and_count()
-        self.note(f"a copy: {name}" if name is not None else "there is nothing to copy: no question stands")
+        self.note(
+            f"continuing in a copy: {name}"
+            if name is not None
+            else "there is nothing to copy: the chat has no question"
+        )
 
     def open(self, word: str, message: int | None = None, *, is_chosen: bool = False) -> None:
         """Open a saved conversation with the loaded model. message: the number of the one to go to; is_chosen: as in
@@ -307,7 +311,7 @@ class ChatWorker:
         self._post(messages.ConversationChanged(turns, *about, attached, ending, thinking))
 
     def _count(self, num_said: int = 0) -> None:
-        """Post the use of the context. num_said: tokens of a continued answer, which is no turn meanwhile."""
+        """Post the use of the context. num_said: tokens of a continued answer, which is not a turn meanwhile."""
         if self._engine is not None:
             usage = self.session.usage()
             parts = {**usage.parts, "answer": usage.parts.get("answer", 0) + num_said}

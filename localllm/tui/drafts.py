@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from localllm.chat.text_file import replace_file
 from localllm.config import user_directories
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, UsageError
 
 
 def _path() -> Path:
@@ -22,16 +23,12 @@ def _path() -> Path:
 def save(text: str) -> None:
     """Save the draft, readable by its owner alone; remove it where it is empty. Errors of the disk are ignored."""
     path = _path()
-    unfinished = path.with_name(f".draft.{os.getpid()}.tmp")
-    with suppress(OSError):
+    with suppress(OSError, UsageError):
         if not text.strip():
             path.unlink(missing_ok=True)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as stream:
-            stream.write(text)
-        unfinished.replace(path)
+        replace_file(path, text.encode(errors="replace").decode())
 
 
 def take() -> str:

@@ -5,15 +5,14 @@ Each job opens the file anew, so that it is never in the way of others who write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from localllm.chat.recorder import exported, moved_text, proposed_name
+from localllm.chat.recorder import exported, form_of, opened_history, proposed_name
 from localllm.chat.text_file import ExistsError, replace_file, typed_path, write_new
-from localllm.errors import Fix, HistoryError, UsageError
+from localllm.errors import HistoryError, UsageError
 from localllm.history import History, Removed, Session, history_file, nothing_is_kept
 from localllm.history import Message as SavedMessage
 from localllm.tui.job_queue import JobQueue
@@ -80,7 +79,7 @@ class HistoryWorker:
         def find() -> ChatRows:
             if nothing_is_kept():
                 return ChatRows(())
-            with self._opened() as history:
+            with opened_history(self._warn) as history:
                 if query.strip():
                     hits = history.search(query, _MOST_FOUND)
                     rows = [ChatRow(hit.session, None, hit.message) for hit in hits]
@@ -96,7 +95,7 @@ class HistoryWorker:
         """The messages around a hit, or the last ones of a chat. Raises GoneError."""
 
         def read() -> ChatExcerpt:
-            with self._opened() as history:
+            with opened_history(self._warn) as history:
                 path = history.path(history.refresh(row.session))
             if row.message is None:
                 first = max(0, len(path) - _MOST_SHOWN)
@@ -127,7 +126,7 @@ class HistoryWorker:
         def restore() -> Session | None:
             if not self._removed:
                 return None
-            with self._opened(makes=True) as history:
+            with opened_history(self._warn, makes=True) as history:
                 session = history.put_back(self._removed[-1])
             self._removed.pop()
             return session
@@ -145,7 +144,7 @@ class HistoryWorker:
             except (ValueError, OSError) as error:  # a NUL
                 fix = "another folder, or name"
                 raise UsageError(f"{str(path)!r} cannot be written", why=str(error), fix=fix) from None
-            text = exported(history, history.refresh(row.session), file)
+            text = exported(history, [history.refresh(row.session)], form_of(file))
             try:
                 (replace_file if overwrites else write_new)(file, text)
             except ExistsError:
@@ -156,20 +155,10 @@ class HistoryWorker:
 
     async def _change(self, change: Callable[[History], _Result]) -> _Result:
         def run() -> _Result:
-            with self._opened() as history:
+            with opened_history(self._warn) as history:
                 return change(history)
 
         return await self._jobs.result(run)
-
-    @contextmanager
-    def _opened(self, *, makes: bool = False) -> Iterator[History]:
-        """The history; made where there is none and `makes`. Raises HistoryError."""
-        if not makes and nothing_is_kept():
-            raise HistoryError("no chat is kept any more", why=f"there is no {history_file()}", fix=Fix.command("chat"))
-        with History.open_to_read(history_file()) as history:
-            if history.moved_to is not None:
-                self._warn(moved_text(history.moved_to, history.num_rescued))
-            yield history
 
 
 def past_questions() -> tuple[str, ...]:

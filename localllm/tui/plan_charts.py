@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from localllm.offload.planner.plan import Plan
 
 _LABEL = 13  # columns
+_GAP = 3
 _MOST_BAR = 60
 _SAME = 0.05  # two rates that differ by less are equal
 _MOST_ROWS = 4  # of a map whose blocks have two columns each
@@ -206,11 +207,11 @@ def _paragraph(label: str, content: Content, columns: int) -> list[Content]:
     return [_labelled(label, first), *_indented(others)]
 
 
-def _flowing(parts: Sequence[Content], columns: int, gap: int = 3) -> list[Content]:
+def _flowing(parts: Sequence[Content], columns: int) -> list[Content]:
     rows: list[Content] = []
     for part in parts:
-        if rows and rows[-1].cell_length + gap + part.cell_length <= columns:
-            rows[-1] += Content(" " * gap) + part
+        if rows and rows[-1].cell_length + _GAP + part.cell_length <= columns:
+            rows[-1] += Content(" " * _GAP) + part
         else:
             rows.append(part)
     return rows

@@ -136,7 +136,7 @@ def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_p
 
 
 def test_blocks_that_the_host_computes_stand_between_ours(tmp_path):
-    """Of a device that is no device of ours, as a block on the host is to one on a card."""
+    """Of a device that is not a device of ours, as a block on the host is to one on a card."""
     write_checkpoint(tmp_path, "llama", layers=3)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", weights="fp32"))
     token_ids = ids(30)

@@ -23,7 +23,7 @@ from tests.history_support import ask, said
 
 
 def read(folder: Path, content: Any) -> list[Conversation]:
-    """What is read of a file with these bytes, or of what is no bytes as JSON."""
+    """What is read of a file with these bytes, or of what is no bytes, as JSON."""
     file = folder / "conversations.json"
     file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return list(read_conversations(file))
@@ -34,7 +34,7 @@ def exported(*conversations: Conversation) -> Any:
 
 
 def a_tree(history: History) -> Session:
-    """Two answers to one question, one of them cut, a second wording of it, and a message that is no text."""
+    """Two answers to one question, one of them cut, a second wording of it, and a message that is not a text."""
     session, question = ask(history, "Wohin ging der Fuchs? \x1b[31m")
     facts = {"seed": 7, "completion_tokens": 3}
     history.append(session, question, "assistant", "Nach 北京.", model="tiny", facts=facts)

@@ -63,7 +63,7 @@ def test_a_name_with_the_signs_of_an_attack_is_refused_even_where_a_folder_has_i
     if "/" not in name:
         make_folder(tmp_path / name, config__json="{}")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFoundError, match="is no model name"):
+    with pytest.raises(ModelNotFoundError, match="is not a model name"):
         locate(name)
 
 

@@ -333,7 +333,7 @@ def test_whatever_a_head_says_the_log_has_one_line_of_ours(server: Running, conn
     assert 400 <= status < 500 or (name.endswith(("value", "key", "version")) and status == 200)
     assert b"set-cookie" not in head and b"\x1b" not in head
     raw.close()
-    answered = b"x-request-id" in head  # what is no request at all is refused before it is one
+    answered = b"x-request-id" in head  # what is not a request at all is refused before it is one
     wait_for(lambda: len(server.log) >= answered)
     assert len(server.log) == answered
     assert all(line.isascii() and line.isprintable() and len(line) < 200 for line in server.log)

@@ -82,7 +82,7 @@ RECORDED: list[tuple[str, str, Sequence[Part]]] = [
     ("harmony", "It speaks without channels.", [("text", "It speaks without channels.")]),
 ]  # fmt: skip
 
-# What is no call, and is said as it is.
+# What is not a call, and is said as it is.
 TEXTS: list[tuple[str, str]] = [
     ("hermes", "  No call at all, 1 < 2 and <tool_talk>.  "),
     ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"unit": }}\n</tool_call>'),

@@ -100,7 +100,7 @@ def test_the_plan_tells_what_each_who_drafts_would_give(monkeypatch: pytest.Monk
     profile = Profile("this machine", dram_read_gbs=RATES.matrix_gbs, disk_read_gbs=RATES.disk_gbs, formats=rates)
     for module in (planner, model_plan):
         monkeypatch.setattr(module, "kept_profile", lambda: profile)
-    # What the tests before have left in this process is no part of what a program holds.
+    # What the tests before have left in this process is not part of what a program holds.
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=400 << 20, vms=1 << 30))
     usual = planned()
     assert [row["drafter"] for row in usual] == ["ngram", "ngram", "skip"]

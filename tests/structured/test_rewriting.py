@@ -197,7 +197,7 @@ NUMBERS: dict[str, Any] = {
     "integer": {"type": "integer"},
     "number": NUMBER,
     "one of several types": {"type": ["integer", "null"]},
-    "whatever is no text": {"minLength": 3},
+    "whatever is not a text": {"minLength": 3},
     "anything": {},
     "minimum": {"type": "integer", "minimum": 3},
     "maximum": {"type": "integer", "maximum": 3},

@@ -348,7 +348,11 @@ async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> No
     async with chatting(keys={"chat.regenerate": "ctrl+y"}, size=(100, 160)) as (app, pilot):
         await press(pilot, "f1", until=HelpScreen)
         assert_shown(
-            app, "^y                        answer again", "search what was asked", "/export PATH", "Models (F3)"
+            app,
+            "^y                        regenerate the answer",
+            "search earlier questions",
+            "/export PATH",
+            "Models (F3)",
         )
         await pilot.press("escape")
         await say(pilot, "one")

@@ -182,7 +182,7 @@ async def test_typing_finds_titles_and_messages_and_enter_opens_the_chat_at_the_
         assert [row.message is None for row in screen.chats.rows] == [True, False]
         await press(pilot, "down", "enter", until=lambda: app.screen is app.chat and app.chat.num_turns == 60)
         await until(pilot, lambda: [view.index for view in app.chat.query(".-found").results(MessageView)] == [7])
-        assert app.chat.focused is app.chat.composer  # so that what is typed next is no key of the message
+        assert app.chat.focused is app.chat.composer  # so that what is typed next is not a key of the message
         await until(pilot, "red lantern")
         await pilot.pause(0.2)
         assert "red lantern" in shown(app)

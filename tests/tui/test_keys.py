@@ -62,7 +62,7 @@ def test_a_name_that_is_there_with_quotes_and_without_is_refused(tmp_path: Path)
         ('"chat.stop" = "space"', "'chat.stop'", "written in messages"),
         ('"app.models" = "ctrl+a"', "'app.models'", "text field"),
         ('"app.models" = "ctrl+g"', "'composer.editor'", "$EDITOR"),
-        ('"chat.code" = "f5"', "'chat.regenerate'", "answer again"),
+        ('"chat.code" = "f5"', "'chat.regenerate'", "regenerate the answer"),
         ('"app.plan" = "f12"\n"app.models" = "f12"', "'app.plan'", "app."),
     ],
 )

@@ -149,7 +149,7 @@ async def answer(pilot: Pilot[None], text: str) -> None:
 async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScreen:
     screen = await open_models(pilot, name)
     await pilot.press("p")
-    await answer(pilot, "pull it")
+    await answer(pilot, "download it")
     await until(pilot, lambda: name in disk.begun)
     return screen
 
@@ -303,7 +303,7 @@ async def test_a_repository_that_nobody_listed_can_be_pulled(disk: FakeDisk) -> 
         await pilot.press("slash")
         screen_of(app).filter_input.value = "someone/else-1b"
         await pilot.press("enter")
-        await answer(pilot, "pull it")
+        await answer(pilot, "download it")
         disk.let.release(10)
         await until(pilot, lambda: disk.begun == ["someone/else-1b"])
 
@@ -367,7 +367,7 @@ async def test_the_loaded_model_is_not_deleted_without_a_word(disk: FakeDisk) ->
     disk.models[0] = InstalledModel("tiny", Path("/tiny"), 1, packed=(PackedWeights("int8", Path("/p"), GIB, "whole"),))
     async with models(model="tiny") as (app, pilot, _):
         await press(pilot, "d", until=ChoiceDialog)
-        assert "It is the model that is loaded" in shown(app)
+        assert "It is loaded now" in shown(app)
 
 
 async def test_details_tell_what_is_known_of_a_model() -> None:

@@ -177,7 +177,7 @@ async def test_a_pipe_is_no_file_and_holds_nothing_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     async with chatting() as (app, pilot):
         await command(pilot, f"/file {tmp_path / 'pipe'}", until=lambda: app.chat.notice.error is not None)
-        assert "it is no file" in shown(app)
+        assert "it is not a file" in shown(app)
         await say(pilot, "one")
 
 

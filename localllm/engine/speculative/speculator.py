@@ -149,7 +149,7 @@ class Speculation:
                 this.acceptances[index].learn(seen.source, seen.token_ids, sampled)
         rows = len(this.sequences) + sum(len(draft.token_ids) for draft in this.drafts)
         begins_ahead = self._residency.runner.begins_ahead
-        # A step that could have been begun ahead, and was not, is no measure of those that are.
+        # A step that could have been begun ahead, and was not, is not a measure of those that are.
         if this.option is not None or not self._controller.is_settled or not begins_ahead:
             self._controller.learn(this.option, rows, tokens, len(this.sequences), this.draft_s, step_s)
         if this.option is None and self._controller.is_settled:

@@ -377,7 +377,7 @@ class _Pages:
 def _device(name: str) -> torch.device:
     found = re.fullmatch(r"cuda:(\d+)", name)
     if found is None or (torch.cuda.is_available() and int(found[1]) >= torch.cuda.device_count()):
-        raise argparse.ArgumentTypeError(f"{name!r} is no GPU here, as cuda:0 is the first one")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a GPU here, as cuda:0 is the first one")
     return torch.device(name)
 
 

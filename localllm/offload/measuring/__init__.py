@@ -1,1 +1,1 @@
-"""What this machine can do, measured with torch: the figures of `planner.profile`."""
+"""Measure this machine with torch: the figures of `planner.profile`."""

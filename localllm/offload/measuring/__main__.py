@@ -1,6 +1,7 @@
-"""Measures this machine for plans of one format, and keeps it: `python -m localllm.offload.measuring int4-g64 bf16`.
+"""Measure this machine for plans of one format and store the result: `python -m localllm.offload.measuring int4-g64
+bf16`.
 
-The planner runs it where torch is not loaded yet. A line is printed before each measurement.
+The planner starts this if torch is not loaded yet. A line is printed before each measurement.
 """
 
 from __future__ import annotations

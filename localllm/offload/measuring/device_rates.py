@@ -1,6 +1,6 @@
-"""What a GPU was measured to do: copies, launches, the way to the CPU and back, and the memory that CUDA itself takes.
+"""Measure a GPU: copies, launches, the way to the CPU and back, and the memory that CUDA itself takes.
 
-A CPU may stand in for the GPU. Knows nothing of models; of formats only what is kept with the rest.
+A CPU may stand in for the GPU. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _CONTEXT_BYTES = range(100 * _MIB, 2048 * _MIB)
 
 @torch.inference_mode()
 def device_rates(device: torch.device) -> DeviceRates:
-    """All but the formats, in a second or two. Raises torch.OutOfMemoryError where the device has no room for it."""
+    """Measure everything except the formats, in a second or two. Raises torch.OutOfMemoryError if the device has no
+    room."""
     free_before = _free_before_context(device)
     floors = DeviceFloors(device, _COPY_BYTES)
     warm_up(device, floors.h2d_gbs)
@@ -44,14 +45,14 @@ def device_rates(device: torch.device) -> DeviceRates:
 
 
 def gpu(device: torch.device) -> Gpu | None:
-    """What NVML says of this device; None where it is a CPU, or nothing is said."""
+    """Return NVML's facts of this device; None for a CPU, or if NVML gives none."""
     if device.type == "cpu":
         return None
     return gpu_of(str(torch.cuda.get_device_properties(device).uuid))
 
 
 def give_back_cached(device: torch.device) -> None:
-    """What was freed on the device, and pinned for it, but is kept by torch for later, goes back to the system."""
+    """Return memory to the system that was freed on the device or pinned for it, but is still cached by torch."""
     if device.type != "cpu":
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()  # torch.accelerator.empty_host_cache begins with torch 2.12
@@ -88,7 +89,7 @@ def _context_bytes(device: torch.device, free_before: int | None) -> int:
 
 
 def _launch_s(device: torch.device) -> tuple[float, float]:
-    """One by one, and in a graph."""
+    """Return the seconds of a launch, one by one and in a graph."""
     x = torch.zeros(1, device=device)
 
     def launch_all() -> None:

@@ -1,4 +1,4 @@
-"""Measures, and keeps, the rates that a plan needs: those that are not known yet, and doubtful ones."""
+"""Measure and store the rates that a plan needs: missing ones, and doubtful ones."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ _Measured = TypeVar("_Measured")
 def measured(
     profile: Profile, weights: str, weight_format: WeightFormat, dtype: torch.dtype, say: Callable[[str], None]
 ) -> Profile:
-    """The profile with all that a plan for such weights needs; what was missing is measured now, and kept; and what is
-    doubtful, where the machine is quiet now."""
+    """Return the profile with everything that a plan for such weights needs.
+
+    Missing figures are measured and stored now; so are doubtful ones if the machine is quiet.
+    """
     before, again = profile, profile.again()
     if profile.dram_read_gbs is None or "memory" in again:
         say("measuring the memory")
@@ -85,7 +87,7 @@ def device_measured(
     dtype: torch.dtype,
     say: Callable[[str], None],
 ) -> Profile:
-    """The profile with all that a plan for such weights needs to know of the device; what was missing is kept."""
+    """Return the profile with everything that a plan for such weights needs of the device; missing ones are stored."""
     before, again, on_card = profile, profile.again(), of_format(weights, on_card=True)
     rates = profile.device
     if rates is None or CARD in again:
@@ -113,7 +115,7 @@ def device_measured(
 def _sampled(
     profile: Profile, name: str, sample: Callable[[], _Measured], can_be: Callable[[_Measured], bool]
 ) -> tuple[Profile, _Measured]:
-    """Return the profile with a figure that is measured now, once more where what comes out cannot be."""
+    """Return the profile with one figure measured now, and once more if the result is impossible."""
     before = other_work.counted()
     found = sample()
     found = found if can_be(found) else sample()

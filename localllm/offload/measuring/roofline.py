@@ -1,6 +1,6 @@
-"""What this machine can do at most: read memory, copy to and on a GPU, multiply matrices.
+"""Measure the limits of this machine: reading memory, copying to and on a GPU, multiplying matrices.
 
-Each call is one sample; whoever measures takes it beside what it bounds, again and again. Rates are in 1e9 a second.
+Each call is one sample; the caller takes it beside the rate that it bounds, again and again. Rates are in 1e9 a second.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 class MemoryFloor:
-    """Reading a buffer far larger than the caches, in such pages as weights lie in, with all of torch's threads.
+    """Reads a buffer far larger than the caches, in the same kind of pages as weights, with all of torch's threads.
 
-    It is read as so many streams side by side as give the most: how many that is depends on the machine.
+    It is read as several streams side by side; their number is the fastest on this machine.
     """
 
     def __init__(self, num_bytes: int | None = None) -> None:
@@ -77,7 +77,7 @@ class DeviceFloors:
         self._from, self._to = (torch.ones(self._num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def device_copy_gbs(self) -> float:
-        """Bytes read and bytes written, both counted."""
+        """Return the rate of a copy on the device; bytes read and bytes written both count."""
         return 2 * self._gbs(lambda: self._to.copy_(self._from))
 
     def h2d_gbs(self) -> float:
@@ -91,7 +91,7 @@ class DeviceFloors:
 
 
 def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
-    """From when the device has nothing to do until it has done this."""
+    """Return the seconds of an action on an idle device."""
     synchronize = torch.get_device_module(device).synchronize
 
     def finish() -> None:
@@ -103,11 +103,13 @@ def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
 
 
 def recorded(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
-    """A replay of a graph of what `action` gives a GPU, as short steps run; the action itself where there is no GPU, or
-    where it needs the host between two launches."""
+    """Return a replay of a CUDA graph of `action`, as short steps run.
+
+    Returns the action itself without a GPU, or if it needs the host between two launches.
+    """
     if device.type != "cuda":
         return action
-    device_seconds(device, action)  # what is compiled or loaded at first is no part of a graph
+    device_seconds(device, action)  # what is compiled or loaded at first is not part of a graph
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads pin memory meanwhile
@@ -119,7 +121,7 @@ def recorded(device: torch.device, action: Callable[[], object]) -> Callable[[],
 
 
 def warm_up(device: torch.device, action: Callable[[], object]) -> None:
-    """Once on a CPU; on a GPU until its clocks and its link are awake, which they are not while it has no work."""
+    """Run once on a CPU. On a GPU run until its clocks and its link are awake, which they are not while it is idle."""
     started = time.perf_counter()
     device_seconds(device, action)
     while device.type != "cpu" and time.perf_counter() - started < _AWAKE_S:

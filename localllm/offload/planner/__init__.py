@@ -1,1 +1,1 @@
-"""The plan of where a model rests: search, costs, and what this machine was measured to do."""
+"""Plan where each block of a model is placed: search, costs, and the measured speeds of this machine."""

@@ -1,4 +1,4 @@
-"""What would make a model faster on this machine, or let it run at all: other plans, tried as the first one was."""
+"""Advise what would make a model faster on this machine, or let it run at all: other plans, searched like the first."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _PLACES: Mapping[Kind, tuple[Literal["vram", "ram", "disk"], Literal["gpu", "cpu
 
 
 class _Counts(NamedTuple):
-    """How many of the attention or the MLP blocks are of each kind."""
+    """The number of attention or MLP blocks of each kind."""
 
     resident: int = 0
     computed: int = 0
@@ -64,7 +64,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Amount:
-    """What a plan must have memory for. kv_layers: whose keys and values are on the device."""
+    """What a plan must have memory for. kv_layers: the layers whose keys and values are on the device."""
 
     ctx: int
     sequences: int
@@ -381,7 +381,7 @@ class CardPlacements:
 
 
 def _sections(ctx: int) -> int:
-    """Return over how many sections of pages a GPU's attention is shared out: 1, 4, 16, 64, ... of 256 tokens."""
+    """Return the number of sections into which a GPU's attention splits the pages: 1, 4, 16, 64, ... of 256 tokens."""
     sections = 1
     while sections * _SECTION_TOKENS < ctx:
         sections *= 4
@@ -394,7 +394,7 @@ def _placed(block: BlockShape, kind: Kind, split_bytes: int = 0) -> BlockPlaceme
 
 
 def _interleaved(counts: _Counts) -> list[Kind]:
-    """Return so many of each kind, each as evenly as can be among the others: copies arrive while others compute."""
+    """Return so many blocks of each kind, spread evenly: copies arrive while others compute."""
     total, given = sum(counts), dict.fromkeys(counts._fields, 0)
     order: list[Kind] = []
     for place in range(1, total + 1):

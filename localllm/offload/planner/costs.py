@@ -1,6 +1,6 @@
-"""What a step costs: the GPU, the host, the link and the disk work side by side, and the slowest of them decides.
+"""The cost of a step: the GPU, the host, the link and the disk work in parallel, and the slowest decides.
 
-FlexGen's cost model (arXiv:2303.06865, section 4.3) for blocks that may also be computed where they rest.
+FlexGen's cost model (arXiv:2303.06865, section 4.3), extended to blocks that are computed where they are stored.
 """
 
 from __future__ import annotations
@@ -170,11 +170,11 @@ class Costs:
 
     @property
     def _passing(self) -> dict[Bound, float]:
-        """The seconds until everything that the device does not hold has passed through it once."""
+        """Return the seconds until everything that the device does not hold has been copied to it once."""
         link_s = 0.0 if self.card is None else self.work.passing_bytes / self.card.link_gbs / 1e9
         return {"link": link_s * self.corrections.of(self._term("prompt", "link")), "disk": self._disk_s("prompt")}
 
     def _disk_s(self, phase: _Phase) -> float:
-        """Return the seconds of reading. What the page cache holds is computed with where it lies."""
+        """Return the seconds of reading. What the page cache holds is computed in place."""
         seconds = self.work.disk_bytes / self.rates.disk_gbs / 1e9 + RUN_S * self.work.disk_runs
         return seconds * (1 - self.rates.cached_share) * self.corrections.of(self._term(phase, "disk"))

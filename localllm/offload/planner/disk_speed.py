@@ -1,6 +1,6 @@
-"""How fast a disk is read, past the page cache: a file written for it, read by several threads. Needs no torch.
+"""Measure how fast a disk is read past the page cache: a temporary file, read by several threads. Needs no torch.
 
-Each read is one sample; whoever measures takes as many as the time allows. Rates are in 1e9 a second.
+Each read is one sample; the caller takes as many as its time allows. Rates are in 1e9 bytes a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECONDS = 1.0  # of one sample, at most: a slow disk must not hold up the rest
 
 @dataclass(frozen=True)
 class DiskFile:
-    """A file of random bytes without a name: it is gone with the process that made it, however that ends."""
+    """A file of random bytes without a name. It vanishes with its process, however that ends."""
 
     fd: int
     num_bytes: int
@@ -41,7 +41,8 @@ class DiskFile:
         return "O_DIRECT" if self.bypasses_cache else "page cache dropped"
 
     def read_gbs(self) -> float:
-        """One sequential read, several requests under way, of the whole file or as much as a second allows."""
+        """Return the rate of one sequential read, with several requests in flight, of the whole file or for at most a
+        second."""
         if not self.bypasses_cache:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return _read_gbs([(self.fd, begin) for begin in range(0, self.num_bytes, _CHUNK_BYTES)])
@@ -81,10 +82,10 @@ def _read(pieces: Iterator[tuple[int, int]], buffer: memoryview, until: float) -
 
 
 def _buffer() -> memoryview:
-    """Of a chunk, in huge pages where the system has them: 3.5 GB/s where small ones gave 1.5.
+    """Return a buffer of one chunk, in huge pages if the system has them: 3.5 GB/s instead of 1.5.
 
-    The disk is asked for whole megabytes then, not for two thousand pages apiece. Written to, as memory that nobody has
-    used yet comes at 0.4 GB/s in some virtual machines.
+    The disk then gets requests of whole megabytes instead of two thousand pages. The buffer is written once, because
+    untouched memory arrives at 0.4 GB/s in some virtual machines.
     """
     region = mmap(-1, _CHUNK_BYTES + _HUGE_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):
@@ -97,9 +98,9 @@ def _buffer() -> memoryview:
 
 @contextlib.contextmanager
 def disk_file(directory: Path, most_bytes: int) -> Iterator[DiskFile | None]:
-    """A file on the disk of `directory`, which need not exist yet; None where there is no room or no leave for one.
+    """Return a file on the disk of `directory`, which need not exist yet; None if there is no room or no permission.
 
-    It takes no more than a quarter of the room that is left, and nothing below 64 MiB where more was asked for.
+    It takes at most a quarter of the free space, and is not made below 64 MiB unless less was asked for.
     """
     existing = nearest(directory)
     num_bytes = min(most_bytes, shutil.disk_usage(existing).free // 4) // _CHUNK_BYTES * _CHUNK_BYTES
@@ -119,7 +120,7 @@ def disk_file(directory: Path, most_bytes: int) -> Iterator[DiskFile | None]:
 
 
 def _write_random(fd: int, num_bytes: int) -> None:
-    """No chunk like another: a disk that compresses or deduplicates shall not look faster than it is."""
+    """Write chunks that all differ, so that a disk that compresses or deduplicates does not look faster than it is."""
     noise = bytearray(os.urandom(_CHUNK_BYTES))
     for chunk in range(num_bytes // _CHUNK_BYTES):
         noise[::4096] = bytes([chunk % 256]) * (_CHUNK_BYTES // 4096)
@@ -130,7 +131,7 @@ def _write_random(fd: int, num_bytes: int) -> None:
 
 
 def _open_direct(fd: int) -> int | None:
-    """The same file without the page cache; None where the file system or the platform has no such thing."""
+    """Open the same file without the page cache; None if the file system or the platform cannot."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return None

@@ -1,4 +1,4 @@
-"""Why a model does not fit, in numbers, and what would do: the words of every search over placements."""
+"""The errors of models that do not fit: the numbers, and what would help. Shared by all searches over placements."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cannot_be_packed(
 
 
 def more_of(flag: str, least_bytes: int, most_bytes: int) -> list[Fix]:
-    """The smallest cap that would do, where the machine has as much."""
+    """Return the smallest cap that would do, if the machine has so much."""
     return [Fix.flag(flag, cap(least_bytes))] if least_bytes <= most_bytes else []
 
 

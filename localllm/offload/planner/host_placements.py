@@ -20,7 +20,7 @@ LOGIT_ROWS = 16  # answers that a step may compute the logits of
 
 @dataclass(frozen=True)
 class _Choice:
-    """One placement: the blocks that stay in memory, and those that are streamed, in the order of a forward."""
+    """One placement: the resident and the streamed blocks, in the order of a forward pass."""
 
     resident: frozenset[str]
     streamed: tuple[BlockShape, ...]

@@ -1,4 +1,4 @@
-"""What a plan knows of a machine: its memories and its rates. Without a GPU it has no card."""
+"""What a plan knows of a machine: memory sizes and measured rates. A machine without a GPU has no card."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What limits leave this process of the machine's memory: control groups, version 1 and 2, and the address space.
+"""The limits on this process's memory: control groups, version 1 and 2, and the address space.
 
-A process belongs to a group, the group to another, up to the root; each may have a limit, and the smallest rules. Knows
-nothing of the machine's own free memory, which is for the caller to set beside it.
+A process belongs to a group, the group to its parent, up to the root. Each may have a limit, and the smallest rules.
+The machine's own free memory is not looked at here, but by the caller.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class MemoryLimit:
 
 
 def cgroup_limit_bytes(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> int | None:
-    """The smallest limit of this process's group and the groups above it; None where none of them has one."""
+    """Return the smallest limit of this process's group and its ancestors; None if none has one."""
     return min((limit.limit_bytes for limit in memory_limits(root, self_cgroup)), default=None)
 
 
 def cgroup_free_bytes(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> int | None:
-    """What the limits leave now, the smallest over the same groups; None where none of them has one.
+    """Return the smallest free memory under the limits of the same groups; None if none has one.
 
     A group may be nearly full while a smaller one inside it is not, so this need not belong to the smallest limit.
     """
@@ -49,7 +49,7 @@ def cgroup_free_bytes(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> int
 
 
 def address_space_free_bytes() -> int | None:
-    """What RLIMIT_AS (`ulimit -v`) leaves beside libraries and threads; None without one."""
+    """Return what RLIMIT_AS (`ulimit -v`) leaves after libraries and threads; None without a limit."""
     limit = address_space_limit_bytes()
     if limit is None:
         return None
@@ -59,7 +59,7 @@ def address_space_free_bytes() -> int | None:
 
 
 def free_bytes() -> int:
-    """Of the host's memory: the least of the machine's, the control groups' and the address space."""
+    """Return the free host memory: the least of the machine's, the control groups' and the address space's."""
     import psutil
 
     limits = (int(psutil.virtual_memory().available), cgroup_free_bytes(), address_space_free_bytes())
@@ -76,7 +76,7 @@ def address_space_limit_bytes() -> int | None:
 
 
 def require_address_space() -> None:
-    """Raises DoesNotFitError where not even the libraries have room: their own messages do not tell that."""
+    """Raises DoesNotFitError if not even the libraries have room: their own messages do not say that."""
     limit = address_space_limit_bytes()
     if limit is not None and limit < LEAST_ADDRESS_SPACE_BYTES:
         raise DoesNotFitError(
@@ -87,7 +87,8 @@ def require_address_space() -> None:
 
 
 def memory_limits(root: Path = ROOT, self_cgroup: Path = SELF_CGROUP) -> tuple[MemoryLimit, ...]:
-    """Every limit from the process's own group up to the root. Never raises: what cannot be read is no limit."""
+    """Return every limit from the process's own group up to the root. Never raises: a limit that cannot be read is
+    none."""
     found = []
     for hierarchy, group in _memberships(self_cgroup):
         if hierarchy == "memory":
@@ -109,9 +110,9 @@ def _memberships(self_cgroup: Path) -> list[tuple[str, str]]:
 
 
 def _folders(mount: Path, group: str) -> list[Path]:
-    """The group's folder and those above it, the mount itself last.
+    """Return the folders of the group and its ancestors, the mount itself last.
 
-    In a container the path may be one of the host's, which is not to be seen there: the mount is then the group's own.
+    In a container the path may be the host's and not visible; the mount is then the group's own.
     """
     parts = PurePosixPath(group).parts[1:]
     if ".." in parts:  # a group outside this process's namespace
@@ -144,7 +145,7 @@ def _limit(
 
 
 def _number(file: Path) -> int | None:
-    with suppress(OSError, ValueError):  # "max" is no number either
+    with suppress(OSError, ValueError):  # "max" is not a number either
         return int(file.read_text(encoding="ascii"))
     return None
 

@@ -17,11 +17,11 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class Packing:
-    """The conversion that a model needs once, before it runs.
+    """The one-time conversion that a model needs before it runs.
 
-    num_bytes: of memory, beside the program.
-    command: what converts it ahead of time, "" where nothing does.
-    is_for_streaming: it is not needed where every block stays where it is computed fastest.
+    num_bytes: memory it takes, beside the program.
+    command: packs the model ahead of time; "" if none does.
+    is_for_streaming: not needed if every block stays where it is computed fastest.
     """
 
     num_bytes: int

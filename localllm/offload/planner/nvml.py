@@ -1,7 +1,7 @@
-"""What NVML, the library of NVIDIA's driver, says of each card: sizes, what is free, the link, the versions.
+"""Facts about each card from NVML, the library of NVIDIA's driver: sizes, free memory, link, versions.
 
-It makes no CUDA context and needs no torch. The cards are numbered as on the bus; CUDA may number them otherwise, and
-their uuid is what both have. Knows nothing of what is to be placed on them.
+NVML makes no CUDA context and needs no torch. It numbers cards as on the bus; CUDA may number them differently, and the
+uuid is common to both.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card as it is now; a field is None where this card, or its driver, does not tell.
+    """One card as it is now. A field is None if the card or its driver does not report it.
 
     total_bytes: the memory on the card; what the driver keeps for itself is neither free nor used by others.
-    own_bytes: used by this process; None, too, where its number is another one outside its container, and in WSL.
-    used_by_others_bytes: used, and not by this process: other programs and the display.
-    pcie_..._max: of the card in this slot. A card that has nothing to do lets its link sleep at a lower generation.
+    own_bytes: used by this process; None also in WSL, and if its process id is another one outside its container.
+    used_by_others_bytes: used by other programs and the display.
+    pcie_..._max: of the card in this slot. An idle card lets its link sleep at a lower generation.
     """
 
     index: int
@@ -42,7 +42,7 @@ class Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every card that answers; () where there is no driver, or NVML says no."""
+    """Return every card that answers; () without a driver, or if NVML refuses."""
     found, _ = _read()
     return found
 
@@ -53,7 +53,7 @@ def gpu_of(uuid: str) -> Gpu | None:
 
 
 def refusal() -> str:
-    """Why NVML says nothing of any card, in its words; "" where it does."""
+    """Return why NVML gives no information on any card, in its own words; "" if it does."""
     found, reason = _read()
     return "" if found else reason
 
@@ -107,7 +107,7 @@ def _own_bytes(nvml: Any, handle: Any) -> int | None:
 
 
 def _told(ask: Callable[..., _T], *arguments: Any) -> _T | None:
-    """The answer, or None: each card leaves some questions open, and a lost one all of them."""
+    """Return the answer or None: each card leaves some questions open, and a lost card all of them."""
     try:
         return ask(*arguments)
     except Exception:  # NVMLError, and what the package raises where the driver's library lacks a function

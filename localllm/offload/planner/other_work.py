@@ -1,4 +1,4 @@
-"""How much of this machine other programs have: what is measured beside them is not what it can do. Needs no torch."""
+"""How busy other programs keep this machine: measurements beside them show less than it can do. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ _IDLE = ("idle", "iowait", "guest", "guest_nice")  # guests are part of what use
 
 @dataclass(frozen=True)
 class Counted:
-    """at_s: of a clock. all_s: of the processors, since the system was started; what the host of a virtual machine gave
-    to others is among it. own_s: of this process."""
+    """Processor time up to one moment.
+
+    at_s: the clock's time.
+    all_s: of all processors since the system started, including what a virtual machine's host gave to others.
+    own_s: of this process.
+    """
 
     at_s: float
     all_s: float
@@ -28,13 +32,13 @@ class Counted:
 
 
 def counted() -> Counted:
-    """Now."""
+    """Count the processor time up to now."""
     spent = psutil.cpu_times()._asdict()
     return Counted(time.monotonic(), sum(spent[name] for name in spent.keys() - set(_IDLE)), time.process_time())
 
 
 def others(before: Counted, after: Counted) -> float:
-    """How many processors other programs kept busy in between, on average; 0 where that was too short to tell."""
+    """Return the mean number of processors that others kept busy in between; 0 if that was too short to tell."""
     elapsed_s = after.at_s - before.at_s
     if elapsed_s < _LEAST_S:
         return 0.0
@@ -42,25 +46,28 @@ def others(before: Counted, after: Counted) -> float:
 
 
 def is_much(processors: float) -> bool:
-    """Whether so many, kept busy by others, make a difference to what is measured."""
+    """Return whether this many busy processors affect a measurement."""
     return processors > max(_MOST, _MOST_SHARE * (psutil.cpu_count() or 1))
 
 
 def is_quiet() -> bool:
-    """Whether there is next to no other work, by what the system says of the last seconds and of the last minute: costs
-    nothing. What this program has just done itself counts as well, so that it may say no too often."""
+    """Return whether other programs are nearly idle, by the system's own figures of the last seconds and the last
+    minute.
+
+    This costs nothing. This program's own recent work counts as well, so the answer is too often no.
+    """
     return not is_much(load()) and waiting() <= _MOST_WAITING
 
 
 def load() -> float:
-    """Programs that had a processor or waited for one, on average of the last minute."""
+    """Return the mean number of programs that ran or waited for a processor in the last minute."""
     with suppress(OSError, AttributeError):
         return float(psutil.getloadavg()[0])
     return 0.0
 
 
 def waiting() -> float:
-    """Per cent of the last ten seconds in which some program waited for a processor; 0 where that is not known."""
+    """Return the percentage of the last ten seconds in which some program waited for a processor; 0 if unknown."""
     with suppress(OSError, ValueError, IndexError):
         some = Path("/proc/pressure/cpu").read_text(encoding="ascii").splitlines()[0]
         return float(dict(field.split("=") for field in some.split()[1:])["avg10"])

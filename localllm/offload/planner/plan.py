@@ -1,4 +1,4 @@
-"""A plan: where each block of a model rests and who computes it, the memory that takes, and how fast it is."""
+"""A plan: where each block of a model is placed and who computes it, the memory this takes, and its speed."""
 
 from __future__ import annotations
 
@@ -98,8 +98,11 @@ class Plan:
 
     @property
     def most_kv_tokens(self) -> int:
-        """The most tokens of all sequences together. Where nothing is streamed, what is free is theirs too, but for a
-        tenth that is left for what no ledger sees: what lies between torch's runs of memory."""
+        """The most tokens of all sequences together.
+
+        If nothing is streamed, they may also use the free memory, except for a tenth that no ledger accounts for: gaps
+        between torch's allocations.
+        """
         spare = 0 if self.ring_bytes else self.free_bytes * 9 // 10 // self.shape.kv_bytes_per_token
         return self.kv_tokens + spare
 

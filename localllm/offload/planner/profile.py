@@ -1,10 +1,9 @@
-"""What this machine was measured to do, kept in the cache directory, and how well predictions made from it came true.
+"""The measured speeds of this machine, kept in the cache directory, and the accuracy of predictions made from them.
 
-A profile is measured once, in a few seconds, and again when the machine is another: its processor, its threads, its
-graphics card, the disk. Each part of it is measured when it is first needed; what cannot be, because another program
-had the machine, is measured once more; where it comes out so again it is kept, and is `doubtful`. So is what was
-measured beside other work, or came out differently each time. What is doubtful is measured again by whoever needs it
-when the machine is quiet.
+A profile is measured once, in a few seconds, and again if the machine changes: processor, threads, graphics card, disk.
+Each figure is measured when it is first needed. An impossible figure, which other programs can cause, is measured once
+more; if it comes out so again it is kept and is `doubtful`. So are figures measured beside other work, and those that
+varied. Doubtful figures are measured again by the next run that needs them on a quiet machine.
 """
 
 from __future__ import annotations
@@ -85,8 +84,12 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class Taken:
-    """How a figure was measured. at_s: when, as `time.time` has it. others: processors that other programs kept busy
-    meanwhile. times: how often it has been measured."""
+    """How a figure was measured.
+
+    at_s: when, as `time.time` has it.
+    others: processors that other programs kept busy meanwhile.
+    times: how often it has been measured.
+    """
 
     at_s: float
     others: float = 0.0
@@ -95,8 +98,12 @@ class Taken:
 
 @dataclass(frozen=True)
 class Profile:
-    """machine: what the figures are of. scores: how predictions came true, by the weights and what was predicted.
-    taken: how each figure was measured, by the name that `doubtful` has for it."""
+    """The measured figures of one machine.
+
+    machine: the key of the machine.
+    scores: the accuracy of predictions, by weight format and predicted term.
+    taken: how each figure was measured, by the name that `doubtful` has for it.
+    """
 
     machine: str
     dram_read_gbs: float | None = None
@@ -108,7 +115,7 @@ class Profile:
     has_kernels: int = 1  # the CPU computes by compiled kernels
 
     def rates(self, weights: str) -> Rates | None:
-        """None where something is not measured yet."""
+        """Return the rates, or None if something is not measured yet."""
         found = self.formats.get(weights)
         if found is None or self.disk_read_gbs is None:
             return None
@@ -116,11 +123,11 @@ class Profile:
 
     @property
     def sure_dram_gbs(self) -> float | None:
-        """None also where it is doubtful: nothing is to be compared with it then."""
+        """Return the DRAM rate; None if it is missing or doubtful, because nothing should be compared with it then."""
         return self.dram_read_gbs if can_be_dram(self.dram_read_gbs) else None
 
     def of(self, weights: str) -> Profile:
-        """With the figures that plans for such weights are predicted from, alone."""
+        """Return the profile with only the figures that plans for such weights use."""
         device, others = self.device, {*self.formats, *(self.device.formats if self.device else ())} - {weights}
         unused = {of_format(name, on_card=on_card) for name in others for on_card in (False, True)}
         return replace(
@@ -133,7 +140,7 @@ class Profile:
 
     @property
     def busy(self) -> tuple[str, ...]:
-        """Which of the figures were measured beside other work, or came out differently each time."""
+        """Return the figures that were measured beside other work, or that varied."""
         spreads = {of_format(name): rates.spread for name, rates in self.formats.items()}
         if self.device is not None:
             spreads |= {of_format(name, on_card=True): rates.spread for name, rates in self.device.formats.items()}
@@ -142,7 +149,7 @@ class Profile:
 
     @property
     def impossible(self) -> tuple[str, ...]:
-        """Which of the figures cannot be, though they were measured again."""
+        """Return the figures that cannot be right although they were measured again."""
         dram, device = self.sure_dram_gbs, self.device
         doubts = {"memory": dram != self.dram_read_gbs, "disk": not can_be_disk(self.disk_read_gbs, dram)}
         doubts |= {
@@ -158,20 +165,20 @@ class Profile:
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """Which of the figures need not be what this machine can do."""
+        """Return the figures that may not be what this machine can do."""
         return tuple(dict.fromkeys((*self.impossible, *self.busy)))
 
     @property
     def measured_at_s(self) -> float | None:
-        """When the oldest of the figures was measured; None where there are none."""
+        """When the oldest of the figures was measured; None if there are none."""
         return min((taken.at_s for taken in self.taken.values()), default=None)
 
     def lacks(self, weights: str) -> bool:
-        """Return whether something is to be measured before a plan for such weights."""
+        """Return whether something has to be measured before a plan for such weights."""
         return self.dram_read_gbs is None or self.rates(weights) is None or bool(self.again())
 
     def again(self) -> tuple[str, ...]:
-        """Which figures are measured once more, as they are doubtful and the machine is quiet now."""
+        """Return the figures to measure once more: doubtful ones, if the machine is quiet now."""
         doubtful = self.doubtful
         names = tuple(name for name, taken in self.taken.items() if name in doubtful and taken.times < _MOST_TIMES)
         return names if names and other_work.is_quiet() else ()
@@ -181,7 +188,7 @@ class Profile:
         return Corrections({Term(*term): score.correction for (of, *term), score in named if of == weights})  # type: ignore[arg-type]
 
     def scored(self, weights: str, term: Term, ratio: float) -> Profile:
-        """With a run taken in. ratio: its seconds over those that would have been predicted without a correction."""
+        """Return the profile with one more run in its scores. ratio: its seconds over the uncorrected prediction."""
         name = " ".join((weights, *term))
         known = self.corrections(weights).of(term)
         score = self.scores.get(name, Score(correction=known, first=known))
@@ -193,7 +200,7 @@ class Profile:
 
 
 def machine_key() -> str:
-    """Everything whose change makes the figures those of another machine."""
+    """Return everything whose change makes the figures those of another machine."""
     torch = sys.modules.get("torch")  # which says it all where it is loaded; without it a key may be another's
     version, cuda = torch_build()
     threads = _usual_threads() if torch is None else torch.get_num_threads()
@@ -227,7 +234,7 @@ def _usual_threads() -> int:
 
 
 def kept_profile() -> Profile:
-    """The profile of this machine as far as it is measured; nothing of it where that is unreadable or another's."""
+    """Return the stored profile of this machine; an empty one if it is unreadable or another machine's."""
     machine = machine_key()
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         found = json.loads(_path().read_text(encoding="utf-8"))
@@ -237,13 +244,13 @@ def kept_profile() -> Profile:
 
 
 def keep(profile: Profile) -> None:
-    """A cache that cannot be written is done without."""
+    """Store a profile. A cache that cannot be written is ignored."""
     with suppress(OSError):
         write_whole(_path(), json.dumps(asdict(profile), indent=1))
 
 
 def write_whole(path: Path, content: str) -> None:
-    """The file is there with all of its content, or as it was before. Raises OSError."""
+    """Write a file atomically: it has all of its content, or stays as it was. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}")
     try:
@@ -297,12 +304,12 @@ def _parsed(found: Mapping[str, Any]) -> Profile:
 def _parsed_score(name: str, found: Mapping[str, Any]) -> Score:
     _, *term = name.split()
     if len(term) != len(Term._fields):
-        raise ValueError(f"{name} is no kind of run")
+        raise ValueError(f"{name} is not a kind of run")
     return Score(tuple(found["ratios"]), found["correction"], found["first"])
 
 
 def _require_figures(found: object, name: str = "") -> None:
-    """Every figure in it is a number, finite and above 0, but for bytes and seconds that may be none."""
+    """Raises ValueError unless every figure is finite and above 0; some bytes and seconds may be 0."""
     if isinstance(found, Mapping | list):
         for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
             _require_figures(value, str(key))
@@ -310,7 +317,7 @@ def _require_figures(found: object, name: str = "") -> None:
         if not math.isfinite(found) or found < 0 or (found == 0 and not name.endswith(_MAY_BE_0)):
             raise ValueError(f"{name} is {found}")
     elif name not in (_MAY_BE_UNKNOWN if found is None else ("machine",)):
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
 
 
 def _parsed_formats(found: Mapping[str, Any]) -> dict[str, FormatRates]:

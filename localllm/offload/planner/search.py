@@ -1,6 +1,6 @@
-"""The best placement of a model on a machine, by trying all that are worth a thought.
+"""Search the best placement of a model on a machine.
 
-Layers are alike, so that these are a few hundred, tried in milliseconds. Works before any weight is there.
+Layers are alike, so only a few hundred placements are worth trying, which takes milliseconds. No weights are needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Search:
     """All plans of a model on a machine.
 
     ctx: the context that the user asked for, if any.
-    job: None for one answer, as fast as can be.
+    job: None for one answer, as fast as possible.
     """
 
     shape: ModelShape

@@ -1,4 +1,4 @@
-"""What drafting would give under a plan: one reading of the weights verifies several tokens."""
+"""The expected gain of drafting under a plan: one read of the weights verifies several tokens."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class FileRead:
     """The first bytes of a file, read by `readers` into `buffer` from the moment this is made.
 
     What the page cache holds is copied from there, everything else is read past it. buffer: aligned to a page, and a
-    whole number of them. Raises OSError where the file cannot be opened, or is no plain one.
+    whole number of them. Raises OSError where the file cannot be opened, or is not a plain one.
     """
 
     def __init__(self, path: Path, buffer: memoryview, readers: ThreadPoolExecutor) -> None:

@@ -15,7 +15,7 @@ class Pinning:
     """Registers memory with the driver on a thread of its own: at a few GB a second, a model would wait for it.
 
     What is not registered yet, or cannot be (a limit of the system), is copied all the same, only slower and not beside
-    what is computed. Does nothing where the device is no GPU.
+    what is computed. Does nothing where the device is not a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -10,14 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
 from localllm.server import fields
-from localllm.server.bodies import Body, Ignored, tagged_by
+from localllm.server.bodies import Body, Ignored, tagged_by_type
 from localllm.server.errors import RequestError
 from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.tools.toolset import (
-    KINDS,
     MAX_TOOLS,
     NO_SUCH_TOOL,
+    TYPES,
     ForeignTool,
     OpenCalls,
     Tool,
@@ -28,10 +28,6 @@ from localllm.server.tools.toolset import (
 from localllm.text.chat_template import ChatInput
 from localllm.text.grammar.grammar import Grammar
 
-_BLOCKS = {
-    "text": "TextBlock", "thinking": "ThinkingBlock", "redacted_thinking": "RedactedThinkingBlock",
-    "tool_use": "ToolUseBlock", "tool_result": "ToolResultBlock",
-}  # fmt: skip
 _OTHER_BLOCKS = (
     "text is all that is read here, and tools of the client's: no images, no documents, no tools of a server"
 )
@@ -102,12 +98,12 @@ class ToolResultBlock(Body):
 
 
 MessageBlock = Annotated[
-    Annotated[TextBlock, Tag("TextBlock")]
-    | Annotated[ThinkingBlock, Tag("ThinkingBlock")]
-    | Annotated[RedactedThinkingBlock, Tag("RedactedThinkingBlock")]
-    | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
-    | Annotated[ToolResultBlock, Tag("ToolResultBlock")],
-    tagged_by("type", _BLOCKS, _OTHER_BLOCKS),
+    Annotated[TextBlock, Tag("Text")]
+    | Annotated[ThinkingBlock, Tag("Thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("Redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("Tool_use")]
+    | Annotated[ToolResultBlock, Tag("Tool_result")],
+    tagged_by_type(_OTHER_BLOCKS),
 ]
 
 
@@ -167,8 +163,8 @@ class AnthropicTool(Body):
 
 
 AnyTool = Annotated[
-    Annotated[AnthropicTool, Tag("ToolParam")] | Annotated[ForeignTool, Tag("ForeignTool")],
-    tagged_by("type", {**KINDS, "custom": "ToolParam"}, NO_SUCH_TOOL, default="custom"),
+    Annotated[AnthropicTool, Tag("Custom")] | Annotated[ForeignTool, Tag("Foreign")],
+    tagged_by_type(NO_SUCH_TOOL, default="custom", foreign=set(TYPES) - {"custom"}),
 ]
 
 

@@ -219,7 +219,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
-    Endpoint("POST", "/v1/messages", messages, "Answer a conversation", MessagesBody, MessageReply, StreamEvent),
+    Endpoint("POST", "/v1/messages", messages, "Chat completion", MessagesBody, MessageReply, StreamEvent),
     Endpoint(
         "POST", "/v1/messages/count_tokens", count_tokens, "Count a prompt's tokens", AnthropicPromptBody, TokenCount
     ),

@@ -90,7 +90,7 @@ async def embeddings(call: ApiCall, body: OllamaEmbeddingsBody) -> JsonReply:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/api/embed", embed, "Texts as vectors", EmbedBody, EmbedReply),
+    Endpoint("POST", "/api/embed", embed, "Embeddings of texts", EmbedBody, EmbedReply),
     Endpoint(
         "POST",
         "/api/embeddings",

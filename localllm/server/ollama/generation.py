@@ -257,7 +257,7 @@ async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput |
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/api/chat", chat, "Answer a conversation", OllamaChatBody, OllamaChatReply, OllamaChatReply),
+    Endpoint("POST", "/api/chat", chat, "Chat completion", OllamaChatBody, OllamaChatReply, OllamaChatReply),
     Endpoint(
         "POST",
         "/api/generate",

@@ -283,7 +283,7 @@ def _line_of(name: str, progress: PullProgress) -> PullLine:
 
 def _is_here(pool: ModelPool, name: str) -> bool:
     """Return whether the model is on this disk. Raises RequestError for a name that is neither a known one nor
-    ORG/REPOSITORY: a client's word is no path to look at."""
+    ORG/REPOSITORY: a client's word is not a path to look at."""
     if name == BUILT_IN or pool.known(name) is not None:
         return True
     registry = load_registry()
@@ -362,7 +362,7 @@ def _uses(served: ServedModel, row: InstalledModel) -> bool:
 
 
 def _installed(name: str) -> InstalledModel | None:
-    """Return the model on this disk, whole or not, of this name. A client's word is no path to look at."""
+    """Return the model on this disk, whole or not, of this name. A client's word is not a path to look at."""
     rows = [row for row in hub.list_models() if row.is_called(name)]
     return next((row for row in rows if row.name == name), rows[0] if rows else None)
 
@@ -422,11 +422,11 @@ def _model_info(model: ModelDescription) -> dict[str, str | int]:
 
 
 ENDPOINTS = (
-    Endpoint("GET", "/", root, "Whether there is a server"),
+    Endpoint("GET", "/", root, "Check that the server runs"),
     Endpoint("GET", "/api/version", version, "The server's version", reply=OllamaVersion),
-    Endpoint("GET", "/api/tags", tags, "The models on this disk", reply=OllamaTags),
-    Endpoint("GET", "/api/ps", running, "The models that are loaded", reply=OllamaRunning),
-    Endpoint("POST", "/api/show", show, "What is known about a model", ShowBody, OllamaShown),
-    Endpoint("POST", "/api/pull", pull, "Fetch a model onto this disk", PullBody, PullLine, PullLine),
-    Endpoint("DELETE", "/api/delete", delete, "Delete a model from this disk", NamedBody),
+    Endpoint("GET", "/api/tags", tags, "List the models on this disk", reply=OllamaTags),
+    Endpoint("GET", "/api/ps", running, "List the loaded models", reply=OllamaRunning),
+    Endpoint("POST", "/api/show", show, "Show the details of a model", ShowBody, OllamaShown),
+    Endpoint("POST", "/api/pull", pull, "Download a model", PullBody, PullLine, PullLine),
+    Endpoint("DELETE", "/api/delete", delete, "Delete a model", NamedBody),
 )

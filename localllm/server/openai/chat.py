@@ -309,5 +309,5 @@ class ChatWriter(common.ChunkWriter):
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/v1/chat/completions", chat, "Answer a conversation", OpenAIChatBody, ChatCompletion, ChatChunk),
+    Endpoint("POST", "/v1/chat/completions", chat, "Chat completion", OpenAIChatBody, ChatCompletion, ChatChunk),
 )

@@ -207,5 +207,5 @@ class CompletionWriter(common.ChunkWriter):
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/v1/completions", completions, "Go on with texts", CompletionBody, Completion, CompletionChunk),
+    Endpoint("POST", "/v1/completions", completions, "Text completion", CompletionBody, Completion, CompletionChunk),
 )

@@ -76,4 +76,6 @@ def _base64(vector: array[float]) -> str:
     return base64.b64encode(vector.tobytes()).decode("ascii")
 
 
-ENDPOINTS = (Endpoint("POST", "/v1/embeddings", embeddings, "Texts as vectors", OpenAIEmbeddingsBody, EmbeddingList),)
+ENDPOINTS = (
+    Endpoint("POST", "/v1/embeddings", embeddings, "Embeddings of texts", OpenAIEmbeddingsBody, EmbeddingList),
+)

@@ -92,6 +92,6 @@ def _described(pool: ModelPool, name: str, repo: str | None, meta: ModelMeta) ->
 
 
 ENDPOINTS = (
-    Endpoint("GET", "/v1/models", models, "The models that can be asked for", reply=ModelList),
-    Endpoint("GET", "/v1/models/{model:path}", model, "One of them", reply=ListedModel),
+    Endpoint("GET", "/v1/models", models, "List the available models", reply=ModelList),
+    Endpoint("GET", "/v1/models/{model:path}", model, "Show one model", reply=ListedModel),
 )

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_validator
 
 from localllm.server import fields
-from localllm.server.bodies import Body, Ignored, tagged_by
+from localllm.server.bodies import Body, Ignored, tagged_by_type
 from localllm.server.tools.toolset import (
-    KINDS,
     MAX_TOOLS,
     NO_SUCH_TOOL,
+    TYPES,
     ForeignTool,
     OpenCalls,
     Tool,
@@ -53,10 +53,10 @@ class OpenAIFunctionTool(Body):
     cache_control: Annotated[fields.Labels | None, fields.CACHES_ITSELF] = None
 
 
-FUNCTION_OR_FOREIGN = tagged_by("type", {"function": "FunctionTool", **KINDS}, NO_SUCH_TOOL, default="function")
+FUNCTION_OR_FOREIGN = tagged_by_type(NO_SUCH_TOOL, default="function", foreign=TYPES)
 
 AnyTool = Annotated[
-    Annotated[OpenAIFunctionTool, Tag("FunctionTool")] | Annotated[ForeignTool, Tag("ForeignTool")],
+    Annotated[OpenAIFunctionTool, Tag("Function")] | Annotated[ForeignTool, Tag("Foreign")],
     FUNCTION_OR_FOREIGN,
 ]
 Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)]
@@ -136,13 +136,12 @@ class OpenAISchemaFormat(Body):
         return {"type": given["type"], "json_schema": rest}
 
 
-_FORMATS = {"text": "TextFormat", "json_object": "ObjectFormat", "json_schema": "SchemaFormat"}
-BY_FORMAT = tagged_by("type", _FORMATS, "its type is 'text', 'json_object' or 'json_schema'")
+BY_FORMAT = tagged_by_type("its type is 'text', 'json_object' or 'json_schema'")
 
 ResponseFormat = Annotated[
-    Annotated[TextFormat, Tag("TextFormat")]
-    | Annotated[ObjectFormat, Tag("ObjectFormat")]
-    | Annotated[OpenAISchemaFormat, Tag("SchemaFormat")],
+    Annotated[TextFormat, Tag("Text")]
+    | Annotated[ObjectFormat, Tag("Json_object")]
+    | Annotated[OpenAISchemaFormat, Tag("Json_schema")],
     BY_FORMAT,
 ]
 

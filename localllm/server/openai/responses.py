@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, Tag
 from starlette.responses import Response
 
 from localllm.server import fields
-from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, tagged_by
+from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, tagged_by_type
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest, prompt_ids
@@ -101,7 +101,7 @@ class ResponsesFunctionTool(prompt.OpenAIFunction, _Typed):
 
 
 AnyTool = Annotated[
-    Annotated[ResponsesFunctionTool, Tag("FunctionTool")] | Annotated[ForeignTool, Tag("ForeignTool")],
+    Annotated[ResponsesFunctionTool, Tag("Function")] | Annotated[ForeignTool, Tag("Foreign")],
     prompt.FUNCTION_OR_FOREIGN,
 ]
 
@@ -125,9 +125,9 @@ class ResponsesSchemaFormat(prompt.NamedSchema):
 class TextOptions(Body):
     format: (
         Annotated[
-            Annotated[prompt.TextFormat, Tag("TextFormat")]
-            | Annotated[prompt.ObjectFormat, Tag("ObjectFormat")]
-            | Annotated[ResponsesSchemaFormat, Tag("SchemaFormat")],
+            Annotated[prompt.TextFormat, Tag("Text")]
+            | Annotated[prompt.ObjectFormat, Tag("Json_object")]
+            | Annotated[ResponsesSchemaFormat, Tag("Json_schema")],
             prompt.BY_FORMAT,
         ]
         | None
@@ -151,20 +151,14 @@ class ResponseStreamOptions(Body):
     reasoning_summary_delivery: Annotated[fields.Label | None, NO_SUMMARY] = None
 
 
-_ITEMS = {
-    "message": "InputMessage",
-    "reasoning": "InputReasoning",
-    "function_call": "InputCall",
-    "function_call_output": "InputResult",
-}
 _OTHER_ITEMS = "its type is 'message', 'reasoning', 'function_call' or 'function_call_output'"
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("InputMessage")]
-    | Annotated[InputReasoning, Tag("InputReasoning")]
-    | Annotated[InputCall, Tag("InputCall")]
-    | Annotated[InputResult, Tag("InputResult")],
-    tagged_by("type", _ITEMS, _OTHER_ITEMS, default="message"),
+    Annotated[InputMessage, Tag("Message")]
+    | Annotated[InputReasoning, Tag("Reasoning")]
+    | Annotated[InputCall, Tag("Function_call")]
+    | Annotated[InputResult, Tag("Function_call_output")],
+    tagged_by_type(_OTHER_ITEMS, default="message"),
 ]
 
 
@@ -370,7 +364,7 @@ def _dumped(given: Body | str | None) -> Any:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/v1/responses", responses, "Answer, in items", ResponsesBody, ResponseObject, ResponseEvent),
+    Endpoint("POST", "/v1/responses", responses, "Create a response", ResponsesBody, ResponseObject, ResponseEvent),
     Endpoint(
         "POST", "/v1/responses/input_tokens", input_tokens, "Count a prompt's tokens", ResponsesCountBody, InputTokens
     ),

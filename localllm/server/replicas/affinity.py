@@ -36,7 +36,7 @@ class ReplicaCall:
 
 def beginning_of(body: bytes) -> tuple[bytes, ...]:
     """Return a chain of digests, of which i is of the first i + 1 whole chunks of the body's texts. It is empty for a
-    body that is no JSON object: the replica refuses it."""
+    body that is not a JSON object: the replica refuses it."""
     try:
         fields = json.loads(body)
     except ValueError:

@@ -31,7 +31,7 @@ _SHORT_ID = 9  # letters and digits, as Mistral's templates demand
 class OutputFormat:
     """The format of one request's answers.
 
-    tool_format: of calls; None where there are none and the answer is no harmony
+    tool_format: of calls; None where there are none and the answer is not harmony
     splits: there may be thoughts
     tail: text behind the prompt, where the answer has to begin within the final message
     no_tools: the template's `tools` where there are none; of several templates, only the one for tools knows calls
@@ -67,7 +67,7 @@ class OutputFormat:
         self, answer: Grammar | None, answer_field: str, *, is_thinking: bool, may_think: bool
     ) -> Grammar | None:
         """Return the grammar of an answer, thoughts included. Raises RequestError where `answer`, the grammar of text
-        that is no call, cannot go together with tools."""
+        that is not a call, cannot go together with tools."""
         tools, found = self.tools, answer
         if tools is not None and self.tool_format is not None and (answer is not None or tools.is_constrained):
             if answer is not None and answer.kind != "json_schema":

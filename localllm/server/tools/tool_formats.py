@@ -132,7 +132,7 @@ def tools_lark(form: ToolFormat, tools: Toolset, token_id: TokenId, answer: str 
     """Return the grammar. Raises RequestError, GrammarError for schemas that nothing can be held to.
 
     token_id: of a mark that is one token of the vocabulary; None of another text
-    answer: the JSON Schema of an answer that is no call; None: any text is one
+    answer: the JSON Schema of an answer that is not a call; None: any text is one
     """
     lark, choices = _Lark(form, token_id), tools.choices
 

@@ -193,7 +193,7 @@ class _HeldCall:
         return [("text", self._before + whole)]
 
     def _calls(self, text: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the calls of an object {name, arguments}, or of a list of those; none where one is no call."""
+        """Return the calls of an object {name, arguments}, or of a list of those; none where one is not a call."""
         value = loaded(text) if self._called is None else {"name": self._called, "arguments": text}
         found: list[tuple[str, dict[str, Any]]] = []
         for each in value if isinstance(value, list) else [value]:
@@ -341,7 +341,7 @@ class HarmonyParser:
 
 
 class ValueEnd:
-    """Follows one object or list to its end, looking at each character once. What is no JSON ends somewhere, too."""
+    """Follows one object or list to its end, looking at each character once. What is not JSON ends somewhere, too."""
 
     def __init__(self) -> None:
         self._depth = 0

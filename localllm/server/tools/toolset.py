@@ -23,7 +23,6 @@ TYPES = (
     "tool_search_tool_bm25", "tool_search_tool_regex", "web_fetch",
 )  # fmt: skip
 NO_SUCH_TOOL = "this server knows no such type of tools; a tool is a function, whose calls are for the client to make"
-KINDS = dict.fromkeys(TYPES, "ForeignTool")
 
 
 class ForeignTool(Body):
@@ -107,7 +106,7 @@ def toolset(
     for name in only or ():
         if name not in names:
             why = f"the tools are {', '.join(names)[:200]}" if names else "there are no tools"
-            what = f"{param} names {name!r}, which is no tool of this request"
+            what = f"{param} names {name!r}, which is not a tool of this request"
             raise RequestError(400, what, why=why, param=param, name="invalid_value")
     if not names and must_call:
         why = "a tool has to be called, and there are none"

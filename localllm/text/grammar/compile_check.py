@@ -20,7 +20,7 @@ CPU_S = 0.5
 MAX_BYTES = 1 << 30  # of addresses; 150 MB are the library itself
 _STACK_BYTES = 2 << 20  # a quarter of what threads have: what just fits here fits there
 _NUM_WALKS, _NUM_STEPS = 2, 64  # texts that are begun, and bytes of each
-# There are no special tokens of a model here: another token that is no byte stands for each.
+# There are no special tokens of a model here: another token that is not a byte stands for each.
 _SPECIAL = re.compile(r"<\[\d+\]>")
 _STAND_IN = 256
 

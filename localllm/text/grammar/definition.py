@@ -75,7 +75,7 @@ def _as_lark(grammar: Grammar) -> str:
         why = f"it has {len(grammar.source)} characters, and at most {MAX_SOURCE} are taken"
         raise GrammarError(f"the {name} is too large", why=why)
     if has_surrogate(grammar.source):
-        why = "it has half of a pair of surrogates, which is no character"
+        why = "it has half of a pair of surrogates, which is not a character"
         raise GrammarError(f"the {name} cannot be used", why=why)
     if grammar.kind == "gbnf":
         return as_lark(grammar.source)

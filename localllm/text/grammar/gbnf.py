@@ -103,7 +103,7 @@ def is_gbnf(source: str) -> bool:
 
 
 def as_lark(source: str) -> str:
-    """Raises GrammarError with the line and column of what is no GBNF, for rules that are missing or never end."""
+    """Raises GrammarError with the line and column of what is not GBNF, for rules that are missing or never end."""
     rules = _reachable(_Reader(source).rules())
     writer = _Writer(rules)
     ending = grounded({id(node): _needs(node, rules) for node in _with_parts(rules.values())})
@@ -228,10 +228,10 @@ class _Reader:
             two, four, eight, letter, unknown, plain = found.groups()
             at = token.at + skipped + found.start()
             if unknown is not None:
-                self._refuse(at, f"{found[0]} is no escape of GBNF")
+                self._refuse(at, f"{found[0]} is not an escape of GBNF")
             code = int(two or four or eight or "0", 16)
             if code > _LAST_CHARACTER or 0xD800 <= code < 0xE000:
-                self._refuse(at, f"{found[0]} is no character")
+                self._refuse(at, f"{found[0]} is not a character")
             yield (plain or _LETTERS.get(letter, letter) or chr(code)), plain is None
 
     def _split(self) -> list[_Token]:

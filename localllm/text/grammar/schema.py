@@ -84,17 +84,17 @@ def checked(source: str) -> CheckedSchema:
         is_text = not has_surrogate(json.dumps(schema, ensure_ascii=False))
     except json.JSONDecodeError as error:
         why = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise GrammarError("the JSON Schema is no JSON", why=why) from None
+        raise GrammarError("the JSON Schema is not JSON", why=why) from None
     except RecursionError:
         raise _nested() from None
     except ValueError as error:  # a number of thousands of digits
         raise GrammarError("the JSON Schema has a number that cannot be read", why=str(error)) from None
     if not is_text:
-        why = "a text of it has half of a pair of surrogates, which is no character"
+        why = "a text of it has half of a pair of surrogates, which is not a character"
         raise GrammarError("the JSON Schema has what no answer can have", why=why)
     if not isinstance(schema, dict | bool):
         why = f"it is {_kind(schema)}, and must be an object"
-        raise GrammarError("this is no JSON Schema", why=why, fix='{"type": "object"} takes any object')
+        raise GrammarError("this is not a JSON Schema", why=why, fix='{"type": "object"} takes any object')
     if schema is False:
         raise GrammarError("no answer can meet the JSON Schema", why="the schema is false at #")
     return CheckedSchema({} if schema is True else schema)
@@ -214,7 +214,7 @@ class CheckedSchema:
         if key == "$ref":
             target = self._references.target(steps, value)
             if target is None:
-                self._refuse(at, f"points at {value[:80]!r}, which is no schema of this document", "$ref")
+                self._refuse(at, f"points at {value[:80]!r}, which is not a schema of this document", "$ref")
             return value if target is None else pointer(target)
         if key in (*COUNTS, "multipleOf") and isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -320,7 +320,7 @@ def _all_in(value: Any) -> Iterator[Any]:
 
 
 def _is_exact(value: Any) -> bool:
-    """Tell if a value is no number that would be written as another."""
+    """Tell if a value is not a number that would be written as another."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
     digits = repr(value).partition("e")[0].replace(".", "").strip("-0") if isinstance(value, float) else ""
@@ -337,7 +337,7 @@ def _nested() -> GrammarError:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise GrammarError("the JSON Schema is no JSON", why=f"JSON has no {name}")
+    raise GrammarError("the JSON Schema is not JSON", why=f"JSON has no {name}")
 
 
 def why_not(pattern: str) -> str:
@@ -366,12 +366,12 @@ def has_control(text: str) -> bool:
 
 
 def has_surrogate(text: str) -> bool:
-    """Tell if a text has half of a pair of surrogates, which is no character."""
+    """Tell if a text has half of a pair of surrogates, which is not a character."""
     return _SURROGATE.search(text) is not None
 
 
 def _single(found: re.Match[str]) -> str:
-    """Return the character of a class of one, nothing for other classes, and what is no class as it is."""
+    """Return the character of a class of one, nothing for other classes, and what is not a class as it is."""
     if found[2] is None:
         return found[0]
     is_single = not found[1] and (len(found[2]) == 1 or _ESCAPE.fullmatch(found[2]) is not None)

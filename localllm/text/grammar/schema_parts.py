@@ -145,7 +145,7 @@ class References:
 
 
 def _resolved(base: str, reference: str) -> tuple[str, str]:
-    """Return (address, fragment); what is no address stands for itself."""
+    """Return (address, fragment); what is not an address stands for itself."""
     try:  # `urljoin` knows no urn:
         address, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
     except ValueError:

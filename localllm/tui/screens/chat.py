@@ -53,8 +53,8 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+end", "go('end')", "to the last message", id="chat.end", **_QUIET),
         Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts", **_QUIET),
         Binding("ctrl+n", "new", "new conversation", id="chat.new", **_QUIET),
-        Binding("f5", "regenerate", "answer again", id="chat.regenerate", **_QUIET),
-        Binding("f6", "continue", "go on with the answer", id="chat.continue", **_QUIET),
+        Binding("f5", "regenerate", "regenerate the answer", id="chat.regenerate", **_QUIET),
+        Binding("f6", "continue", "continue the answer", id="chat.continue", **_QUIET),
         Binding("f7", "code", "code blocks", id="chat.code", **_QUIET),
     ]
     AUTO_FOCUS = "Composer"

@@ -37,15 +37,15 @@ _ENDINGS = (".md", ".json")
 class ChatsScreen(Screen[None]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE, "-wide")]
     BINDINGS = [
-        Binding("enter", "open", "go on with the chat", id="chats.open"),
+        Binding("enter", "open", "continue the chat", id="chats.open"),
         Binding("slash,ctrl+f", "search", "search titles and messages", id="chats.search"),
-        Binding("r", "rename", "give it another title", id="chats.rename"),
-        Binding("p", "pin", "pin it above the others, or not", id="chats.pin"),
+        Binding("r", "rename", "rename it", id="chats.rename"),
+        Binding("p", "pin", "pin or unpin it", id="chats.pin"),
         Binding("d,delete", "delete", "delete it", id="chats.delete"),
-        Binding("u", "undo", "bring the last deleted one back", id="chats.undo"),
-        Binding("e", "export", "write it into a file", id="chats.export"),
+        Binding("u", "undo", "restore the last deleted chat", id="chats.undo"),
+        Binding("e", "export", "export it to a file", id="chats.export"),
         Binding("n", "new", "new conversation", id="chats.new"),
-        Binding("space", "turn", "read it, or hide what was said", id="chats.preview"),
+        Binding("space", "turn", "show or hide its messages", id="chats.preview"),
         Binding("escape", "back", "back", id="chats.back"),
     ]
     AUTO_FOCUS = "ChatList"

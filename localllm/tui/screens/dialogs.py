@@ -113,7 +113,7 @@ class LineDialog(Dialog, inherit_bindings=False):
 class CodeDialog(Dialog):
     """Returns the block's number and the file to write, None for the clipboard."""
 
-    BINDINGS = [Binding("s", "save", "save into a file")]
+    BINDINGS = [Binding("s", "save", "save to a file")]
 
     def __init__(self, blocks: Sequence[CodeBlock]) -> None:
         super().__init__()

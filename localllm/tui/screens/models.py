@@ -362,11 +362,11 @@ def _ask_to_pull(row: ModelRow, verdict: Verdict | None) -> ChoiceDialog:
     lines = [_fact(label, text) for label, text in facts if text]
     if row.gated:
         lines += [
-            Content.styled("gated: its maker asks for the licence to be accepted first, at", "$text-warning"),
+            Content.styled("gated: accept the licence first at", "$text-warning"),
             Content(f"  https://huggingface.co/{row.repo}"),
-            Content.styled("and for a token: HF_TOKEN, or `hf auth login`", "$text-warning"),
+            Content.styled("and log in with a token: HF_TOKEN, or `hf auth login`", "$text-warning"),
         ]
-    verb = "go on with the pull" if row.partial_bytes else "pull it"
+    verb = "resume the download" if row.partial_bytes else "download it"
     return ChoiceDialog(f"{row.name} is not here", lines, [DialogReply("pull", verb), DialogReply(_NO, "no")])
 
 
@@ -378,8 +378,8 @@ def _ask_how_to_pack(row: ModelRow) -> ChoiceDialog:
             meaning += f" ({'there' if there.state == 'whole' else 'begun'}: {format_bytes(there.size_bytes)})"
         replies.append(DialogReply(name, name, meaning))
     lines = [
-        Content("The first use does it, too; ahead of time nobody waits for it."),
-        Content("What is packed already is verified, what was begun is gone on with."),
+        Content("The first use packs it too; packing ahead of time saves that wait."),
+        Content("A packed format is verified; an unfinished one is resumed."),
     ]
     return ChoiceDialog(f"pack {row.name}", lines, replies)
 
@@ -393,7 +393,7 @@ def _ask_to_delete(row: ModelRow, checkpoint_bytes: int, packed_bytes: int, *, i
         lines.append(_fact("files", f"{format_bytes(checkpoint_bytes)} of {where}, finished and unfinished ones"))
     lines += [_fact("packed", packed_text(packed)) for packed in row.packed]
     if is_loaded:
-        lines.append(Content.styled("It is the model that is loaded: the chat could not load it again.", "$text-error"))
+        lines.append(Content.styled("It is loaded now; the chat could not load it again.", "$text-error"))
     if checkpoint_bytes:
         replies.append(DialogReply(_EVERYTHING, "delete it", f"frees {format_bytes(checkpoint_bytes + packed_bytes)}"))
     if packed_bytes:

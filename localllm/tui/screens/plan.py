@@ -179,15 +179,15 @@ class PlanScreen(Screen[None]):
     BINDINGS = [
         Binding("up", "choose(-1)", "the setting above", id="plan.up"),
         Binding("down", "choose(1)", "the setting below", id="plan.down"),
-        Binding("left", "move(-1)", "less of it", id="plan.less"),
-        Binding("right", "move(1)", "more of it", id="plan.more"),
-        Binding("home", f"move({-_END})", "the least of it", id="plan.least"),
-        Binding("end", f"move({_END})", "the most of it", id="plan.most"),
+        Binding("left", "move(-1)", "decrease it", id="plan.less"),
+        Binding("right", "move(1)", "increase it", id="plan.more"),
+        Binding("home", f"move({-_END})", "set it to the minimum", id="plan.least"),
+        Binding("end", f"move({_END})", "set it to the maximum", id="plan.most"),
         Binding("enter,a", "apply", "load the model with these settings", id="plan.apply"),
-        Binding("r", "reset", "back to what runs now", id="plan.reset"),
-        Binding("pageup", "page(-1)", "scroll the picture up", id="plan.page_up"),
-        Binding("pagedown", "page(1)", "scroll the picture down", id="plan.page_down"),
-        Binding("escape", "close", "leave without a change", id="plan.close"),
+        Binding("r", "reset", "reset to the running settings", id="plan.reset"),
+        Binding("pageup", "page(-1)", "scroll up", id="plan.page_up"),
+        Binding("pagedown", "page(1)", "scroll down", id="plan.page_down"),
+        Binding("escape", "close", "close without a change", id="plan.close"),
     ]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]
 

@@ -10,6 +10,7 @@ from textual.style import Style
 from textual.widget import Widget
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+_GAP = "  "
 
 
 def bar(share: float, columns: int, style: str = "$primary") -> Content:
@@ -36,16 +37,16 @@ def split_bar(parts: Mapping[str, float], columns: int, styles: Mapping[str, str
     return shown + Content.styled("░" * (columns - used), "$foreground-muted")
 
 
-def fitting(parts: Sequence[tuple[int, Content]], columns: int, gap: str = "  ") -> Content:
+def fitting(parts: Sequence[tuple[int, Content]], columns: int) -> Content:
     """The parts that fit, in their order; those of the highest rank are dropped first."""
     kept: list[int] = []
-    used = -len(gap)
+    used = -len(_GAP)
     for index in sorted(range(len(parts)), key=lambda index: parts[index][0]):
         length = parts[index][1].cell_length
-        if length and used + len(gap) + length <= columns:
+        if length and used + len(_GAP) + length <= columns:
             kept.append(index)
-            used += len(gap) + length
-    return Content(gap).join([parts[index][1] for index in sorted(kept)])
+            used += len(_GAP) + length
+    return Content(_GAP).join([parts[index][1] for index in sorted(kept)])
 
 
 class KeyBar(Widget):

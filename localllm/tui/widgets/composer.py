@@ -174,8 +174,8 @@ class ComposerPanel(Vertical):
     BINDINGS = [
         Binding("enter", "send", "send", id="composer.send"),
         Binding("shift+enter,alt+enter,ctrl+j", "newline", "new line", id="composer.newline", show=False),
-        Binding("ctrl+r", "find", "search what was asked", id="composer.find", show=False),
-        Binding("ctrl+g", "screen.edit", "write it in $EDITOR", id="composer.editor", show=False),
+        Binding("ctrl+r", "find", "search earlier questions", id="composer.find", show=False),
+        Binding("ctrl+g", "screen.edit", "edit in $EDITOR", id="composer.editor", show=False),
         Binding("tab", "complete", "complete", show=False),
     ]
 

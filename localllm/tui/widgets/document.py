@@ -90,8 +90,8 @@ class Document(Clear, Markdown):
         "h5", "h6",
     }  # fmt: skip
 
-    def __init__(self, text: str = "", *, classes: str | None = None) -> None:
-        super().__init__(classes=classes, parser_factory=markdown_render.parser, open_links=False)
+    def __init__(self, text: str = "") -> None:
+        super().__init__(parser_factory=markdown_render.parser, open_links=False)
         self._tail = self._markdown = text  # the tail: of the blocks that more text may change
         self._open: list[DocumentBlock] = []  # these blocks
         self._num_read = 0  # characters of the tail, up to the end of a line

@@ -109,7 +109,7 @@ class MessageView(Widget, can_focus=True):
 
 
 class QuestionView(MessageView):
-    """A question, or any other message that is no answer."""
+    """A question, or any other message that is not an answer."""
 
     def render(self) -> Content:
         text = self.text
