@@ -17,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from localllm.text.tokenizer import Tokenizer
-from tests.cli_support import run_cli, write_checkpoint
+from tests.cli_support import Result, run_cli, write_checkpoint
+from tests.fake_hub import FakeHub, serve
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -122,6 +123,37 @@ def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], 
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint with random weights."""
     return write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def talk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """A plain chat of these lines, with answers of four tokens, by a user who has had none before."""
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def talked(*lines: str, flags: tuple[str, ...] = (), named: bool = True) -> Result:
+        line = ("chat", *([model] if named else []), "--plain", "--max-tokens", "4", "--seed", "1", *flags)
+        return run_cli(*line, stdin="".join(f"{line}\n" for line in lines).encode())
+
+    return talked
+
+
+@pytest.fixture(scope="module")
+def hub_servers() -> Iterator[FakeHub]:
+    from huggingface_hub import close_session
+
+    with serve() as fake:
+        yield fake
+    close_session()
+
+
+@pytest.fixture
+def fake(hub_servers: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """A hub that nothing stands in front of, and a user without a token."""
+    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HF_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NO_PROXY", "*")
+    return hub_servers
 
 
 @pytest.fixture(scope="module")

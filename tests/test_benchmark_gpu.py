@@ -6,18 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import gpu
-from benchmarks.gpu import Budget
-from benchmarks.gpu_engines import SMALL, sized
-from benchmarks.gpu_table import Row, cap_rows
-from benchmarks.gpu_turns import Cap, CapTurns, Run
-from benchmarks.peers_protocol import REPOSITORY, UnavailableError
+from benchmarks.gpu_engines import sized
+from benchmarks.peers_protocol import REPOSITORY
 from localllm.models.families import parse_config
 from localllm.models.layout import model_bytes
 from localllm.quant.recipe import RECIPES
@@ -77,102 +72,3 @@ def test_a_model_is_as_large_as_it_shall_be_but_for_half_a_layer(shape: str, wei
     raw_config = sized(shape, weights, gigabytes * 10**9)
     num_bytes = model_bytes(parse_config(raw_config, shape), RECIPES[weights])
     assert abs(num_bytes / gigabytes / 1e9 - 1) < 0.03
-
-
-FACTS: dict[str, Any] = {
-    "decode_s": {"found": 0.1, "streamed": 0.1}, "copied_bytes": {"streamed": 10**9}, "context_bytes": 0,
-    "blocks": {"found": {"vram/gpu": 2}}, "ledger": {"weights": 10**6}, "plan_ms": 1.0, "bound_by": "link",
-    "pinned_runs": 9,
-}  # fmt: skip
-CAP = Cap(10**6, "bf16", SMALL, 1.5, 0.1)
-
-
-class Played:
-    """A side of which every call after so many of one name fails."""
-
-    def __init__(self, tok_s: float, fails_after: int = 1000, num_bytes: int = 900_000) -> None:
-        self.left = fails_after
-        peak = {"gave_way": False, "peak_bytes": num_bytes, "own_bytes": None, "ttft_s": 1, "predicted_ttft_s": 1}
-        decoded = {"tok_s": tok_s, "predicted_s": 1 / tok_s}
-        told = {**FACTS, "version": "1", "modules": {}}
-        self.answers = {"load": told, "peak": peak, "decode": decoded, "h2d_gbs": 10.0, "peak_bytes": 1}
-
-    def call(self, name: str, **_options: object) -> Any:
-        self.left -= name == "decode"
-        if self.left < 0:
-            raise UnavailableError("out of memory")
-        return self.answers[name]
-
-
-def rows(ours: Played, beside: Played) -> dict[str, Any]:
-    run = Run("cuda", time.monotonic() + 100, 5, lambda _rows: None)
-    found = CapTurns(ours, beside, run).measure(CAP)  # type: ignore[arg-type]
-    named = ("link", "hybrid", "accelerate", "peak", "prediction")
-    return dict(zip(named, cap_rows(CAP.name, CAP.weights, CAP.num_bytes, found), strict=True))
-
-
-def test_figures_that_are_as_wanted_are_told_from_those_that_are_not() -> None:
-    met = rows(Played(9.5), Played(3.0))
-    assert met["link"].is_met and met["link"].ratio.median == pytest.approx(0.95)
-    assert met["hybrid"].is_met and met["accelerate"].is_met and met["prediction"].is_met
-    assert not met["peak"].is_met  # a tenth below its ledger
-    missed = rows(Played(9.0, num_bytes=1_001_000), Played(3.1))
-    assert not any(missed[name].is_met for name in ("link", "accelerate", "peak"))
-
-
-def test_where_accelerate_fails_the_rounds_of_the_others_go_on() -> None:
-    found = rows(Played(9.5), Played(3.0, fails_after=2))
-    assert found["accelerate"].figure is None and "out of memory" in found["link"].note
-    assert found["link"].ratio is not None and "rounds" not in found["link"].note
-
-
-def test_rounds_that_were_ended_before_the_last_are_kept() -> None:
-    found = rows(Played(9.5, fails_after=8), Played(3.0))
-    assert found["link"].figure is not None and "1 rounds" in found["link"].note
-
-
-def test_time_that_a_part_does_not_take_is_shared_by_those_behind_it() -> None:
-    budget = Budget(100, [1, 2, 2])
-    assert budget.part(1) == pytest.approx(20, abs=1) and budget.part(2) == pytest.approx(50, abs=1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--out", "/proc/nope"], "nothing can be written to '/proc/nope'"),
-        (["--rounds", "0"], "'0' is not a number from 1 on"),
-        (["--seconds", "nan"], "'nan' is not a number from 10 on"),
-        (["--seconds", "-5"], "'-5' is not a number"),
-        (["--caps", "0"], "'0' is not a number from 0.1 on"),
-        (["--caps", "8"], "--small has a cap of its own"),
-        (["--parts", "nonsense"], "nonsense"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_measured(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--small", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        gpu.main()
-    assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_an_interrupted_run_tells_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(parts: gpu.Parts, _seconds: float) -> None:
-        parts._report.add([Row("products", "the first figure", note="so far")])
-        raise KeyboardInterrupt
-
-    for name in ("TMPDIR", "LOCALLLM_HOME", "LOCALLLM_CACHE"):  # which it sets, for its workers
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(gpu.Parts, "products", interrupted)
-    command = ["gpu", "--device", "cpu", "--small", "--parts", "products", "--out", str(tmp_path / "a" / "b")]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        gpu.main()
-    told = capsys.readouterr()
-    assert ended.value.code == 130 and "the first figure" in told.out
-    assert "interrupted" in told.err and str(tmp_path / "a" / "b" / "gpu.json") in told.err
-    assert "the first figure" in (tmp_path / "a" / "b" / "gpu.json").read_text(encoding="utf-8")

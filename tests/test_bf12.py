@@ -15,8 +15,6 @@ from torch import Tensor
 
 from localllm.engine import planner
 from localllm.engine.engine import Engine
-from localllm.engine.events import TokenEvent
-from localllm.engine.request import SamplingParams
 from localllm.hub import locate
 from localllm.hub.packed import packed_recipes
 from localllm.kernels import bf12, cpu_bf12, cpu_isa, cpu_linear
@@ -27,6 +25,7 @@ from localllm.quant.dense import Dense
 from localllm.quant.weight_format import NotCompactError
 from localllm.settings import EngineConfig
 from tests.cli_support import write_checkpoint
+from tests.engine_support import generated
 
 # Asked of other kernels: where these alone did not compile, nothing here may be skipped.
 HAS_KERNELS = cpu_linear.is_available()
@@ -150,8 +149,7 @@ def engine(checkpoint: Path, memory_bytes: int | None, weights: str = "bf16") ->
 
 
 def text(engine: Engine) -> list[int]:
-    events = engine.generate(tuple(range(40)), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
-    return [event.token_id for event in events if isinstance(event, TokenEvent)]
+    return generated(engine, tuple(range(40)), 12)
 
 
 def small_memory(checkpoint: Path) -> int:

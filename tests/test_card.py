@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
+from localllm import Engine, SamplingParams
 from localllm.engine import card, device, loader, model_plan, planner, residency
-from localllm.engine.events import Event
 from localllm.errors import DoesNotFitError
 from localllm.offload.planner import plan as plan_module
 from localllm.offload.planner.machine import CardMemory, Memory
@@ -20,6 +18,7 @@ from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.cli_support import run_cli
+from tests.engine_support import token_ids
 from tests.packed_support import small_checkpoint
 
 CONTEXT = 1000
@@ -57,14 +56,9 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def answer(directory: Path, **options: object) -> tuple[list[int], Engine]:
     engine = Engine.load(directory, EngineConfig(device="cpu", ctx=128, **options))  # type: ignore[arg-type]
-    events, again = (list(engine.generate(PROMPT, SAMPLING)) for _ in range(2))
-    assert isinstance(events[-1], FinishedEvent) and events[-1].error is None
+    _, again = (token_ids(engine.generate(PROMPT, SAMPLING)) for _ in range(2))
     engine.close()
-    return tokens(again), engine
-
-
-def tokens(events: Iterable[Event]) -> list[int]:
-    return [event.token_id for event in events if isinstance(event, TokenEvent)]
+    return again, engine
 
 
 @pytest.mark.parametrize("weights", ["fp32", "int4-g32", "int8"])
@@ -147,7 +141,7 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
     most = engine.plan.total_bytes("vram")
     answers, kept = [], []
     for free_bytes in (80 * GIB, least, (least + most) // 2, 80 * GIB, CONTEXT, 80 * GIB):  # noqa: B007, what is free
-        answers.append(tokens(engine.generate(PROMPT, SAMPLING)))
+        answers.append(token_ids(engine.generate(PROMPT, SAMPLING)))
         kept.append(sum(block.tier == "vram" for block in engine.residency.placed.blocks))
         obeyed = engine.residency.plan
         assert obeyed is not None and list(obeyed.blocks) == list(engine.residency.placed.blocks)

@@ -8,19 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_support import Result, run_cli, write_checkpoint
-
-
-@pytest.fixture
-def talk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-
-    def talked(*lines: str, flags: tuple[str, ...] = ()) -> Result:
-        text = "".join(f"{line}\n" for line in lines)
-        return run_cli("chat", model, "--plain", "--max-tokens", "4", "--seed", "1", *flags, stdin=text.encode())
-
-    return talked
+from tests.cli_support import run_cli, write_checkpoint
 
 
 def saved(tmp_path: Path) -> list[dict[str, str]]:

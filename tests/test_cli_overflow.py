@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,8 @@ QUESTIONS = [f"question {number} about the fox" for number in range(8)]
 
 
 @pytest.fixture
-def talk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-
-    def talked(*lines: str, flags: tuple[str, ...] = ()) -> Result:
-        text = "".join(f"{line}\n" for line in lines)
-        return run_cli("chat", model, "--plain", *ALIKE, *flags, stdin=text.encode())
-
-    return talked
+def talk(talk: Callable[..., Result]) -> Callable[..., Result]:
+    return lambda *lines, flags=(): talk(*lines, flags=(*ALIKE, *flags))
 
 
 def saved(tmp_path: Path) -> list[dict[str, str]]:

@@ -41,16 +41,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "home" / "data" / "conversations.db"
 
 
-@pytest.fixture
-def talk(model: Path):
-    def talked(*lines: str, flags: tuple[str, ...] = (), named: bool = True) -> Result:
-        text = "".join(f"{line}\n" for line in lines)
-        names = [model] if named else []
-        return run_cli("chat", *names, "--plain", *SHORT, *flags, stdin=text.encode())
-
-    return talked
-
-
 def chats(path: Path) -> list[tuple[Session, list[tuple[str, str, str]]]]:
     """The kept chats, the latest first, with what each shows."""
     with History.open(path) as history:

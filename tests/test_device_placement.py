@@ -47,6 +47,7 @@ from localllm.offload.streaming.pinned import Pinning
 from localllm.offload.streaming.ring import Ring
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
+from tests.engine_support import generated
 from tests.packed_support import open_packed, pack, small_checkpoint
 from tests.thinning import every_other, thinned
 
@@ -272,17 +273,11 @@ class Packed:
         engine = self.engine(placed)
         if drafting is not None:
             engine.speculation = drafting(engine.residency)
-        return tokens(engine, max_tokens)
+        return generated(engine, PROMPT, max_tokens)
 
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-
-
-def tokens(engine: Engine, max_tokens: int) -> list[int]:
-    events = list(engine.generate(PROMPT, greedy(max_tokens)))
-    assert isinstance(events[-1], FinishedEvent) and events[-1].error is None
-    return [event.token_id for event in events if isinstance(event, TokenEvent)]
 
 
 def mixed(seed: int) -> Callable[[int], str]:
@@ -417,7 +412,7 @@ def test_where_memory_is_taken_away_blocks_go_down_until_a_forward_comes_through
             if failures == 40:
                 assert isinstance(finished.error, DoesNotFitError)
                 left_to_fail = 0
-                tokens(engine, 8)
+                generated(engine, PROMPT, 8)
             else:
                 assert finished.error is None and finished.text == expected
             assert (list(placed.blocks) != start) == (failures > 3)
@@ -429,14 +424,14 @@ def test_a_model_that_lost_its_place_comes_back_when_there_is_memory(packed: Pac
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _index: "resident"), 8)
         engine = packed.engine(placed)
-        expected = tokens(engine, 4)
+        expected = generated(engine, PROMPT, 4)
         with mock.patch.object(OffloadedModel, "place", side_effect=MemoryError("none left")):
             with pytest.raises(DoesNotFitError):
                 engine.residency.move(packed.blocks(lambda _index: "streamed"))
             for _ in range(2):
                 *_, finished = engine.generate(PROMPT, greedy(4))
                 assert isinstance(finished, FinishedEvent) and isinstance(finished.error, DoesNotFitError)
-        assert tokens(engine, 4) == expected
+        assert generated(engine, PROMPT, 4) == expected
 
 
 @pytest.mark.parametrize(("error", "tier"), [(torch.OutOfMemoryError("none"), "vram"), (MemoryError("none"), "ram")])

@@ -25,6 +25,7 @@ from localllm.offload.streaming import disk_stream
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 from tests.cli_support import run_cli
+from tests.engine_support import generated
 from tests.packed_support import pack, small_checkpoint
 from tests.patience import PATIENCE_S
 from tests.test_device_placement import Packed
@@ -73,14 +74,7 @@ def streaming(kind: str, directory: Path) -> Iterator[Engine]:
 
 
 def tokens(engine: Engine) -> list[int]:
-    """Raises what ended the answer."""
-    found = []
-    for event in engine.generate(PROMPT, GREEDY):
-        if isinstance(event, TokenEvent):
-            found.append(event.token_id)
-        elif isinstance(event, FinishedEvent) and event.error is not None:
-            raise event.error
-    return found
+    return generated(engine, PROMPT, 8)
 
 
 class Disk:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.measure import drop_from_cache
 from localllm.errors import CheckpointError
 from localllm.offload.streaming import disk_stream
 from localllm.offload.streaming.disk_read import cached_share, open_direct
@@ -259,12 +260,6 @@ def test_where_no_thread_can_be_started_no_file_and_no_thread_stays(tmp_path, mo
 # What the page cache holds
 
 
-def drop_from_cache(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 @pytest.fixture
 def on_a_disk(tmp_path: Path) -> Path:
     """A folder whose files can be read past the page cache, and mapped."""
@@ -293,7 +288,7 @@ def test_what_leaves_the_page_cache_and_comes_back_is_the_same(on_a_disk):
         for lap in range(12):
             for number, file in enumerate(files):
                 if (lap + number) % 3 == 0:
-                    drop_from_cache(file.path)
+                    drop_from_cache([file.path])
                 else:
                     file.path.read_bytes()
             it.lap(until=lap if lap % 4 == 3 else None)
@@ -301,7 +296,7 @@ def test_what_leaves_the_page_cache_and_comes_back_is_the_same(on_a_disk):
 
 def test_whether_a_file_can_be_mapped_is_found_out_without_reading_it(on_a_disk):
     (file,) = written(on_a_disk, [4096])
-    drop_from_cache(file.path)
+    drop_from_cache([file.path])
     with file.path.open("rb") as opened_file:
         assert can_map(opened_file.fileno())
         assert cached_share(opened_file.fileno(), file.num_bytes) == 0
@@ -323,7 +318,7 @@ def test_what_leaves_the_page_cache_is_read_past_it_from_the_next_lap_on(on_a_di
         it.lap()
         for _ in range(2):
             for file in files:
-                drop_from_cache(file.path)
+                drop_from_cache([file.path])
             it.stream.begin()
             for file in files:
                 with it.stream.held(file.name):

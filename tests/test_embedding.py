@@ -17,6 +17,7 @@ from localllm.engine.step_types import Limits
 from localllm.errors import ContextOverflowError, NonFiniteError
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
+from tests.engine_support import steps
 
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 
@@ -45,8 +46,7 @@ def ids(length: int) -> list[int]:
 
 def embedding(engine: Engine, token_ids: list[int], pooling: Pooling) -> FinishedEvent:
     engine.submit(Request(tuple(token_ids), SamplingParams(max_tokens=1), pooling=pooling))
-    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
-    last = events[-1]
+    last = list(steps(engine))[-1]
     assert isinstance(last, FinishedEvent) and last.error is None
     return last
 
@@ -89,7 +89,7 @@ def test_an_embedding_that_is_no_number_is_an_error(pair, monkeypatch):
     plain = Pooler.take
     monkeypatch.setattr(Pooler, "take", lambda self, states, position: plain(self, states * torch.nan, position))
     pair.engine.submit(Request(tuple(ids(5)), SamplingParams(max_tokens=1), pooling="mean"))
-    last = [event for _ in iter(lambda: pair.engine.has_work, False) for event in pair.engine.step()][-1]
+    last = list(steps(pair.engine))[-1]
     assert isinstance(last, FinishedEvent) and isinstance(last.error, NonFiniteError)
 
 
@@ -97,9 +97,7 @@ def test_an_embedding_beside_answers_is_the_same(pair):
     alone = embedding(pair.engine, ids(70), "mean").embedding
     answer = pair.engine.submit(Request(tuple(ids(40)), SamplingParams(max_tokens=20)))
     pair.engine.submit(Request(tuple(ids(70)), SamplingParams(max_tokens=1), pooling="mean"))
-    found = {}
-    while pair.engine.has_work:
-        found |= {event.request_id: event for event in pair.engine.step() if isinstance(event, FinishedEvent)}
+    found = {event.request_id: event for event in steps(pair.engine) if isinstance(event, FinishedEvent)}
     assert [event.embedding for event in found.values() if event.request_id != answer] == [alone]
     assert found[answer].embedding is None
 

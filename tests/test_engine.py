@@ -35,7 +35,7 @@ from localllm.layers.mlp import MLP
 from localllm.offload.planner.machine import Memory
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
-from tests.choices.support import steps
+from tests.engine_support import steps
 from tests.patience import PATIENCE_S
 
 CTX = 128

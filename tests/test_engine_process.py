@@ -33,6 +33,7 @@ from localllm.runtime.server_client import Server, ServerEngine
 from localllm.runtime.sockets import connected, listening
 from localllm.text.grammar.grammar import Grammar
 from tests.cli_support import environment
+from tests.engine_support import token_ids
 from tests.patience import PATIENCE_S
 from tests.server.support import wait_for
 
@@ -91,10 +92,6 @@ def answer(service: EngineHandle, *arguments: Any, **more: Any) -> list[Event]:
     return list(service.submit(request(service, *arguments, **more)))
 
 
-def ids(events: Sequence[Event]) -> list[int]:
-    return [event.token_id for event in events if isinstance(event, TokenEvent)]
-
-
 def last(events: Sequence[Event]) -> FinishedEvent:
     finished = events[-1]
     assert isinstance(finished, FinishedEvent)
@@ -109,7 +106,7 @@ def test_it_says_what_an_engine_of_this_process_says(process: EngineClient, gues
     engine = Engine.load("tiny")
     own = [*engine.generate(STORY, SamplingParams(max_tokens=8, seed=3))]
     engine.close()
-    assert ids(answer(process)) == ids(answer(guest)) == ids(own) != []
+    assert token_ids(answer(process)) == token_ids(answer(guest)) == token_ids(own) != []
 
 
 def test_what_is_known_of_the_model_is_what_it_was_loaded_with(process: EngineClient) -> None:
@@ -149,9 +146,9 @@ def test_an_answer_that_is_stopped_ends_and_keeps_what_was_said(process: EngineC
     said = []
     for event in stream:
         said.append(event)
-        if len(ids(said)) == 3:
+        if len(token_ids(said)) == 3:
             stream.abort()
-    assert last(said).finish_reason == "cancelled" and len(ids(said)) < 900
+    assert last(said).finish_reason == "cancelled" and len(token_ids(said)) < 900
 
 
 def test_what_a_program_asked_for_ends_when_it_goes_and_others_go_on(process: EngineClient) -> None:
@@ -175,7 +172,7 @@ def test_who_says_what_nobody_understands_is_not_listened_to(process: EngineClie
         assert protocol.message(lines.readline())["op"] == "loaded"
         sock.sendall(data)
         assert lines.read() == b""
-    assert ids(answer(process))
+    assert token_ids(answer(process))
 
 
 def test_its_socket_is_this_users_alone(process: EngineClient) -> None:
@@ -200,7 +197,7 @@ def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> N
     alive.append(started())
     alive[1].wait_loaded()
     wait_for(lambda: service.client.has_ended)
-    assert len(ids(list(service.submit(short)))) == 8
+    assert len(token_ids(list(service.submit(short)))) == 8
     assert engine.facts().ctx == 1024  # who holds the engine that it was holds the one that it is
     for each in (service, *alive):
         each.close()
@@ -214,7 +211,7 @@ def test_who_attaches_in_the_moment_in_which_the_server_ends_has_another_engine(
         return EngineClient(selection().files.directory, EnginePeer(gone))
 
     service = RenewedClient(lost(), lambda: attached(process))
-    assert ids(answer(service)) == ids(answer(process))
+    assert token_ids(answer(service)) == token_ids(answer(process))
     service.close()
     never = RenewedClient(lost(), lost)
     with pytest.raises(EngineGoneError, match="cannot be reached"):

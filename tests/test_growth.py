@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from localllm import Engine, EngineThread, FinishedEvent, GrownEvent, Request, SamplingParams, TokenEvent
+from localllm import Engine, EngineThread, FinishedEvent, GrownEvent, Request, SamplingParams
 from localllm.cache.paged_kv import KVPages
 from localllm.engine import context_growth as growth
-from localllm.engine import placement, planner
+from localllm.engine import planner
 from localllm.engine.events import Event
 from localllm.engine.loader import LoadedModel
 from localllm.engine.placement import model_shape, smaller_kv
@@ -25,15 +25,14 @@ from localllm.offload.planner.advice import fixes_for_context
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
 from localllm.offload.planner.plan import KEPT_PAGES, Plan
-from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
 from localllm.text.tokenizer import Tokenizer
-from tests.choices.support import steps
+from tests.engine_support import steps, token_ids
 from tests.kv_support import check_pages
 from tests.packed_support import pack, small_checkpoint
 from tests.test_device_placement import Packed
-from tests.test_placement import engine, shape_of
+from tests.test_placement import engine, shape_of, with_small_models
 
 CTX, LONGEST = 64, 256
 SHORT, LONG = tuple(range(3, 33)), tuple(range(3, 123))
@@ -44,14 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        rates = Profile("this machine", disk_read_gbs=1.0, formats=dict.fromkeys(RECIPES, FormatRates(20.0, 500.0)))
-        patch.setattr(planner, "kept_profile", lambda: rates)
-        patch.setattr(placement, "BATCH_ROWS", 8)
-        yield
+small_models = pytest.fixture(scope="module", autouse=True)(with_small_models)
 
 
 def search(shape: ModelShape, memory_bytes: int, ctx: int) -> Search:
@@ -86,14 +78,6 @@ def answer(engine: Engine, prompt: tuple[int, ...], *, grows: bool = True, max_t
     return events
 
 
-def tokens(events: list[Event]) -> list[int]:
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent)
-    if finished.error is not None:
-        raise finished.error
-    return [event.token_id for event in events if isinstance(event, TokenEvent)]
-
-
 def refusal(events: list[Event]) -> ContextOverflowError:
     """Of a request of which nothing else is told."""
     (finished,) = events
@@ -107,7 +91,7 @@ def grown(events: list[Event]) -> list[GrownEvent]:
 
 def expected(directory: Path, weights: str, *prompts: tuple[int, ...]) -> list[list[int]]:
     with engine(directory, weights, ctx=LONGEST) as large:
-        return [tokens(answer(large, prompt)) for prompt in prompts]
+        return [token_ids(answer(large, prompt)) for prompt in prompts]
 
 
 @pytest.mark.parametrize("weights", ["int4", "bf16"])
@@ -117,12 +101,12 @@ def test_a_prompt_that_does_not_fit_makes_the_context_grow_and_has_the_text_of_a
     after = (*SHORT, 7, 7)
     right = expected(directory, weights, SHORT, LONG, after)
     with engine(directory, weights, ctx=CTX) as small:
-        assert tokens(answer(small, SHORT)) == right[0]
+        assert token_ids(answer(small, SHORT)) == right[0]
         events = answer(small, LONG)
         assert [(event.ctx_before, event.ctx) for event in grown(events)] == [(CTX, 128)]
-        assert isinstance(events[0], GrownEvent) and tokens(events) == right[1]
+        assert isinstance(events[0], GrownEvent) and token_ids(events) == right[1]
         assert (small.ctx, events[-1].ctx) == (128, 128)  # type: ignore[union-attr]
-        assert tokens(answer(small, after)) == right[2] and not grown(answer(small, after))
+        assert token_ids(answer(small, after)) == right[2] and not grown(answer(small, after))
 
 
 def test_blocks_go_to_the_disk_where_the_longer_context_needs_their_memory(directory: Path) -> None:
@@ -134,7 +118,7 @@ def test_blocks_go_to_the_disk_where_the_longer_context_needs_their_memory(direc
         assert event.num_from_disk > 0 and event.num_from_memory == 0 and event.decode_tok_s
         assert small.residency.plan is not None and len(small.residency.plan.streamed) == event.num_from_disk
         assert small.residency.plan.total_bytes("ram") <= small.residency.plan.limits["ram"]
-        assert tokens(events) == right[0]
+        assert token_ids(events) == right[0]
 
 
 def test_pages_that_only_serve_later_prompts_give_way_to_a_longer_context(
@@ -173,7 +157,7 @@ def test_a_growth_beyond_the_memory_is_refused_with_both_counts_and_the_engine_g
         error = refusal(answer(small, LONG))
         assert "120 tokens" in error.what and "the context 64" in error.what
         assert "tokens of context" in error.why and error.fix
-        assert small.ctx == CTX and tokens(answer(small, SHORT)) == right[0]
+        assert small.ctx == CTX and token_ids(answer(small, SHORT)) == right[0]
 
 
 def test_a_growth_that_is_refused_leaves_room_for_kept_pages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +180,7 @@ def test_a_prompt_that_fits_with_too_little_room_for_its_answer_has_what_there_i
 ) -> None:
     with capped(directory, "int4", least(directory, "int4", CTX)) as small:
         events = answer(small, tuple(range(3, 61)), max_tokens=None)
-        assert not grown(events) and len(tokens(events)) == CTX - 58
+        assert not grown(events) and len(token_ids(events)) == CTX - 58
 
 
 def test_a_prompt_longer_than_the_model_can_read_is_refused_at_once(directory: Path) -> None:
@@ -204,7 +188,7 @@ def test_a_prompt_longer_than_the_model_can_read_is_refused_at_once(directory: P
         with pytest.raises(ContextOverflowError, match="256 tokens"):
             answer(small, (5,) * LONGEST)
         events = answer(small, (5,) * (LONGEST - 1))
-        assert [event.ctx for event in grown(events)] == [LONGEST] and len(tokens(events)) == 1
+        assert [event.ctx for event in grown(events)] == [LONGEST] and len(token_ids(events)) == 1
 
 
 def test_nothing_grows_for_a_request_that_does_not_ask_for_it(directory: Path) -> None:
@@ -222,16 +206,16 @@ def test_a_request_that_needs_growth_waits_for_those_that_run_and_those_behind_i
         streams = [service.submit(Request(prompt, greedy, grows=True)) for prompt in (SHORT, LONG, SHORT[:9])]
         told = [list(stream) for stream in streams]
         service.close()
-    assert [tokens(events) for events in told] == right
+    assert [token_ids(events) for events in told] == right
     assert [len(grown(events)) for events in told] == [0, 1, 0]
 
 
 def test_pages_computed_before_are_found_after(directory: Path) -> None:
     with engine(directory, "int4", ctx=128) as small:
         first = tuple(range(3, 103))
-        tokens(answer(small, first))
+        token_ids(answer(small, first))
         events = answer(small, (*first, *first))
-        assert grown(events) and tokens(events)
+        assert grown(events) and token_ids(events)
         finished = events[-1]
         assert isinstance(finished, FinishedEvent) and finished.usage.cached_tokens == 64
 
@@ -264,8 +248,8 @@ def test_a_growth_that_fails_on_its_way_leaves_the_engine_as_it_was(
             (finished,) = answer(small, LONG)
         assert isinstance(finished, FinishedEvent) and finished.error is not None
         assert small.ctx == CTX and small.residency.placed.blocks == blocks  # type: ignore[union-attr]
-        assert tokens(answer(small, SHORT)) == right[0]
-        assert tokens(answer(small, LONG)) == expected(directory, "int4", LONG)[0]
+        assert token_ids(answer(small, SHORT)) == right[0]
+        assert token_ids(answer(small, LONG)) == expected(directory, "int4", LONG)[0]
 
 
 def test_a_model_computed_from_its_checkpoint_grows_as_far_as_its_memory_goes(directory: Path) -> None:
@@ -274,10 +258,10 @@ def test_a_model_computed_from_its_checkpoint_grows_as_far_as_its_memory_goes(di
         assert small.residency.placed is None
         assert [event.ctx for event in grown(answer(small, SHORT, max_tokens=None))] == []
         events = answer(small, tuple(range(3, 83)))
-        assert [event.ctx for event in grown(events)] == [128] and tokens(events)
+        assert [event.ctx for event in grown(events)] == [128] and token_ids(events)
         error = refusal(answer(small, (5,) * 200))
         assert "cannot be moved" in error.why or "none of its blocks" in error.why
-        assert small.ctx == 128 and tokens(answer(small, SHORT))
+        assert small.ctx == 128 and token_ids(answer(small, SHORT))
 
 
 def test_blocks_leave_a_devices_memory_for_the_longer_context(directory: Path, tmp_path: Path) -> None:
@@ -293,13 +277,13 @@ def test_blocks_leave_a_devices_memory_for_the_longer_context(directory: Path, t
 
     with packed.opened() as placed:
         placed.place(packed.blocks(lambda _: "resident"), 8)
-        right = tokens(answer(Engine(LoadedModel(placed.decode_model, LONGEST, placed=placed), tokenizer), LONG))
+        right = token_ids(answer(Engine(LoadedModel(placed.decode_model, LONGEST, placed=placed), tokenizer), LONG))
         small = Engine(LoadedModel(placed.decode_model, CTX, placed=placed, replan=replan), tokenizer)
         events = answer(small, LONG)
         (event,) = grown(events)
         moved = [block.tier for block in mixed[1:] if block.tier != "vram"]
         assert (event.num_from_memory, event.num_from_disk) == (moved.count("ram"), moved.count("disk"))
-        assert tokens(events) == right and placed.blocks == mixed
+        assert token_ids(events) == right and placed.blocks == mixed
 
 
 def test_a_request_behind_one_that_could_not_grow_grows_by_itself_or_is_refused(directory: Path) -> None:

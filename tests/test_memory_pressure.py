@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
+from localllm import Engine
 from localllm.engine import planner
 from localllm.engine.loader import LoadedModel
 from localllm.engine.residency import Residency
@@ -29,6 +29,7 @@ from localllm.offload.streaming import host_buffer as host_buffer_module
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
+from tests.engine_support import generated
 from tests.packed_support import pack, small_checkpoint
 from tests.patience import PATIENCE_S
 from tests.test_device_placement import Packed
@@ -78,13 +79,7 @@ SHORT, LONG = tuple(range(3, 23)), tuple(range(3, 123))
 
 
 def tokens(engine: Engine, prompt: tuple[int, ...] = SHORT) -> list[int]:
-    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    events = list(engine.generate(prompt, sampling))
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent)
-    if finished.error is not None:
-        raise finished.error
-    return [event.token_id for event in events if isinstance(event, TokenEvent)]
+    return generated(engine, prompt, 4)
 
 
 @contextmanager

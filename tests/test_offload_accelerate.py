@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from benchmarks import peers
-from benchmarks.offload_accelerate import DROPPED, INSTALL, PLACEMENTS, Accelerate, contenders
+from benchmarks.measure import drop_from_cache
+from benchmarks.offload_accelerate import INSTALL, PLACEMENTS, Accelerate, contenders
 from benchmarks.peers import Match, num_weights
 from benchmarks.peers_protocol import REPOSITORY
 from tests.test_peers import TOY as TWO_LAYERS
@@ -30,13 +31,6 @@ MATRIX_BYTES, EMBEDDING_BYTES = 2 * num_weights(TOY), 2 * TOY["vocab_size"] * TO
 NORM_BYTES = 2 * (2 * TOY["num_hidden_layers"] + 1) * TOY["hidden_size"]
 CAP_BYTES = MATRIX_BYTES // 2
 PROBE_BYTES = 1 << 20
-
-
-@pytest.fixture
-def match() -> Iterator[Match]:
-    started = Match()
-    yield started
-    started.close()
 
 
 def loaded(directory: Path, placement: str) -> tuple[Accelerate, dict[str, Any]]:
@@ -72,18 +66,6 @@ def test_every_placement_computes_with_the_weights_of_the_checkpoint(tmp_path):
 
 
 @needs_accelerate
-def test_a_whole_checkpoint_is_kept_and_a_broken_one_is_written_anew(tmp_path):
-    loaded(tmp_path, "auto")
-    layer = tmp_path / "model.layers.0.safetensors"
-    written = layer.read_bytes()
-    loaded(tmp_path, "auto")
-    assert layer.read_bytes() == written
-    (tmp_path / "config.json").unlink()
-    loaded(tmp_path, "auto")
-    assert layer.read_bytes() != written
-
-
-@needs_accelerate
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_with_its_pages_dropped_each_token_comes_from_the_disk(tmp_path, placement):
     if not reads_are_counted(tmp_path):
@@ -106,32 +88,19 @@ def disk_read_bytes() -> int:
 def reads_are_counted(directory: Path) -> bool:
     probe = directory / "probe"
     probe.write_bytes(os.urandom(PROBE_BYTES))
-    with probe.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        before = disk_read_bytes()
-        file.read()
+    drop_from_cache([probe])
+    before = disk_read_bytes()
+    probe.read_bytes()
     return disk_read_bytes() - before >= PROBE_BYTES
 
 
-@needs_accelerate
-def test_its_worker_answers_to_every_task_in_both_ways(match, tmp_path):
-    sides = contenders(TOY, 1, tmp_path, CAP_BYTES)
-    assert len({side.options["directory"] for side in sides}) == len(PLACEMENTS)
-    match.start(sides[0])
-    assert not match.skipped
-    for options in sides[0].variants.values():
-        assert match.call(sides[0].name, "prefill", tokens=16, **options) > 0
-        assert match.call(sides[0].name, "decode", tokens=2, depth=16, **options) > 0
-    assert list(sides[0].variants) == ["page cache warm", DROPPED]
-
-
-def test_without_accelerate_its_side_says_how_to_install_what_the_page_and_the_extra_name(match):
+def test_without_accelerate_its_side_says_how_to_install_what_the_page_and_the_extra_name():
     code = (
         "import sys; sys.modules['accelerate'] = None; from benchmarks.offload_accelerate import *; serve(Accelerate())"
     )
     (side, *_) = contenders(TOY, 1, Path(), CAP_BYTES)
-    match.start(type(side)(side.name, "", [sys.executable, "-c", code], side.options, needed_bytes=0))
+    with contextlib.closing(Match()) as match:
+        match.start(type(side)(side.name, "", [sys.executable, "-c", code], side.options, needed_bytes=0))
     error = match.skipped[side.name]
     assert "accelerate or transformers cannot be imported" in error.reason
     assert error.fix == INSTALL

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.engine.engine import Engine
-from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.events import FinishedEvent
 from localllm.engine.loader import LoadedModel
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Chunk, Limits
 from localllm.settings import EngineConfig
 from tests.checkpoints import FAMILIES, SHAPE, write_byte_tokenizer, write_checkpoint
+from tests.engine_support import answered
 
 TOLERANCE = 1e-4
 
@@ -94,14 +95,9 @@ def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair):
 def greedy(engine: Engine, prompts: list[list[int]], max_tokens: int = 64) -> list[list[int]]:
     """All prompts at once through the engine's steps."""
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    answers: dict[int, list[int]] = {engine.submit(Request(tuple(ids), sampling)): [] for ids in prompts}
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                answers[event.request_id].append(event.token_id)
-            if isinstance(event, FinishedEvent):
-                assert event.finish_reason == "length", event.error
-    return list(answers.values())
+    answers = answered(engine, *(Request(tuple(ids), sampling) for ids in prompts))
+    assert {answer.finished.finish_reason for answer in answers} == {"length"}
+    return [answer.token_ids for answer in answers]
 
 
 def test_greedy_tokens_are_those_of_transformers_over_64_steps(pair):

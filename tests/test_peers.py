@@ -26,7 +26,6 @@ from benchmarks.peers import (
     tables,
     update,
 )
-from benchmarks.peers_protocol import UnavailableError, Worker
 
 PREFILL, SHALLOW = Task("prefill", tokens=512), Task("decode", depth=128)
 
@@ -36,9 +35,9 @@ import os
 from benchmarks.peers_protocol import UnavailableError, serve
 
 class Side:
-    def load(self, *, seconds_a_token, fails_at=None):
-        self.seconds_a_token, self.fails_at, self.calls = seconds_a_token, fails_at, 0
-        if fails_at == "load":
+    def load(self, *, seconds_a_token, is_built=True):
+        self.seconds_a_token = seconds_a_token
+        if not is_built:
             raise UnavailableError("not built", "build it")
         print("a library talks on stdout")
         os.write(1, b"and below python\\n")
@@ -48,12 +47,6 @@ class Side:
     def prefill(self, *, tokens, factor=1):
         return self.seconds_a_token * tokens * factor
     def decode(self, *, tokens, depth, factor=1):
-        self.calls += 1
-        if self.fails_at == self.calls:
-            raise RuntimeError("out of luck")
-        if self.fails_at == -self.calls:
-            os.write(2, b"segmentation fault\\n")
-            os._exit(11)
         return self.seconds_a_token * tokens * factor
 
 serve(Side())
@@ -69,7 +62,7 @@ def match() -> Iterator[Match]:
 
 
 def contender(name: str, seconds_a_token: float, **more: object) -> Contender:
-    options = {"seconds_a_token": seconds_a_token, **{key: more[key] for key in more.keys() & {"fails_at"}}}
+    options = {"seconds_a_token": seconds_a_token, **more}
     variants = {"": {}} if name == peers.OURS else {"slow": {"factor": 3}, "fast": {"factor": 1}}
     return Contender(name, f"{name} fake", COMMAND, options, needed_bytes=0, gen_tokens=4, variants=variants)
 
@@ -80,35 +73,6 @@ def result_of(match: Match, rounds: int = 2) -> dict[str, object]:
     skipped = {name: {"reason": error.reason, "fix": error.fix} for name, error in match.skipped.items()}
     common = {"machine": {"cpu": "abacus", "threads": 1}, "rounds": rounds, "waiting_cpu_share": 0.0}
     return {**common, "sides": sides, "skipped": skipped, **summary(speeds, floors, match.facts, 1)}
-
-
-def test_a_worker_answers_though_its_libraries_write_to_stdout() -> None:
-    worker = Worker(COMMAND)
-    try:
-        assert worker.call("load", seconds_a_token=0.5) == {"weight_bytes_per_token": 1000}
-        assert worker.call("prefill", tokens=4) == 2.0
-        with pytest.raises(UnavailableError, match="AttributeError"):
-            worker.call("fly")
-        assert worker.call("prefill", tokens=6) == 3.0
-    finally:
-        worker.close()
-
-
-def test_a_worker_whose_interpreter_lacks_everything_says_how_it_ended() -> None:
-    worker = Worker([sys.executable, "-c", "import a_module_that_nobody_has"])
-    try:
-        with pytest.raises(UnavailableError, match=r"ended with 1 during load.*No module named"):
-            worker.call("load")
-    finally:
-        worker.close()
-
-
-def test_a_side_that_does_not_fit_beside_the_others_is_not_even_started(match: Match) -> None:
-    most = 2 * match.budget_bytes // 3
-    for name, command in {"first": COMMAND, "second": ["/nonexistent"]}.items():
-        match.start(Contender(name, name, command, {"seconds_a_token": 1}, needed_bytes=most))
-    assert list(match.running) == ["first"]
-    assert "it needs" in match.skipped["second"].reason
 
 
 SPINNER = """
@@ -161,31 +125,10 @@ def test_the_table_takes_the_better_variant_and_the_fraction_of_the_floor(both: 
 
 def test_a_side_that_cannot_load_is_left_out_with_its_reason_and_what_mends_it(match: Match) -> None:
     match.start(contender(peers.OURS, 0.1))
-    match.start(contender(peers.LLAMA, 0.2, fails_at="load"))
+    match.start(contender(peers.LLAMA, 0.2, is_built=False))
     text = table("toy", result_of(match))
     assert "llama.cpp did not run: not built. To have it: `build it`" in text
     assert "llama.cpp fake" not in text
-
-
-@pytest.mark.parametrize(
-    ("fails_at", "reason"), [(3, "RuntimeError: out of luck"), (-3, r"ended with 11.*segmentation")]
-)
-def test_a_side_that_fails_on_the_way_loses_its_figures_and_the_others_run_on(
-    match: Match, fails_at: int, reason: str
-) -> None:
-    match.start(contender(peers.OURS, 0.1))
-    match.start(contender(peers.LLAMA, 0.2, fails_at=fails_at))
-    speeds, _ = play(match, [PREFILL, SHALLOW], rounds=2)
-    assert {figure.side for figure in speeds} == {peers.OURS}
-    assert len(speeds[Figure(peers.OURS, "", SHALLOW, 4)]) == 2
-    with pytest.raises(UnavailableError, match=reason):
-        raise match.skipped[peers.LLAMA]
-
-
-def test_the_failure_of_localllm_itself_ends_the_run(match: Match) -> None:
-    match.start(contender(peers.OURS, 0.1, fails_at=1))
-    with pytest.raises(UnavailableError, match="out of luck"):
-        play(match, [PREFILL, SHALLOW], rounds=1)
 
 
 def test_without_llama_cpp_its_side_says_how_to_build_it(match: Match) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm import Engine, EngineThread, FinishedEvent, Request, SamplingParams, TokenEvent
+from localllm import Engine, EngineThread, Request, SamplingParams
 from localllm.engine import placement, planner
 from localllm.engine.placement import model_shape
 from localllm.engine.step_types import Limits
@@ -27,7 +27,7 @@ from localllm.offload.planner.search import Search
 from localllm.quant.dense import dense_name
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
-from tests.choices.support import answered
+from tests.engine_support import answered, generated, token_ids
 from tests.packed_support import small_checkpoint
 from tests.patience import PATIENCE_S
 from tests.thinning import one_in
@@ -42,8 +42,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return small_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def with_small_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of a machine whose rates are known; what these models are packed into is nobody else's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         rates = Profile("this machine", disk_read_gbs=1.0, formats=dict.fromkeys(RECIPES, FormatRates(20.0, 500.0)))
@@ -51,6 +51,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # So that what is computed at once does not outweigh these small models.
         patch.setattr(placement, "BATCH_ROWS", 8)
         yield
+
+
+small_models = pytest.fixture(scope="module", autouse=True)(with_small_models)
 
 
 def shape_of(directory: Path, weights: str) -> ModelShape:
@@ -83,13 +86,8 @@ def engine(
         loaded.close()
 
 
-def tokens(engine: Engine, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 8, **sampling: object) -> list[int]:
-    events = list(engine.generate(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)))  # type: ignore[arg-type]
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent)
-    if finished.error is not None:
-        raise finished.error
-    return [event.token_id for event in events if isinstance(event, TokenEvent)]
+def tokens(engine: Engine, prompt: tuple[int, ...] = PROMPT, **sampling: object) -> list[int]:
+    return generated(engine, prompt, 8, **sampling)
 
 
 @pytest.mark.parametrize("weights", one_in(3, WEIGHTS))
@@ -99,13 +97,13 @@ def test_whatever_is_streamed_the_text_is_the_same(directory: Path, weights: str
     least = Search(shape, Machine(Memory(1, 0, 1), Rates(1, 1, 1)), 128).least_ram_bytes()
     with engine(directory, weights, ctx=128) as whole:
         assert whole.plan is not None and not whole.plan.streamed
-        expected = tokens(whole, temperature=0), tokens(whole, temperature=0.9, seed=7)
+        expected = tokens(whole), tokens(whole, temperature=0.9, seed=7)
     amounts = set()
     for step in range(6):
         with engine(directory, weights, least + step * shape.num_bytes // 5, ctx=128) as capped:
             assert capped.plan is not None
             amounts.add(len(capped.plan.streamed))
-            assert (tokens(capped, temperature=0), tokens(capped, temperature=0.9, seed=7)) == expected
+            assert (tokens(capped), tokens(capped, temperature=0.9, seed=7)) == expected
     assert max(amounts) >= 4 and 0 in amounts and len(amounts) > 2
 
 
@@ -135,11 +133,11 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_cap_that_its_context_take
 def test_blocks_that_were_moved_on_purpose_stay_where_they_are(directory: Path) -> None:
     with engine(directory, "int4", ctx=128) as loaded:
         assert loaded.plan is not None
-        expected = tokens(loaded, temperature=0)
+        expected = tokens(loaded)
         down = [replace(block, tier="disk") for block in loaded.plan.blocks]
         down[0], down[5] = loaded.plan.blocks[0], loaded.plan.blocks[5]
         loaded.residency.move(down)
-        assert tokens(loaded, temperature=0) == expected
+        assert tokens(loaded) == expected
         assert len(loaded.model.stream.names) == len(down) - 2  # type: ignore[attr-defined]
 
 
@@ -147,7 +145,7 @@ def test_answers_side_by_side_are_those_that_each_has_alone(directory: Path) -> 
     prompts = [PROMPT[:n] for n in (5, 17, 1, 30)]
     least = least_of(directory, "int4") + 3 * 64 * shape_of(directory, "int4").kv_bytes_per_token
     with engine(directory, "int4", least, ctx=128, limits=Limits(max_sequences=4)) as loaded:
-        alone = [tokens(loaded, prompt, temperature=0) for prompt in prompts]
+        alone = [tokens(loaded, prompt) for prompt in prompts]
         greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         together = answered(loaded, *(Request(prompt, greedy) for prompt in prompts))
         assert [heard.token_ids for heard in together] == alone
@@ -155,7 +153,7 @@ def test_answers_side_by_side_are_those_that_each_has_alone(directory: Path) -> 
 
 def test_a_request_that_is_stopped_in_the_middle_leaves_the_next_one_right(directory: Path) -> None:
     with engine(directory, "int4", ctx=128) as whole:
-        expected = tokens(whole, temperature=0)
+        expected = tokens(whole)
     with engine(directory, "int4", least_of(directory, "int4"), ctx=128) as capped:
         service = EngineThread(lambda: capped)
         for count in range(4):
@@ -164,7 +162,7 @@ def test_a_request_that_is_stopped_in_the_middle_leaves_the_next_one_right(direc
                 if seen == count:
                     stream.abort()
         stream = service.submit(Request(PROMPT, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)))
-        assert [event.token_id for event in stream if isinstance(event, TokenEvent)] == expected
+        assert token_ids(stream) == expected
         service.close()
 
 
@@ -178,7 +176,7 @@ def test_a_block_that_is_damaged_ends_the_answer_with_its_file_and_the_engine_go
 ) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     with engine(directory, "int4", ctx=128) as whole:
-        expected = tokens(whole, temperature=0)
+        expected = tokens(whole)
     path = block_file(tmp_path, "layers.0.mlp")
     whole_bytes = path.read_bytes()
     with engine(directory, "int4", least_of(directory, "int4"), ctx=128) as capped:
@@ -188,17 +186,17 @@ def test_a_block_that_is_damaged_ends_the_answer_with_its_file_and_the_engine_go
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"layers\.0\.mlp") as caught:
             for _ in range(3):
-                tokens(capped, temperature=0)
+                tokens(capped)
         assert caught.value.fix.startswith("localllm quantize")
     path.write_bytes(whole_bytes)
     with engine(directory, "int4", least_of(directory, "int4"), ctx=128) as capped:
         os.truncate(path, 4096)
         with pytest.raises(CheckpointError, match=r"layers\.0\.mlp"):
             for _ in range(3):
-                tokens(capped, temperature=0)
+                tokens(capped)
         path.write_bytes(whole_bytes)
     with engine(directory, "int4", least_of(directory, "int4"), ctx=128) as capped:
-        assert tokens(capped, temperature=0) == expected
+        assert tokens(capped) == expected
 
 
 def test_a_cap_for_a_gpu_is_refused_where_none_is_used(directory: Path) -> None:
@@ -213,10 +211,10 @@ def test_a_cap_beyond_the_machine_is_refused(directory: Path) -> None:
 
 def test_a_closed_engine_leaves_no_file_and_no_thread_behind(directory: Path) -> None:
     with engine(directory, "int4", ctx=128) as whole:
-        tokens(whole, temperature=0)
+        tokens(whole)
     before = threading.active_count(), len([*Path("/proc/self/fd").iterdir()])
     with engine(directory, "int4", least_of(directory, "int4"), ctx=128) as capped:
-        tokens(capped, temperature=0)
+        tokens(capped)
         assert threading.active_count() > before[0]
         stream = capped.model.stream
     for reader in stream._readers:  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from localllm.engine.scheduler import PRIORITY_CHUNKS
 from localllm.engine.sequence import Sequence
 from localllm.engine.step_types import Limits
 from tests.cli_support import write_checkpoint
+from tests.engine_support import finish_reasons
 
 CHUNK = 16
 
@@ -35,25 +36,18 @@ def ask(engine: Engine, num_chunks: int, *, tokens: int = 1, priority: int = 0) 
     return engine.submit(Request((7,) * (CHUNK * num_chunks), sampling, priority=priority))
 
 
-def order_of_ends(engine: Engine) -> list[int]:
-    ended = []
-    while engine.has_work:
-        ended += [event.request_id for event in engine.step() if isinstance(event, FinishedEvent)]
-    return ended
-
-
 def test_a_short_prompt_passes_a_long_one_that_is_being_read(engine: Engine) -> None:
     long = ask(engine, 20)
     for _ in range(3):
         engine.step()
     short = ask(engine, 1)
-    assert order_of_ends(engine) == [short, long]
+    assert list(finish_reasons(engine)) == [short, long]
 
 
 def test_a_short_prompt_that_waits_passes_a_long_one_that_waits(engine: Engine) -> None:
     running = [ask(engine, 1, tokens=30) for _ in range(4)]
     long, short = ask(engine, 10), ask(engine, 1)
-    assert [each for each in order_of_ends(engine) if each not in running] == [short, long]
+    assert [each for each in list(finish_reasons(engine)) if each not in running] == [short, long]
 
 
 def test_a_long_prompt_is_passed_for_as_long_as_it_is_and_no_longer(engine: Engine) -> None:
@@ -69,18 +63,18 @@ def test_a_long_prompt_is_passed_for_as_long_as_it_is_and_no_longer(engine: Engi
     else:
         pytest.fail("the long prompt was never read")
     assert num_before <= 8 + 1
-    order_of_ends(engine)
+    list(finish_reasons(engine))
 
 
 def test_equal_prompts_are_read_in_the_order_in_which_they_came(engine: Engine) -> None:
     asked = [ask(engine, 2) for _ in range(7)]
-    assert order_of_ends(engine) == asked
+    assert list(finish_reasons(engine)) == asked
 
 
 def test_a_higher_priority_is_served_sooner(engine: Engine) -> None:
     running = [ask(engine, 1, tokens=30) for _ in range(4)]
     low, plain, high = ask(engine, 1, priority=-1), ask(engine, 1), ask(engine, 3, priority=1)
-    assert [each for each in order_of_ends(engine) if each not in running] == [high, plain, low]
+    assert [each for each in list(finish_reasons(engine)) if each not in running] == [high, plain, low]
 
 
 def test_a_low_priority_is_served_in_the_end(engine: Engine) -> None:
@@ -91,7 +85,7 @@ def test_a_low_priority_is_served_in_the_end(engine: Engine) -> None:
             break
     else:
         pytest.fail("it was never served")
-    order_of_ends(engine)
+    list(finish_reasons(engine))
 
 
 def test_a_long_prompt_stalls_an_answer_by_one_chunk_at_a_time(engine: Engine) -> None:
@@ -110,7 +104,7 @@ def test_a_long_prompt_stalls_an_answer_by_one_chunk_at_a_time(engine: Engine) -
             since = 0
     assert gaps and max(gaps) <= 2  # a chunk, and its own step
     engine.abort(answer)
-    order_of_ends(engine)
+    list(finish_reasons(engine))
 
 
 def test_a_prompt_that_comes_while_another_is_admitted_waits_for_its_turn(
@@ -126,7 +120,7 @@ def test_a_prompt_that_comes_while_another_is_admitted_waits_for_its_turn(
 
     monkeypatch.setattr(allocator, "allocate", slowly)
     long = ask(engine, 20)
-    assert sorted(order_of_ends(engine)) == sorted([long, *came])
+    assert sorted(finish_reasons(engine)) == sorted([long, *came])
 
 
 def test_what_is_aborted_before_it_was_taken_in_is_not_computed(engine: Engine) -> None:
@@ -143,5 +137,5 @@ def test_whatever_comes_is_served_and_nothing_is_left(engine: Engine, asked: lis
         ids.append(ask(engine, num_chunks, priority=priority, tokens=3))
         for _ in range(steps):
             ended += [event.request_id for event in engine.step() if isinstance(event, FinishedEvent)]
-    ended += order_of_ends(engine)
+    ended += list(finish_reasons(engine))
     assert sorted(ended) == ids and not engine.scheduler.sequences

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from benchmarks.measure import drop_from_cache
 from localllm import hub
 from localllm.offload.streaming.disk_read import cached_share
 from localllm.runtime.resident_models import keep_warm
@@ -21,10 +21,7 @@ def files(tmp_path: Path) -> hub.ModelFiles:
     """Of a model that nobody has read for long."""
     files = hub.locate(str(write_checkpoint(tmp_path / "model")))
     [path] = files.directory.glob("*.safetensors")
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
+    drop_from_cache([path])
     return files
 
 

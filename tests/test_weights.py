@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm import Engine, SamplingParams, TokenEvent
+from localllm import Engine
 from localllm.engine import planner
 from localllm.engine.loader import Watcher
 from localllm.engine.weights import choose_recipe
@@ -26,6 +26,7 @@ from localllm.models.load import load_decoder
 from localllm.offload.planner.machine import Memory
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
+from tests.engine_support import generated
 from tests.packed_support import FORMATS, everything_of, same, small_checkpoint, spoil
 
 PACKED = [name for name in FORMATS if name != "bf16"]
@@ -48,8 +49,7 @@ def large(small: ModelConfig) -> ModelConfig:
 
 
 def tokens(engine: Engine) -> list[int]:
-    events = engine.generate("once upon", SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
-    return [event.token_id for event in events if isinstance(event, TokenEvent)]
+    return generated(engine, "once upon", 12)
 
 
 def load(folder: Path, weights: str = "auto", watcher: Watcher | None = None, dtype: str = "auto") -> Engine:

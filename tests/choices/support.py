@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, cast
 
 from localllm.engine.engine import Engine
-from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.sequence import Sequence as Running
 from tests.kv_support import check_pages, check_prefix
-
-
-@dataclass
-class Heard:
-    """What was told of one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    end: FinishedEvent | None = None
-
-    @property
-    def finished(self) -> FinishedEvent:
-        assert self.end is not None
-        return self.end
-
-    def take(self, event: Event) -> None:
-        assert self.end is None, "nothing is told of a request that has ended"
-        if isinstance(event, TokenEvent):
-            self.token_ids.append(event.token_id)
-        if isinstance(event, TokenEvent | FinishedEvent):
-            self.text += event.text
-        if isinstance(event, FinishedEvent):
-            self.end = event
 
 
 def running(params: SamplingParams, num_prompt_tokens: int, seed: int = 0) -> Running:
@@ -55,25 +30,6 @@ def drawn(prompt: Sequence[int], seed: int = 0, max_tokens: int = 8, **more: obj
 def searched(prompt: Sequence[int], beams: int = 4, max_tokens: int = 8, **more: object) -> Request:
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
     return Request(tuple(prompt), sampling, beams=beams, **more)  # type: ignore[arg-type]
-
-
-def answered(engine: Engine, *requests: Request) -> list[Heard]:
-    """All of them at once, to their ends."""
-    heard = {engine.submit(request): Heard() for request in requests}
-    for event in steps(engine):
-        heard[event.request_id].take(event)
-    return list(heard.values())
-
-
-def steps(engine: Engine) -> Iterator[Event]:
-    """Until nothing is left."""
-    while engine.has_work:
-        yield from engine.step()
-
-
-def finish_reasons(engine: Engine) -> dict[int, str]:
-    """Of all that run, by request, in the order in which they end."""
-    return {event.request_id: event.finish_reason for event in steps(engine) if isinstance(event, FinishedEvent)}
 
 
 def held_pages(engine: Engine) -> int:

@@ -23,17 +23,8 @@ from localllm.errors import LocalLLMError, UsageError
 from localllm.settings import EngineConfig
 from localllm.text.grammar.grammar import Grammar
 from tests.checkpoints import write_checkpoint
-from tests.choices.support import (
-    Heard,
-    answered,
-    drawn,
-    finish_reasons,
-    held_pages,
-    require_whole,
-    searched,
-    steps,
-    words,
-)
+from tests.choices.support import drawn, held_pages, require_whole, searched, words
+from tests.engine_support import Heard, answered, finish_reasons, steps
 
 ENDS = frozenset({257, *range(7, 14)})  # of a model that knows nothing a single end comes too seldom
 

@@ -15,8 +15,8 @@ from localllm.cli.interrupts import Interrupts
 from localllm.engine.engine import Engine
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
-from tests.choices.support import answered
 from tests.cli_support import run_cli
+from tests.engine_support import answered
 
 pytestmark = pytest.mark.usefixtures("own_folders")
 PROMPT = ("--raw", "-p", "the fox", "--max-tokens", "6")

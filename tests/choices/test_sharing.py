@@ -19,18 +19,9 @@ from localllm.engine.request import Request
 from localllm.engine.step_types import Limits
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint as write_family
-from tests.choices.support import (
-    Heard,
-    answered,
-    drawn,
-    finish_reasons,
-    held_pages,
-    require_whole,
-    searched,
-    steps,
-    words,
-)
+from tests.choices.support import drawn, held_pages, require_whole, searched, words
 from tests.cli_support import write_checkpoint
+from tests.engine_support import Heard, answered, finish_reasons, steps
 from tests.kv_support import check_pages
 
 CHUNK = 128

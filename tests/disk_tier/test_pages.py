@@ -6,10 +6,10 @@ import mmap
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
+from benchmarks.measure import drop_from_cache
 from localllm.cache import disk, page_folder
 from localllm.cache.disk import DiskTier
 from localllm.cache.page_file import HEADER_BYTES, PageKey
@@ -55,18 +55,10 @@ def test_a_page_of_any_size_is_read_into_any_buffer_from_the_cache_and_past_it(
     with opened(directory) as tier:
         assert all(tier.put(key, payload(key, num_bytes)) for key in keys) and tier.flush(PATIENCE_S)
         if not is_cached:
-            for key in keys:
-                drop_from_cache(path_of(directory, key))
+            drop_from_cache(path_of(directory, key) for key in keys)
         buffers = [buffer(num_bytes, is_aligned) for _ in keys]
         assert tier.read(keys, buffers) == 5
         assert [bytes(each) for each in buffers] == [payload(key, num_bytes) for key in keys]
-
-
-def drop_from_cache(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
 
 
 def buffer(num_bytes: int, is_aligned: bool) -> memoryview:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.oracle import FixedCount, Oracle
+from benchmarks.oracle import FixedCount
 from localllm import Engine, Request, SamplingParams
 from localllm.engine.speculative.drafter import Drafter, SkipDrafter
 from localllm.engine.speculative.speculator import Speculation
 from localllm.models.gpu_program import GpuProgram
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
-from tests.speculative.support import said
+from tests.speculative.support import draft_by_oracle, said
 
 
 @pytest.fixture
@@ -30,9 +30,7 @@ def check(engine: Engine, prompt: range, draft_tokens: int, max_tokens: int, **s
     wish = Request(tuple(prompt), params)
     engine.speculation = Speculation(engine.residency, None, (), 0)
     (expected,) = said(engine, wish)
-    stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
-    oracle = Oracle(stream, 0.7, engine.config.vocab_size)
-    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, FixedCount)
+    draft_by_oracle(engine, wish, expected, 0.7, draft_tokens)
     assert said(engine, wish) == [expected]
 
 

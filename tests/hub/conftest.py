@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from localllm.hub import HubSettings, pull
-from tests.fake_hub import FakeHub, serve
+from tests.fake_hub import FakeHub
 from tests.hub.support import PIECE, QUICK, REPO, sharded_model, single_model, use
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[FakeHub]:
-    from huggingface_hub import close_session
-
-    with serve() as fake:
-        yield fake
-    close_session()
-
-
 @pytest.fixture
-def fake(servers: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HF_TOKEN"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("NO_PROXY", "*")
-    servers.reset({REPO: single_model(3 * PIECE), "maker/sharded": sharded_model(PIECE // 2)})
-    return servers
+def fake(fake: FakeHub) -> FakeHub:
+    fake.reset({REPO: single_model(3 * PIECE), "maker/sharded": sharded_model(PIECE // 2)})
+    return fake
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Limits
 from localllm.settings import EngineConfig
-from tests.choices.support import answered
+from tests.engine_support import answered
 from tests.server.support import OWL, Json, Running, each_once, running
 
 STORY = "Once upon a time"

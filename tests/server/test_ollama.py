@@ -6,7 +6,6 @@ import json
 import math
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 
 from localllm import hub
 from tests.fake_hub import FakeHub
-from tests.fake_hub import serve as serve_hub
 from tests.hub.support import PIECE, REPO, single_model
 from tests.patience import wait_for
 from tests.server.support import OWL, Json, Patch, Running, each_once
@@ -34,24 +32,12 @@ def raw(server: Running) -> httpx2.Client:
     return server.client
 
 
-@pytest.fixture(scope="module")
-def hub_servers() -> Iterator[FakeHub]:
-    from huggingface_hub import close_session
-
-    with serve_hub() as fake:
-        yield fake
-    close_session()
-
-
 @pytest.fixture
-def fake(hub_servers: FakeHub, own_folders: None, monkeypatch: Patch) -> FakeHub:
+def fake(fake: FakeHub, own_folders: None, monkeypatch: Patch) -> FakeHub:
     """A hub with one model, and an empty cache."""
-    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HF_TOKEN"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub_servers.endpoint)
-    hub_servers.reset({REPO: single_model(3 * PIECE)})
-    return hub_servers
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", fake.endpoint)
+    fake.reset({REPO: single_model(3 * PIECE)})
+    return fake
 
 
 def pull_threads() -> list[str]:

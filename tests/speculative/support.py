@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.oracle import FixedCount
+from benchmarks.oracle import FixedCount, Oracle
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent, hub
 from localllm.engine.events import Event, SpeculationStats
 from localllm.engine.loader import LoadedModel
@@ -30,7 +30,7 @@ from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
-from tests.choices.support import steps
+from tests.engine_support import steps
 from tests.kv_support import check_pages
 
 TALE = (
@@ -107,6 +107,12 @@ def draft_with(engine: Engine, drafter: str, draft_tokens: int) -> None:
         drafters.append(ModelDrafter("model:second", lambda: second.runner.without(SKIPPED), second.residency.new_kv))
     engine.speculation.close()
     engine.speculation = Speculation(engine.residency, lookup, drafters, draft_tokens, FixedCount)
+
+
+def draft_by_oracle(engine: Engine, wish: Request, answer: Said, alpha: float, draft_tokens: int) -> None:
+    """From now on: drafts of which a share of alpha is right."""
+    oracle = Oracle({wish.prompt_ids: (*wish.prompt_ids, *answer.token_ids)}, alpha, engine.config.vocab_size)
+    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, FixedCount)
 
 
 def swap_two_words(folder: Path) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.oracle import FixedCount
-from localllm import Engine, SamplingParams, TokenEvent, hub
+from localllm import Engine, SamplingParams, hub
 from localllm.engine import loader, planner
 from localllm.engine.loader import Watcher
 from localllm.engine.speculative.speculator import Speculation
@@ -19,6 +19,7 @@ from localllm.errors import ModelNotFoundError, UsageError
 from localllm.offload.planner.machine import Memory
 from localllm.settings import EngineConfig
 from tests.cli_support import run_cli
+from tests.engine_support import generated
 from tests.speculative.support import swap_two_words
 
 PROMPT = tuple(range(40, 90))
@@ -38,8 +39,7 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text(engine: Engine, **sampling: object) -> list[int]:
-    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)  # type: ignore[arg-type]
-    return [event.token_id for event in engine.generate(PROMPT, params) if isinstance(event, TokenEvent)]
+    return generated(engine, PROMPT, 40, **sampling)
 
 
 def engine(who: str, notes: list[str] | None = None, ctx: int | None = None) -> Engine:
@@ -73,7 +73,7 @@ def test_one_that_reads_a_shorter_context_stops_drafting_there(
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 70}))
     plain, drafting = engine("off"), engine(f"model:{short}")
-    assert text(drafting, temperature=0) == text(plain, temperature=0)
+    assert text(drafting) == text(plain)
     plain.close()
     drafting.close()
 
@@ -120,7 +120,7 @@ def test_memory_that_ends_while_it_is_loaded_leaves_it_out(twin: Path, always_wo
     with mock.patch.object(loader, "Residency", side_effect=MemoryError):
         drafting = engine(f"model:{twin}", notes)
     assert len(notes) == 1 and "too little memory" in notes[0]
-    assert len(text(drafting, temperature=0)) == 40
+    assert len(text(drafting)) == 40
     drafting.close()
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.oracle import FixedCount, Oracle
-from localllm import Engine, FinishedEvent, Request, SamplingParams
+from localllm import Engine, Request, SamplingParams
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, KVReuse
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.speculator import Speculation, speculation
+from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.packed_support import small_checkpoint
-from tests.speculative.support import Said, answers, loaded, request, said
+from tests.speculative.support import Said, answers, draft_by_oracle, loaded, request, said, stats
 from tests.thinning import every_other, thinned
 
 
@@ -29,18 +29,15 @@ def drawn(num_prompt: int, max_tokens: int) -> Request:
     return Request(tuple(range(3, 3 + num_prompt)), sampling)
 
 
-def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> None:
+def check(engine: Engine, wish: Request, *drafts: tuple[int, float]) -> None:
+    """drafts: how many at once, and the share of them that is right."""
     engine.speculation = Speculation(engine.residency, None, (), 0)
     (expected,) = said(engine, wish)
-    stream = {wish.prompt_ids: (*wish.prompt_ids, *expected.token_ids)}
-    oracle = Oracle(stream, alpha, engine.config.vocab_size)
-    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, FixedCount)
-    (events,) = answers(engine, [wish])
-    assert Said.of(events) == expected
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent) and finished.speculation is not None
-    assert finished.speculation.accepted > 0
-    assert not engine.residency.kv_pages.sequences
+    for draft_tokens, alpha in drafts:
+        draft_by_oracle(engine, wish, expected, alpha, draft_tokens)
+        (events,) = answers(engine, [wish])
+        assert Said.of(events) == expected and bool(stats(events).accepted) == bool(alpha)
+        assert not engine.residency.kv_pages.sequences
     engine.speculation = speculation(Speculate("auto"), engine.residency, None)
     assert said(engine, wish) == [expected] and not engine.residency.kv_pages.sequences
 
@@ -48,8 +45,10 @@ def check(engine: Engine, wish: Request, draft_tokens: int, alpha: float) -> Non
 @pytest.mark.parametrize("kv", every_other(["bf16", "int8", "k8v4", "int4"]))
 def test_every_kv_format_rolls_back(kv: str) -> None:
     engine = loaded(kv=kv, ctx=512)
-    check(engine, request(engine, "a " * 61, temperature=0, max_tokens=80), 4, 0.8)
-    check(engine, request(engine, temperature=0.9, seed=3, max_tokens=80), 7, 0.9)
+    long = request(engine, temperature=0, max_tokens=3 * PAGE_TOKENS)
+    check(engine, long, (3, 0.5), (15, 0.9), (15, 0.0), (15, 1.0))
+    check(engine, request(engine, "a " * 61, temperature=0, max_tokens=80), (4, 0.8))
+    check(engine, request(engine, temperature=0.9, seed=3, max_tokens=80), (7, 0.9))
     engine.close()
 
 
@@ -72,8 +71,7 @@ def test_every_kv_format_rolls_back(kv: str) -> None:
 def test_every_family_rolls_back(family: str, weights: str, tmp_path: Path) -> None:
     """Windows among them, whose pages are let go of while others are verified."""
     engine = opened(small_checkpoint(tmp_path / family, family), weights, "bf16" if weights == "bf16" else "fp32")
-    for draft_tokens, alpha in ((3, 0.8), (15, 0.95)):
-        check(engine, drawn(30, min(100, engine.ctx - 31)), draft_tokens, alpha)
+    check(engine, drawn(30, min(100, engine.ctx - 31)), (3, 0.8), (15, 0.95))
     engine.close()
 
 
@@ -81,7 +79,7 @@ def test_every_family_rolls_back(family: str, weights: str, tmp_path: Path) -> N
 def test_every_weight_format_rolls_back(weights: str, tmp_path: Path) -> None:
     dtype = "fp32" if weights in ("fp32", "nf4") else "bf16"
     engine = opened(small_checkpoint(tmp_path / "llama", "llama"), weights, dtype)
-    check(engine, drawn(30, 70), 6, 0.8)
+    check(engine, drawn(30, 70), (6, 0.8))
     engine.close()
 
 
@@ -91,6 +89,5 @@ def test_a_window_of_whole_pages_gives_every_page_back(num_prompt: int, tmp_path
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
     engine = opened(folder, "int8", "fp32", NO_REUSE)
-    for draft_tokens, alpha in ((4, 0.6), (7, 0.9)):
-        check(engine, drawn(num_prompt, 120), draft_tokens, alpha)
+    check(engine, drawn(num_prompt, 120), (4, 0.6), (7, 0.9))
     engine.close()

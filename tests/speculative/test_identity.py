@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.oracle import FixedCount, Oracle
+from benchmarks.oracle import FixedCount
 from localllm import Engine, FinishedEvent, Request, SamplingParams, TokenEvent
-from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.events import Event
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.runner import ModelRunner
@@ -22,8 +21,7 @@ from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import ModelDrafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.speculative.speculator import Speculation, speculation
-from localllm.kernels.kv_page import PAGE_TOKENS
-from tests.choices.support import steps
+from tests.engine_support import steps, token_ids
 from tests.kv_support import check_pages
 from tests.speculative.support import (
     DRAFTERS,
@@ -33,6 +31,7 @@ from tests.speculative.support import (
     TALE,
     Said,
     answers,
+    draft_by_oracle,
     draft_with,
     grammar_like,
     loaded,
@@ -93,7 +92,7 @@ def check(
     place(engine, placement)
     draft_with(engine, drafter, draft_tokens)
     (events,) = answers(engine, [wish])
-    assert tuple(event.token_id for event in events if isinstance(event, TokenEvent)) == expected.token_ids
+    assert tuple(token_ids(events)) == expected.token_ids
     return stats(events).accepted
 
 
@@ -120,18 +119,6 @@ def test_each_drafter_is_right_sometimes(int4: Engine) -> None:
     for drafter, placement in itertools.product(DRAFTERS, ("whole", "some")):
         accepted = check(int4, plain, "greedy", drafter, placement, 0, prompt=QUOTING, max_tokens=100)
         assert accepted > 10, (drafter, placement)
-
-
-@pytest.mark.parametrize("kv", every_other(KV_FORMATS))
-def test_every_kv_format_rolls_back(kv: str) -> None:
-    """Over the ends of pages, where open ones are written again and sealed ones begin."""
-    engine = loaded(kv=kv, ctx=512)
-    wish = request(engine, temperature=0, max_tokens=3 * PAGE_TOKENS)
-    (expected,) = said(engine, wish)
-    for alpha, draft_tokens in ((0.5, 3), (0.9, 15), (0.0, 15), (1.0, 15)):
-        draft_by_oracle(engine, wish, expected, alpha, draft_tokens)
-        assert said(engine, wish) == [expected]
-    engine.close()
 
 
 def test_a_batch_is_that_of_each_request_alone(int4: Engine) -> None:
@@ -201,12 +188,6 @@ def test_after_a_cancelled_answer_the_next_is_the_same(int4: Engine) -> None:
 def _of_drafters(engine: Engine) -> set[object]:
     """Sequences that a second model has: none, once the requests are gone."""
     return {kv for drafter in engine.speculation._drafters for kv in getattr(drafter, "_kvs", {}).values()}
-
-
-def draft_by_oracle(engine: Engine, wish: Request, answer: Said, alpha: float, draft_tokens: int) -> None:
-    """Of which a share of alpha is right."""
-    oracle = Oracle({wish.prompt_ids: (*wish.prompt_ids, *answer.token_ids)}, alpha, engine.config.vocab_size)
-    engine.speculation = Speculation(engine.residency, oracle, (), draft_tokens, FixedCount)
 
 
 def to_the_end(engine: Engine) -> list[Event]:
@@ -372,7 +353,7 @@ def test_a_chat_goes_on_after_a_restart_from_pages_that_drafts_filled(tmp_path: 
         (events,) = answers(resumed, [Request(prompt, sampling)])
         finished = events[-1]
         assert isinstance(finished, FinishedEvent) and finished.usage.cached_tokens >= 128
-        assert tuple(event.token_id for event in events if isinstance(event, TokenEvent)) == second.token_ids
+        assert tuple(token_ids(events)) == second.token_ids
         resumed.close()
 
 

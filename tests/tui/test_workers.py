@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from localllm.tui import answer_worker, download_worker
 from localllm.tui.answer_worker import StreamThrottle
 from localllm.tui.download_worker import Download, DownloadChanged, DownloadWorker, State
 from localllm.tui.job_queue import DaemonExecutor, JobQueue
-from tests.fake_hub import FakeHub, serve
+from tests.fake_hub import FakeHub
 from tests.hub.support import PIECE, QUICK, REPO, assert_whole, single_model, use
 from tests.patience import PATIENCE_S, wait_for
 from tests.tui.support import FakeService, chatting, until
@@ -146,18 +145,11 @@ def told() -> Told:
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    from huggingface_hub import close_session
-
-    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HF_TOKEN"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("NO_PROXY", "*")
-    with serve() as server:
-        server.reset({REPO: single_model(8 * PIECE)})
-        server.seconds_per_chunk = 0.02
-        use(HubSettings(tmp_path / "cache", server.endpoint, retry=QUICK), monkeypatch)
-        yield server
-    close_session()
+def fake(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    fake.reset({REPO: single_model(8 * PIECE)})
+    fake.seconds_per_chunk = 0.02
+    use(HubSettings(tmp_path / "cache", fake.endpoint, retry=QUICK), monkeypatch)
+    return fake
 
 
 def test_a_paused_pull_goes_on_at_the_byte_where_it_stopped(told: Told, fake: FakeHub, tmp_path: Path) -> None:

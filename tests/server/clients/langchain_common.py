@@ -6,27 +6,19 @@ import asyncio
 import functools
 import operator
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
+import degrees
 from checks import SYSTEM, UNITS, USER, chat_text
+from degrees import Degrees
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from pydantic import BaseModel
 
 TURNS = [("system", SYSTEM), ("user", USER), ("assistant", "Once there was an owl."), ("user", "And then?")]
 
 
-class Degrees(BaseModel):
-    """What the weather is told in."""
-
-    unit: Literal["C", "F"]
-
-
-@tool
-def weather(unit: Literal["C", "F"]) -> str:
-    """The weather of today."""
-    return f"21 {unit}"
+weather = tool(degrees.weather)
 
 
 def text_of(message: BaseMessage) -> str:

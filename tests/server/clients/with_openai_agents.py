@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
+import degrees
 from agents import (
     Agent,
     ModelSettings,
@@ -19,7 +20,6 @@ from agents import (
 )
 from checks import LENGTH, ROOM, SYSTEM, TOO_LONG, UNITS, URL, USER, chat_text, raised, supports, tell
 from openai import AsyncOpenAI, BadRequestError
-from pydantic import BaseModel
 
 set_tracing_disabled(True)  # else it is sent to OpenAI
 CLIENT = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
@@ -28,16 +28,7 @@ RESPONSES = OpenAIResponsesModel("tiny", CLIENT)
 LOOP = asyncio.Runner()  # one, as the client's connections belong to it
 
 
-class Degrees(BaseModel):
-    """What the weather is told in."""
-
-    unit: Literal["C", "F"]
-
-
-@function_tool
-def weather(unit: Literal["C", "F"]) -> str:
-    """The weather of today."""
-    return f"21 {unit}"
+weather = function_tool(degrees.weather)
 
 
 def agent(model: Any, *, max_tokens: int | None = None, tool_choice: str | None = None, **more: Any) -> Agent[None]:
@@ -89,8 +80,8 @@ def require_call(model: Any) -> None:
 
 
 def require_structured_output(model: Any) -> None:
-    run = asked(agent(model, max_tokens=ROOM, output_type=Degrees))
-    assert isinstance(run.final_output, Degrees), run
+    run = asked(agent(model, max_tokens=ROOM, output_type=degrees.Degrees))
+    assert isinstance(run.final_output, degrees.Degrees), run
 
 
 def require_refusal(model: Any) -> None:

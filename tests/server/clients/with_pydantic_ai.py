@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
 from anthropic import AsyncAnthropic
 from checks import LENGTH, ROOM, SYSTEM, TOO_LONG, UNITS, URL, USER, chat_text, raised, supports, tell
+from degrees import Degrees, weather
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolCallPart, ToolOutput, ToolReturnPart
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -24,17 +24,6 @@ RESPONSES = OpenAIResponsesModel("tiny", provider=OPENAI)
 MESSAGES = AnthropicModel("tiny", provider=ANTHROPIC)
 MODELS: tuple[Model, ...] = (CHAT, RESPONSES, MESSAGES)
 LOOP = asyncio.Runner()  # one, as the clients' connections belong to it
-
-
-class Degrees(BaseModel):
-    """What the weather is told in."""
-
-    unit: Literal["C", "F"]
-
-
-def weather(unit: Literal["C", "F"]) -> str:
-    """The weather of today."""
-    return f"21 {unit}"
 
 
 def agent(model: Model, max_tokens: int = LENGTH, **more: Any) -> Agent[None, Any]:
