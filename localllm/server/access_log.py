@@ -33,14 +33,14 @@ class Metrics:
         self._tokens = Counter("localllm_tokens", "Tokens, by their kind.", ["kind"], registry=here)
         self._ttft = Histogram(
             "localllm_time_to_first_token_seconds",
-            "From the engine's door to an answer's first token.",
+            "From a request's arrival at the engine to an answer's first token.",
             buckets=_SECONDS,
             registry=here,
         )
-        self._ended = Counter("localllm_answers", "Answers, by why they ended.", ["reason"], registry=here)
-        self._running = Gauge("localllm_answers_running", "Being computed now.", registry=here)
-        self._waiting = Gauge("localllm_answers_waiting", "Waiting for their turn now.", registry=here)
-        self._num_loaded = Gauge("localllm_models_loaded", "Models that are loaded.", registry=here)
+        self._ended = Counter("localllm_answers", "Answers, by finish reason.", ["reason"], registry=here)
+        self._running = Gauge("localllm_answers_running", "Answers being computed now.", registry=here)
+        self._waiting = Gauge("localllm_answers_waiting", "Answers waiting now.", registry=here)
+        self._num_loaded = Gauge("localllm_models_loaded", "Loaded models.", registry=here)
 
     def count_request(self, path: str, status: int) -> None:
         """path: the endpoint's, not the request's."""

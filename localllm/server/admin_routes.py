@@ -91,7 +91,7 @@ async def attach(call: ApiCall, body: AttachBody) -> Response:
     if served is None:
         raise _refused(f"the server finds another model by the name {body.model}")
     if body.private and not served.selection.private:
-        raise _refused("the server keeps what was computed of prompts on the disk, which --private rules out")
+        raise _refused("the server stores computed prompts on the disk, which --private rules out")
     if (other := await _other_settings(served, body.settings)) is not None:
         raise _refused(other)
     if not body.waits:
@@ -116,12 +116,12 @@ async def _other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str
         if value not in (has, became.get(name, has)):
             what = became.get(name, "") if is_open else has
             differs = f"has {name} {what}" if what else f"chooses {name} itself"
-            return f"the server's engine {differs}, and {value} is asked for"
+            return f"the server's engine {differs}, and the request needs {value}"
     return None
 
 
 def _refused(why: str) -> RequestError:
-    return RequestError(409, "this server's engine is not what is asked for", why=why, name="not_attachable")
+    return RequestError(409, "this server's engine does not match the request", why=why, name="not_attachable")
 
 
 async def load(call: ApiCall, body: ModelBody) -> JsonReply:

@@ -300,7 +300,7 @@ def _refusal(of: type[Body], error: ValidationError) -> RequestError:
         what, why, fix, name = f"{param!r} cannot be honoured", of.why[known], "", "unsupported_value"
     elif found["type"] == "extra_forbidden":
         near = difflib.get_close_matches(param, of.model_fields.keys() - of.why.keys(), n=1) if len(path) == 1 else []
-        fix = of.elsewhere.get(param) or (f"{near[0]!r} is known here" if near else "leave it out")
+        fix = of.elsewhere.get(param) or (f"{near[0]!r} is a known field" if near else "leave it out")
         what, why, name = f"unknown parameter {param!r}", "", "unknown_parameter"
     elif found["type"] == "missing":
         what, why, fix, name = f"{param}: Field required", "", "", "missing_required_parameter"

@@ -126,7 +126,7 @@ def _sentence(error: LocalLLMError) -> str:
     """Return what, why and fix in one line."""
     text = f"{error.what}: {error.why}" if error.why else error.what
     end = "" if text.endswith("?") else "."
-    return " ".join((f"{text}{end} To mend it: {error.fix}" if error.fix else text).split())
+    return " ".join((f"{text}{end} To fix it: {error.fix}" if error.fix else text).split())
 
 
 def too_long(error: ContextOverflowError, param: str) -> RequestError:

@@ -71,7 +71,7 @@ class Admission:
             return
         shown = "no Host header" if not host else f"the Host header {host[:200]!r}"
         why = f"{shown} does not name this server"
-        fix = f"localllm serve --allow-host {parts[0][:200] if parts else 'NAME'}, if this machine is called so"
+        fix = f"localllm serve --allow-host {parts[0][:200] if parts else 'NAME'}, if that is a name of this machine"
         raise RequestError(403, "refused", why=why, fix=fix, name="host_not_allowed")
 
     def _is_known(self, host: str, name: str, port: int) -> bool:
@@ -94,7 +94,7 @@ class Admission:
     def require_origin(self, origin: str | None) -> None:
         """Raises RequestError."""
         if origin is not None and not self.allows_origin(origin):
-            why = f"pages from {origin[:200]!r} may not talk to this server"
+            why = f"pages from {origin[:200]!r} may not use this server"
             fix = "localllm serve --allow-origin URL, if it is an application of yours"
             raise RequestError(403, "refused", why=why, fix=fix, name="origin_not_allowed")
 

@@ -158,9 +158,9 @@ def bound(host: str, port: int) -> socket.socket:
             raise LocalLLMError(f"port {port} is taken", why=f"by {_owner(port)}", fix=fix) from None
         if error.errno in (errno.EACCES, errno.EPERM):
             raise LocalLLMError(
-                f"port {port} is not for this user", why=str(error), fix=Fix.flag("--port", 8420)
+                f"port {port} may not be used by this user", why=str(error), fix=Fix.flag("--port", 8420)
             ) from None
-        what = f"{host}:{port} cannot be listened on"
+        what = f"the server cannot listen on {host}:{port}"
         raise LocalLLMError(what, why=str(error), fix=Fix.flag("--host", "127.0.0.1")) from None
     sock.setblocking(False)
     return sock

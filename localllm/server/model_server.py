@@ -70,8 +70,8 @@ class GrammarChecks:
             await self._off_loop(check)
             return
         if len(self._under_way) >= AT_ONCE + _MOST_WAITING:
-            why = f"{len(self._under_way)} new grammars are being tried out, or wait for that"
-            raise busy("the server has too much to do", why)
+            why = f"{len(self._under_way)} new grammars are being checked, or wait for that"
+            raise busy("the server is overloaded", why)
 
         def ended(trial: asyncio.Future[Any]) -> None:
             del self._under_way[key]
@@ -126,7 +126,7 @@ class ModelServer:
         """As `model`, for one that was found."""
         if not self.pool.on_demand:
             if keep_s == 0:
-                why = "it is one of several replicas, which stay as long as the server runs"
+                why = "it is one of several replicas, which stay loaded while the server runs"
                 raise RequestError(400, "the model is not unloaded", why=why, param="keep_alive")
             keep_s = None
         await self.pool.ready(model, keep_s)
@@ -135,11 +135,11 @@ class ModelServer:
         """Take places for so many answers; return what gives them back. Raises RequestError where there are fewer."""
         most = self.capacity.parallel + self.capacity.queue
         if count > most:
-            what, why = f"{count} answers are asked for at once", f"this server takes on {most}"
-            raise RequestError(400, what, why=why, fix="ask for fewer", param="n", name="invalid_value")
+            what, why = f"the request is for {count} answers at once", f"this server accepts at most {most}"
+            raise RequestError(400, what, why=why, fix="request fewer", param="n", name="invalid_value")
         if model.num_open + count > most:
             why = f"{model.num_open} of at most {most} answers are being computed or wait"
-            raise busy("the server has too much to do", why)
+            raise busy("the server is overloaded", why)
         model.num_open += count
 
         def give_back() -> None:

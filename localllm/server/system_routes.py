@@ -111,7 +111,7 @@ async def health(call: ApiCall, _body: None) -> JsonReply:
         call.pool.first.engine()
     stuck = next((each for each in call.pool.models if each.is_doubtful), None)
     if stuck is not None:
-        what, why = f"the engine of {stuck.name} does not move on", "somebody waits for it, and it says nothing"
+        what, why = f"the engine of {stuck.name} makes no progress", "a request waits for it, and it reports nothing"
         raise busy(what, why, "stuck")
     return JsonReply(Health())
 

@@ -176,14 +176,14 @@ NOWHERE |= {"/api/copy": LISTED, "/" + "x" * 5000: LISTED}
 @pytest.mark.parametrize(("path", "fix"), NOWHERE.items(), ids=["misspelt", "a folder", "another", "long"])
 def test_an_address_that_there_is_not_is_told_with_one_that_there_is(own: Running, path: str, fix: str) -> None:
     reply = own.post(path, {})
-    assert reply.status_code == 404 and message(reply.json()).endswith(f"To mend it: {fix}")
+    assert reply.status_code == 404 and message(reply.json()).endswith(f"To fix it: {fix}")
     assert len(reply.content) < 600
 
 
 def test_metrics_that_nobody_asked_for_are_told_to_come_with_a_flag() -> None:
     with running(with_metrics=False) as server:
         reply = server.get("/metrics")
-    assert reply.status_code == 404 and message(reply.json()).endswith("To mend it: start the server with --metrics")
+    assert reply.status_code == 404 and message(reply.json()).endswith("To fix it: start the server with --metrics")
 
 
 def test_a_method_that_an_address_does_not_know_is_told_with_those_it_knows(own: Running) -> None:

@@ -205,7 +205,7 @@ async def pull(call: ApiCall, body: PullBody) -> Response:
     if await pool.on_disk(lambda: _is_here(pool, name)):
         return Response(line(_SUCCESS), media_type=NDJSON) if is_streamed else JsonReply(_SUCCESS)
     if sum(thread.name == _THREAD for thread in threading.enumerate()) >= _MOST_PULLS:
-        raise busy("the server has too much to do", f"{_MOST_PULLS} models are being fetched")
+        raise busy("the server is overloaded", f"{_MOST_PULLS} models are being downloaded")
     stopped = threading.Event()
     lines = _pulled(name, pool.first.selection.resolved, stopped)
     try:
@@ -289,7 +289,7 @@ def _is_here(pool: ModelPool, name: str) -> bool:
     registry = load_registry()
     if registry.find(name) is None and not REPO_ID.fullmatch(name.partition("@")[0]):
         near = registry.nearest(name[:200])
-        fix = f"ask for {near[0]!r}" if near else "ask for ORG/REPOSITORY of the Hugging Face hub"
+        fix = f"ask for {near[0]!r}" if near else "name it as ORG/REPOSITORY of the Hugging Face hub"
         why = "it is neither a known name nor ORG/REPOSITORY"
         raise RequestError(404, f"model {name[:200]!r} not found", why=why, fix=fix, param="model")
     try:

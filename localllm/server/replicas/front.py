@@ -80,8 +80,8 @@ class ReplicaFront:
                     return
                 except ReplicaGoneError:
                     if reply.has_begun:
-                        raise busy("the replica that was answering has died", "what it had said is above") from None
-            raise busy("no replica could answer", f"{_MOST_TRIES} have died of or during this request")
+                        raise busy("the replica that was answering has died", "its output so far is above") from None
+            raise busy("no replica could answer", f"{_MOST_TRIES} replicas died because of or during this request")
         finally:
             self._answering.discard(task)
 

@@ -120,7 +120,7 @@ def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any] | None) 
 
 
 class OpenCalls:
-    """Checks a conversation: every call has one result right behind it, and no result is of anything else."""
+    """Checks a conversation: one result directly follows every call, and no result is of anything else."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # of the calls that have no result yet, by their ids
