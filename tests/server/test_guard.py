@@ -287,7 +287,8 @@ def test_the_document_tells_whether_a_key_is_needed(locked: Running, server: Run
 
 @pytest.mark.parametrize(
     ("data", "why"),
-    [(b"", "not a key"), (b"short", "not a key"), (b"with blanks in the middle", "not a key"), (b"\xff" * 32, "cannot be read"),
+    [(b"", "not a key"), (b"short", "not a key"), (b"with blanks in the middle", "not a key"),
+     (b"\xff" * 32, "cannot be read"),
      ("schl\u00fcssel-mit-umlaut".encode(), "not a key"), (None, "cannot be read")],
 )  # fmt: skip
 def test_what_is_no_key_is_refused(tmp_path: Any, data: bytes | None, why: str) -> None:

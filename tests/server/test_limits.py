@@ -220,7 +220,11 @@ def test_a_body_that_grows_too_large_is_given_up(connect: Connect, server: Runni
 
 @pytest.mark.parametrize(
     ("field", "told"),
-    [("max_token", "'max_tokens' is a known field"), ("mesages", "'messages' is a known field"), ("qqq", "leave it out")],
+    [
+        ("max_token", "'max_tokens' is a known field"),
+        ("mesages", "'messages' is a known field"),
+        ("qqq", "leave it out"),
+    ],
 )
 def test_a_field_that_is_not_known_is_told_with_the_one_that_was_meant(server: Running, field: str, told: str) -> None:
     error = server.post(CHAT, {**ASKED, field: 1}).json()["error"]
