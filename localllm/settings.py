@@ -193,11 +193,11 @@ class EngineConfig:
     )  # fmt: skip
     ram: int | None = setting(
         None, Accepts("bytes"), _MEASURED, "SIZE",
-        "Memory limit of this process, 8GiB. Weights that do not fit are read from the disk at every step. Without "
-        "--ctx, the context gets shorter too.",
+        "Memory limit of this process, such as 8GiB. Weights that do not fit are read from the disk at every step. "
+        "Without --ctx, the context gets shorter too.",
     )  # fmt: skip
     vram: int | None = setting(
-        None, Accepts("bytes"), _MEASURED + "bench", "SIZE", "Limit of the GPU memory to use, 6GiB."
+        None, Accepts("bytes"), _MEASURED + "bench", "SIZE", "Limit of the GPU memory to use, such as 6GiB."
     )
     device: str = setting(
         "auto", Accepts("text", choices=("auto", "cpu", "cuda")), _MEASURED + "bench", "auto|cpu|cuda",
@@ -274,11 +274,11 @@ class SamplingSettings:
     )  # fmt: skip
     frequency_penalty: float | None = setting(
         None, Accepts("number", -100, 100, usual="0.5"), _SAMPLED, "X",
-        "-100 to 100: subtracted from a token's logit for each time it appeared. Default: 0.",
+        "-100 to 100: subtracted from a token's logit for each time it appeared in the answer. Default: 0.",
     )  # fmt: skip
     presence_penalty: float | None = setting(
         None, Accepts("number", -100, 100, usual="0.5"), _SAMPLED, "X",
-        "-100 to 100: subtracted from a token's logit once it has appeared. Default: 0.",
+        "-100 to 100: subtracted from a token's logit once it has appeared in the answer. Default: 0.",
     )  # fmt: skip
     seed: int | None = setting(
         None, Accepts("integer", 0, 2**63 - 1, usual="1"), "run chat /set", "N",

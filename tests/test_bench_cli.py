@@ -197,9 +197,10 @@ def test_what_a_refusal_proposes_is_accepted(prompt_tokens: int, gen_tokens: int
     config = find_shape("tiny").config
     with pytest.raises(ContextOverflowError) as caught:
         Workload(prompt_tokens, gen_tokens, (prompt_tokens,), 5).check("tiny", config)
-    words = caught.value.fix.split()
-    flags = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-    Workload(flags["--prompt-tokens"], flags["--gen-tokens"], (flags["--context"],), 5).check("tiny", config)
+    flag, value = caught.value.fix.split()
+    given = {"--prompt-tokens": prompt_tokens, "--gen-tokens": gen_tokens, flag: int(value)}
+    context = given.get("--context", given["--prompt-tokens"])
+    Workload(given["--prompt-tokens"], given["--gen-tokens"], (context,), 5).check("tiny", config)
 
 
 @pytest.mark.parametrize(("free_gib", "fix"), [(6, "--weights int4"), (1, "localllm list --all")])
@@ -278,6 +279,7 @@ NAN_FLOORS = dict.fromkeys(("dram_read_gbs", "disk_read_gbs", "device_copy_gbs",
     [
         ({"schema_version": 2}, "schema_version"),
         ({"schema_version": None}, "schema_version"),
+        ({"schema_version": True}, "schema_version"),
         ({"floors": None}, "floors"),
         ({"floors": {"dram_read_gbs": 1}}, "floors.disk_read_gbs"),
         ({"floors": NAN_FLOORS}, "floors.dram_read_gbs"),
@@ -287,6 +289,7 @@ NAN_FLOORS = dict.fromkeys(("dram_read_gbs", "disk_read_gbs", "device_copy_gbs",
         ({"run": {"context": -1}}, "runs.0.context"),
         ({"run": {"peak_rss_bytes": 10**400}}, "runs.0.peak_rss_bytes"),
         ({"run": {"decode_tok_s": 3}}, "runs.0.decode_tok_s"),
+        ({"run": {"decode_tok_s": {"median": 1, "min": 9, "max": 1}}}, "runs.0.decode_tok_s"),
     ],
     ids=str,
 )
@@ -299,6 +302,18 @@ def test_a_file_of_another_form_is_refused_by_name(
     outcome = bench("--compare", result, other)
     assert (outcome.code, outcome.out) == (2, b"") and str(other) in outcome.error_lines[0]
     assert words in outcome.error_lines[1]
+
+
+def test_a_file_with_two_runs_of_one_context_is_refused(result: Path, fields: dict[str, Any]) -> None:
+    other = written(result.parent / "other.json", {**fields, "runs": [*fields["runs"], *fields["runs"]]})
+    outcome = bench("--compare", result, other)
+    assert outcome.code == 2 and "same context" in outcome.error_lines[1]
+
+
+def test_what_a_refused_comparison_proposes_names_its_files(home: Path) -> None:
+    for typed in ("--json", "tiny"):
+        fix = bench("--compare", "a b.json", "c.json", typed).error_lines[2]
+        assert fix == "fix:   localllm bench --compare 'a b.json' c.json"
 
 
 @pytest.mark.parametrize("text", ["", "[", "[]", "1", "[" * 100_000, '{"schema_version": 1}'])

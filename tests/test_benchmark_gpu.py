@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.gpu_engines import sized
+from benchmarks.gpu_table import Row
 from benchmarks.peers_protocol import REPOSITORY
 from localllm.models.families import parse_config
 from localllm.models.layout import model_bytes
@@ -72,3 +74,24 @@ def test_a_model_is_as_large_as_it_shall_be_but_for_half_a_layer(shape: str, wei
     raw_config = sized(shape, weights, gigabytes * 10**9)
     num_bytes = model_bytes(parse_config(raw_config, shape), RECIPES[weights])
     assert abs(num_bytes / gigabytes / 1e9 - 1) < 0.03
+
+
+def test_an_interrupted_run_tells_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(parts: gpu.Parts, _seconds: float) -> None:
+        parts._report.add([Row("products", "the first figure", note="so far")])
+        raise KeyboardInterrupt
+
+    for name in ("TMPDIR", "LOCALLLM_HOME", "LOCALLLM_CACHE"):  # which it sets, for its workers
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(gpu.Parts, "products", interrupted)
+    command = ["gpu", "--device", "cpu", "--small", "--parts", "products", "--out", str(tmp_path / "a" / "b")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    told = capsys.readouterr()
+    assert ended.value.code == 130 and "the first figure" in told.out
+    assert "interrupted" in told.err and str(tmp_path / "a" / "b" / "gpu.json") in told.err
+    assert "the first figure" in (tmp_path / "a" / "b" / "gpu.json").read_text(encoding="utf-8")

@@ -148,7 +148,7 @@ def test_a_system_message_that_is_no_text_cannot_be_loaded_and_the_chat_goes_on(
 ) -> None:
     (tmp_path / "odd.json").write_text(f'[{{"role": "system"{content}}}]')
     result = talk("/load odd.json", "the fox", "/save chat.json")
-    assert "system message is not a text" in result.err
+    assert "system message is not text" in result.err
     assert questions(tmp_path) == ["the fox"]
 
 

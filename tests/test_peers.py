@@ -75,6 +75,14 @@ def result_of(match: Match, rounds: int = 2) -> dict[str, object]:
     return {**common, "sides": sides, "skipped": skipped, **summary(speeds, floors, match.facts, 1)}
 
 
+def test_a_side_that_does_not_fit_beside_the_others_is_not_even_started(match: Match) -> None:
+    most = 2 * match.budget_bytes // 3
+    for name, command in {"first": COMMAND, "second": ["/nonexistent"]}.items():
+        match.start(Contender(name, name, command, {"seconds_a_token": 1}, needed_bytes=most))
+    assert list(match.running) == ["first"]
+    assert "it needs" in match.skipped["second"].reason
+
+
 SPINNER = """
 import threading
 

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -26,6 +26,10 @@ class Spread:
     median: Number
     min: Number
     max: Number
+
+    def __post_init__(self) -> None:
+        if not self.min <= self.median <= self.max:
+            raise ValueError("its median is not between its minimum and its maximum")
 
     def __str__(self) -> str:
         return f"{format_figure(self.median)} ({format_figure(self.min)} to {format_figure(self.max)})"
@@ -93,10 +97,14 @@ class BenchmarkRun:
 class BenchmarkReport:
     """runs: one for each context; they differ in nothing else that was asked for."""
 
-    schema_version: Literal[1]
+    schema_version: Annotated[int, Field(ge=1, le=1)]
     machine: dict[str, Any]
     floors: MachineFloors
     runs: Annotated[tuple[BenchmarkRun, ...], Field(min_length=1)]
+
+    def __post_init__(self) -> None:
+        if len({run.context for run in self.runs}) < len(self.runs):
+            raise ValueError("two of its runs have the same context")
 
 
 def read_report(path: Path) -> BenchmarkReport:
@@ -106,6 +114,6 @@ def read_report(path: Path) -> BenchmarkReport:
         return TypeAdapter(BenchmarkReport).validate_json(text, strict=True)
     except ValidationError as error:
         fault = error.errors(include_input=False, include_url=False)[0]
-        why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+        why = ": ".join(filter(None, (".".join(map(str, fault["loc"])), fault["msg"])))
         fix = "localllm bench --json > bench.json"
         raise UsageError(f"{path} is not a result of `localllm bench --json`", why=why, fix=fix) from None

@@ -34,10 +34,16 @@ class Workload:
     def check(self, name: str, config: ModelConfig) -> None:
         """Raises ContextOverflowError where the model's context is too short."""
         longest = config.longest_context
-        if self.ctx > longest:
-            half = (longest - 1) // 2
-            raise ContextOverflowError(
-                f"{self.ctx} tokens are too many for {name}",
-                why=f"its context is {longest} tokens, for a prompt, or for a context and what is generated behind it",
-                fix=Fix.flag("--prompt-tokens", half, "--context", half, "--gen-tokens", half),
+        deepest = max(self.contexts)
+        if self.prompt_tokens + 1 > longest:
+            what = f"a prompt of {self.prompt_tokens} tokens is too long for {name}"
+            fix = Fix.flag("--prompt-tokens", max(1, longest - self.length(0)))
+        elif self.length(deepest) > longest:
+            what, left = (
+                f"{self.gen_tokens} tokens behind {deepest} others are too many for {name}",
+                longest - self.length(0),
             )
+            fix = Fix.flag("--context", left) if left >= 0 else Fix.flag("--gen-tokens", max(1, longest // 2))
+        else:
+            return
+        raise ContextOverflowError(what, why=f"its context is {longest} tokens, one of them for the answer", fix=fix)

@@ -181,7 +181,7 @@ class Dialogue:
         has_system = bool(messages) and messages[0].get("role") == "system"
         system = messages[0].get("content") if has_system else None
         if has_system and not isinstance(system, str):
-            raise UsageError("the system message is not a text", why="its content must be one string", fix="/load FILE")
+            raise UsageError("the system message is not text", why="its content must be one string", fix="/load FILE")
         self.clear()
         self.system = system
         self.turns = list(map(_loaded, messages[1:] if has_system else messages))

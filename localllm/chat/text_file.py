@@ -60,7 +60,7 @@ def as_text(
         why = f"it has more than {format_bytes(MAX_INPUT_BYTES)}; no context holds that"
         raise UsageError(f"{source} is too large", why=why, fix="use a part of it: head -c 1000000 FILE")
     if not nul_allowed and b"\0" in data:
-        why = f"it has a NUL byte at offset {data.index(0)}: it is not a text"
+        why = f"it has a NUL byte at offset {data.index(0)}: it is not text"
         raise UsageError(f"{source} is binary", why=why, fix="use its text alone: strings FILE")
     try:
         return data.decode(encoding)  # utf-8-sig: the mark that an editor puts in front is not part of the text

@@ -232,7 +232,7 @@ def _source(given: Mapping[str, Any], rules: LineRules) -> Source:
     prompt, system = given["prompt"], given.get("system", rules.system)
     for name, text in (("prompt", prompt), ("system", system)):
         if text is not None and not isinstance(text, str):
-            raise UsageError(f"its {name} is not a text")
+            raise UsageError(f"its {name} is not text")
     if not (prompt if rules.raw else prompt.strip()):
         raise UsageError("its prompt is blank")
     return Source(raw=prompt) if rules.raw else asked(prompt, system)

@@ -16,6 +16,7 @@ from localllm.cli.load_progress import LoadLine, on_a_thread
 from localllm.cli.options import flag_of, number, option, refuse_together, takes
 from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
+from localllm.errors import Fix
 from localllm.runtime.engine_loader import engine_config
 from localllm.settings import EngineConfig
 
@@ -57,7 +58,7 @@ _EXCLUSIVE = {"--random-weights --ram --vram": "such a model is made whole in me
     number("--rounds", "Number of measured rounds. Default: 5.", 1, 1000, "5"),
     option(
         "--ram",
-        "Memory limit for the program and the model, 4GiB. The buffers that measure the machine take 1.3 GiB more.",
+        "Memory limit for program and model, such as 4GiB. The buffers that measure the machine take 1.3 GiB more.",
         "SIZE",
     ),
     EngineConfig,
@@ -75,10 +76,11 @@ def bench_command(context: typer.Context, **flags: Any) -> None:
     if flags["compare"] is not None:
         others = " ".join(flag_of(name) for name in flags if name not in ("compare", "model"))
         why = "it shows two files side by side, and measures nothing"
-        refuse_together({**flags, "MODEL": flags["model"]}, {f"--compare MODEL {others}": why})
+        fix = Fix.command("bench", "--compare", *flags["compare"])
+        refuse_together({**flags, "MODEL": flags["model"]}, {f"--compare MODEL {others}": why}, fix)
         _compare(cli.output, *flags["compare"])
         return
-    refuse_together(flags, _EXCLUSIVE)
+    refuse_together(flags, _EXCLUSIVE, Fix.without("--ram" if flags["ram"] else "--vram"))
     from localllm.bench.workload import Workload
 
     prompt_tokens = flags["prompt_tokens"] or 512

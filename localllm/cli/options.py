@@ -202,7 +202,7 @@ LOGIT_BIAS = option(
 )
 LOGPROBS = number(
     "--logprobs",
-    "With --json, --jsonl or --batch: log-probabilities of each token and of the N most likely alternatives.",
+    "With --json, --jsonl or --batch: log-probabilities of each token and of the N most likely tokens there.",
     0, 100, "3",
 )  # fmt: skip
 # Of a request, beside the settings.
@@ -299,14 +299,15 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def refuse_together(flags: Mapping[str, Any], exclusive: Mapping[str, str]) -> None:
+def refuse_together(flags: Mapping[str, Any], exclusive: Mapping[str, str], fix: Fix | str = "") -> None:
     """Raises UsageError for two flags that contradict each other.
 
     exclusive: why, by the flags: "--raw --think --stop" says that --raw goes with neither of the other two.
+    fix: what helps against all of them; "": the command's help.
     """
     for line, why in exclusive.items():
         first, *others = line.split()
         for other in others if flags.get(_name_of(first)) else ():
             value = flags.get(_name_of(other))
             if value is not None and value is not False and value != []:
-                raise UsageError(f"{first} and {other} cannot go together", why=why)
+                raise UsageError(f"{first} and {other} cannot go together", why=why, fix=fix)

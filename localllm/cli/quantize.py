@@ -54,7 +54,7 @@ _PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in 
         "hqq",
         "rtn",
     ),
-    option("--ram", "Memory limit of this process, 2GiB.", "SIZE"),
+    option("--ram", "Memory limit of this process, such as 2GiB.", "SIZE"),
     options.AS_JSON,
 )
 def quantize_command(context: typer.Context, **flags: Any) -> None:

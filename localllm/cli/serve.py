@@ -67,9 +67,7 @@ SERVE_EXAMPLES = """Examples:
     option("--also-ollama-port", f"Also listen on Ollama's port {OLLAMA_PORT}, for programs that use no other."),
     option("--alias", "Another name by which clients may ask for the model. May be repeated.", "NAME", list[str]),
     number("--parallel", f"Number of answers generated at once. Default: {DEFAULT_PARALLEL}.", 1, 1024, "8"),
-    number(
-        "--queue", f"Number of requests that may wait; more are refused. Default: {DEFAULT_QUEUE}.", 0, 10_000, "64"
-    ),
+    number("--queue", f"Number of answers that may wait; more are refused. Default: {DEFAULT_QUEUE}.", 0, 10_000, "64"),
     option(
         "--api-key-file",
         "File with the API key that clients must send; or set LOCALLLM_API_KEY. If a key is needed and none is "

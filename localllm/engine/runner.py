@@ -290,8 +290,8 @@ class ModelRunner:
         return self.gpu_program is not None and self.gpu_program.computes_all([chunk.kv for chunk in chunks])
 
     def without(self, names: frozenset[str]) -> ModelRunner:
-        """Return a runner of the model without these blocks, which are all that is streamed, at least; the last one
-        asked for is cached."""
+        """Return a runner of the model without these blocks; the last one asked for is cached. names: must include
+        every streamed block."""
         if self._reduced is None or self._reduced[0] != names:
             self._reduced = names, ModelRunner(without(self.model, names), self.batch_rows, note=self._note)
         return self._reduced[1]

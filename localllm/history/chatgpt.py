@@ -1,6 +1,6 @@
 """Conversations out of the data that ChatGPT exports: conversations.json, alone or in the archive that was mailed.
 
-What is not a text (an image, a file, a tool at work) becomes a note in brackets. What a person never saw is left out.
+What is not text (an image, a file, a tool at work) becomes a note in brackets. What a person never saw is left out.
 Branches are kept. The uids are those of the export, so that a later one adds only what is new.
 """
 

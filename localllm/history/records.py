@@ -39,7 +39,7 @@ class Session:
 class Message:
     """A message of a session. parent: the number of the one that it follows.
 
-    fields: what a chat template is given beside role and content (or in the place of a content that is not a text).
+    fields: what a chat template is given beside role and content (or in the place of a content that is not text).
     facts: what is known about it: token counts, why it ended.
     """
 

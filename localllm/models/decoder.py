@@ -144,8 +144,8 @@ class Decoder:
 
 
 def without(decoder: Decoder, names: frozenset[str]) -> Decoder:
-    """Return the decoder without these attention and MLP blocks: all that is streamed, at least, so that no weight
-    moves."""
-    assert decoder.stream.names <= names, "what is streamed is left out"
+    """Return the decoder without these attention and MLP blocks. names: must include every streamed block, so that no
+    weight moves."""
+    assert decoder.stream.names <= names, "streamed blocks must be left out"
     kept = tuple(block for block in decoder.blocks if block.name not in names)
     return replace(decoder, blocks=kept, stream=ALL_RESIDENT)

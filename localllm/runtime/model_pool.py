@@ -227,7 +227,7 @@ class ModelPool:
         """Load a model, however long it takes; it goes on where the caller has gone. Raises what keeps it from that."""
         try:
             await self._load_once(model)
-        except EngineGoneError:  # its process was killed meanwhile, which is not a reason that it must be again
+        except EngineGoneError:  # its process was killed meanwhile, which does not mean that it will be killed again
             await self._load_once(model)
 
     async def _load_once(self, model: ServedModel) -> None:
@@ -304,7 +304,7 @@ class ModelPool:
         handle = model.handle = self._launch(model.selection, await self.residents.caps(), foreseen)
         settled = asyncio.create_task(asyncio.to_thread(handle.wait_loaded))
         try:
-            evicted = await self.residents.agree(model, handle, arrived, settled)
+            await self.residents.agree(model, handle, arrived, settled)
             if await settled is None:  # it came to nothing and did not fail
                 why = "somebody stopped it while it was being loaded"
                 stopped = BusyError(f"{model.name} was unloaded", why=why, reason="unloaded")
@@ -316,6 +316,7 @@ class ModelPool:
             raise
         self._has_begun |= model is self.first
         model.last_facts = await self.residents.facts(model)
+        evicted, self.residents.evicted = self.residents.evicted, []
         for other, weights in evicted:  # not before: the disk was this model's
             if weights:  # else it had gone before they were known
                 self.residents.begin(self.on_disk(partial(keep_warm, other.selection.files, weights)))

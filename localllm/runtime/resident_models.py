@@ -47,6 +47,7 @@ class ResidentModels:
         self.turn = asyncio.Lock()  # held by the load under way; others follow in the order of arrival
         self.idle_s = idle_s
         self.is_closed = False
+        self.evicted: list[tuple[ServedModel, str]] = []  # what made room since the last load; weights' formats
         self._settings = settings
         self._note = note
         self._ram_bytes = int(_SHARE * free_bytes())
@@ -164,11 +165,11 @@ class ResidentModels:
 
     async def agree(
         self, model: ServedModel, handle: EngineHandle, arrived: asyncio.Queue[Foreseen], settled: asyncio.Task[Any]
-    ) -> list[tuple[ServedModel, str]]:
-        """Make room until a model would be placed as if it were alone, or is, and let it load. Return the models that
-        made room, with their weights' formats. Raises what keeps it from that: under a cap that it would not fit into
-        by itself, before any other leaves."""
-        settings, evicted = self._settings, list[tuple[ServedModel, str]]()
+    ) -> None:
+        """Make room until a model would be placed as if it were alone, or is, and let it load. The models that made
+        room are added to `evicted`. Raises what keeps it from that: under a cap that it would not fit into by itself,
+        before any other leaves."""
+        settings = self._settings
         is_known = settings.ram is None
         while (what := await _first(arrived, settled)) is not None:
             assert isinstance(handle, EngineClient)
@@ -185,9 +186,8 @@ class ResidentModels:
                     raise alone.error
                 foresee(handle, await self.caps())
             else:
-                evicted.append(await self._make_room(model, what, others))
+                self.evicted.append(await self._make_room(model, what, others))
                 foresee(handle, await self.caps())
-        return evicted
 
     async def facts(self, model: ServedModel) -> EngineFacts:
         engine = model.engine_if_loaded

@@ -1,6 +1,6 @@
 """A check that an engine in another process moves on while a request or a call waits for it.
 
-A slow step is not a hang, and a busy machine is none: time alone convicts nobody who speaks, computes or reads.
+A slow step is not a hang, nor is a busy machine: time alone convicts nobody who speaks, computes or reads.
 """
 
 from __future__ import annotations

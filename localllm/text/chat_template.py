@@ -285,7 +285,7 @@ def as_chat_input(data: object) -> ChatInput:
         raise UsageError("add_generation_prompt is not a boolean", why=f"it is a {_kind(generation)}")
     messages, tools = _messages(data.pop("messages")), data.pop("tools", None)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise UsageError("the tools are no array of objects", why=f"they are a {_kind(tools)}")
+        raise UsageError("the tools are not an array of objects", why=f"they are a {_kind(tools)}")
     return ChatInput(messages, tools, generation, data)
 
 
@@ -334,7 +334,7 @@ def _line(template: jinja2.Template, error: BaseException) -> str:
 
 def _messages(data: Any) -> list[Message]:
     if not isinstance(data, list):
-        raise UsageError("the messages are no array", why=f"they are a {_kind(data)}", fix="put them into [...]")
+        raise UsageError("the messages are not an array", why=f"they are a {_kind(data)}", fix="put them into [...]")
     if not data:
         raise UsageError("there are no messages", why="the array is empty")
     for index, message in enumerate(data):
