@@ -141,7 +141,8 @@ PRIVATE = pytest.param(("--private",), "which --private rules out", marks=SLOW)
 
 
 @pytest.mark.parametrize(
-    ("flags", "why"), [(("--kv", "bf16"), "the server's engine has kv int8, and the request needs bf16"), OTHER_CTX, PRIVATE]
+    ("flags", "why"),
+    [(("--kv", "bf16"), "the server's engine has kv int8, and the request needs bf16"), OTHER_CTX, PRIVATE],
 )
 def test_an_engine_that_is_not_what_is_asked_for_is_left_alone_and_that_is_said(
     home: Home, flags: tuple[str, ...], why: str
