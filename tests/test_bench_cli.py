@@ -152,7 +152,7 @@ def test_an_installed_model_is_measured_as_it_runs(shape_folder: Path) -> None:
         ("--random-weights --ram 4GiB", 2, "--random-weights and --ram"),
         ("--random-weights --vram 4GiB --device cuda", 2, "--random-weights and --vram"),
         ("tiny --prompt-tokens 5000", 5, "its context is 1024 tokens"),
-        ("tiny --context 1000", 5, "1129 tokens are too many for tiny"),
+        ("tiny --context 1000", 5, "128 tokens behind 1000 others are too many for tiny"),
         ("mistral-7b", 3, "localllm pull mistral-7b"),
         ("--compare a.json", 2, "--compare"),
         ("--compare a.json b.json --json", 2, "--compare and --json"),
