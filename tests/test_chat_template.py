@@ -429,7 +429,7 @@ def test_messages_nested_without_end_are_a_template_error(levels: int) -> None:
 
 
 def test_a_variable_that_is_no_json_value_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="no JSON value"):
+    with pytest.raises(UsageError, match="not a JSON value"):
         ChatTemplate("{{ x }}").render([], x=object())
 
 

@@ -44,7 +44,7 @@ def test_what_has_left_stays_out_until_there_is_room_and_tokens_says_how_much_th
     first, second = (line for line in result.err.splitlines() if "of the context are used" in line)
     assert int(first.split()[0]) <= 128 and int(second.split()[0]) <= 128
     assert result.err.count("messages have left it") == 1
-    again = result.err[result.err.index("took the last") :]
+    again = result.err[result.err.index("removed the last") :]
     assert "left the context" not in again
 
 

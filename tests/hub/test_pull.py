@@ -376,10 +376,9 @@ def test_a_disk_that_fills_up_on_the_way_keeps_what_was_fetched(fake, fetch, hub
             raise OSError(28, "No space left on device")
         return write(descriptor, data)
 
-    monkeypatch.setattr(os, "write", limited)
-    with pytest.raises(DoesNotFitError):
+    with monkeypatch.context() as patch, pytest.raises(DoesNotFitError):
+        patch.setattr(os, "write", limited)
         fetch()
-    monkeypatch.undo()
     fake.requests.clear()
     assert_whole(fetch(), fake.repositories[REPO])
     assert fake.file_requests("model.safetensors")[0].range_start >= PIECE // 2

@@ -313,7 +313,7 @@ def test_few_models_are_fetched_at_once(hermit: Running) -> None:
     reply = ask(hermit, "/api/pull", {"model": "maker/model"})
     done.set()
     wait_for(lambda: "localllm-pull" not in [thread.name for thread in threading.enumerate()])
-    assert reply.status_code == 503 and "being fetched" in reply.text
+    assert reply.status_code == 503 and "being downloaded" in reply.text
 
 
 # Templates
