@@ -358,7 +358,7 @@ def test_parts_are_joined_where_all_are_text_and_templates_fail(parts: list[obje
 
 def test_an_object_that_says_nothing_about_it_has_a_generation_prompt_for_generation_only(phi: Tokenizer) -> None:
     template = ChatTemplate("{{ add_generation_prompt }}")
-    chat = parse_messages_file('{"messages": [{"role": "user"}]}')
+    chat = parse_messages_file('{"messages": [{"role": "user", "content": "a"}]}')
     assert template.render_chat(chat) == "False"
     assert phi.decode(encode_chat(template, phi, chat)) == "True"
 
@@ -374,12 +374,13 @@ MALFORMED = r"""
 {"messages": []}
 [{"content": "a"}]
 [{"role": 1, "content": "a"}]
+[{"role": "user"}]
 [{"role": "user", "content": 5}]
 [{"role": "user", "content": [5]}]
 {"role": "user", "content": "not in an array"}
-{"messages": [{"role": "user"}], "tools": {}}
-{"messages": [{"role": "user"}], "tools": ["x"]}
-{"messages": [{"role": "user"}], "add_generation_prompt": "yes"}
+{"messages": [{"role": "user", "content": "a"}], "tools": {}}
+{"messages": [{"role": "user", "content": "a"}], "tools": ["x"]}
+{"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": "yes"}
 """
 
 

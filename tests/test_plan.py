@@ -408,6 +408,13 @@ def test_the_smallest_cap_that_is_named_for_a_job_is_enough_for_it() -> None:
 
 
 @pytest.mark.usefixtures("small_process")
+def test_another_model_for_a_job_is_planned_for_a_job() -> None:
+    _, plan = planned("qwen3-8b", "--weights", "int4", "--goal", "throughput", "--ram", "4GiB")
+    others = [line for line in plan["advice"] if line.startswith("localllm plan")]
+    assert others and all("--goal throughput" in line for line in others)
+
+
+@pytest.mark.usefixtures("small_process")
 def test_what_each_sign_means_is_told_from_the_fastest_tier_to_the_slowest() -> None:
     out = run_cli("plan", "mistral-7b", "--ram", "1500MiB", "--weights", "int4").out.decode()
     meanings = [out.index(text) for text in ("computed by the CPU", "looked up row by row", "from the disk at every")]

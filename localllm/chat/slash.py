@@ -142,4 +142,4 @@ def run(session: ChatSession, name: str, rest: str) -> Sequence[str]:
 
 def command_list() -> list[str]:
     """Return the commands, a line each."""
-    return [f"/{name} {command.parameters}".ljust(20) + command.summary for name, command in COMMANDS.items()]
+    return [f"/{name} {command.parameters}".ljust(23) + command.summary for name, command in COMMANDS.items()]

@@ -40,9 +40,10 @@ def cache(context: typer.Context, as_json: bool) -> None:
 @cache_app.command("info", cls=PlainCommand)
 @takes(options.AS_JSON)
 def info(context: typer.Context, as_json: bool) -> None:
-    """Show the prefix cache on the disk: its folder, its size for each model, and its limit.
+    """Show the prefix cache on the disk, by model.
 
-    The setting `cache_disk` is the limit. The least recently used pages are evicted first.
+    Also shows its folder and its limit, which is the setting `cache_disk`. The least recently used pages are evicted
+    first.
     """
     _info(cli_context(context), as_json or _typed_before(context))
 

@@ -78,9 +78,10 @@ def stop_command(context: typer.Context, model: str | None) -> None:
 
 
 def own_url() -> str | None:
-    """Return the address of this user's server, or None."""
+    """Return an address of this user's server for clients on this machine, or None."""
     told = _asked("GET", "/models", is_needed=False)
-    return next(iter(told["urls"]), None) if told is not None else None
+    url = next(iter(told["urls"]), None) if told is not None else None
+    return None if url is None else url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _own(word: str) -> str:

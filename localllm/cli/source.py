@@ -17,7 +17,7 @@ from localllm.cli.context import CliContext
 from localllm.cli.options import option
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, join_parts, read_input, read_stdin
-from localllm.errors import Fix, GrammarError, SchemaError, UsageError
+from localllm.errors import MODEL, Fix, GrammarError, SchemaError, UsageError
 from localllm.runtime.selection import Selection
 from localllm.text.grammar.gbnf import is_gbnf
 from localllm.text.grammar.grammar import Grammar
@@ -113,7 +113,7 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
         raise UsageError(
             "there is no prompt",
             why=f"none on the command line, and {piped}" if text is None and not any(parts) else "it is blank",
-            fix=Fix.flag("-p", "TEXT") if is_form_piped else Fix.command("run", "Tell me a tale about a fox."),
+            fix=Fix.flag("-p", "TEXT") if is_form_piped else Fix.command("run", MODEL, "Tell me a tale about a fox."),
         )
     if flags["raw"]:
         return Source(raw=prompt)

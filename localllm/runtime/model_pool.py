@@ -29,6 +29,7 @@ from localllm.errors import (
     ModelNotFoundError,
     ModelUnusableError,
 )
+from localllm.registry import load_registry
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_process import Caps, Foreseen
 from localllm.runtime.resident_models import ResidentModels, consume_error, keep_warm
@@ -180,7 +181,13 @@ class ModelPool:
         first, more = ", ".join(list(names.values())[:_MOST_NAMED]), len(names) - _MOST_NAMED
         what, why = f"the model {name[:200]!r} is not served here", f"this server has {first}"
         why += f" and {more} more (GET /v1/models)" if more > 0 else ""
-        fix = f"ask for {names[near[0]]!r}" if near else "ask for one of these, or start the server with --alias NAME"
+        known = load_registry().find(name) if self.on_demand else None
+        if near:
+            fix = f"ask for {names[near[0]]!r}"
+        elif known is not None:
+            fix = f"localllm pull {known.name}, then ask again"
+        else:
+            fix = "ask for one of these, or start the server with --alias NAME"
         return ModelNotFoundError(what, why=why, fix=fix)
 
     # Loading

@@ -343,6 +343,10 @@ def _messages(data: Any) -> list[Message]:
             raise UsageError(f"{name} is not an object", why=f"it is a {_kind(message)}")
         if not isinstance(message.get("role"), str):
             raise UsageError(f"{name} has no role", why='every message says who speaks: {"role": "user", ...}')
+        if "content" not in message and not message.get("tool_calls"):
+            raise UsageError(
+                f"{name} has no content", why='every message has a text: {"role": "user", "content": "..."}'
+            )
         content = message.get("content")
         parts = content if isinstance(content, list) else []
         if not isinstance(content, str | list | None) or not all(isinstance(part, str | dict) for part in parts):

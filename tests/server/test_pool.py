@@ -603,9 +603,11 @@ def test_a_model_that_there_is_not_is_refused_by_name_and_nothing_is_unloaded(ti
 
 def test_no_name_is_suggested_for_one_that_is_like_none() -> None:
     with running(aliases=[f"teller-{number}" for number in range(9)]) as server:
-        names = ["gpt-4o", "claude-sonnet-5", "tinyllama", "x" * 9000]
+        names = ["gpt-4o", "claude-sonnet-5", "x" * 9000, "tinyllama"]
         errors = [server.post("/v1/completions", {**TEXT, "model": name}).json()["error"] for name in names]
-    for message in (error["message"] for error in errors):
+    *messages, known = (error["message"] for error in errors)
+    assert "localllm pull tinyllama-1.1b" in known and "ask for" not in known
+    for message in messages:
         assert "this server has tiny, teller-0," in message and "teller-6 and 2 more" in message
         assert "ask for one of these" in message and "--alias NAME" in message and len(message) < 500
 
@@ -673,3 +675,5 @@ def test_a_model_that_was_pulled_is_loaded_by_its_name_and_no_half_of_one(tmp_pa
         assert said(server, "maker/teller") == _text_of(str(later))
         refused = server.post("/v1/completions", {**TEXT, "model": "maker/half"})
         assert refused.status_code == 404 and "'maker/half' is not served here" in refused.json()["error"]["message"]
+        known = server.post("/v1/completions", {**TEXT, "model": "qwen3-8b"})
+        assert known.status_code == 404 and "localllm pull qwen3-8b" in known.json()["error"]["message"]

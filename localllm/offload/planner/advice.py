@@ -101,4 +101,5 @@ def _command_of(search: Search, plan: Plan) -> str:
     )
     ctx = f" --ctx {plan.ctx}" if plan.ctx < plan.shape.default_ctx else ""
     device = " --device cpu" if machine.has_idle_card else ""
-    return f"localllm plan {plan.shape.name}{caps}{ctx}{device}"
+    goal = " --goal throughput" if search.job is not None else ""
+    return f"localllm plan {plan.shape.name}{caps}{ctx}{device}{goal}"
