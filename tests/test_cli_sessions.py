@@ -541,7 +541,7 @@ def test_an_export_is_imported_elsewhere_as_it_was(two, tmp_path: Path, monkeypa
     assert sessions("export", "--all", "-o", "all.json").code == 0
     assert oct(Path("all.json").stat().st_mode)[-3:] == "600"
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "elsewhere"))
-    told = b"imported 2 chats with 4 messages; 0 had grown, 0 were here already\n"
+    told = b"imported 2 chats with 4 messages; 0 got new messages, 0 were complete already\n"
     assert sessions("import", "all.json").out == told
     again = sessions("import", "all.json", "--json").json
     assert again == {"schema_version": 1, "read": 2, "new": 0, "grown": 0, "messages": 0}

@@ -205,7 +205,7 @@ def import_sessions(context: typer.Context, files: Sequence[Path], as_json: bool
         cli.output.json({"schema_version": SCHEMA_VERSION, **fields})
         return
     known = len(conversations) - new - fields["grown"]
-    counts = f"{fields['grown']} had grown, {known} were here already"
+    counts = f"{fields['grown']} got new messages, {known} were complete already"
     cli.output.line(f"imported {new} chats with {fields['messages']} messages; {counts}")
 
 

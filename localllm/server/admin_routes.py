@@ -12,6 +12,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from localllm.config import format_bytes
 from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_client import EngineClient
@@ -115,9 +116,13 @@ async def _other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str
         is_open = has in (None, "auto")
         if value not in (has, became.get(name, has)):
             what = became.get(name, "") if is_open else has
-            differs = f"has {name} {what}" if what else f"chooses {name} itself"
-            return f"the server's engine {differs}, and the request needs {value}"
+            differs = f"has {name} {_shown(name, what)}" if what else f"chooses {name} itself"
+            return f"the server's engine {differs}, and this command asks for {_shown(name, value)}"
     return None
+
+
+def _shown(name: str, value: Any) -> str:
+    return format_bytes(value) if value and name in ("ram", "vram", "cache_disk") else str(value)
 
 
 def _refused(why: str) -> RequestError:

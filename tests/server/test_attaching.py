@@ -136,13 +136,15 @@ def test_an_engine_that_has_come_to_what_is_asked_for_answers_in_the_same_forms(
     assert json.loads(answered.stdout)["text"] in ("yes", "no")
 
 
-OTHER_CTX = pytest.param(("--ctx", "256"), "the server's engine has ctx 1024, and the request needs 256", marks=SLOW)
+OTHER_CTX = pytest.param(
+    ("--ctx", "256"), "the server's engine has ctx 1024, and this command asks for 256", marks=SLOW
+)
 PRIVATE = pytest.param(("--private",), "which --private rules out", marks=SLOW)
 
 
 @pytest.mark.parametrize(
     ("flags", "why"),
-    [(("--kv", "bf16"), "the server's engine has kv int8, and the request needs bf16"), OTHER_CTX, PRIVATE],
+    [(("--kv", "bf16"), "the server's engine has kv int8, and this command asks for bf16"), OTHER_CTX, PRIVATE],
 )
 def test_an_engine_that_is_not_what_is_asked_for_is_left_alone_and_that_is_said(
     home: Home, flags: tuple[str, ...], why: str
