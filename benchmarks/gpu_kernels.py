@@ -24,7 +24,7 @@ from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
-from localllm.offload.measuring.roofline import device_seconds, recorded
+from localllm.offload.measurements.roofline import device_seconds, recorded
 
 _STRETCH_S, _MOST_LAUNCHES = 5e-3, 400  # of a graph
 _CACHES = 4  # as much data as that many second caches hold, and a copy more

@@ -28,7 +28,7 @@ from benchmarks.peers_protocol import UnavailableError, serve
 from localllm.engine.memory import choose_device
 from localllm.models.config import ModelConfig
 from localllm.models.families import parse_config
-from localllm.offload.measuring.roofline import device_seconds, recorded
+from localllm.offload.measurements.roofline import device_seconds, recorded
 
 _GROUP, _INNER_TILES = 64, 8
 _DENSE_LAYERS = 4  # of the prefill, used in turn: 1.7 GB of an 8B model, beyond every cache

@@ -62,9 +62,9 @@ from localllm.models.families import load_config
 from localllm.models.load import DecoderParts, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
-from localllm.offload.measuring.device_rates import gpu
-from localllm.offload.measuring.measurement import device_measured, measured
-from localllm.offload.measuring.roofline import DeviceFloors, warm_up
+from localllm.offload.measurements.device_rates import gpu
+from localllm.offload.measurements.measurement import device_measured, measured
+from localllm.offload.measurements.roofline import DeviceFloors, warm_up
 from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.offload.planner.profile import kept_profile
 from localllm.offload.planner.search import Search

@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.bench.machine import machine
 from localllm.bench.report import Spread, paired, spread
-from localllm.offload.measuring.roofline import seconds
+from localllm.offload.measurements.roofline import seconds
 
 __all__ = ["Spread", "interleaved", "machine", "paired", "parser", "save", "seconds", "spread", "write_section"]
 

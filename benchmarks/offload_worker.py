@@ -23,7 +23,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory
-from localllm.offload.measuring.measurement import measured
+from localllm.offload.measurements.measurement import measured
 from localllm.offload.planner.disk_speed import files_read_gbs
 from localllm.offload.planner.plan import JobShape, Plan
 from localllm.offload.planner.profile import Profile, machine_key

@@ -16,7 +16,7 @@ from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import SamplingParams
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape
-from localllm.offload.measuring.roofline import MemoryFloor
+from localllm.offload.measurements.roofline import MemoryFloor
 from localllm.settings import EngineConfig
 
 READS = 8  # of the floor's buffer: a quarter of a second in all, so that one moment's disturbance is not the figure

@@ -88,7 +88,7 @@ def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session", autouse=True)
 def known_rates() -> Iterator[None]:
     """Of a small machine that has nothing else to do, whatever this one is and does: plans are the same anywhere."""
-    from localllm.offload.measuring import measurement
+    from localllm.offload.measurements import measurement
     from localllm.offload.planner import other_work
     from localllm.offload.planner.profile import FormatRates
 

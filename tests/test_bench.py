@@ -28,7 +28,7 @@ from localllm.kernels import kv_page
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
-from localllm.offload.measuring import roofline as floors
+from localllm.offload.measurements import roofline as floors
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import recipe
 from localllm.registry import BUILT_IN, load_registry

@@ -19,7 +19,7 @@ from localllm.bench.report import BenchmarkReport, BenchmarkRun, MachineFloors, 
 from localllm.bench.workload import Workload
 from localllm.errors import ContextOverflowError, UsageError
 from localllm.models.shapes import find_shape
-from localllm.offload.measuring import roofline as floors
+from localllm.offload.measurements import roofline as floors
 from localllm.offload.planner.machine import Memory
 from tests.cli_support import Result, fork_cli, run_cli, write_checkpoint
 from tests.conftest import REPOSITORY

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from localllm.offload.measuring.device_rates import context_bytes
-from localllm.offload.measuring.measurement import device_measured
+from localllm.offload.measurements.device_rates import context_bytes
+from localllm.offload.measurements.measurement import device_measured
 from localllm.offload.planner import profile as profile_module
 from localllm.offload.planner.nvml import Gpu, gpus
 from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES as UNKNOWN

@@ -13,7 +13,7 @@ from localllm.cli import checks_machine, findings
 from localllm.cli.checks_machine import check_address_space, check_disk_speed, check_huge_pages, check_memory
 from localllm.cli.doctor import check_network, check_package, check_settings
 from localllm.cli.findings import Finding, examined
-from localllm.offload.measuring import measurement
+from localllm.offload.measurements import measurement
 from localllm.offload.planner import profile
 from localllm.offload.planner.calibration import Term
 from localllm.offload.planner.profile import FormatRates

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from localllm.offload.measuring import measurement
-from localllm.offload.measuring.measurement import format_rates
+from localllm.offload.measurements import measurement
+from localllm.offload.measurements.measurement import format_rates
 from localllm.offload.planner import other_work
 from localllm.offload.planner import profile as profile_module
 from localllm.offload.planner.calibration import Term

@@ -24,7 +24,7 @@ from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.tile16 import TILE, PackedMatrix
-from localllm.offload.measuring.roofline import device_seconds, recorded, warm_up
+from localllm.offload.measurements.roofline import device_seconds, recorded, warm_up
 
 TABLE = Path("localllm/kernels/gpu/dispatch.json")
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # N, K

@@ -24,7 +24,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import Event, FinishedEvent, Timings, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.kernels.paged_attention import write
-from localllm.offload.measuring.roofline import DeviceFloors, MatmulFloor, MemoryFloor
+from localllm.offload.measurements.roofline import DeviceFloors, MatmulFloor, MemoryFloor
 from localllm.offload.planner.disk_speed import disk_file
 from localllm.quant.dense import dense_name
 

@@ -12,7 +12,7 @@ from localllm.config import format_bytes
 from localllm.engine.memory import HEADROOM, choose_device, choose_dtype, is_device_out_of_memory, out_of_memory
 from localllm.errors import Fix, UsageError
 from localllm.kernels.gpu.ready import why_not
-from localllm.offload.measuring.measurement import device_measured, measured
+from localllm.offload.measurements.measurement import device_measured, measured
 from localllm.offload.planner.machine import KERNELS, Card, CardMemory, CardRates, Machine, Memory
 from localllm.offload.planner.plan import GIB
 from localllm.offload.planner.profile import DeviceRates, Profile, kept_profile, machine_key

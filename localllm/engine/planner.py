@@ -196,7 +196,7 @@ class ModelPlanner:
             self._measure_apart()
             profile = kept_profile()
         if profile.lacks(weights):
-            from localllm.offload.measuring.measurement import measured
+            from localllm.offload.measurements.measurement import measured
 
             # Torch is loaded now, and says for certain which machine this is.
             profile = measured(kept_profile(), weights, self.recipe.blocks, self.torch_dtype, self.say)
@@ -206,7 +206,7 @@ class ModelPlanner:
 
     def _measure_apart(self) -> None:
         """Measure in a process of its own, which keeps what it finds: torch takes seconds and 300 MB of this one."""
-        command = [sys.executable, "-P", "-m", "localllm.offload.measuring", self.weights, DTYPE_NAMES[self.dtype]]
+        command = [sys.executable, "-P", "-m", "localllm.offload.measurements", self.weights, DTYPE_NAMES[self.dtype]]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
             started = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True)

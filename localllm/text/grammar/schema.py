@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from localllm.errors import GrammarError
-from localllm.text.grammar.rewriting import FORMATS, close, with_ends, with_pattern, without_format
 from localllm.text.grammar.schema_parts import (
     ANNOTATIONS,
     BOUNDS,
@@ -30,6 +29,7 @@ from localllm.text.grammar.schema_parts import (
     mapped,
     pointer,
 )
+from localllm.text.grammar.schema_rewrites import FORMATS, close, with_ends, with_pattern, without_format
 from localllm.text.grammar.termination import endless
 
 MAX_SOURCE = 256 << 10  # characters: a schema of 250 types has 60,000

@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from localllm.errors import GrammarError
 from localllm.text.grammar.compiled import Grammars
 from localllm.text.grammar.definition import defined
-from localllm.text.grammar.rewriting import close, with_pattern
+from localllm.text.grammar.schema_rewrites import close, with_pattern
 from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import BYTES, accepts, drawn, json_schema, takes
 

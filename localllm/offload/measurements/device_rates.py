@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from localllm.offload.measuring.roofline import DeviceFloors, device_seconds, recorded, warm_up
+from localllm.offload.measurements.roofline import DeviceFloors, device_seconds, recorded, warm_up
 from localllm.offload.planner.nvml import Gpu, gpu_of
 from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES, DeviceRates
 

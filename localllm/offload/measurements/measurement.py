@@ -14,8 +14,8 @@ from torch import Tensor
 
 from localllm.config import user_directories
 from localllm.kernels.cpu_matmul import is_available
-from localllm.offload.measuring.device_rates import device_rates, give_back_cached
-from localllm.offload.measuring.roofline import MemoryFloor, device_seconds, recorded, warm_up
+from localllm.offload.measurements.device_rates import device_rates, give_back_cached
+from localllm.offload.measurements.roofline import MemoryFloor, device_seconds, recorded, warm_up
 from localllm.offload.planner import other_work
 from localllm.offload.planner.disk_speed import disk_file
 from localllm.offload.planner.profile import (

@@ -1,4 +1,4 @@
-"""Measure this machine for plans of one format and store the result: `python -m localllm.offload.measuring int4-g64
+"""Measure this machine for plans of one format and store the result: `python -m localllm.offload.measurements int4-g64
 bf16`.
 
 The planner starts this if torch is not loaded yet. A line is printed before each measurement.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from localllm.offload.measuring.measurement import measured
+from localllm.offload.measurements.measurement import measured
 from localllm.offload.planner.profile import kept_profile
 from localllm.quant.layouts import torch_dtype
 from localllm.quant.recipe import RECIPES
