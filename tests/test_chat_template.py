@@ -337,9 +337,9 @@ def test_a_malformed_entry_in_the_config_is_an_error(tmp_path: Path, malformed: 
 
 def test_a_file_is_an_array_of_messages_or_an_object_whose_other_keys_are_variables() -> None:
     assert parse_messages_file('[{"role": "user", "content": "a"}]') == ChatInput(user("a"))
-    message = '"messages": [{"role": "user"}]'
+    message = '"messages": [{"role": "user", "content": "a"}]'
     chat = parse_messages_file(f'{{{message}, "tools": [{{}}], "add_generation_prompt": false, "bos_token": "<s>"}}')
-    assert chat == ChatInput([{"role": "user"}], [{}], False, {"bos_token": "<s>"})
+    assert chat == ChatInput(user("a"), [{}], False, {"bos_token": "<s>"})
 
 
 @pytest.mark.parametrize(
