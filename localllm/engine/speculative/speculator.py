@@ -269,8 +269,7 @@ def speculation(
     drafters: list[Drafter] = [SkipDrafter(lambda: residency.runner)] if speculate.who in ("auto", "skip") else []
     drafters += [] if drafter is None else [drafter]
     growing = unknown_growth if plan is None else growth(plan)
-    new_controller = lambda: Controller(StepTimes(growing))  # noqa: E731
-    return Speculation(residency, lookup, drafters, speculate.most_tokens, new_controller)
+    return Speculation(residency, lookup, drafters, speculate.most_tokens, lambda: Controller(StepTimes(growing)))
 
 
 def growth(plan: Plan) -> Callable[[int, int], float]:
