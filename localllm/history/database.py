@@ -160,6 +160,8 @@ class Database:
 
     def _require_ours(self, connection: sqlite3.Connection) -> int:
         """The version of its tables; 0 where it has none. Raises HistoryError for one that must not be touched."""
+        # The tables are read first: another process creates them in one transaction with the id that is read after.
+        has_tables = connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
         known, application = (
             int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("user_version", "application_id")
         )
@@ -169,7 +171,6 @@ class Database:
                 why=f"a newer localllm has written {self.path}; it was left as it is",
                 fix="pip install --upgrade localllm",
             )
-        has_tables = connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
         if has_tables and application != schema.APPLICATION_ID:
             why = f"{self.path} has other tables; it was left as it is"
             fix = f"mv {shlex.quote(str(self.path))} {shlex.quote(f'{self.path}.other')}"

@@ -11,8 +11,10 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -234,7 +236,7 @@ def test_a_full_disk_is_told_once_and_the_chat_goes_on(path: Path) -> None:
         warnings, turns = written.split()[:2]
         assert int(turns) == 8 and int(warnings) <= 1
         assert int(warnings) == 1 or limit > 100_000
-        assert b"this chat goes on, but is not kept" in written or int(warnings) == 0
+        assert b"this chat continues, but is not saved" in written or int(warnings) == 0
         shown = kept(path.parent / str(limit) / path.name)
         assert all(text in QUESTIONS or WHOLE.startswith(text.rstrip()) for _, text, _ in shown)
 
@@ -253,7 +255,7 @@ def test_what_was_said_beside_a_full_disk_is_kept_when_it_has_room(path: Path, m
         assert talk.recorder.session_id is None and talk.recorder.fork() is None
     talk.turns(QUESTIONS[1]).end()
     assert talk.warned_once("disk is full", "df -h")
-    assert talk.errors.getvalue().count("all of this chat is kept") == 1
+    assert talk.errors.getvalue().count("all of this chat is saved") == 1
     assert questions(path) == [QUESTIONS[0], "Said meanwhile?", "And this?", QUESTIONS[1]]
 
 
@@ -349,6 +351,31 @@ def test_a_lock_in_the_middle_of_an_answer_costs_nothing(path: Path) -> None:
         assert said(history, session)[-1][1] == WHOLE
         recording.finish("complete", {})
         assert recording.error is None
+
+
+@pytest.mark.parametrize("position", range(1, 9))
+def test_another_process_may_make_the_file_at_any_moment_of_the_opening(
+    path: Path, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executed: list[str] = []
+
+    class Overtaken(sqlite3.Connection):
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            cursor = super().execute(statement, *values)
+            executed.append(statement)
+            if len(executed) == position:
+                rows, connect = cursor.fetchall(), sqlite3.connect
+                with monkeypatch.context() as patch:
+                    patch.setattr(sqlite3, "connect", partial(connect, factory=sqlite3.Connection))
+                    assert not self.in_transaction
+                    History.open(path).close()
+                return super().execute(f"SELECT {', '.join(map(repr, rows[0]))}") if rows else cursor
+            return cursor
+
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Overtaken))
+    with History.open(path) as history:
+        ask(history)
+        assert len(executed) > position and history.moved_to is None
 
 
 def test_two_processes_that_begin_and_write_at_once_lose_nothing(path: Path) -> None:
