@@ -153,7 +153,7 @@ def test_a_chat_that_cannot_be_resumed_is_refused_before_a_model_is_loaded(talk,
 def test_with_no_chat_kept_there_is_nothing_to_resume_and_no_file_is_made(path: Path) -> None:
     for line in (["chat", "--resume"], ["run", "-c", "and then?"]):
         result = run_cli(*line)
-        assert result.code == 1 and "no chat is kept yet" in result.err
+        assert result.code == 1 and "no chat is saved yet" in result.err
     assert not path.exists()
 
 
@@ -408,7 +408,7 @@ def test_without_a_disk_to_write_on_they_answer_and_say_so_once(
     monkeypatch.setenv("LOCALLLM_HOME", "/proc/none")
     result = talk("the fox", "the owl")
     assert result.code == 0 and len(result.out) > 4
-    assert result.err.count("warning: this chat goes on, but is not kept: the history cannot be opened") == 1
+    assert result.err.count("warning: this chat continues, but is not saved: the history cannot be opened") == 1
     single = run_cli("run", model, "-p", "the fox", *SHORT)
     assert single.code == 0 and single.err.count("warning:") == 1
 
@@ -491,7 +491,7 @@ def test_a_folder_that_may_not_be_entered_is_named(two: list[Session], path: Pat
 
 def test_looking_makes_no_history(path: Path) -> None:
     for line in (["list"], ["search", "fox"], ["show", "last"], ["export", "--all"], ["rm", "--all", "--yes"]):
-        assert "no chat is kept yet" in sessions(*line).err
+        assert "no chat is saved yet" in sessions(*line).err
     assert sessions("list").out == b"" and sessions("list", "--json").json["sessions"] == []
     assert not path.parent.exists()
 
@@ -627,7 +627,7 @@ def test_the_terminals_line_history_has_nothing_of_a_private_chat(tmp_path: Path
     (tmp_path / "home").mkdir()
     terminal = Terminal(tmp_path / "home", "chat", model, "--plain", "--private", "--max-tokens", "2")
     try:
-        terminal.wait_for("private: nothing is kept")
+        terminal.wait_for("private: nothing is saved")
         terminal.wait_for(">>> $")
         terminal.send("a secret\n")
         terminal.wait_for("a secret")

@@ -55,7 +55,7 @@ def test_what_needs_no_folder_works(tmp_path: Path) -> None:
         result = run_cli(*line.split())
         assert (result.code, result.error_lines) == (0, []), f"{line}: {result.err}"
     answer = run_cli("run", "tiny", "-p", "Hi.", "--max-tokens", "2")
-    assert answer.code == 0 and answer.out and "this chat goes on, but is not kept" in answer.err
+    assert answer.code == 0 and answer.out and "this chat continues, but is not saved" in answer.err
     assert run_cli("run", "tiny", "-p", "Hi.", "--max-tokens", "2", "--private").err == ""
     chat = run_cli("chat", "tiny", "--plain", "--max-tokens", "2", stdin=b"Hi.\n")
     assert chat.code == 0 and chat.out
@@ -70,7 +70,7 @@ def test_what_needs_no_folder_works(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_home")
 def test_what_has_to_be_written_is_refused_in_words(tmp_path: Path) -> None:
     refused = {
-        "run -c -p Hi": "no chat is kept yet",
+        "run -c -p Hi": "no chat is saved yet",
         "serve tiny --host 0.0.0.0 --port 0": "the key cannot be kept",
         "pull Qwen/nothing --offline": "is not on this disk",
         "quantize tiny --weights int8": "cannot be written",

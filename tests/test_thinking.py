@@ -170,7 +170,7 @@ def test_think_reaches_the_template(thinkers: Thinkers, name: str, think: str, e
 def test_what_a_template_has_no_switch_for_is_refused(thinkers: Thinkers, name: str, think: str) -> None:
     for how in ((), ("--show-prompt",)):
         result = run(thinkers[name], "--think", think, *how)
-        assert result.code == 2 and f"--think {think} cannot be had from this model" in result.err
+        assert result.code == 2 and f"--think {think} is not possible with this model" in result.err
 
 
 def test_a_model_that_does_not_think_is_not_made_to() -> None:
@@ -235,7 +235,7 @@ def test_a_plain_chat_tells_them_apart_and_changes_how_much_is_thought(thinkers:
     lines = "Hi.\n/think off\nHi.\n/think low\n/set think high\n/think maybe\n/think -\n/think\n"
     result = run_cli("chat", thinkers["switched"], "--plain", stdin=lines.encode())
     assert result.out.decode() == f"{ANSWER}\n{ANSWER}\n" and THOUGHT not in result.err
-    refused = ("/think low cannot be had", "/think high cannot be had", "/think knows no 'maybe'")
+    refused = ("/think low is not possible", "/think high is not possible", "/think knows no 'maybe'")
     for told in (*(f"error: {each}" for each in refused), "fix:   /think on", "thinking: the model's default"):
         assert told in result.err
     assert "thinking: off" in result.err and "/set" not in result.err

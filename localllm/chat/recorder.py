@@ -84,7 +84,7 @@ def opened_history(warn: Callable[[str], object], *, makes: bool = False) -> Ite
     Raises HistoryError.
     """
     if not makes and nothing_is_kept():
-        raise HistoryError("no chat is kept yet", why=f"there is no {history_file()}", fix=Fix.command("chat"))
+        raise HistoryError("no chat is saved yet", why=f"there is no {history_file()}", fix=Fix.command("chat"))
     with History.open_to_read(history_file()) as history:
         if history.moved_to is not None:
             warn(moved_text(history.moved_to, history.num_rescued))
@@ -193,7 +193,7 @@ class ChatRecorder:
         number = next((number for recorded, number in self._recorded if recorded is turn), None)
         if number is None or self._path is None or self.session_id is None:
             fix = "/regen answers anew, /edit writes the last question anew"
-            raise UsageError("there is no other", why="this message is not kept", fix=fix)
+            raise UsageError("there is no other", why="this message is not saved", fix=fix)
         with History.open_to_read(self._path) as history:
             numbers = history.wordings(number)
         at = (numbers.index(number) + 1) % len(numbers)
@@ -285,7 +285,7 @@ class ChatRecorder:
     def close(self) -> None:
         """Close the history. Where it had refused and recovered, report that all of the chat is saved."""
         if self._has_failed and self.session_id is not None:
-            self._notifier.note(f"the history could be written again: all of this chat is kept, as {self.session_id}")
+            self._notifier.note(f"the history could be written again: all of this chat is saved, as {self.session_id}")
         self._close()
 
     def _close(self) -> None:
@@ -349,7 +349,7 @@ class ChatRecorder:
 
     def _require_path(self, command: str) -> None:
         if self.is_private:
-            raise UsageError(f"{command} needs a chat that is kept", why="this one is private", fix="/save chat.json")
+            raise UsageError(f"{command} needs a saved chat", why="this one is private", fix="/save chat.json")
 
     def _attempt(self, action: Callable[[History], _T]) -> _T | None:
         if self._path is None or self._is_removed:
@@ -358,7 +358,7 @@ class ChatRecorder:
             result = action(self._opened(self._path))
         except GoneError:
             self._is_removed = True
-            self._notifier.warn("this chat was removed from the history: it goes on, but is not kept any more")
+            self._notifier.warn("this chat was removed from the history: it continues, but is no longer saved")
             return None
         except HistoryError as error:
             self._fail(error)
@@ -384,7 +384,7 @@ class ChatRecorder:
         self._is_behind = True
         if not self._has_failed:
             self._has_failed = True
-            self._notifier.warn(f"this chat goes on, but is not kept: {error.what} ({error.why}); {error.fix}")
+            self._notifier.warn(f"this chat continues, but is not saved: {error.what} ({error.why}); {error.fix}")
 
 
 def moved_text(moved_to: Path, num_rescued: int) -> str:

@@ -170,7 +170,7 @@ def effort_of(resolved: ResolvedSettings, template: ChatTemplate, switch: str = 
             where = "/think" if origin.where == "/set" else origin.where
             return Effort(note=f"think = {wanted} ({where}) changes nothing: {error.why}")
         mended = "on" if wanted in THOUGHT_LEVELS and "on and off" in error.why else None
-        error.what = f"{switch} {wanted} cannot be had from this model"
+        error.what = f"{switch} {wanted} is not possible with this model"
         if switch == "--think":
             error.fix = Fix.flag(switch, mended) if mended else Fix.without(switch)
         else:

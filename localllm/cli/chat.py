@@ -56,7 +56,7 @@ backslash goes on, three double quotes open and close a block. Ctrl-C stops an a
 
 
 EXCLUSIVE = {
-    "--private --cache-disk": "what is private is not kept on the disk",
+    "--private --cache-disk": "a private chat stores nothing on the disk",
     "--plain --inline": "one is line by line, the other a screen below the prompt",
 }
 
@@ -184,7 +184,7 @@ class LineChat:
     def run(self) -> None:
         recorder, engine = self._session.recorder, self._session.engine
         if self._reader.interactive and engine is not None:
-            private = "private: nothing is kept; " if recorder.is_private else ""
+            private = "private: nothing is saved; " if recorder.is_private else ""
             name = self._session.selection.files.name
             self._output.note(f"{name}, context {engine.ctx} tokens; {private}/help, /bye")
         try:

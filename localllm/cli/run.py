@@ -97,7 +97,7 @@ EXCLUSIVE = {
     "--continue --session": "--continue goes on with the last chat, --session with the one that it names",
     **KEPT_JOB,
     "--batch --cache-disk": "a job keeps no pages on the disk",
-    "--private --cache-disk": "what is private is not kept on the disk",
+    "--private --cache-disk": "a private chat stores nothing on the disk",
     "--batch --prompt --file --messages --show-prompt --json --jsonl --no-stream": _LINES_OF_A_FILE,
     "--show-prompt --json --jsonl --no-stream --stats --logprobs": _NOTHING_GENERATED,
     "--show-prompt --overflow": "no model is loaded, so that the size of its context is not known",

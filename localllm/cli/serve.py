@@ -144,7 +144,7 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix=Fix.flag("--alias", "NAME"))
     flags["idle_s"] = _idle_seconds(flags["idle_unload"])
     chosen = {"private": selection.private, "cache_disk": flags["cache_disk"]}
-    refuse_together(chosen, {"--private --cache-disk": "what is private is not kept on the disk"})
+    refuse_together(chosen, {"--private --cache-disk": "a private chat stores nothing on the disk"})
     if selection.settings.overflow == "grow":
         why = "its answers share the memory of one context, which stays as long as it is at the start"
         raise UsageError("a server's context cannot grow", why=why, fix=Fix.flag("--overflow", "evict"))

@@ -59,7 +59,7 @@ def list_sessions(context: typer.Context, everything: bool, as_json: bool) -> No
         cli.output.json({"schema_version": SCHEMA_VERSION, "total": count, "sessions": rows}, indent=2)
         return
     if not found:
-        cli.output.note("no chat is kept yet: `localllm chat` keeps one, unless it is --private")
+        cli.output.note("no chat is saved yet: `localllm chat` saves them, unless it is --private")
         return
     cli.output.table(
         ("ID", "WHEN", "MODEL", "MESSAGES", "TITLE"),
@@ -237,7 +237,7 @@ def remove_sessions(
     else:
         cli.output.line(f"removed {_counted(found)}")
         if any(root_folders(kv_root())):
-            cli.output.note("what was computed of past prompts is kept apart: localllm cache clear")
+            cli.output.note("the prefix cache still has their pages: localllm cache clear")
 
 
 def listed(limit: int) -> Iterator[str]:

@@ -202,7 +202,7 @@ def _drafting(plan: Plan, draft: DraftShape | None, why_no_draft: str, wish: Spe
         for alpha in USUAL_ALPHAS:
             yield DraftGain("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
     if wish.skips and not slow(plan):
-        yield DraftGain("skip", why_not="every block is near: none is left out")
+        yield DraftGain("skip", why_not="every block is in fast memory, so none is left out")
     elif wish.skips and not (left_out := skipped(plan)):
         yield DraftGain("skip", why_not="what stays near is too little to draft with")
     elif wish.skips:

@@ -157,7 +157,7 @@ class ChatWorker:
         except Exception as error:
             self._post(messages.ModelFailed(self._known_error(error)))
         if resumed is not None and session.recorder.is_private:
-            self.note("private: what is said now is not kept, and the kept chat stays as it is")
+            self.note("private: new messages are not saved, and the saved chat stays as it is")
         self._post(messages.ChatStarted(past_questions(), machine_line()))
 
     def command(self, name: str, rest: str = "") -> None:
@@ -271,7 +271,7 @@ class ChatWorker:
         """Write the saved chat: as Markdown, or as JSON with every branch."""
         session_id = self.session.recorder.session_id
         if session_id is None:
-            raise UsageError("/export needs a chat that is kept", why="this one is not", fix="/save chat.json")
+            raise UsageError("/export needs a saved chat", why="this one is not", fix="/save chat.json")
         self.session.recorder.sync()
         export_chat(session_id, typed_path(path))
         self.note(f"wrote {path}")

@@ -135,7 +135,7 @@ def test_an_embedding_that_is_looked_up_on_the_disk_is_no_block_to_leave_out() -
     looked_up = replace(plan, blocks=(replace(plan.blocks[0], tier="disk"), *plan.blocks[1:]))
     assert not looked_up.is_whole and not slow(looked_up) and not skipped(looked_up)
     (told,) = model_plan._drafting(looked_up, None, "", Speculate("skip"))
-    assert told.why_not.startswith("every block is near")
+    assert told.why_not.startswith("every block is in fast memory")
     near, streamed = plan.blocks, on_a_cpu(3.0)
     assert slow(streamed) == skipped(streamed) == set(streamed.streamed)
     assert slow(replace(plan, blocks=(*near[:-1], replace(near[-1], tier="disk")))) == {"head"}
@@ -144,7 +144,11 @@ def test_an_embedding_that_is_looked_up_on_the_disk_is_no_block_to_leave_out() -
 
 def test_skip_says_where_nothing_is_left_out(own_folders: None) -> None:
     (row,) = run_cli("plan", "tiny", "--speculate", "skip", "--json").json["speculation"]
-    assert row["drafter"] == "skip" and row["why_not"].startswith("every block is near") and row["draft_tokens"] is None
+    assert (
+        row["drafter"] == "skip"
+        and row["why_not"].startswith("every block is in fast memory")
+        and row["draft_tokens"] is None
+    )
 
 
 def test_attention_is_left_out_first_and_the_ends_stay() -> None:

@@ -309,7 +309,7 @@ async def test_how_much_is_thought_is_changed_and_thoughts_stay_unfolded_where_t
     async with chatting(service, show_thoughts=True, asked="Who is there?") as (app, pilot):
         assert app.chat.query_one(Thought).is_open
         await command(pilot, "/think off", until="thinking: off")
-        await command(pilot, "/think low", until="/think low cannot be had")
+        await command(pilot, "/think low", until="/think low is not possible")
         await say(pilot, "Who else?")
         await until(pilot, "the answer is empty")
         service.engine.template = ChatTemplate("<think>{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -434,5 +434,5 @@ async def test_settings_and_the_system_message_are_changed() -> None:
 
 async def test_a_private_chat_is_not_kept_and_says_so() -> None:
     async with chatting(private=True, asked="one") as (app, _):
-        assert "private: nothing is kept" in shown(app)
+        assert "private: nothing is saved" in shown(app)
     assert not history_file().exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -18,9 +19,11 @@ from localllm.chat.recorder import proposed_name
 from localllm.chat.text import format_ago
 from localllm.history import History, LockedError, Session, history_file
 from localllm.tui.app import ChatApp
+from localllm.tui.history_worker import HistoryWorker
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.bars import KeyBar
+from localllm.tui.widgets.chat_list import ChatList
 from localllm.tui.widgets.message_view import MessageView
 from tests.history_support import said, tables
 from tests.patience import PATIENCE_S
@@ -113,7 +116,7 @@ async def test_the_latest_chat_stands_first_and_pinned_ones_above_it() -> None:
     with opened() as history:
         history.pin(first, True)
     async with listing(size=(120, 30)) as (app, pilot, screen):
-        assert titles(app) == ["About foxes", "About cats", "About owls"] and "3 kept" in head(app)
+        assert titles(app) == ["About foxes", "About cats", "About owls"] and "3 saved" in head(app)
         screen.add_class("-turned")  # the list alone
         await pilot.pause()
         line = next(line for line in shown(app).splitlines() if "owls" in line)
@@ -128,7 +131,7 @@ async def test_the_latest_chat_stands_first_and_pinned_ones_above_it() -> None:
 
 async def test_with_no_chat_kept_the_screen_says_so_and_no_key_ends_it() -> None:
     async with listing() as (app, pilot, _):
-        assert "no chat is kept yet" in shown(app)
+        assert "no chat is saved yet" in shown(app)
         await pilot.press("enter", "r", "p", "d", "e", "down", "end", "space", "space", "u")
         await until(pilot, "nothing was deleted")
         assert not history_file().exists()
@@ -409,6 +412,19 @@ async def test_the_mouse_chooses_opens_and_presses_keys() -> None:
         await pilot.click(screen.chats, offset=(5, 2), times=2)
         await until(pilot, lambda: app.screen is app.chat and app.chat.num_turns == 2)
         assert texts(app)[0] == ("user", "question of Foxes")
+
+
+async def test_a_preview_that_is_read_while_the_screen_is_removed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("Owls")
+    async with listing(size=(120, 30)) as (_, pilot, screen):
+
+        async def read_until_the_list_is_gone(*_: Any) -> None:
+            while screen.query(ChatList):
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(HistoryWorker, "excerpt", read_until_the_list_is_gone)
+        screen._preview(screen.chats.rows[0])
+        await pilot.pause()
 
 
 async def test_what_is_listed_by_the_thousand_is_drawn_by_the_screenful(monkeypatch: pytest.MonkeyPatch) -> None:

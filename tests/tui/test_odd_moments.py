@@ -401,6 +401,6 @@ async def test_what_the_history_refused_is_kept_at_the_programs_end(monkeypatch:
         with monkeypatch.context() as refusing:
             refusing.setattr(ChatRecorder, "_sync", refuse)
             await say(pilot, "two")
-            await until(pilot, "is not kept")
+            await until(pilot, "is not saved")
         assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A"]]
     assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A", "two", "B"]]

@@ -150,7 +150,7 @@ class ChatScreen(Screen[None]):
             self.panel.leave_edit()
         await self.transcript.show(message.turns, message.ending, message.thinking)
         is_unsaved = bool(message.turns) and message.session_id is None
-        note = "  private: nothing is kept" if message.is_private else "  not kept" if is_unsaved else ""
+        note = "  private: nothing is saved" if message.is_private else "  not saved" if is_unsaved else ""
         title = visible(one_line(message.title or "new conversation"))
         self.query_one("#title", Static).update(Content(f"localllm  {title}{note}"))
         self.panel.attach(message.attached)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from textual import events, getters, on, work
+from textual import events, getters, messages, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal
@@ -61,6 +61,7 @@ class ChatsScreen(Screen[None]):
         self._worker = chat.worker
         self._history = history
         self._query = ""
+        self._is_open = True
         self._is_cut = False  # there are more than are listed
         self._leaving: set[str] = set()  # uids of sessions that are being removed
         self._delays: dict[str, Timer] = {}
@@ -87,6 +88,11 @@ class ChatsScreen(Screen[None]):
         self._title("reading …")
         self._list()
 
+    async def on_prune(self, event: messages.Prune) -> None:
+        """Cancel the workers before the widgets go that they look for; Textual does so after."""
+        self._is_open = False
+        self.workers.cancel_node(self)
+
     def _title(self, text: str) -> None:
         self.query_one("#title", Static).update(Content(f"chats  {text}"))
 
@@ -99,7 +105,7 @@ class ChatsScreen(Screen[None]):
             except Exception as error:
                 known = told_of(error, None, self._worker.resolved)
                 self._notice_now.show_error(known)
-                if self.is_running and (self._leaving or isinstance(known, GoneError)):
+                if self._is_open and (self._leaving or isinstance(known, GoneError)):
                     self._leaving.clear()
                     self._list()
 
@@ -108,7 +114,7 @@ class ChatsScreen(Screen[None]):
     @property
     def _notice_now(self) -> Notice:
         """The notice of this screen, or of the chat once this screen was left."""
-        return self.notice if self.is_running else self._chat.notice
+        return self.notice if self._is_open else self._chat.notice
 
     def _after(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
         """Call `action` once no other of its name has come for `delay_s`."""
@@ -154,9 +160,9 @@ class ChatsScreen(Screen[None]):
             keys = "  (tab: the list and its keys)" if count and self.field.has_focus else ""
             self._title(f"{places} in {chats:,} chat{'' if chats == 1 else 's'}{more}{keys}")
         else:
-            self._title(f"{count:,} kept")
+            self._title(f"{count:,} saved")
         empty = self.query_one("#empty", Static)
-        none = "nothing was found" if self._query else "no chat is kept yet: what is said is, unless it is private"
+        none = "nothing was found" if self._query else "no chat is saved yet: chats are saved unless they are private"
         empty.update(Content(none))
         self.set_class(not count, "-empty")
 
@@ -219,7 +225,7 @@ class ChatsScreen(Screen[None]):
         number = row.message.number if row.message is not None else None
         if session.id != self._chat.session_id or number is not None:
             self._worker.do(lambda: self._worker.open(session.id, number))
-        if self.is_running:
+        if self._is_open:
             self.dismiss()
 
     def action_new(self) -> None:
@@ -262,7 +268,7 @@ class ChatsScreen(Screen[None]):
 
     async def _change(self, change: Awaitable[Session]) -> None:
         await change
-        if self.is_running:
+        if self._is_open:
             self._list()
 
     def action_delete(self) -> None:
@@ -277,7 +283,7 @@ class ChatsScreen(Screen[None]):
         self._worker.do(lambda: self._worker.forget(session.id))
         self._leaving.discard(session.uid)
         keys = self._worker.key_names
-        way = keys["chats.undo"] if self.is_running else f"{keys['app.chats']}, and {keys['chats.undo']} there,"
+        way = keys["chats.undo"] if self._is_open else f"{keys['app.chats']}, and {keys['chats.undo']} there,"
         self._notice_now.note(f"deleted: {session.title} ({way} brings it back)")
 
     def action_undo(self) -> None:
@@ -290,7 +296,7 @@ class ChatsScreen(Screen[None]):
             return
         self._worker.do(lambda: self._worker.recall(session.uid))
         self._notice_now.note(f"back again: {session.title}")
-        if self.is_running:
+        if self._is_open:
             self._list()
 
     @work
@@ -319,7 +325,7 @@ class ChatsScreen(Screen[None]):
         file, is_written = await self._history.export(row, path, overwrites=overwrites)
         if is_written:
             self._notice_now.note(f"wrote {file}")
-        elif self.is_running:
+        elif self._is_open:
             self._ask_to_overwrite(row, file)
         else:
             fix = f"another name: {file.with_stem(f'{file.stem}-2')}"

@@ -186,7 +186,7 @@ class HelpScreen(Dialog, inherit_bindings=False):
         with VerticalScroll() as box:
             box.border_title = "help"
             box.border_subtitle = "esc closes"
-            hint = "In brackets: what a key is called under [keys] in config.toml."
+            hint = "In parentheses: the name of a key under [keys] in config.toml."
             yield Static(Content("\n").join([Content.styled(hint, "$foreground-muted"), *self._keys(), *_commands()]))
 
     def _keys(self) -> Iterator[Content]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from textual import events, getters, on, work
+from textual import events, getters, messages, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
@@ -97,6 +97,10 @@ class ModelsScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one(DownloadList).show(self._downloads.all)
         self._list()
+
+    async def on_prune(self, event: messages.Prune) -> None:
+        """Cancel the workers before the widgets go that they look for; Textual does so after."""
+        self.workers.cancel_node(self)
 
     def on_resize(self, event: events.Resize) -> None:
         self.set_class(event.size.width >= _WIDE, "-wide")

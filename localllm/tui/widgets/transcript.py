@@ -38,7 +38,7 @@ class Welcome(Widget):
             lines.append(Content(f"{keys['app.models']} shows the models that fit this machine."))
         elif self.model:
             lines.append(Content(f"{one_line(self.model)} answers. {keys['app.models']} chooses another model."))
-        hint = f"{keys['app.chats']} has the chats that are kept, {keys['app.help']} the keys; / begins a command."
+        hint = f"{keys['app.chats']} has the saved chats, {keys['app.help']} the keys; / begins a command."
         lines.append(Content.styled(hint, "$foreground-muted"))
         return Content("\n").join(lines)
 
