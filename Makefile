@@ -17,10 +17,10 @@ run: $(VENV)/.installed
 	@$(BIN)/localllm run --prompt "Tell me a tale about a fox who finds a lantern."
 
 test: $(VENV)/.installed-dev $(VENV)/triton-3.6 clients check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 clients $(RAY) check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ import shutil
 import signal
 
 os.environ["TRITON_INTERPRET"] = "1"  # what kernels are defined by: read when Triton is imported, by whichever test
+os.environ["OMP_NUM_THREADS"] = "1"  # a command that a test forks would wait for threads that were not forked with it
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the tests pack and say stays out of the developer's folders, and what is there out of the tests."""
+    """What the tests pack and say stays out of the developer's folders, and what is there out of the tests.
+
+    The workers share the compiled kernels: 15 s of processor time.
+    """
     cache = tmp_path_factory.mktemp("cache")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
+        kernels.mkdir(exist_ok=True)
+        (cache / "kernels").symlink_to(kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("LOCALLLM_CACHE", str(cache))

@@ -60,7 +60,7 @@ const requireStreamedAnswer = async (model) => {
   const pieces = [];
   for await (const piece of reply.textStream) pieces.push(piece);
   assert.equal(pieces.join(""), await chatText());
-  assert.ok(pieces.length > 3);
+  assert.ok(pieces.length > 1);
   assert.equal((await reply.usage).outputTokens, LENGTH);
 };
 
