@@ -39,10 +39,8 @@ class Workload:
             what = f"a prompt of {self.prompt_tokens} tokens is too long for {name}"
             fix = Fix.flag("--prompt-tokens", max(1, longest - self.length(0)))
         elif self.length(deepest) > longest:
-            what, left = (
-                f"{self.gen_tokens} tokens behind {deepest} others are too many for {name}",
-                longest - self.length(0),
-            )
+            what = f"{self.gen_tokens} tokens behind {deepest} others are too many for {name}"
+            left = longest - self.length(0)
             fix = Fix.flag("--context", left) if left >= 0 else Fix.flag("--gen-tokens", max(1, longest // 2))
         else:
             return

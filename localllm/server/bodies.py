@@ -186,7 +186,7 @@ def tagged_by_type(otherwise: str, *, default: str | None = None, foreign: Colle
     def tag_of(given: object) -> str | None:
         kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "")
         kind = default if kind is None else kind
-        if not isinstance(kind, str) or kind != kind[:1].lower() + kind[1:] or kind == "foreign":
+        if not isinstance(kind, str) or kind[:1] != kind[:1].lower() or kind == "foreign":
             return None
         return "Foreign" if undated(kind) in foreign else kind[:1].upper() + kind[1:]
 

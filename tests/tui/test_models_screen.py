@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -347,6 +348,22 @@ async def test_a_list_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hub, "list_models", list_models)
     async with chatting() as (_, pilot):
         await press(pilot, "f3", until="the folder is gone")
+
+
+async def test_a_list_that_is_read_while_the_screen_is_removed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chatting() as (app, pilot):
+        await press(pilot, "f3", until=ModelsScreen)
+        screen = app.screen
+        assert isinstance(screen, ModelsScreen)
+
+        async def read_until_the_table_is_gone(*_: object) -> list[Any]:
+            while screen.query(ModelTable):
+                await asyncio.sleep(0)
+            return []
+
+        monkeypatch.setattr(screen, "_in_thread", read_until_the_table_is_gone)
+        screen._list()
+        await pilot.pause()
 
 
 async def test_what_is_packed_can_be_deleted_alone(disk: FakeDisk) -> None:

@@ -21,7 +21,7 @@ USER = "A tale about an owl, please."
 SYSTEM = "You tell short tales."
 STORY = "Once upon a time"
 TOO_LONG = "owl " * 3000
-LENGTH = 6
+LENGTH = 48  # tokens: of six, a busy machine sends more than three in one piece
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": LENGTH}
 UNITS = ("C", "F")
 # Of bounded arguments, so that any model that is held to them ends soon.

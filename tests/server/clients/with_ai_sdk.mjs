@@ -16,7 +16,7 @@ const URL = process.argv[2];
 const USER = "A tale about an owl, please.";
 const SYSTEM = "You tell short tales.";
 const TOO_LONG = "owl ".repeat(3000);
-const LENGTH = 6;
+const LENGTH = 48; // tokens: of six, a busy machine sends more than three in one piece
 const ROOM = 120; // tokens, for a call
 
 const openai = createOpenAICompatible({ name: "localllm", baseURL: `${URL}/v1`, supportsStructuredOutputs: true, includeUsage: true });
@@ -60,7 +60,7 @@ const requireStreamedAnswer = async (model) => {
   const pieces = [];
   for await (const piece of reply.textStream) pieces.push(piece);
   assert.equal(pieces.join(""), await chatText());
-  assert.ok(pieces.length > 1);
+  assert.ok(pieces.length > 3);
   assert.equal((await reply.usage).outputTokens, LENGTH);
 };
 
