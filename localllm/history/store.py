@@ -174,7 +174,7 @@ class History:
             why = f"it fits {shown}" + (f" and {len(found) - 5} more" if len(found) > 5 else "")
             raise HistoryError(f"{word[:80]!r} is more than one chat", why=why, fix=Fix.command("sessions", "list"))
         if count := self.count():
-            why = f"none of the {count} saved chats has this id or title"
+            why = f"no saved chat has this id or title ({count} in all)"
             raise HistoryError(f"there is no chat {word[:80]!r}", why=why, fix=Fix.command("sessions", "list"))
         raise HistoryError("no chat is saved yet", why=f"{self._database.path} has none", fix=Fix.command("chat"))
 
