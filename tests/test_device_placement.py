@@ -340,7 +340,7 @@ class Registered(Pinning):
         super().__init__(CPU)
         self.sizes: dict[int, int] = {}
 
-    def add(self, memory: Tensor) -> None:
+    def add(self, memory: Tensor, *, is_set_aside: bool = False) -> None:
         assert memory.data_ptr() not in self.sizes, "it would be copied from the pages that were here before"
         self.sizes[memory.data_ptr()] = memory.nbytes
 

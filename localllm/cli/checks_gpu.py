@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from localllm.cli.checks_machine import process_limits
-from localllm.cli.findings import Finding, install_driver, is_container, is_wsl, ok, sm_name, warn
+from localllm.cli.findings import Finding, install_driver, is_container, ok, sm_name, warn
 from localllm.config import format_bytes
+from localllm.kernels.page_locked import is_wsl
 from localllm.offload.planner.nvml import Gpu, gpus, refusal
 
 _NVIDIA = "0x10de"

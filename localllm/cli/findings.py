@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from localllm.kernels.page_locked import is_wsl
+
 if TYPE_CHECKING:
     from localllm.offload.planner.nvml import Gpu
 
@@ -121,13 +123,6 @@ def raise_cgroup_limit(file: Path) -> str:
 
 def is_container(root: Path = Path("/")) -> bool:
     return any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv"))
-
-
-def is_wsl(root: Path = Path("/")) -> bool:
-    try:
-        return "microsoft" in (root / "proc/sys/kernel/osrelease").read_text(encoding="utf-8").lower()
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def _install(packages: dict[str, str]) -> str:
