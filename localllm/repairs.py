@@ -75,6 +75,7 @@ def is_container(root: Path = Path("/")) -> bool:
 
 
 def is_wsl(root: Path = Path("/")) -> bool:
+    """Return whether this is Linux under Windows. root: of the file system."""
     try:
         return "microsoft" in (root / "proc/sys/kernel/osrelease").read_text(encoding="utf-8").lower()
     except (OSError, UnicodeDecodeError):
