@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import page_locked as page_locked_module
+from localllm import repairs
 from localllm.kernels.page_locked import page_locked
 from localllm.offload.measurements.roofline import DeviceFloors
 from localllm.offload.streaming import pinned
@@ -135,5 +135,5 @@ def test_linux_under_windows_is_known_by_its_kernel(release: str, expected: bool
     file = tmp_path / "proc/sys/kernel/osrelease"
     file.parent.mkdir(parents=True)
     file.write_text(release, encoding="utf-8")
-    assert page_locked_module.is_wsl(tmp_path) is expected
-    assert not page_locked_module.is_wsl(tmp_path / "nowhere")
+    assert repairs.is_wsl(tmp_path) is expected
+    assert not repairs.is_wsl(tmp_path / "nowhere")

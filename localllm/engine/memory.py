@@ -6,7 +6,6 @@ import torch
 
 from localllm.config import format_bytes
 from localllm.engine.device import device_name, dtype_name
-from localllm.engine.device import no_cuda as no_cuda
 from localllm.errors import DoesNotFitError, Fix, UsageError
 from localllm.offload.measurements.device_rates import gpu
 from localllm.offload.planner.machine_memory import HEADROOM as HEADROOM

@@ -4,7 +4,6 @@ many of them, Windows under WSL 0.5 to 1 GiB in all."""
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,11 +22,3 @@ def page_locked(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         with suppress(RuntimeError):
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
     return torch.zeros(shape, dtype=dtype)
-
-
-def is_wsl(root: Path = Path("/")) -> bool:
-    """Return whether this is Linux under Windows. root: of the file system."""
-    try:
-        return "microsoft" in (root / "proc/sys/kernel/osrelease").read_text(encoding="utf-8").lower()
-    except (OSError, UnicodeDecodeError):
-        return False

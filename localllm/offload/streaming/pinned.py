@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.page_locked import is_wsl
 from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.repairs import is_wsl
 
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegister...: for whatever context, and for kernels that read it themselves
 # Windows gives Linux 0.5 to 1 GiB in all, of which tables of forwards and the driver take some.
