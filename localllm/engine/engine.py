@@ -42,6 +42,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
+from localllm.offload.planner.machine import Held
 from localllm.offload.planner.plan import JobShape, Plan
 from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate, end_of_turn_id
@@ -352,7 +353,8 @@ class Engine(StepLoop):
         """Return the best plan for this context in the memory of now. Raises DoesNotFitError."""
         if self._replan is None:
             raise DoesNotFitError("the context cannot grow", why="this engine was given its model without a plan")
-        return self._replan(ctx, self.residency.kv_pages.format.name, self.residency.kv_host_bytes)
+        held = Held(self.residency.kv_host_bytes, self.residency.graph_bytes)
+        return self._replan(ctx, self.residency.kv_pages.format.name, held)
 
     def perplexity(self, token_ids: SequenceOf[int], ctx: int | None = None, progress: Progress = ignore) -> Perplexity:
         """Return how well the model predicts a text; see `engine.perplexity`. Raises UsageError or

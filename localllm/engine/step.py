@@ -92,7 +92,11 @@ class StepLoop:
 
     def _gives_way(self, error: Exception, scheduled: Scheduled) -> bool:
         num_rows = sum(chunk.num_tokens for _, chunk in scheduled)
-        return (num_rows > 0 and self.speculation.gives_way(error)) or self.kv_allocator.gives_way(error, num_rows)
+        return (
+            self.residency.give_up_graphs(error)
+            or (num_rows > 0 and self.speculation.gives_way(error))
+            or self.kv_allocator.gives_way(error, num_rows)
+        )
 
     def _prepare(self) -> list[Event]:
         """Do what is due between answers. Raises as `Residency.move`."""
