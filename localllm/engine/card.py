@@ -11,7 +11,7 @@ import torch
 from localllm.config import format_bytes
 from localllm.engine.memory import HEADROOM, choose_device, choose_dtype, is_device_out_of_memory, out_of_memory
 from localllm.errors import Fix, UsageError
-from localllm.kernels.gpu.ready import why_not
+from localllm.kernels.gpu.ready import check_once, why_not
 from localllm.offload.measurements.measurement import device_measured, measured
 from localllm.offload.planner.machine import KERNELS, Card, CardMemory, CardRates, Machine, Memory
 from localllm.offload.planner.plan import GIB
@@ -36,6 +36,7 @@ def card_machine(
 
     Raises UsageError for a cap above what exists, DoesNotFitError where the card has no memory for a measurement.
     """
+    check_once(device, say)
     try:
         with uncapped_allocator(device):  # the plan before has nothing to do with a measurement
             profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)
