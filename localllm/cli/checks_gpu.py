@@ -9,9 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from localllm.cli.checks_machine import process_limits
-from localllm.cli.findings import Finding, install_driver, is_container, is_wsl, ok, sm_name, warn
+from localllm.cli.findings import Finding, fail, ok, warn
 from localllm.config import format_bytes
-from localllm.offload.planner.nvml import Gpu, gpus, refusal
+from localllm.engine.device import no_gpu
+from localllm.offload.planner.nvml import Gpu, gpus, refusal, sm_name
+from localllm.repairs import install_driver, is_container, is_wsl
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
@@ -131,6 +133,8 @@ def check_kernels() -> Finding:
 
     from localllm.kernels.gpu import ready
 
+    if (refusal := no_gpu()) is not None:
+        return fail(f"not used, the CPU computes: {refusal.why}", str(refusal.fixes[0]))
     device = torch.device("cuda", torch.cuda.current_device())
     if reason := ready.missing(device):
         return ok(f"not used: {reason}; torch's operators compute")

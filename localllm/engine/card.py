@@ -63,7 +63,7 @@ def card_memory(device: torch.device, vram_bytes: int | None, rates: DeviceRates
             why=f"it has {format_bytes(total, 2)} of memory",
             fix=Fix.flag("--vram", f"{total / GIB - 0.01:.2f}GiB"),
         )
-    most = rates.context_bytes + int(HEADROOM * free) + torch.cuda.memory_reserved(device)
+    most = rates.context_bytes + int(HEADROOM * (free + torch.cuda.memory_reserved(device)))
     return CardMemory(
         most if vram_bytes is None else min(vram_bytes, most), rates.context_bytes, workspace_bytes, most, total
     )

@@ -130,7 +130,7 @@ class Engine(StepLoop):
         contents = hub.contents(files.directory)
         model_config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
-        note_device(planner.torch_device, watcher, is_chosen=config.device == "auto")
+        note_device(planner.torch_device, watcher)
         draft = DraftModel.of(speculate.draft_model, tokenizer, planner)
         if note := dense_heads_note(config.kv, model_config.head_dim, planner.dtype):
             watcher.noting(note)

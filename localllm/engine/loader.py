@@ -3,7 +3,6 @@ wants them, what must stay open."""
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -18,7 +17,7 @@ from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.card import cap_allocator
 from localllm.engine.events import ignore
-from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory
+from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.planner import DraftShape, ModelPlanner, has_card
 from localllm.engine.residency import Residency
@@ -37,7 +36,6 @@ from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
 from localllm.offload.planner.advice import fixes_for_context
-from localllm.offload.planner.nvml import gpus
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
 from localllm.quant.dense import dense_name
@@ -295,14 +293,9 @@ class Loading:
             raise
 
 
-def note_device(device: torch.device, watcher: Watcher, *, is_chosen: bool) -> None:
-    """Check our kernels where a GPU is new to them, and tell where they, or the GPU, cannot be used. is_chosen: nobody
-    asked for this device."""
+def note_device(device: torch.device, watcher: Watcher) -> None:
+    """Check our kernels where a GPU is new to them, and tell where they cannot be used."""
     if not has_card(device):
-        hidden = "CUDA_VISIBLE_DEVICES" in os.environ  # by someone who knows
-        if is_chosen and not hidden and (cards := gpus()):
-            name = cards[0].name or "an NVIDIA GPU"
-            watcher.noting(f"the CPU computes, though {name} is here: {no_cuda()}; see localllm doctor")
         return
     if not is_known(device):
         watcher.measuring("checking the kernels on this graphics card, once")

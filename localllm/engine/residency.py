@@ -11,7 +11,7 @@ import torch
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.engine.events import ignore
-from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, reachable_bytes
+from localllm.engine.memory import OtherPrograms, is_device_out_of_memory, is_out_of_memory
 from localllm.engine.runner import ModelRunner
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
@@ -20,8 +20,6 @@ from localllm.models.decoder import Decoder
 from localllm.models.offloaded_model import HOST, OffloadedModel
 from localllm.offload.placement import NEVER, BlockPlacement, demoted
 from localllm.offload.planner.plan import Plan
-
-_MUCH_BYTES = 256 << 20  # another program that came or went; less is what a desktop's windows take and give back
 
 
 def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
@@ -69,7 +67,7 @@ class Residency:
         self._planned_blocks = plan.blocks if plan is not None else ()
         self._has_given_up = False  # something, since it was planned
         self._replan = replan
-        self._free_bytes = reachable_bytes(self.device)
+        self._others = OtherPrograms(self.device) if placed is not None and placed.has_device else None
         self._batch_rows = batch_rows
         self._has_kv_on_host = False
         self._use(model)
@@ -112,6 +110,8 @@ class Residency:
         if self.runner.is_fused:
             measuring("preparing the kernels for this model")
         self.runner.warm_up(self.new_kv)
+        if self._others is not None:
+            self._others.forget_growth()
 
     def move(self, blocks: Sequence[BlockPlacement]) -> None:
         """Place the blocks elsewhere from the next step on, and keys and values with them.
@@ -152,31 +152,34 @@ class Residency:
         as `move` does."""
         if self.placed is None or self._replan is None:
             return None
-        has_changed = abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
-        if not (has_changed if self.placed.has_device else self._has_given_up):
+        if not (self._has_given_up if self._others is None else self._others.have_changed()):
             return None
         plan = None
         with suppress(DoesNotFitError, MemoryError):  # it goes on as it is
             plan = self._replan()
         if plan is not None:
             self.take(plan)
-        self._free_bytes = reachable_bytes(self.device)
+        if self._others is not None:
+            self._others = OtherPrograms(self.device)
         return plan
 
+    def end_answers(self) -> None:
+        """Look at the memory when no answer is being written any more."""
+        if self._others is not None:
+            self._others.forget_little()
+
     def take(self, plan: Plan) -> None:
-        """Go on by another plan; where nothing can be moved, one with the same blocks. Raises as `move` does."""
+        """Go on by another plan; where nothing can be moved, one with the same blocks. Where they are the same, what
+        runs the model stays, with the graphs that it has captured. Raises as `move` does."""
         self._has_given_up = False
         self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
-        if self.placed is None:
-            self._use(self.model)
+        if self.placed is not None:
+            self.placed.many_rows = plan.many_rows
+        if self.placed is None or (plan.blocks == self.placed.blocks and not self.is_lost):
+            self.runner.resize(plan.batch_rows, NEVER if self.placed is None else plan.many_rows)
             self._place_kv()
         else:
-            self.placed.many_rows = plan.many_rows
-            if plan.blocks == self.placed.blocks and not self.is_lost:
-                self._use(self.model)
-                self._place_kv()
-            else:
-                self.move(plan.blocks)
+            self.move(plan.blocks)
         is_as_planned = self.placed is None or plan.blocks == self.placed.blocks
         self.plan = plan if is_as_planned and not self._has_kv_on_host else None
 
@@ -188,7 +191,7 @@ class Residency:
         self.plan, self._has_given_up = None, True
         if rows > MAX_ROWS and self._batch_rows > MAX_ROWS:
             self._batch_rows = max(MAX_ROWS, min(self._batch_rows, rows) // 2)
-            self.runner.shrink(self._batch_rows)
+            self.runner.resize(self._batch_rows, self.runner.many_rows)
             return True
         on_device = is_device_out_of_memory(error)
         if on_device and not self._has_kv_on_host and any(device != HOST for device in self.kv_devices):

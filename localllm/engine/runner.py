@@ -154,10 +154,14 @@ class ModelRunner:
         """Whether a GPU computes some of it by our kernels."""
         return self.gpu_program is not None or self._gpu_prefill is not None
 
-    def shrink(self, batch_rows: int) -> None:
-        """Compute fewer tokens at once from now on, in less memory."""
-        self.batch_rows = batch_rows
-        self.cpu_program = None if self.cpu_program is None else CpuProgram(self.model)
+    def resize(self, batch_rows: int, many_rows: int) -> None:
+        """Compute fewer tokens at once from now on, in less memory, or more. What was begun ahead is dropped: keys and
+        values may move."""
+        if batch_rows != self.batch_rows and self.cpu_program is not None:
+            self.cpu_program = CpuProgram(self.model)
+        self.batch_rows, self.many_rows, self._ahead = batch_rows, many_rows, None
+        if self._reduced is not None:
+            self._reduced[1].resize(batch_rows, NEVER)
 
     @torch.inference_mode()
     def forward(

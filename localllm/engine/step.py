@@ -85,7 +85,10 @@ class StepLoop:
             if not ended:
                 ended = [self.scheduler.waiting[0]] if has_prepared else self.scheduler.sequences
             return events + [self._fail(sequence, error) for sequence in dict.fromkeys(ended)]
-        return events + self._postprocess(computed)
+        events += self._postprocess(computed)
+        if not self.scheduler.running:
+            self.residency.end_answers()
+        return events
 
     def _gives_way(self, error: Exception, scheduled: Scheduled) -> bool:
         num_rows = sum(chunk.num_tokens for _, chunk in scheduled)

@@ -21,10 +21,11 @@ from torch import Tensor
 from localllm.kernels.gpu import product, sample
 from localllm.kernels.gpu.dequantize import embed
 from localllm.kernels.kv_page import pages_of
+from localllm.kernels.page_locked import page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
 from localllm.layers.gpu_block import GpuForward, multiply, run_block
-from localllm.layers.gpu_tables import GpuTables, TableShape, table_pages, table_shape, task_tokens
+from localllm.layers.gpu_tables import GpuTables, LongStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.segment import KVStore
@@ -95,9 +96,8 @@ class GpuProgram:
         self.decoder, self.device = decoder, decoder.device
         self._captures = captures and self.device.type == "cuda"
         self._rooms: dict[tuple[TableShape, object], _Room] = {}
-        self._on_host = torch.zeros(
-            (_COPIES, product.FEW_ROWS), dtype=torch.int64, pin_memory=self.device.type == "cuda"
-        )  # fmt: skip
+        self._on_host = page_locked((_COPIES, product.FEW_ROWS), torch.int64, self.device)
+        self._long_stage = LongStage(self.device)
         self._num_draws = 0
         self._joined_runs: tuple[_Run, ...] | None = None
         self._pool: Any = None
@@ -251,7 +251,7 @@ class GpuProgram:
         forwards = []
         for batch in batches:
             shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
-            tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts)
+            tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts, self._long_stage)
             tables.fill(batch, self._groups(batch), tokens)
             forwards.append(GpuForward(batch, tables, self._places(batch), decoder.dtype))
         states = [torch.empty((len(b), decoder.config.hidden_size), device=self.device) for b in batches]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from localllm.cli import checks_gpu
 from localllm.cli.checks_gpu import check_kernels
-from localllm.engine import loader
 from localllm.engine.loader import Watcher, note_device
 from localllm.kernels.gpu import check, gemm, ready
 from localllm.kernels.gpu.activations import Codes
@@ -39,6 +39,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleName
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(ready, "_checked", checked)
+    monkeypatch.setattr(checks_gpu, "no_gpu", lambda: None)
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     ready.why_not.cache_clear()
     yield told
@@ -115,32 +116,15 @@ def test_cards_that_are_too_old_and_machines_without_triton_are_told(card, monke
 def test_one_line_says_that_operators_compute(card):
     said: list[str] = []
     watcher = Watcher(measuring=lambda text: said.append(f"measuring: {text}"), noting=said.append)
-    note_device(CARD, watcher, is_chosen=True)
+    note_device(CARD, watcher)
     assert said == ["measuring: checking the kernels on this graphics card, once"]
-    note_device(CARD, watcher, is_chosen=True)
-    note_device(torch.device("cpu"), watcher, is_chosen=True)
+    note_device(CARD, watcher)
+    note_device(torch.device("cpu"), watcher)
     assert len(said) == 1
     card.capability = (6, 1)
     ready.why_not.cache_clear()
-    note_device(CARD, watcher, is_chosen=True)
+    note_device(CARD, watcher)
     assert len(said) == 2 and said[1].startswith("torch's operators compute") and "6.1" in said[1]
-
-
-def test_a_card_that_torch_cannot_use_is_told(monkeypatch):
-    """But not to who asks for the CPU, or hides the card."""
-    said: list[str] = []
-    watcher, cpu = Watcher(noting=said.append), torch.device("cpu")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(loader, "gpus", lambda: ())
-    note_device(cpu, watcher, is_chosen=True)
-    monkeypatch.setattr(loader, "gpus", lambda: (SimpleNamespace(name="an old card"),))
-    note_device(cpu, watcher, is_chosen=False)
-    assert said == []
-    note_device(cpu, watcher, is_chosen=True)
-    assert len(said) == 1 and "the CPU computes, though an old card is here: torch" in said[0]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    note_device(cpu, watcher, is_chosen=True)
-    assert len(said) == 1
 
 
 def test_the_doctor_checks_anew(card):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from localllm.kernels.page_locked import page_locked
 from localllm.offload.measurements.roofline import DeviceFloors, device_seconds, recorded, warm_up
 from localllm.offload.planner.nvml import Gpu, gpu_of
 from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES, DeviceRates
@@ -102,7 +103,7 @@ def _launch_s(device: torch.device) -> tuple[float, float]:
 
 def _hop_s(device: torch.device) -> float:
     there = torch.ones((1, _HIDDEN_SIZE), dtype=torch.bfloat16, device=device)
-    here = torch.ones((1, _HIDDEN_SIZE), dtype=torch.bfloat16, pin_memory=device.type != "cpu")
+    here = page_locked((1, _HIDDEN_SIZE), torch.bfloat16, device)
 
     def hop() -> None:
         here.copy_(there, non_blocking=True)
