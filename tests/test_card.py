@@ -38,7 +38,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     known = DeviceRates(800.0, 24.0, 24.0, 0.0, 0.0, 1e-9, CONTEXT, fast)
     profile = Profile("this machine", 45.0, 3.0, formats=rates, device=known)
 
-    def card_memory(_device: object, vram: int | None, found: DeviceRates, workspace: int) -> CardMemory:
+    def card_memory(_device: object, vram: int | None, found: DeviceRates, workspace: int, _graphs: int) -> CardMemory:
         return CardMemory(vram or 80 * GIB, found.context_bytes, workspace, 80 * GIB, 80 * GIB)
 
     for module in (card, planner, model_plan):
@@ -49,7 +49,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setattr(planner, "process_memory", lambda cap, *_, **__: Memory(cap or most, 1000, most, most))
     monkeypatch.setattr(card, "card_memory", card_memory)
     monkeypatch.setattr(plan_module, "_CAP_STEP_BYTES", 1 << 20)  # these models are smaller than the step of a cap
-    monkeypatch.setattr(loader, "cap_allocator", lambda _device, _card: None)
+    monkeypatch.setattr(loader, "cap_allocator", lambda _device, _card, _graph_bytes: None)
 
 
 @pytest.fixture(params=["llama", "gemma2"])
@@ -131,7 +131,7 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
     """Between two answers of one engine, without a reload."""
     free_bytes = 80 * GIB
 
-    def card_memory(_device: object, _cap: object, found: DeviceRates, workspace: int) -> CardMemory:
+    def card_memory(_device: object, _cap: object, found: DeviceRates, workspace: int, _graphs: int) -> CardMemory:
         return CardMemory(free_bytes, found.context_bytes, workspace, free_bytes, 80 * GIB)
 
     least = _least(directory, "int8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from localllm.config import format_bytes
@@ -54,28 +56,32 @@ class OtherPrograms:
     whose a change is, one during an answer is taken for this process's own, unless it is large.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free_bytes = reachable_bytes(device)
+    def __init__(self, device: torch.device, graph_bytes: Callable[[], int]) -> None:
+        """graph_bytes: that this process's graphs have of it."""
+        self._device, self._graph_bytes = device, graph_bytes
         self._others_bytes = others_bytes(device)
+        self.forget_growth()
 
     def forget_growth(self) -> None:
         """Take for this process's own what has changed while it made itself ready."""
-        self._free_bytes = reachable_bytes(self._device)
+        self._free_bytes = self._reachable_bytes()
 
     def forget_little(self) -> None:
         """As `forget_growth`, at the end of an answer."""
-        if self._others_bytes is None and not self._is_much(free_bytes := reachable_bytes(self._device)):
+        if self._others_bytes is None and not self._is_much(free_bytes := self._reachable_bytes()):
             self._free_bytes = free_bytes
 
     def have_changed(self) -> bool:
-        if not self._is_much(reachable_bytes(self._device)):
+        if not self._is_much(self._reachable_bytes()):
             return False
         others = others_bytes(self._device)
         if others is None or self._others_bytes is None or abs(others - self._others_bytes) >= _MUCH_BYTES:
             return True
         self.forget_growth()
         return False
+
+    def _reachable_bytes(self) -> int:
+        return reachable_bytes(self._device) + self._graph_bytes()
 
     def _is_much(self, free_bytes: int) -> bool:
         return abs(free_bytes - self._free_bytes) >= _MUCH_BYTES

@@ -84,6 +84,22 @@ def test_what_failed_in_a_process_is_not_tried_again_in_it(card, monkeypatch):
     assert anew() == "" and card.asked == 1
 
 
+def test_a_fault_of_the_card_is_kept_until_something_is_another_version(card, monkeypatch):
+    """Whatever a check says: it was a model in which they ended."""
+    assert anew() == ""
+    ready.keep_fault(CARD, "with a model they ended in a fault of the GPU")
+    assert anew() == "with a model they ended in a fault of the GPU" and ready.check(CARD) == ""
+    assert anew() == "with a model they ended in a fault of the GPU" and ready.is_known(CARD)
+    finding = check_kernels()
+    assert finding.status == "warn" and "with a model" in finding.detail
+    assert finding.fix == f"rm {ready.kept_file()}"
+    ready.kept_file().unlink()
+    assert anew() == ""
+    ready.keep_fault(CARD, "with a model they ended in a fault of the GPU")
+    monkeypatch.setattr(ready, "_triton", lambda: "another")
+    assert anew() == ""
+
+
 def test_other_kernels_are_checked_anew(card, monkeypatch):
     anew()
     monkeypatch.setattr(ready, "_source", lambda: "another")
