@@ -246,10 +246,10 @@ class Packed:
     weights: str
 
     @contextmanager
-    def opened(self) -> Iterator[OffloadedModel]:
+    def opened(self, device: torch.device = CPU) -> Iterator[OffloadedModel]:
         with open_packed(self.checkpoint, self.folder, self.weights) as model:
-            parts = DecoderParts(model.config, RECIPES[self.weights], torch.float32, CPU)
-            with OffloadedModel(model, parts, CPU) as placed:
+            parts = DecoderParts(model.config, RECIPES[self.weights], torch.float32, device)
+            with OffloadedModel(model, parts, device) as placed:
                 yield placed
 
     @property
