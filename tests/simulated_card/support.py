@@ -24,9 +24,14 @@ CACHES = (kv_page._hadamard, product.dispatch_for, ready.why_not)  # by the devi
 
 
 @contextmanager
-def on_simulated_card(config: CardConfig | None = None, kernels: Kernels = "references") -> Iterator[SimulatedCard]:
+def on_simulated_card(
+    config: CardConfig | None = None, kernels: Kernels = "references", *, is_measured: bool = False
+) -> Iterator[SimulatedCard]:
     """Inside, torch has a card, cuda:0, for the thread that enters. Fails where the driver's rules were broken and
-    nobody has cleared `broken_rules`. The guard must be registered: the fixture `simulated_card` does that."""
+    nobody has cleared `broken_rules`. The guard must be registered: the fixture `simulated_card` does that.
+
+    is_measured: a plan measures this machine and the card in it, where its rates are known else.
+    """
     card = SimulatedCard(config or CardConfig())
     with pytest.MonkeyPatch.context() as patch, _nothing_kept():
         for name, value in functions(card).items():
@@ -36,7 +41,8 @@ def on_simulated_card(config: CardConfig | None = None, kernels: Kernels = "refe
         patch.setattr(torch.cuda.graph, "default_capture_stream", None)
         patch.setattr(ready, "missing", lambda device: "" if device.type == "cuda" else "they are made for NVIDIA GPUs")
         patch.setattr(ready, "_checked", lambda _device: "")
-        replace_everywhere(kept_profile, lambda: _profile(card.config), patch)
+        if not is_measured:
+            replace_everywhere(kept_profile, lambda: _profile(card.config), patch)
         replace_everywhere(torch_build, lambda: (torch.__version__.partition("+")[0], "13.0"), patch)
         (use_references if kernels == "references" else interpret)(card, patch)
         with python_tensors(card), OnCard(card):
