@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[str, str]] = {  # tier, exec
 class Event:
     """Has come when its stream has done what was given to it before."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.is_timed = enable_timing
         alive.add(self)
 
@@ -246,10 +246,10 @@ class Packed:
     weights: str
 
     @contextmanager
-    def opened(self) -> Iterator[OffloadedModel]:
+    def opened(self, device: torch.device = CPU) -> Iterator[OffloadedModel]:
         with open_packed(self.checkpoint, self.folder, self.weights) as model:
-            parts = DecoderParts(model.config, RECIPES[self.weights], torch.float32, CPU)
-            with OffloadedModel(model, parts, CPU) as placed:
+            parts = DecoderParts(model.config, RECIPES[self.weights], torch.float32, device)
+            with OffloadedModel(model, parts, device) as placed:
                 yield placed
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -140,6 +141,8 @@ def check_kernels(tell: Callable[[str], None] = ignore) -> Finding:
     device = torch.device("cuda", torch.cuda.current_device())
     if reason := ready.missing(device):
         return ok(f"not used: {reason}; torch's operators compute")
+    if reason := ready.fault(device):
+        return warn(f"not used, torch's operators compute: {reason}", f"rm {shlex.quote(str(ready.kept_file()))}")
     started = time.perf_counter()
     if reason := ready.check(device, ready.ALL, tell):
         fix = TRITON if reason.startswith(ready.UNCOMPARED) else "rm -rf ~/.triton/cache && localllm doctor"

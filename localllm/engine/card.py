@@ -9,9 +9,16 @@ from dataclasses import replace
 import torch
 
 from localllm.config import format_bytes
-from localllm.engine.memory import HEADROOM, choose_device, choose_dtype, is_device_out_of_memory, out_of_memory
-from localllm.errors import Fix, UsageError
-from localllm.kernels.gpu.ready import check_once, why_not
+from localllm.engine.memory import (
+    HEADROOM,
+    choose_device,
+    choose_dtype,
+    is_device_out_of_memory,
+    is_out_of_memory,
+    out_of_memory,
+)
+from localllm.errors import CardFaultError, Fix, UsageError
+from localllm.kernels.gpu.ready import check_once, keep_fault, why_not
 from localllm.offload.measurements.measurement import device_measured, measured
 from localllm.offload.planner.machine import KERNELS, Card, CardMemory, CardRates, Machine, Memory
 from localllm.offload.planner.plan import GIB
@@ -76,6 +83,40 @@ def card_memory(
     return CardMemory(
         most if vram_bytes is None else min(vram_bytes, most), rates.context_bytes, workspace_bytes, most, total
     )
+
+
+def require_no_fault(device: torch.device, error: BaseException, model: str) -> None:
+    """Raise CardFaultError where, since that error, the device computes nothing for this process any more. Where our
+    kernels computed, they are not used on this card from the next process on.
+
+    model: its name.
+    """
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error) or not (reason := fault_of(device)):
+        return
+    fix = "run it again"
+    if not why_not(device):
+        keep_fault(device, f"with {model} they ended in a fault of the GPU ({reason})")
+        fix = "run it again: torch's operators compute then, slower and without our kernels"
+    raise CardFaultError(f"the GPU ended in a fault with {model}", why=reason, fix=fix) from error
+
+
+@contextmanager
+def faults_told(device: torch.device, model: str) -> Iterator[None]:
+    """Raise as `require_no_fault` for what is raised inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        require_no_fault(device, error, model)
+        raise
+
+
+def fault_of(device: torch.device) -> str:
+    """Return the error with which the device answers every call from now on; "" for none."""
+    try:
+        torch.get_device_module(device).synchronize(device)
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return ""
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
+from localllm.engine.card import fault_of, faults_told
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import Event, FinishedEvent, ignore
 from localllm.engine.kernel_check import note_device, scope_of
@@ -98,6 +99,7 @@ class Engine(StepLoop):
             speculation(speculate, residency, plan, loaded.drafter),
             frozenset(token_id for token_id in eos if token_id is not None),
             tokenizer.token_text,
+            computed.name,
         )
         looks_ahead = model.device.type != "cpu"  # there the cores are the model's: a thread more made a step longer
         self.grammars = Grammars(tokenizer, self.eos_ids, model.config.vocab_size, looks_ahead=looks_ahead)
@@ -139,30 +141,35 @@ class Engine(StepLoop):
         if note := dense_heads_note(config.kv, model_config.head_dim, planner.dtype):
             watcher.noting(note)
         planner = planner if draft is None else replace(planner, draft=draft.shape)
-        loaded = Loading(planner, files, watcher, draft).load(model_config)
-        engine = cls(
-            loaded,
-            tokenizer,
-            ChatTemplate.load_or_why_not(files.directory, tokenizer),
-            kv=config.kv,
-            limits=limits or (Limits() if job is None else Limits(max_sequences=job.sequences)),
-            reuse=reuse,
-            computed=Computed(source_id(files), planner.recipe.name, files.name),
-            speculate=speculate,
-            note=watcher.noting,
-        )
-        try:
-            require_unchanged(files.directory, contents)
-            engine.residency.warm_up(watcher.measuring)
-        except BaseException:  # nobody has the engine yet who would close it
-            engine.close()
-            raise
+        with faults_told(planner.torch_device, files.name):
+            loaded = Loading(planner, files, watcher, draft).load(model_config)
+            engine = cls(
+                loaded,
+                tokenizer,
+                ChatTemplate.load_or_why_not(files.directory, tokenizer),
+                kv=config.kv,
+                limits=limits or (Limits() if job is None else Limits(max_sequences=job.sequences)),
+                reuse=reuse,
+                computed=Computed(source_id(files), planner.recipe.name, files.name),
+                speculate=speculate,
+                note=watcher.noting,
+            )
+            try:
+                require_unchanged(files.directory, contents)
+                engine.residency.warm_up(watcher.measuring)
+            except BaseException:  # nobody has the engine yet who would close it
+                engine.close()
+                raise
         engine.load_s, engine.contents = time.perf_counter() - started, contents
         return engine
 
     def close(self) -> None:
         """End what reads blocks from the disk, and save how well the plan came true. The engine is not used after."""
-        self._held.close()
+        try:
+            self._held.close()
+        except RuntimeError:
+            if not fault_of(self.residency.device):  # else nothing can be given back any more, and all of it has gone
+                raise
         self._scores.keep()
         self.speculation.close()
         self.grammars.close()
@@ -323,12 +330,13 @@ class Engine(StepLoop):
 
     def _prepare(self) -> list[Event]:
         """Do what is due between answers: blocks move, the context grows."""
-        if self.residency.is_lost:
+        is_between = bool(self.scheduler.waiting) and not self.scheduler.running
+        if is_between or self.residency.is_lost:  # also in the midst of an answer
+            if (plan := self.residency.settle()) is not None:
+                self.scheduler.limits = self._limits.within(plan)
             self.residency.restore()
-        if not self.scheduler.waiting or self.scheduler.running:  # what was lost was in the midst of an answer
+        if not is_between:
             return []
-        if (plan := self.residency.settle()) is not None:
-            self.scheduler.limits = self._limits.within(plan)
         return self._grow(self.scheduler.waiting[0]) if self.scheduler.waiting[0].wants_growth else []
 
     def _grow(self, sequence: Sequence) -> list[Event]:

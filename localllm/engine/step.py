@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from localllm.engine.card import require_no_fault
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, StepSplit, TokenEvent, TokenLogprob, ignore
-from localllm.engine.memory import is_out_of_memory, out_of_memory
+from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, out_of_memory
 from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner
 from localllm.engine.sampler import PlainDraw, next_token, token_logprob
@@ -46,11 +47,12 @@ class StepLoop:
         speculation: Speculation,
         eos_ids: frozenset[int],
         text_of: Callable[[int], str],
+        model_name: str,
     ) -> None:
-        """text_of: the text of a token, for its log-probability."""
+        """text_of: the text of a token, for its log-probability. model_name: for people."""
         self.residency, self.scheduler, self.speculation = residency, scheduler, speculation
         self.kv_allocator = scheduler.allocator
-        self.eos_ids, self._text_of = eos_ids, text_of
+        self.eos_ids, self._text_of, self._model_name = eos_ids, text_of, model_name
         self.load_s = 0.0
         self._searches: dict[int, BeamSearch] = {}  # by request
         self._scores = Scores()
@@ -59,7 +61,8 @@ class StepLoop:
     def step(self, report: Callable[[Event], None] = ignore) -> list[Event]:
         """Run one forward and return what came of it; [] where there is nothing to do.
 
-        `report` is called while it runs, a few times a second, with how far the prompts are.
+        `report` is called while it runs, a few times a second, with how far the prompts are. Raises CardFaultError
+        where a GPU computes nothing for this process any more.
         """
         events, has_prepared = self._drop_aborted(), False
         scheduled: Scheduled = ()
@@ -79,6 +82,7 @@ class StepLoop:
         except StepCancelledError:
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
+            self._require_no_fault(error)
             if has_prepared and self._gives_way(error, scheduled):  # the next step tries again
                 return events
             ended = [sequence for sequence, _ in scheduled]
@@ -89,6 +93,9 @@ class StepLoop:
         if not self.scheduler.running:
             self.residency.end_answers()
         return events
+
+    def _require_no_fault(self, error: Exception) -> None:
+        require_no_fault(self.residency.device, error, self._model_name)
 
     def _gives_way(self, error: Exception, scheduled: Scheduled) -> bool:
         num_rows = sum(chunk.num_tokens for _, chunk in scheduled)
@@ -150,6 +157,7 @@ class StepLoop:
                 for event in self._take(sequence, chunk, output):
                     events.append(event)  # one by one: what was sampled before a failure was reported
             except Exception as error:  # one request's failure ends that request, not the others and not the engine
+                self._require_no_fault(error)
                 events.append(self._fail(sequence, error))
         if self.speculation.is_on:
             self.speculation.learn(time.perf_counter() - self._forward_began)
@@ -242,7 +250,7 @@ class StepLoop:
         if output.logits is None:
             return output.token_ids[row], None
         sampling, began = sequence.request.sampling, time.perf_counter()
-        token_id = next_token(output.logits[row], sequence, sequence.token_ids)
+        token_id = _with_room(lambda logits: next_token(logits, sequence, sequence.token_ids), output.logits[row])
         sequence.clock.split += StepSplit(sample_s=time.perf_counter() - began)
         if sequence.likelihood is not None:
             sequence.likelihood.add(float(output.logits[row].log_softmax(-1)[token_id]))
@@ -321,13 +329,30 @@ def _prefill_reports(scheduled: Scheduled, report: Callable[[Event], None]) -> P
 def _computed(
     runner: ModelRunner, scheduled: Scheduled, is_cancelled: Callable[[], bool], progress: Progress
 ) -> list[StepOutput]:
-    """Return the logits behind each chunk. Raises as `ModelRunner.forward`."""
+    """Return the logits behind each chunk; caches have advanced. Raises as `ModelRunner.forward`; nothing has advanced
+    then, so that the step can be tried again."""
     chunks = [chunk for _, chunk in scheduled]
     if all(sequence.pool is None for sequence, _ in scheduled):
-        return _outputs(runner.forward(chunks, cancelled=is_cancelled, progress=progress), chunks)
-    logits, states = runner.forward_with_states(chunks, cancelled=is_cancelled, progress=progress)
-    parts = torch.split(states, [chunk.num_tokens for chunk in chunks])
-    return [replace(output, states=part) for output, part in zip(_outputs(logits, chunks), parts, strict=True)]
+        logits = runner.forward(chunks, cancelled=is_cancelled, progress=progress, advances=False)
+        outputs = _outputs(logits, chunks)
+    else:
+        logits, states = runner.forward_with_states(chunks, cancelled=is_cancelled, progress=progress)
+        parts = torch.split(states, [chunk.num_tokens for chunk in chunks])
+        outputs = [replace(output, states=part) for output, part in zip(_outputs(logits, chunks), parts, strict=True)]
+    for chunk in chunks:
+        chunk.kv.advance(chunk.num_tokens)
+    return outputs
+
+
+def _with_room(sample: Callable[[Tensor], int], logits: Tensor) -> int:
+    """Sample from logits where they are; on the host where a full GPU has no room even for that: a few MB for a large
+    vocabulary, of a step that is computed already."""
+    try:
+        return sample(logits)
+    except RuntimeError as error:
+        if not is_device_out_of_memory(error):
+            raise
+        return sample(logits.cpu())
 
 
 def _outputs(logits: Tensor, chunks: SequenceOf[Chunk]) -> list[StepOutput]:

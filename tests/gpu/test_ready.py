@@ -126,7 +126,7 @@ def uses(**changes: Any) -> CheckScope:
 
 
 def test_a_model_is_checked_in_the_ways_in_which_it_is_computed(card):
-    """Once in each; what `doctor` tried covers all of them, and one that is wrong is enough."""
+    """Once in each, and one that is wrong is enough: `doctor` has them tried anew."""
     sizes = check_run.sizes_of(json.loads(uses().arguments[1]))
     assert sizes.groups == (None, 32)
     assert [(heads.keys, heads.values, heads.window, heads.softcap) for heads in sizes.attention] == [
@@ -142,7 +142,10 @@ def test_a_model_is_checked_in_the_ways_in_which_it_is_computed(card):
     card.says = ""
     ready.check(CARD)
     assert anew() == "" and card.scopes[3:] == [ALL]
-    ready.check_once(CARD, pytest.fail, uses(num_heads=1))
+    for scope in (uses(), uses(num_heads=2)):
+        in_another_process()
+        ready.check_once(CARD, lambda _text: None, scope)
+    assert card.scopes[4:] == [uses(num_heads=2)]
 
 
 def test_what_failed_in_a_process_is_not_tried_again_in_it(card, monkeypatch):
@@ -153,6 +156,24 @@ def test_what_failed_in_a_process_is_not_tried_again_in_it(card, monkeypatch):
     assert ready.why_not(CARD) == "RuntimeError: out of resource"
     monkeypatch.setattr(ready, "_failures", {})
     assert anew() == "" and len(card.scopes) == 1
+
+
+def test_a_fault_of_the_card_is_kept_until_something_is_another_version(card, monkeypatch):
+    """Whatever a check says: it was a model in which they ended."""
+    assert anew() == ""
+    ready.keep_fault(CARD, "with a model they ended in a fault of the GPU")
+    assert anew() == "with a model they ended in a fault of the GPU" and ready.check(CARD) == ""
+    assert anew() == "with a model they ended in a fault of the GPU"
+    in_another_process()
+    ready.check_once(CARD, pytest.fail)
+    finding = check_kernels()
+    assert finding.status == "warn" and "with a model" in finding.detail
+    assert finding.fix == f"rm {ready.kept_file()}"
+    ready.kept_file().unlink()
+    assert anew() == ""
+    ready.keep_fault(CARD, "with a model they ended in a fault of the GPU")
+    monkeypatch.setattr(ready, "_triton", lambda: "another")
+    assert anew() == ""
 
 
 def test_other_kernels_are_checked_anew(card, monkeypatch):

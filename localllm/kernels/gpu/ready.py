@@ -15,7 +15,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -65,6 +65,7 @@ class CheckScope:
 
 
 ALL, BRIEF = CheckScope(), CheckScope(("--brief",))
+_FAULT = CheckScope(("fault",))  # of no check
 
 
 @cache
@@ -74,8 +75,6 @@ def why_not(device: torch.device) -> str:
     if reason := missing(device) or _failures.get(str(device), ""):
         return reason
     found = _kept(_key(device))
-    if ALL in found:
-        return found[ALL]
     return next(filter(None, found.values()), "") if found else check(device, BRIEF)
 
 
@@ -91,10 +90,21 @@ def check_once(device: torch.device, tell: Tell, scope: CheckScope | None = None
     if missing(device) or str(device) in _failures:
         return
     found = _kept(_key(device))
-    is_known = bool(found) if scope is None else scope in found or ALL in found or any(found.values())
+    is_known = scope in found or any(found.values()) if scope is not None else bool(found)
     if not is_known:
         tell(_CHECKING)
         check(device, scope or BRIEF, lambda text: tell(f"{_CHECKING}: {text}"))
+
+
+def fault(device: torch.device) -> str:
+    """Return which fault of the card ended them, in whichever process; "" for none. Another driver, torch, Triton, or
+    other kernels, are tried anew."""
+    return _kept(_key(device)).get(_FAULT, "")
+
+
+def keep_fault(device: torch.device, reason: str) -> None:
+    """They ended in a fault of the card: torch's operators compute from the next process on."""
+    _keep(_key(device), {_FAULT: (reason, _FOR_EVER)})
 
 
 def missing(device: torch.device) -> str:
@@ -122,10 +132,13 @@ def check(device: torch.device, scope: CheckScope = ALL, tell: Tell = lambda _te
     except TimeoutError as error:  # not kept: Triton keeps what it has compiled, so that the next try is faster
         found = f"they were compiled for too long: nothing came within {error}"
     else:
-        # A wrong kernel stays one. What else went wrong may be another time's: too little memory, say.
-        until = _FOR_EVER if not found or found.startswith(WRONG) else time.time() + _RETRY_S
+        key, is_final = _key(device), not found or found.startswith(WRONG)
+        # What else went wrong may be another time's: too little memory, say.
         if "out of memory" not in found:
-            _keep(f"{_key(device)} {' '.join(scope.arguments)}", found, until)
+            _keep(key, {scope: (found, _FOR_EVER if is_final else time.time() + _RETRY_S)})
+        if scope == ALL and not found:  # whatever else was found before is tried anew
+            failed = [each for each, reason in _kept(key).items() if reason and each != _FAULT]
+            _keep(key, dict.fromkeys(failed, ("", 0.0)))
     if found:
         _failures[str(device)] = found
     why_not.cache_clear()
@@ -182,7 +195,8 @@ def _source() -> str:
     return content.hexdigest()
 
 
-def _path() -> Path:
+def kept_file() -> Path:
+    """Return the file of what was found on this machine's cards."""
     return user_directories().cache / "gpu_kernels.json"
 
 
@@ -199,14 +213,19 @@ def _kept(key: str) -> dict[CheckScope, str]:
 
 def _read() -> dict[str, Any]:
     with suppress(OSError, ValueError, TypeError):
-        return dict(json.loads(_path().read_text(encoding="utf-8")))
+        return dict(json.loads(kept_file().read_text(encoding="utf-8")))
     return {}
 
 
-def _keep(key: str, found: str, until: float) -> None:
-    """until: seconds since the epoch. A cache that cannot be written is done without."""
-    whole = _path().with_suffix(f".{os.getpid()}")
+def _keep(key: str, found: Mapping[CheckScope, tuple[str, float]]) -> None:
+    """found: what was found in each scope, and until when that holds, in seconds since the epoch. A cache that cannot
+    be written is done without."""
+    entries = {
+        f"{key} {' '.join(scope.arguments)}": {"found": reason, "until": until}
+        for scope, (reason, until) in found.items()
+    }
+    whole = kept_file().with_suffix(f".{os.getpid()}")
     with suppress(OSError):
-        _path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        whole.write_text(json.dumps({**_read(), key: {"found": found, "until": until}}, indent=1), encoding="utf-8")
-        whole.replace(_path())
+        kept_file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        whole.write_text(json.dumps({**_read(), **entries}, indent=1), encoding="utf-8")
+        whole.replace(kept_file())
