@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from localllm.kernels.gpu.attention import SECTION_PAGES, AttentionHistory, block_rows, tasks_of
+from localllm.kernels.gpu.attention import AttentionHistory, block_rows, tasks_of
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
@@ -24,7 +24,7 @@ from localllm.layers.segment import KVStore, Segment
 _ALIGN = 16
 _STAGES = 4  # of the host's memory: a forward's tables are written while the copies of two before may be on their way
 _LEAST_PAGES, _MORE_PAGES = 4, 4
-# Up to FEW_ROWS, pages are shared out over programs; of more rows each task has all of its pages.
+# Up to FEW_ROWS, pages are shared out over programs; of more rows a program has all of its task's pages.
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TableShape:
 
     @property
     def sections(self) -> int:
-        return max(1, -(-self.pages // SECTION_PAGES)) if self.rows <= FEW_ROWS else 1
+        return self.pages if self.rows <= FEW_ROWS else 1
 
     @property
     def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu import product, sample
-from localllm.kernels.gpu.dequantize import embed
+from localllm.kernels.gpu.embedding import embed
 from localllm.kernels.kv_page import pages_of
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
@@ -34,6 +34,7 @@ from localllm.quant.dense import Dense
 from localllm.quant.int8 import Int8
 
 _COPIES = 4  # of drawn tokens on the host, as many as forwards can be on their way
+_LOGIT_ROWS = 64  # of the head at once
 
 OnBlock = Callable[[Block, Tensor], None]
 
@@ -269,7 +270,7 @@ class GpuProgram:
                         on_block(block, x)
         wanted = torch.cat([x[moved(b.logit_rows, self.device)] for b, x in zip(batches, states, strict=True)])
         with decoder.stream.held(HEAD):
-            return torch.cat([self._head(part) for part in torch.split(wanted, product.MOST_ROWS)])
+            return torch.cat([self._head(part) for part in torch.split(wanted, _LOGIT_ROWS)])
 
     def _shape(self, batch: Batch, rows: int, pages: int) -> tuple[TableShape, int]:
         """Return the shape of a batch's tables, and the most tokens of a task."""

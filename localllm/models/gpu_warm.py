@@ -20,7 +20,7 @@ from localllm.models.decoder import ALL_RESIDENT, Block, Decoder
 from localllm.models.gpu_program import GpuProgram, is_ours
 
 _ROWS = tuple(1 << i for i in range(product.FEW_ROWS.bit_length()))  # of forwards that draw
-_MANY_ROWS = (product.MOST_ROWS // 2, product.MOST_ROWS, product.MOST_ROWS + 1)
+_MANY_ROWS = (32, 64, 65)
 _FAR = 256  # tokens, behind which attention is shared out over programs
 TOKENS = _FAR + _MANY_ROWS[-1]  # of the sequence that it is done with
 

@@ -20,6 +20,7 @@ from localllm.engine import loader
 from localllm.engine.loader import Watcher, note_device
 from localllm.kernels.gpu import check, gemm, ready
 from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.tile16 import PackedMatrix
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -182,16 +183,17 @@ TINY = replace(check.SMALL, row_counts=(1,), attention=())
 
 
 def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
-    """By a hundredth of a percent, of codes and in 16 bits."""
+    """By a hundredth of a percent, as floats and as codes."""
     right = gemm.gemm
 
-    def wrong(x: Codes, matrix: PackedMatrix, y: Tensor, *rest: Any, **options: Any) -> list[Any]:
-        return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: y.mul_(1.0001))]
+    def wrong(x: Codes, matrix: PackedMatrix, y: Tensor | Gate, *rest: Any, **options: Any) -> list[Any]:
+        result = y.codes.scale if isinstance(y, Gate) else y
+        return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: result.mul_(1.0001))]
 
     monkeypatch.setattr(gemm, "gemm", wrong)
     cases = list(check._products(CPU, 64, TINY))
     assert {case.name for case in cases if not case.is_right} >= {
-        "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "gemm of int4-g64 and 16 bits, 1 rows"
+        "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "a gate of int4-g64, 7 rows, 0 programs: bits"
     }  # fmt: skip
 
 

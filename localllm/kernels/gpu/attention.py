@@ -2,9 +2,13 @@
 
 A row is one query head of one token; the rows of a task share a key head, and so each load of its keys and values, and
 stand in one page. Coded pages are multiplied as they are: codes are small integers, exact in bf16, a key's scale is
-applied to its group's sum, a value's to the weight. Where there are few rows a program has a section of the pages
-(arXiv:2311.01282), by their number and not by the work there is, and what a row cannot see changes no bit of it: a
-token's attention does not depend on which others are computed beside it.
+applied to its group's sum, a value's to the weight.
+
+A page is softened by itself, its weights relative to its own largest score, and then put together with the pages before
+it, one after the other. Where there are few rows a program has one page (arXiv:2311.01282), and `attention_merge` puts
+them together; where there are many, a program does both for all pages of its rows, by the same formula. So a row has
+the same bits however many are computed beside it: what it cannot see adds exact zeros, the tensor cores take a row's
+columns in one order, and the sum of a page's weights is exact.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.attention_merge import NOTHING, Parts, merge
+from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.attention_merge import NOTHING, Parts, appended, merge, with_page
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.levels import nibble, signed_byte
 from localllm.kernels.gpu.rope import (
@@ -33,10 +38,12 @@ from localllm.kernels.gpu.rope import (
 )
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 
-SECTION_PAGES = 4  # of a program where pages are shared out
-ALL_PAGES = 1 << 20  # of a program where they are not
+ALL_PAGES = 1 << 20  # of a program where they are not shared out
 FAR = tl.constexpr(1 << 30)  # beyond every position
+COARSE_STEP = tl.constexpr(96.0)  # of a number of fp32 between 64 and 128, the last bit is worth 2^-17
+FINE_STEP = tl.constexpr(1.5 * 2.0**-12)  # and of this one 2^-35
 DECODE_ROWS, PREFILL_ROWS = 16, 128
+STEP_ROWS = tl.constexpr(DECODE_ROWS)
 LOG2_E = math.log2(math.e)
 
 
@@ -77,15 +84,10 @@ def _rows_at_once(rows: int, dense: PageLayout) -> int:
 
 
 @triton.jit
-def _and(tiles, tile):
-    return tiles + (tile,)
-
-
-@triton.jit
 def _zeros(COUNT: tl.constexpr, R: tl.constexpr):
     tiles = ()
     for _ in tl.static_range(COUNT):
-        tiles = _and(tiles, tl.zeros((R, GROUP), tl.float32))
+        tiles = appended(tiles, tl.zeros((R, GROUP), tl.float32))
     return tiles
 
 
@@ -96,7 +98,7 @@ def _queries(q, mask, D: tl.constexpr, OPERAND: tl.constexpr):
     for i in tl.static_range((D + GROUP - 1) // GROUP):
         feature = i * GROUP + tl.arange(0, GROUP)[None, :]
         tile = tl.load(q[:, None] + feature, mask=mask[:, None] & (feature < D), other=0.0)
-        tiles = _and(tiles, tile.to(OPERAND))
+        tiles = appended(tiles, tile.to(OPERAND))
     return tiles
 
 
@@ -109,9 +111,9 @@ def _dense_keys(head, D: tl.constexpr):
         feature = i * GROUP + tl.arange(0, GROUP)[:, None]
         at = head + feature * PAGE + tl.arange(0, PAGE)[None, :]
         if num_tiles * GROUP == D:
-            tiles = _and(tiles, tl.load(at))
+            tiles = appended(tiles, tl.load(at))
         else:
-            tiles = _and(tiles, tl.load(at, mask=feature < D, other=0.0))
+            tiles = appended(tiles, tl.load(at, mask=feature < D, other=0.0))
     return tiles
 
 
@@ -124,7 +126,7 @@ def _dense_values(head, held, D: tl.constexpr):
     for i in tl.static_range((D + GROUP - 1) // GROUP):
         feature = i * GROUP + tl.arange(0, GROUP)[None, :]
         at = head + D * PAGE + token * D + feature
-        tiles = _and(tiles, tl.load(at, mask=(token < held) & (feature < D), other=0.0))
+        tiles = appended(tiles, tl.load(at, mask=(token < held) & (feature < D), other=0.0))
     return tiles
 
 
@@ -142,7 +144,7 @@ def _code_tiles(codes, GROUPS: tl.constexpr, CODING: tl.constexpr, ARE_KEYS: tl.
             at = codes + (i * rows + row) * columns + column
         else:
             at = codes + row * (GROUPS * columns) + i * columns + column
-        tiles = _and(tiles, tl.load(at))
+        tiles = appended(tiles, tl.load(at))
     return tiles
 
 
@@ -170,20 +172,25 @@ def _seen(number, position, lowest, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _softened(scores, seen, mixed, peak, total, factor, cap, HAS_SOFTCAP: tl.constexpr):
-    """The weights of a page's tokens; mixed, peak and total by that measure. Scores are to the base of two."""
-    scores = scores * factor
+def _softened(scores, seen, factor, cap, HAS_SOFTCAP: tl.constexpr):
+    """The weights of a page's tokens relative to the row's largest, that score, and the sum of the weights. Scores are
+    to the base of two from here on."""
     if HAS_SOFTCAP:  # cap * tanh, whose argument is half the exponent
-        scores = cap - 2 * cap / (tl.exp2(scores) + 1)
+        scores = cap - 2 * cap / (tl.exp2(scores * factor) + 1)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
-    highest = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - highest[:, None])
-    shrink = tl.exp2(peak - highest)
-    shrunk = ()
-    for i in tl.static_range(len(mixed)):
-        shrunk = _and(shrunk, mixed[i] * shrink[:, None])
-    return weights, shrunk, highest, total * shrink + tl.sum(weights, 1)
+    if HAS_SOFTCAP:
+        peak = tl.maximum(tl.max(scores, 1), NOTHING)
+        weights = tl.exp2(scores - peak[:, None])
+    else:
+        peak = tl.maximum(tl.max(scores, 1) * factor, NOTHING)
+        below = tl.broadcast_to(-peak[:, None], scores.shape)
+        weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, below))
+    # Another number of rows adds them up in another order. 64 weights of up to 1 in steps of 2^-17 sum up exactly in
+    # any, and so does what is left of them in steps of 2^-35.
+    coarse = (weights + COARSE_STEP) - COARSE_STEP
+    fine = ((weights - coarse) + FINE_STEP) - FINE_STEP
+    return weights, peak, tl.sum(coarse, 1) + tl.sum(fine, 1)
 
 
 @triton.jit
@@ -196,12 +203,14 @@ def _dense_page(
     scores = tl.zeros(seen.shape, tl.float32)
     for i in tl.static_range(len(keys)):
         scores = tl.dot(q[i], keys[i].to(OPERAND), scores, input_precision="ieee")
-    weights, mixed, peak, total = _softened(scores, seen, mixed, peak, total, factor, cap, HAS_SOFTCAP)
+    weights, own_peak, own_total = _softened(scores, seen, factor, cap, HAS_SOFTCAP)
     weights = weights.to(OPERAND)
     sums = ()
     for i in tl.static_range(len(values)):
-        sums = _and(sums, tl.dot(weights, values[i].to(OPERAND), mixed[i], input_precision="ieee"))
-    return sums, peak, total
+        own = tl.dot(weights, values[i].to(OPERAND), input_precision="ieee")
+        with_it, highest, sum_total = with_page(mixed[i], peak, total, own, own_peak, own_total)
+        sums = appended(sums, with_it)
+    return sums, highest, sum_total
 
 
 @triton.jit
@@ -212,23 +221,29 @@ def _coded_page(
     OPERAND: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     groups: tl.constexpr = D // GROUP
-    keys, values = _code_tiles(head, groups, KEYS, True), _code_tiles(head + VALUE_CODES, groups, VALUES, False)
+    keys = _code_tiles(head, groups, KEYS, True)
+    is_step: tl.constexpr = q[0].shape[0] <= STEP_ROWS
+    if is_step:  # all on their way at once, where registers are left
+        values = _code_tiles(head + VALUE_CODES, groups, VALUES, False)
     # Scales are read where they are used: a thread multiplies those of many tokens, and each takes a register.
     key_scales, value_scales = head + KEY_SCALES + tl.arange(0, PAGE), head + VALUE_SCALES + tl.arange(0, PAGE)
     scores = tl.zeros((q[0].shape[0], PAGE), tl.float32)
     for g in tl.static_range(groups):
         products = tl.dot(q[g], _levels(keys[g], KEYS, True, OPERAND), input_precision="ieee")
-        scores += products * scales_of(tl.load(key_scales + g * PAGE))[None, :]
-    weights, mixed, peak, total = _softened(scores, seen, mixed, peak, total, factor, cap, HAS_SOFTCAP)
+        scales = scales_of(tl.load(key_scales + g * PAGE))[None, :]
+        scores = tl.fma(products, tl.broadcast_to(scales, products.shape), scores)
+    weights, own_peak, own_total = _softened(scores, seen, factor, cap, HAS_SOFTCAP)
+    if not is_step:
+        values = _code_tiles(head + VALUE_CODES, groups, VALUES, False)
     sums = ()
     for g in tl.static_range(groups):
         scaled = weights * scales_of(tl.load(value_scales + g * PAGE))[None, :]
         if seen is not None:  # a scale that is NaN concerns those alone who see its token
             scaled = tl.where(seen, scaled, 0.0)
-        scaled = scaled.to(OPERAND)
-        levels = _levels(values[g], VALUES, False, OPERAND)
-        sums = _and(sums, tl.dot(scaled, levels, mixed[g], input_precision="ieee"))
-    return sums, peak, total
+        own = tl.dot(scaled.to(OPERAND), _levels(values[g], VALUES, False, OPERAND), input_precision="ieee")
+        with_it, highest, sum_total = with_page(mixed[g], peak, total, own, own_peak, own_total)
+        sums = appended(sums, with_it)
+    return sums, highest, sum_total
 
 
 @triton.jit
@@ -290,18 +305,26 @@ def _attend(
     # Of a coded format these are the last page and the first, in that order, where they are the program's.
     dense_head: tl.constexpr = 2 * D * PAGE
     dense_bytes: tl.constexpr = KH * dense_head * DENSE.primitive_bitwidth // 8
-    layer = layer.to(tl.int64)
-    own_address = tl.load(own + tl.load(task)) + layer * tl.load(own_stride + tl.load(task))
     first_step, end_step = begin, end
     if is_coded:
         first_step = 1 - (end > own_page).to(tl.int32)
         end_step = 1 + ((begin == 0) & (own_page > 0)).to(tl.int32)
+    if is_coded:  # read again, as it would take registers of the loop before
+        is_row = r < tl.load(task + 1, volatile=True) * group
+        token = tl.load(task, volatile=True) + r // group
+        position = tl.load(positions + token, mask=is_row, other=-1, volatile=True)
+        last = tl.max(position)
+        lowest = tl.where(position >= 0, tl.maximum(position - window + 1, 0), FAR)
     for step in range(first_step, end_step):
         number = step
         if is_coded:
             number = tl.where(step == 0, own_page, 0)
-        address = tl.load(pages + number, mask=number < own_page, other=0)
-        address = tl.where(number < own_page, address + layer * dense_bytes, own_address)
+        # Addresses are read here, not before: the loops need every register.
+        is_own = number == own_page
+        address = tl.load(pages + number, mask=number < own_page, other=0) + layer.to(tl.int64) * dense_bytes
+        if is_own:
+            first_row = tl.load(task, volatile=True)
+            address = tl.load(own + first_row) + layer.to(tl.int64) * tl.load(own_stride + first_row)
         head_at = page_at(address, 0).to(tl.pointer_type(DENSE)) + kv_head * dense_head
         mixed, peak, total = _dense_page(
             head_at, last + 1 - number * PAGE, _seen(number, position, lowest, HAS_WINDOW),
@@ -319,7 +342,7 @@ def _scaling(scale: float, softcap: float | None) -> tuple[float, float]:
 
 def attend(
     q: Tensor,
-    out: Tensor,
+    out: Tensor | Codes,
     tokens: TokenTables,
     history: AttentionHistory,
     parts: Parts,
@@ -332,14 +355,14 @@ def attend(
     softcap: float | None = None,
     rows: int = DECODE_ROWS,
 ) -> list[KernelLaunch]:
-    """q fp32 [M, H, D] from `rope_store` -> out fp32 [M, H * D].
+    """q fp32 [M, H, D] from `rope_store` -> out fp32 [M, H * D], or its codes, see `attention_merge.can_code`.
 
     On a card queries and weights are rounded to bf16, but for models in fp32: 2e-3 of the norm as a rule, 4e-3 at most.
-    parts: of one section, where a program has all pages of its task, or of as many as the longest segment has. rows:
-    see `block_rows`. Rows of no task, and padding, stay as they are. Else see `paged_attention`.
+    parts: of one section, where a program has all pages of its task, or of as many as the longest segment has pages.
+    rows: see `block_rows`. Rows of no task, and padding, stay as they are. Else see `paged_attention`.
     """
-    assert q.is_contiguous() and out.is_contiguous() and parts.mixed.shape[1:] == q.shape
-    pages = SECTION_PAGES if parts.sections > 1 else ALL_PAGES
+    assert q.is_contiguous() and parts.mixed.shape[1:] == q.shape
+    pages = 1 if parts.sections > 1 else ALL_PAGES
     reach = FAR.value if window is None else window
     (M, H, _), block, (factor, cap) = q.shape, _rows_at_once(rows, dense), _scaling(scale, softcap)
     is_wide = is_interpreted() or dense.dtype is torch.float32  # the interpreter multiplies bf16 wrongly
@@ -371,9 +394,10 @@ def attend(
             "HAS_SOFTCAP": softcap is not None,
             "HAS_WINDOW": reach != FAR.value,
         },
-        # Many sums need twice the warps; with a second page on its way many rows, or features, would spill.
+        # Many sums need twice the warps. A step's program has one page; of many rows the next one is on its way, but
+        # with more features its place would leave too little for the queries.
         num_warps=8 if block * max(128, dense.head_dim) >= 8192 else 4,
-        num_stages=2 if block == DECODE_ROWS and dense.head_dim <= 128 else 1,
+        num_stages=2 if block > DECODE_ROWS and dense.head_dim <= 128 else 1,
     )
-    merging = merge(parts, out, tokens, reach, section_tokens=pages * PAGE_TOKENS, is_turned=coded is not None)
+    merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None)
     return [attending, merging]
