@@ -228,6 +228,12 @@ class EngineGoneError(LocalLLMError):
     code = "engine-gone"
 
 
+class CardFaultError(LocalLLMError):
+    """A GPU ended in a fault, after which this process computes nothing there any more; another one may."""
+
+    code = "card-fault"
+
+
 class BusyError(LocalLLMError):
     """This machine has too much else to do: it would go at another time. reason: as servers tell it to clients."""
 

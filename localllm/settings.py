@@ -201,7 +201,7 @@ class EngineConfig:
     )
     device: str = setting(
         "auto", Accepts("text", choices=("auto", "cpu", "cuda")), _MEASURED + "bench", "auto|cpu|cuda",
-        "Where to compute. auto: on the GPU if there is one.",
+        "Where to compute. auto: on the GPU if there is one that torch can use.",
     )  # fmt: skip
     dtype: str = setting(
         "auto", Accepts("text", choices=("auto", "bf16", "fp32")), _MEASURED + "bench", "auto|bf16|fp32",

@@ -11,6 +11,7 @@ import signal
 os.environ["TRITON_INTERPRET"] = "1"  # what kernels are defined by: read when Triton is imported, by whichever test
 os.environ["OMP_NUM_THREADS"] = "1"  # a command that a test forks would wait for threads that were not forked with it
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,25 @@ def without_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exception]
         monkeypatch.setattr(builtins, "__import__", importing)
 
     return forbid
+
+
+@pytest.fixture(scope="session")
+def card_guard(request: pytest.FixtureRequest) -> None:
+    """What torch lacks for tensors on the simulated card."""
+    import torch
+
+    from tests.simulated_card.guard import compiler, register_guard
+
+    if torch.version.cuda is not None:
+        pytest.skip("the card is simulated where torch is a build for the CPU")
+    if compiler() is None:
+        pytest.skip("the simulated card needs a C++ compiler: install g++")
+    register_guard(request.config.cache.mkdir("simulated_card"))
+
+
+@pytest.fixture
+def simulated_card(card_guard: None) -> Callable[..., AbstractContextManager[Any]]:
+    """Gives torch a card, cuda:0, inside `with simulated_card(CardConfig(...)) as card:`; see tests/simulated_card."""
+    from tests.simulated_card.support import on_simulated_card
+
+    return on_simulated_card

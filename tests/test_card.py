@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 from localllm import Engine, SamplingParams
-from localllm.engine import card, device, loader, model_plan, planner, residency
+from localllm.engine import card, device, loader, memory, model_plan, planner
 from localllm.errors import DoesNotFitError
 from localllm.offload.planner import plan as plan_module
 from localllm.offload.planner.machine import CardMemory, Memory
-from localllm.offload.planner.plan import GIB
+from localllm.offload.planner.plan import GIB, Plan
 from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
@@ -35,7 +38,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     known = DeviceRates(800.0, 24.0, 24.0, 0.0, 0.0, 1e-9, CONTEXT, fast)
     profile = Profile("this machine", 45.0, 3.0, formats=rates, device=known)
 
-    def card_memory(_device: object, vram: int | None, found: DeviceRates, workspace: int) -> CardMemory:
+    def card_memory(_device: object, vram: int | None, found: DeviceRates, workspace: int, _graphs: int) -> CardMemory:
         return CardMemory(vram or 80 * GIB, found.context_bytes, workspace, 80 * GIB, 80 * GIB)
 
     for module in (card, planner, model_plan):
@@ -46,7 +49,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setattr(planner, "process_memory", lambda cap, *_, **__: Memory(cap or most, 1000, most, most))
     monkeypatch.setattr(card, "card_memory", card_memory)
     monkeypatch.setattr(plan_module, "_CAP_STEP_BYTES", 1 << 20)  # these models are smaller than the step of a cap
-    monkeypatch.setattr(loader, "cap_allocator", lambda _device, _card: None)
+    monkeypatch.setattr(loader, "cap_allocator", lambda _device, _card, _graph_bytes: None)
 
 
 @pytest.fixture(params=["llama", "gemma2"])
@@ -128,14 +131,14 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
     """Between two answers of one engine, without a reload."""
     free_bytes = 80 * GIB
 
-    def card_memory(_device: object, _cap: object, found: DeviceRates, workspace: int) -> CardMemory:
+    def card_memory(_device: object, _cap: object, found: DeviceRates, workspace: int, _graphs: int) -> CardMemory:
         return CardMemory(free_bytes, found.context_bytes, workspace, free_bytes, 80 * GIB)
 
     least = _least(directory, "int8")
     monkeypatch.setattr(card, "card_memory", card_memory)
     monkeypatch.setattr(plan_module, "_CAP_STEP_BYTES", 1 << 20)  # these models are smaller than the step of a cap
-    monkeypatch.setattr(residency, "reachable_bytes", lambda _device: free_bytes)
-    monkeypatch.setattr(residency, "_MUCH_BYTES", 1)
+    monkeypatch.setattr(memory, "reachable_bytes", lambda _device: free_bytes)
+    monkeypatch.setattr(memory, "_MUCH_BYTES", 1)
     engine = Engine.load(directory, EngineConfig(device="cpu", ctx=128, weights="int8", dtype="fp32"))
     assert engine.plan is not None and engine.residency.placed is not None
     most = engine.plan.total_bytes("vram")
@@ -150,6 +153,85 @@ def test_blocks_come_and_go_as_other_programs_leave_and_take_memory(
     assert kept[1] < kept[2] < kept[0] == kept[3] == kept[4] == kept[5]  # where nothing fits it stays as it is
     assert all(answer == answers[0] for answer in answers) and len(answers[0]) == 8
     engine.close()
+
+
+@dataclass
+class Seen:
+    """A card's memory as the engine looks at it. used_by_others: as NVML tells; None where it does not."""
+
+    free: int = 40 * GIB
+    used_by_others: int | None = None
+    plans: int = 0
+
+
+@pytest.fixture
+def watched(
+    request: pytest.FixtureRequest, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Engine, Seen]]:
+    """An engine, and how often it has planned anew. The parameter: what NVML tells of other programs."""
+    seen = Seen(used_by_others=getattr(request, "param", None))
+    monkeypatch.setattr(memory, "reachable_bytes", lambda _device: seen.free)
+    monkeypatch.setattr(memory, "others_bytes", lambda _device: seen.used_by_others)
+    engine = Engine.load(directory, EngineConfig(device="cpu", ctx=128, weights="int8", dtype="fp32"))
+    plan_anew = engine.residency._replan
+    assert plan_anew is not None
+
+    def counted() -> Plan:
+        seen.plans += 1
+        return plan_anew()
+
+    monkeypatch.setattr(engine.residency, "_replan", counted)
+    yield engine, seen
+    engine.close()
+
+
+def test_a_plan_that_changes_nothing_keeps_what_runs_the_model(watched: tuple[Engine, Seen]) -> None:
+    """And with it the graphs that it has captured."""
+    engine, seen = watched
+    expected, runner = token_ids(engine.generate(PROMPT, SAMPLING)), engine.runner
+    seen.free += 4 * GIB
+    assert token_ids(engine.generate(PROMPT, SAMPLING)) == expected
+    assert seen.plans == 1 and engine.runner is runner
+
+
+def test_what_an_engine_takes_itself_is_no_other_program(watched: tuple[Engine, Seen]) -> None:
+    """Kernels that are loaded as the model is prepared, or when they are first used."""
+    engine, seen = watched
+    seen.free -= GIB
+    engine.residency.warm_up(lambda _text: None)
+    for _ in range(6):
+        events = engine.generate(PROMPT, SAMPLING)
+        next(events)
+        seen.free -= 200 << 20
+        assert list(events)
+    assert seen.plans == 0
+    seen.free -= GIB
+    token_ids(engine.generate(PROMPT, SAMPLING))
+    assert seen.plans == 1
+
+
+@pytest.mark.parametrize("watched", [2 * GIB], indirect=True)
+def test_the_driver_is_asked_who_has_taken_memory(watched: tuple[Engine, Seen]) -> None:
+    engine, seen = watched
+    assert seen.used_by_others is not None
+    engine.residency.warm_up(lambda _text: None)
+    for taken_by_others, plans in ((0, 0), (GIB, 1), (0, 1), (100 << 20, 1), (-GIB, 2)):
+        seen.free -= GIB
+        seen.used_by_others += taken_by_others
+        token_ids(engine.generate(PROMPT, SAMPLING))
+        assert seen.plans == plans
+
+
+@pytest.mark.parametrize(("own", "expected"), [(3 * GIB, 2 * GIB), (None, None)])
+def test_what_others_use_is_known_where_the_driver_tells_what_this_process_does(
+    own: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not under Windows, nor in a container."""
+    told = SimpleNamespace(own_bytes=own, used_by_others_bytes=2 * GIB if own else 5 * GIB)
+    monkeypatch.setattr(memory, "gpu", lambda _device: told)
+    assert memory.others_bytes(torch.device("cuda")) == expected
+    monkeypatch.setattr(memory, "gpu", lambda _device: None)
+    assert memory.others_bytes(torch.device("cuda")) is None
 
 
 def test_a_plan_made_anew_does_not_count_the_hosts_blocks_twice(
@@ -167,7 +249,7 @@ def test_a_plan_made_anew_does_not_count_the_hosts_blocks_twice(
     start = placed.blocks
     held = 1000 + placed.host_bytes
     monkeypatch.setattr(planner, "process_memory", lambda cap, *_, **__: Memory(cap, held, 32 * GIB, 32 * GIB))
-    monkeypatch.setattr(residency, "_MUCH_BYTES", 0)
+    monkeypatch.setattr(memory, "_MUCH_BYTES", 0)
     assert list(engine.generate(PROMPT, SamplingParams(max_tokens=2, temperature=0)))
     assert placed.blocks == start
     engine.close()

@@ -143,6 +143,10 @@ class Device:
         while not is_enough():
             self.choose.choice([stream for stream in self.streams if stream.can_go_on]).go_on()
 
+    def synchronize(self, device: torch.device) -> None:
+        assert device == SECOND_CARD
+        self.run_until(lambda: not any(stream.queue for stream in self.streams))
+
     def run_some(self) -> None:
         steps = self.choose.randrange(6)
         for _ in range(steps):
@@ -191,9 +195,9 @@ def test_a_run_is_in_its_place_while_it_is_computed(sizes: list[int], seed: int)
                         if index == end:
                             raise StepCancelledError
                     device.run_some()
-            if choose.random() < 0.2:  # the ring is given back: nothing may write to it from then on
+            if choose.random() < 0.2:  # the ring is given back: nothing may write to it, nor read it, from then on
                 lane.drain()
-                assert lane.stream.done == lane.stream.given and lane.user is None
+                assert all(stream.done == stream.given for stream in device.streams) and lane.user is None
         device.run_until(lambda: len(seen) == held)
     assert all(seen)
 
@@ -242,10 +246,10 @@ class Packed:
     weights: str
 
     @contextmanager
-    def opened(self) -> Iterator[OffloadedModel]:
+    def opened(self, device: torch.device = CPU) -> Iterator[OffloadedModel]:
         with open_packed(self.checkpoint, self.folder, self.weights) as model:
-            parts = DecoderParts(model.config, RECIPES[self.weights], torch.float32, CPU)
-            with OffloadedModel(model, parts, CPU) as placed:
+            parts = DecoderParts(model.config, RECIPES[self.weights], torch.float32, device)
+            with OffloadedModel(model, parts, device) as placed:
                 yield placed
 
     @property
@@ -336,7 +340,7 @@ class Registered(Pinning):
         super().__init__(CPU)
         self.sizes: dict[int, int] = {}
 
-    def add(self, memory: Tensor) -> None:
+    def add(self, memory: Tensor, *, is_set_aside: bool = False) -> None:
         assert memory.data_ptr() not in self.sizes, "it would be copied from the pages that were here before"
         self.sizes[memory.data_ptr()] = memory.nbytes
 

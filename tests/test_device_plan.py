@@ -15,6 +15,7 @@ from localllm.engine.placement import model_shape
 from localllm.errors import DoesNotFitError
 from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
+from localllm.offload.placement import GRAPH_ROOMS
 from localllm.offload.planner.calibration import Corrections, Term
 from localllm.offload.planner.card_placements import CardPlacements, _Amount
 from localllm.offload.planner.costs import Costs, Work
@@ -27,7 +28,7 @@ from localllm.quant.recipe import RECIPES
 
 RATES = Rates(matrix_gbs=45.0, compute_gops=1200.0, disk_gbs=3.0)
 CARD = CardRates(matrix_gbs=400.0, compute_gops=40_000.0, link_gbs=24.0, launch_s=5e-6, hop_s=60e-6)
-CONTEXT = 500 << 20
+CONTEXT, NODE_BYTES = 500 << 20, 64 << 10
 
 
 def registry_shape(name: str) -> ModelShape:
@@ -77,10 +78,23 @@ def search(
     card_rates: CardRates = CARD,
 ) -> Search:
     """vram, ram: GiB."""
-    card = CardMemory(int(vram * GIB), CONTEXT, 64 << 20, 80 * GIB, 80 * GIB)
+    card = CardMemory(int(vram * GIB), CONTEXT, 64 << 20, 80 * GIB, 80 * GIB, NODE_BYTES)
     memory = Memory(int(ram * GIB), GIB, 64 * GIB, 64 * GIB)
     machine = Machine(memory, rates, Card(card, card_rates))
     return Search(shape or SHAPES[name], machine, ctx, job)
+
+
+def test_graphs_have_an_owner_and_those_of_a_draft_model_too() -> None:
+    """As many as are kept, with a node for each launch; none where nothing is captured."""
+    of = search("llama-3.1-8b", 24)
+    node_bytes = of.best().ledger["vram"]["graphs"]
+    assert node_bytes == GRAPH_ROOMS * (2 * 32 * 5.5 + 8) * NODE_BYTES
+    drafting = replace(of, shape=replace(of.shape, draft_bytes=GIB, draft_blocks=32))
+    assert drafting.best().ledger["vram"]["graphs"] == GRAPH_ROOMS * (3 * 32 * 5.5 + 8) * NODE_BYTES
+    assert of.machine.card is not None
+    memory = replace(of.machine.card.memory, graph_node_bytes=0)
+    without = replace(of, machine=replace(of.machine, card=replace(of.machine.card, memory=memory)))
+    assert "graphs" not in without.best().ledger["vram"]
 
 
 def check(plan: Plan) -> None:

@@ -11,12 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from localllm.offload.measurements.device_rates import context_bytes
+from localllm.offload.measurements.device_rates import context_bytes, graph_node_bytes
 from localllm.offload.measurements.measurement import device_measured
 from localllm.offload.planner import profile as profile_module
 from localllm.offload.planner.nvml import Gpu, gpus
 from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES as UNKNOWN
-from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile, keep, kept_profile, machine_key
+from localllm.offload.planner.profile import (
+    UNKNOWN_GRAPH_NODE_BYTES,
+    DeviceRates,
+    FormatRates,
+    Profile,
+    keep,
+    kept_profile,
+    machine_key,
+)
 from localllm.quant.recipe import RECIPES
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 
@@ -49,6 +57,19 @@ def test_every_figure_of_a_device_is_measured_kept_and_read_back() -> None:
     assert rates.pop("spread") >= 0
     assert all(value > 0 for value in (*figures.values(), *rates.values())), profile
     assert kept_profile() == profile and measured(profile) == (profile, [])
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        (70 * MIB, 70 * MIB // 1000),
+        (0, UNKNOWN_GRAPH_NODE_BYTES),  # nothing was captured, or from memory that the driver had
+        (-40 * MIB, UNKNOWN_GRAPH_NODE_BYTES),
+        (3 << 30, UNKNOWN_GRAPH_NODE_BYTES),  # another program came
+    ],
+)
+def test_what_a_graph_takes_is_believed_within_bounds(taken: int, expected: int) -> None:
+    assert graph_node_bytes(taken) == expected
 
 
 def test_a_new_format_measures_itself_alone_and_the_cpus_figures_stay() -> None:

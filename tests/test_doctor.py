@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from localllm.cli import checks_machine, findings
+from localllm import repairs
+from localllm.cli import checks_machine
 from localllm.cli.checks_machine import check_address_space, check_disk_speed, check_huge_pages, check_memory
 from localllm.cli.doctor import check_network, check_package, check_settings
 from localllm.cli.findings import Finding, examined
@@ -128,10 +129,10 @@ def test_a_group_without_room_is_given_more_by_one_command(
 ) -> None:
     root, own = groups(tmp_path, line)
     (group_v1 if value == "-1" else group_v2)((root / file).parent, 2 * GIB)
-    monkeypatch.setattr(findings, "is_container", lambda: False)
+    monkeypatch.setattr(repairs, "is_container", lambda: False)
     finding = check_memory(root, own)
     assert (finding.status, finding.fix) == ("warn", f"echo {value} | sudo tee {root / file}")
-    monkeypatch.setattr(findings, "is_container", lambda: True)
+    monkeypatch.setattr(repairs, "is_container", lambda: True)
     assert check_memory(root, own).fix.startswith("docker update --memory 16g")
 
 

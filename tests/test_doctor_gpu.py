@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cli import findings
+from localllm import repairs
 from localllm.cli.checks_gpu import LinkTrial, check_gpu, check_link, check_pinned, check_vram, try_link
 from localllm.cli.checks_torch import (
     TorchBuild,
@@ -211,7 +211,7 @@ def test_triton_is_tried_once_for_each_kind_of_card(monkeypatch: pytest.MonkeyPa
     [
         ("RuntimeError: Failed to find C compiler.", "sudo apt-get install -y gcc"),
         (NO_HEADER, f"sudo apt-get install -y python3.{sys.version_info[1]}-dev"),
-        ("RuntimeError: PassManager::run failed", findings.TRITON),
+        ("RuntimeError: PassManager::run failed", repairs.TRITON),
     ],
 )
 @pytest.mark.usefixtures("only_apt")
@@ -225,7 +225,7 @@ def test_what_keeps_triton_from_compiling_decides_what_is_to_be_installed(
 
 def test_a_missing_triton_is_a_finding_beside_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(None, monkeypatch)
-    assert check_triton((CARD,), never).fix == findings.TRITON
+    assert check_triton((CARD,), never).fix == repairs.TRITON
 
 
 @pytest.mark.parametrize("capability", [75, 89, 120])
@@ -434,9 +434,9 @@ def test_packages_are_installed_with_what_the_system_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, driver: str, compiler: str
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, *_: f"/usr/bin/{name}" if name == tool else None)
-    assert (findings.install_driver(tmp_path), findings.install_compiler()) == (driver, compiler)
+    assert (repairs.install_driver(tmp_path), repairs.install_compiler()) == (driver, compiler)
 
 
 def test_the_driver_of_wsl_is_windows_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, *_: f"/usr/bin/{name}")
-    assert findings.install_driver(wsl(tmp_path)).startswith("xdg-open")
+    assert repairs.install_driver(wsl(tmp_path)).startswith("xdg-open")

@@ -22,7 +22,7 @@ from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitErr
 from localllm.models.families import load_config
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.planner.advice import fixes_for_context
-from localllm.offload.planner.machine import Machine, Memory, Rates
+from localllm.offload.planner.machine import Held, Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
 from localllm.offload.planner.plan import KEPT_PAGES, Plan
 from localllm.offload.planner.search import Search
@@ -272,7 +272,7 @@ def test_blocks_leave_a_devices_memory_for_the_longer_context(directory: Path, t
     roomy = search(shape, 1 << 40, CTX).best()
     mixed = tuple(packed.blocks(lambda index: kinds[index % len(kinds)]))
 
-    def replan(ctx: int, kv: str, held_bytes: int) -> Plan:
+    def replan(ctx: int, kv: str, held: Held) -> Plan:
         return replace(roomy, ctx=ctx, kv_tokens=ctx, blocks=mixed, many_rows=8)
 
     with packed.opened() as placed:

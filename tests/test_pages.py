@@ -214,6 +214,35 @@ def test_pages_go_to_ram_and_come_back_whatever_devices_they_are_on():
     assert_holds(sequence, "int4", ids[:448])
 
 
+def test_a_page_goes_to_another_memory_and_back_in_one_copy(monkeypatch):
+    """Not layer by layer: a GPU has all of them in one run of bytes."""
+    pages = new_pages("int8", (None,) * 8, device=torch.device("cpu", 0))
+    (group,) = pages.groups
+    sequence = pages.new(300)
+    sequence.prepare(200)
+    held = [page for page in sequence.tables[0] if page is not None]
+    for page in held:
+        page.parts[torch.device("cpu", 0)].random_(0, 256)
+    contents = [page.parts[torch.device("cpu", 0)].clone().view(-1) for page in held]
+    copy_, copies = Tensor.copy_, 0
+
+    def counted(into: Tensor, *source: Any, **named: Any) -> Tensor:
+        nonlocal copies
+        copies += 1
+        return copy_(into, *source, **named)
+
+    monkeypatch.setattr(Tensor, "copy_", counted)
+    payloads = [torch.zeros(page.pool.page_bytes, dtype=torch.uint8) for page in held]
+    assert [page.write_to(payload) for page, payload in zip(held, payloads, strict=True)] == [*map(len, payloads)]
+    assert all(map(torch.equal, payloads, contents)) and copies == len(held)
+    for page, payload in zip(held, payloads, strict=True):
+        page.read_from(payload)
+    assert copies == 2 * len(held)
+    pages.move([HOST] * 8)
+    assert copies <= 3 * len(held) + len(group.pools) * 2
+    sequence.close()
+
+
 def test_room_in_ram_is_kept_within_its_limit():
     pages = new_pages("int4")
     prefix = PrefixCache(bytes(32), pages, ram_bytes=100_000)

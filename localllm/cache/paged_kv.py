@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from localllm.cache.kv_format import DENSE_PAGES, KVFormat
-from localllm.cache.pages import HOST, Page, PagePool
+from localllm.cache.pages import HOST, Ferry, Page, PagePool
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of, window_groups
 from localllm.kernels.paged_attention import LayerPages
 
@@ -75,13 +75,14 @@ class KVPages:
         """windows, devices: of each layer."""
         self.format = kv_format
         dense, coded = kv_format.layouts(num_kv_heads, head_dim, dtype)
+        ferry = Ferry()
         self.groups = tuple(
             LayerGroup(
                 window,
                 layers,
-                PagePool(dense, [devices[layer] for layer in layers]),
-                None if coded is None else PagePool(coded, [devices[layer] for layer in layers]),
-                PagePool(dense, [devices[layer] for layer in layers], is_shared=True),
+                PagePool(dense, [devices[layer] for layer in layers], ferry),
+                None if coded is None else PagePool(coded, [devices[layer] for layer in layers], ferry),
+                PagePool(dense, [devices[layer] for layer in layers], ferry, is_shared=True),
             )
             for window, layers in window_groups(windows)
         )

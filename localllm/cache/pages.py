@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.page_locked import page_locked
 from localllm.offload.streaming.disk_read import PAGE_BYTES
 from localllm.offload.streaming.host_buffer import HUGE_PAGE_BYTES, host_buffer
 
@@ -43,25 +45,75 @@ class Page:
         device, row = self.pool.rows[index]
         return self.parts[device][row]
 
+    @property
+    def whole(self) -> Tensor | None:
+        """uint8 [page_bytes]: all layers in order, where one device has them."""
+        return next(iter(self.parts.values())).view(-1) if len(self.parts) == 1 else None
+
     def write_to(self, payload: Tensor) -> int:
         """Copy all layers in order into `payload`, uint8; return the number of bytes."""
-        if set(self.parts) == {HOST}:
-            payload[: self.pool.page_bytes] = self.parts[HOST].view(-1)
-            return self.pool.page_bytes
-        for index, row in enumerate(torch.split(payload[: self.pool.page_bytes], self.pool.layout.layer_bytes)):
-            row.copy_(self.layer(index))
+        payload = payload[: self.pool.page_bytes]
+        if (whole := self.whole) is not None:
+            self.pool.ferry.copy(whole, payload)
+        else:
+            for index, row in enumerate(torch.split(payload, self.pool.layout.layer_bytes)):
+                row.copy_(self.layer(index))
         return self.pool.page_bytes
 
     def read_from(self, payload: Tensor) -> None:
-        if set(self.parts) == {HOST}:
-            self.parts[HOST].view(-1).copy_(payload)
-            return
-        for index, row in enumerate(torch.split(payload, self.pool.layout.layer_bytes)):
-            self.layer(index).copy_(row)
+        """payload: uint8 [page_bytes], which may be written over afterwards."""
+        if (whole := self.whole) is not None:
+            self.pool.ferry.copy(payload, whole)
+        else:
+            for index, row in enumerate(torch.split(payload, self.pool.layout.layer_bytes)):
+                self.layer(index).copy_(row)
 
     def copy_from(self, other: Page) -> None:
         for device, part in self.parts.items():
             part.copy_(other.parts[device])
+
+
+class Ferry:
+    """Carries pages between the host's memory and a GPU's, through two places in locked memory: the next page is
+    written there while the one before is on its way, and nobody waits for what goes to the GPU."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[Tensor, Any]] = []  # with an event: the last copy of that place has ended
+        self._is_refused = False  # the system locks no memory for it
+        self._used = 0
+
+    def copy(self, source: Tensor, into: Tensor) -> None:
+        """Copy uint8 [n]. When this returns `source` may be written over, and what comes to the host is there."""
+        device = source.device if into.device == HOST else into.device
+        place = self._place(device, source.nbytes) if HOST in (source.device, into.device) else None
+        if place is None:
+            into.copy_(source)
+            return
+        room, copied = place
+        stream = torch.cuda.current_stream(device)
+        if into.device == HOST:
+            room.copy_(source, non_blocking=True)
+            copied.record(stream)
+            copied.synchronize()
+            into.copy_(room)
+        else:
+            copied.synchronize()
+            room.copy_(source)
+            into.copy_(room, non_blocking=True)
+            copied.record(stream)
+
+    def _place(self, device: torch.device, num_bytes: int) -> tuple[Tensor, Any] | None:
+        if device.type != "cuda" or self._is_refused:
+            return None
+        if not self._places or self._places[0][0].nbytes < num_bytes:
+            rooms = page_locked((2, num_bytes), torch.uint8, device)
+            self._is_refused = not rooms.is_pinned()
+            if self._is_refused:
+                return None
+            self._places = [(room, torch.cuda.Event()) for room in rooms]  # type: ignore[no-untyped-call]
+        self._used += 1
+        room, copied = self._places[self._used % 2]
+        return room[:num_bytes], copied
 
 
 class PagePool:
@@ -70,10 +122,17 @@ class PagePool:
     `evict` is told of a sealed page whose room is taken for another.
     """
 
-    def __init__(self, layout: PageLayout, devices: Sequence[torch.device], is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        devices: Sequence[torch.device],
+        ferry: Ferry,
+        is_shared: bool = False,
+    ) -> None:
         """devices: of each layer. is_shared: all layers use the same bytes, one after the other."""
         self.layout = layout
         self.is_shared = is_shared
+        self.ferry = ferry
         self.evict: Callable[[Page], None] = lambda _page: None
         self.free: list[Page] = []
         self.idle: OrderedDict[Page, None] = OrderedDict()  # sealed and owned by nobody, the least useful first
@@ -183,10 +242,14 @@ class PagePool:
         nothing."""
         if tuple(devices) == self.devices:
             return
-        other = PagePool(self.layout, devices, self.is_shared)
+        other = PagePool(self.layout, devices, self.ferry, self.is_shared)
         other._grow(len(self.pages))
         for page, target in zip(self.pages, other.pages, strict=True):
-            if page.owners or page.is_sealed:
+            if not page.owners and not page.is_sealed:
+                continue
+            if (source := page.whole) is not None and (into := target.whole) is not None:
+                self.ferry.copy(source, into)
+            else:
                 for old, new in zip(self.rows, other.rows, strict=True):
                     target.parts[new[0]][new[1]].copy_(page.parts[old[0]][old[1]])
         for page, target in zip(self.pages, other.pages, strict=True):

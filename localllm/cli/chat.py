@@ -29,7 +29,7 @@ from localllm.cli.prompt import argument_text, has_blanks
 from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
 from localllm.config import user_directories
-from localllm.errors import Fix, HistoryError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.errors import CardFaultError, Fix, HistoryError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.error_origins import with_origins
@@ -170,7 +170,7 @@ class LineChat:
         self._session = session
         self._reader = reader
         self._shows_statistics = shows_statistics
-        self._leaving = False
+        self._leaving = self._is_over = False
         self._exit_code = 0
         self._own_commands: Mapping[str, Callable[[str], None]] = {
             "help": lambda _: self._note(slash.command_list()),
@@ -193,7 +193,7 @@ class LineChat:
             recorder.catch_up()
         if self._reader.interactive and recorder.session_id is not None:
             self._output.note(f"localllm chat --resume {recorder.session_id} goes on with this chat")
-        if not self._reader.interactive:  # a script wants to know; a person has read it
+        if self._is_over or not self._reader.interactive:  # a script wants to know; a person has read it
             raise typer.Exit(self._exit_code)
 
     def _converse(self) -> None:
@@ -216,6 +216,8 @@ class LineChat:
                 with_origins(error, self._session.dialogue.resolved)
                 self._output.error(mended_in_chat(error))
                 self._exit_code = error.exit_code
+                if isinstance(error, CardFaultError):  # in this process every answer would end so
+                    self._leaving = self._is_over = True
             if self._terminated:
                 raise typer.Exit(self._cli.interrupts.exit_code or 0)
 

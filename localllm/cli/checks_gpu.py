@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,9 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from localllm.cli.checks_machine import process_limits
-from localllm.cli.findings import Finding, install_driver, is_container, is_wsl, ok, sm_name, warn
+from localllm.cli.findings import Finding, fail, ok, warn
 from localllm.config import format_bytes
-from localllm.offload.planner.nvml import Gpu, gpus, refusal
+from localllm.engine.device import no_gpu
+from localllm.offload.planner.nvml import Gpu, gpus, refusal, sm_name
+from localllm.repairs import install_driver, is_container, is_wsl
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
@@ -131,9 +134,13 @@ def check_kernels() -> Finding:
 
     from localllm.kernels.gpu import ready
 
+    if (refusal := no_gpu()) is not None:
+        return fail(f"not used, the CPU computes: {refusal.why}", str(refusal.fixes[0]))
     device = torch.device("cuda", torch.cuda.current_device())
     if reason := ready.missing(device):
         return ok(f"not used: {reason}; torch's operators compute")
+    if reason := ready.fault(device):
+        return warn(f"not used, torch's operators compute: {reason}", f"rm {shlex.quote(str(ready.kept_file()))}")
     started = time.perf_counter()
     if reason := ready.check(device):
         return warn(f"not used, torch's operators compute: {reason}", "rm -rf ~/.triton/cache && localllm doctor")

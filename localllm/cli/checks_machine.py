@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localllm.chat.plan_text import when_measured
-from localllm.cli.findings import Finding, fail, ok, raise_cgroup_limit, warn
+from localllm.cli.findings import Finding, fail, ok, warn
 from localllm.config import format_bytes, format_figure
 from localllm.offload.planner.machine_memory import ROOT, SELF_CGROUP, memory_limits
 from localllm.present import nearest
+from localllm.repairs import raise_cgroup_limit
 
 _VECTOR_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16")
 _NO_CACHE_FIX = "export HF_HUB_CACHE=/a/folder/of/yours"

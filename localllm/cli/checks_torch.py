@@ -8,23 +8,12 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from localllm.cli.findings import (
-    TRITON,
-    Finding,
-    fail,
-    install_compiler,
-    install_python_headers,
-    install_torch,
-    ok,
-    sm_name,
-    warn,
-)
+from localllm.cli.findings import Finding, fail, ok, warn
+from localllm.engine.device import has_code
 from localllm.kernels.child import run_within
-
-if TYPE_CHECKING:
-    from localllm.offload.planner.nvml import Gpu
+from localllm.offload.planner.nvml import Gpu, sm_name
+from localllm.repairs import TRITON, install_compiler, install_python_headers, install_torch
 
 _TESTED = (2, 11), (2, 14)
 # It takes half a second where nothing is wrong.
@@ -96,11 +85,16 @@ def check_driver(cards: tuple[Gpu, ...], build: TorchBuild) -> Finding:
     if card.driver_cuda is not None:
         driver += f" (up to {_cuda(card.driver_cuda)})"
     if not build.version:
-        return fail(f"{driver}, but torch cannot be imported", install_torch(card))
+        return fail(f"{driver}, but torch cannot be imported", install_torch(card.compute_capability, card.driver_cuda))
     if build.cuda is None:
-        return fail(f"{driver}, but this torch is a CPU build", install_torch(card))
+        return fail(
+            f"{driver}, but this torch is a CPU build", install_torch(card.compute_capability, card.driver_cuda)
+        )
     if card.driver_cuda is not None and card.driver_cuda[0] < build.cuda[0]:
-        return fail(f"{driver} is too old for torch's {_cuda(build.cuda)}", install_torch(card))
+        return fail(
+            f"{driver} is too old for torch's {_cuda(build.cuda)}",
+            install_torch(card.compute_capability, card.driver_cuda),
+        )
     if build.devices:
         return ok(f"{driver}, torch built for {_cuda(build.cuda)}")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -116,9 +110,14 @@ def check_capability(card: Gpu, build: TorchBuild) -> Finding:
     if capability is None:
         return ok("this card does not tell")
     name = sm_name(capability)
-    if build.architectures and not any(_runs(code, capability) for code in build.architectures):
+    if build.architectures and not has_code(build.architectures, capability):
         detail = f"{name}: torch {build.version} has code for {', '.join(build.architectures)} only"
-        return fail(detail, install_torch(card) if capability >= (5, 0) else "export LOCALLLM_DEVICE=cpu")
+        return fail(
+            detail,
+            install_torch(card.compute_capability, card.driver_cuda)
+            if capability >= (5, 0)
+            else "export LOCALLLM_DEVICE=cpu",
+        )
     lacks = [what for least, what in _LACKS.items() if capability < least]
     detail = f"{name} lacks {'; '.join(lacks)}" if lacks else f"{name}: bf16 and fp8 tensor cores"
     return warn(detail, _USE_FP32) if capability < (8, 0) else ok(detail)
@@ -159,16 +158,6 @@ def probe_triton(capability: int) -> str:
     lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
     telling = [line for line in lines if "fatal error:" in line] or lines or [f"exit code {child.returncode}"]
     return telling[-1]
-
-
-def _runs(code: str, capability: tuple[int, int]) -> bool:
-    """Machine code runs on its own generation from its own number on; other code is translated for every later one."""
-    kind, _, digits = code.partition("_")
-    if digits.isdigit():
-        made_for = divmod(int(digits), 10)
-        return made_for <= capability and (kind == "compute" or made_for[0] == capability[0])
-    exact = digits.rstrip("af")  # "90a": for this very card
-    return exact.isdigit() and divmod(int(exact), 10) == capability
 
 
 def _cuda(version: tuple[int, int]) -> str:

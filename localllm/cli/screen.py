@@ -62,10 +62,10 @@ def run_screen(
         background.restore()
     cli.interrupts.terminal_reset = ""
     app.close(_END_S)
-    if app.failure is not None:
-        raise app.failure
     if app.chat.session_id is not None:
         cli.output.note(f"localllm chat --resume {app.chat.session_id} goes on with this chat")
+    if app.failure is not None:
+        raise app.failure
     raise typer.Exit(cli.interrupts.exit_code or 0)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
+from localllm.engine.card import fault_of, faults_told
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import Event, FinishedEvent, ignore
 from localllm.engine.kv_allocator import KVAllocator
@@ -42,6 +43,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
+from localllm.offload.planner.machine import Held
 from localllm.offload.planner.plan import JobShape, Plan
 from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate, end_of_turn_id
@@ -96,6 +98,7 @@ class Engine(StepLoop):
             speculation(speculate, residency, plan, loaded.drafter),
             frozenset(token_id for token_id in eos if token_id is not None),
             tokenizer.token_text,
+            computed.name,
         )
         looks_ahead = model.device.type != "cpu"  # there the cores are the model's: a thread more made a step longer
         self.grammars = Grammars(tokenizer, self.eos_ids, model.config.vocab_size, looks_ahead=looks_ahead)
@@ -130,35 +133,40 @@ class Engine(StepLoop):
         contents = hub.contents(files.directory)
         model_config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
-        note_device(planner.torch_device, watcher, is_chosen=config.device == "auto")
+        note_device(planner.torch_device, watcher)
         draft = DraftModel.of(speculate.draft_model, tokenizer, planner)
         if note := dense_heads_note(config.kv, model_config.head_dim, planner.dtype):
             watcher.noting(note)
         planner = planner if draft is None else replace(planner, draft=draft.shape)
-        loaded = Loading(planner, files, watcher, draft).load(model_config)
-        engine = cls(
-            loaded,
-            tokenizer,
-            ChatTemplate.load_or_why_not(files.directory, tokenizer),
-            kv=config.kv,
-            limits=limits or (Limits() if job is None else Limits(max_sequences=job.sequences)),
-            reuse=reuse,
-            computed=Computed(source_id(files), planner.recipe.name, files.name),
-            speculate=speculate,
-            note=watcher.noting,
-        )
-        try:
-            require_unchanged(files.directory, contents)
-            engine.residency.warm_up(watcher.measuring)
-        except BaseException:  # nobody has the engine yet who would close it
-            engine.close()
-            raise
+        with faults_told(planner.torch_device, files.name):
+            loaded = Loading(planner, files, watcher, draft).load(model_config)
+            engine = cls(
+                loaded,
+                tokenizer,
+                ChatTemplate.load_or_why_not(files.directory, tokenizer),
+                kv=config.kv,
+                limits=limits or (Limits() if job is None else Limits(max_sequences=job.sequences)),
+                reuse=reuse,
+                computed=Computed(source_id(files), planner.recipe.name, files.name),
+                speculate=speculate,
+                note=watcher.noting,
+            )
+            try:
+                require_unchanged(files.directory, contents)
+                engine.residency.warm_up(watcher.measuring)
+            except BaseException:  # nobody has the engine yet who would close it
+                engine.close()
+                raise
         engine.load_s, engine.contents = time.perf_counter() - started, contents
         return engine
 
     def close(self) -> None:
         """End what reads blocks from the disk, and save how well the plan came true. The engine is not used after."""
-        self._held.close()
+        try:
+            self._held.close()
+        except RuntimeError:
+            if not fault_of(self.residency.device):  # else nothing can be given back any more, and all of it has gone
+                raise
         self._scores.keep()
         self.speculation.close()
         self.grammars.close()
@@ -352,7 +360,8 @@ class Engine(StepLoop):
         """Return the best plan for this context in the memory of now. Raises DoesNotFitError."""
         if self._replan is None:
             raise DoesNotFitError("the context cannot grow", why="this engine was given its model without a plan")
-        return self._replan(ctx, self.residency.kv_pages.format.name, self.residency.kv_host_bytes)
+        held = Held(self.residency.kv_host_bytes, self.residency.graph_bytes)
+        return self._replan(ctx, self.residency.kv_pages.format.name, held)
 
     def perplexity(self, token_ids: SequenceOf[int], ctx: int | None = None, progress: Progress = ignore) -> Perplexity:
         """Return how well the model predicts a text; see `engine.perplexity`. Raises UsageError or

@@ -3,7 +3,6 @@ wants them, what must stay open."""
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -18,7 +17,7 @@ from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.card import cap_allocator
 from localllm.engine.events import ignore
-from localllm.engine.memory import is_out_of_memory, no_cuda, out_of_memory
+from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.planner import DraftShape, ModelPlanner, has_card
 from localllm.engine.residency import Residency
@@ -37,7 +36,8 @@ from localllm.models.load import DecoderParts, Progress, load_decoder
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel
 from localllm.offload.planner.advice import fixes_for_context
-from localllm.offload.planner.nvml import gpus
+from localllm.offload.planner.card_placements import graph_bytes
+from localllm.offload.planner.machine import NOTHING, Held
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
 from localllm.quant.dense import dense_name
@@ -153,9 +153,9 @@ def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -
 
 
 class Replan(Protocol):
-    def __call__(self, ctx: int, kv: str, held_bytes: int) -> Plan:
-        """kv: the format of keys and values. held_bytes: of the host's memory that this process has, what those have.
-        Raises DoesNotFitError."""
+    def __call__(self, ctx: int, kv: str, held: Held) -> Plan:
+        """kv: the format of keys and values. held: what they have of this process's memory, and graphs. Raises
+        DoesNotFitError."""
         ...
 
 
@@ -256,9 +256,10 @@ class Loading:
         draft, planner = self.planner.draft, replace(self.planner, say=ignore)
         draft_bytes = draft.shape.num_bytes if draft is not None and not has_card(planner.device) else 0
 
-        def planned(ctx: int, kv: str, held_bytes: int) -> Plan:
+        def planned(ctx: int, kv: str, held: Held) -> Plan:
             again = replace(self, planner=replace(planner, wanted=replace(planner.wanted, ctx=ctx, kv=kv)))
-            return again._plan(config, packed, host_bytes() + held_bytes + draft_bytes)[0]
+            held = replace(held, host_bytes=host_bytes() + held.host_bytes + draft_bytes)
+            return again._plan(config, packed, held)[0]
 
         return planned
 
@@ -279,13 +280,14 @@ class Loading:
         return LoadedModel(decoder, ctx, plan, placed, replan, fixes_for, held or ExitStack())
 
     def _plan(
-        self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0
+        self, config: ModelConfig, packed: PackedModel | None = None, held: Held = NOTHING
     ) -> tuple[Plan, Search]:
-        """Return the plan and its search. placed_bytes: of what this process holds, blocks that are placed anew."""
+        """Return the plan and its search. held: of what this process holds, all that is placed anew."""
         try:
-            search = self.planner.search(config, packed, placed_bytes)
+            search = self.planner.search(config, packed, held)
             if search.machine.card is not None:  # also where nothing fits: a model that is there goes on under it
-                cap_allocator(self.planner.torch_device, search.machine.card.memory)
+                card = search.machine.card.memory
+                cap_allocator(self.planner.torch_device, card, graph_bytes(search.shape, card))
             plan = search.best()
             return plan if self.planner.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
@@ -295,14 +297,9 @@ class Loading:
             raise
 
 
-def note_device(device: torch.device, watcher: Watcher, *, is_chosen: bool) -> None:
-    """Check our kernels where a GPU is new to them, and tell where they, or the GPU, cannot be used. is_chosen: nobody
-    asked for this device."""
+def note_device(device: torch.device, watcher: Watcher) -> None:
+    """Check our kernels where a GPU is new to them, and tell where they cannot be used."""
     if not has_card(device):
-        hidden = "CUDA_VISIBLE_DEVICES" in os.environ  # by someone who knows
-        if is_chosen and not hidden and (cards := gpus()):
-            name = cards[0].name or "an NVIDIA GPU"
-            watcher.noting(f"the CPU computes, though {name} is here: {no_cuda()}; see localllm doctor")
         return
     if not is_known(device):
         watcher.measuring("checking the kernels on this graphics card, once")

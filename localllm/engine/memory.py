@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from localllm.config import format_bytes
 from localllm.engine.device import device_name, dtype_name
-from localllm.engine.device import no_cuda as no_cuda
 from localllm.errors import DoesNotFitError, Fix, UsageError
+from localllm.offload.measurements.device_rates import gpu
 from localllm.offload.planner.machine_memory import HEADROOM as HEADROOM
 from localllm.offload.planner.machine_memory import free_bytes
 from localllm.quant.layouts import DTYPE_NAMES, torch_dtype
+
+_MUCH_BYTES = 256 << 20  # another program that came or went; less is what a desktop's windows take and give back
 
 
 def choose_device(name: str) -> torch.device:
@@ -37,6 +41,50 @@ def reachable_bytes(device: torch.device) -> int:
     process."""
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     return available_bytes(device) + reserved
+
+
+def others_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that other programs and the display use; None where its driver does not tell."""
+    card = gpu(device)
+    return None if card is None or card.own_bytes is None else card.used_by_others_bytes
+
+
+class OtherPrograms:
+    """Whether other programs have taken much of a device's memory, or given much back, since the last look.
+
+    A driver's own part grows too: by kernels that are loaded at their first use, and by graphs. Where it does not tell
+    whose a change is, one during an answer is taken for this process's own, unless it is large.
+    """
+
+    def __init__(self, device: torch.device, graph_bytes: Callable[[], int]) -> None:
+        """graph_bytes: that this process's graphs have of it."""
+        self._device, self._graph_bytes = device, graph_bytes
+        self._others_bytes = others_bytes(device)
+        self.forget_growth()
+
+    def forget_growth(self) -> None:
+        """Take for this process's own what has changed while it made itself ready."""
+        self._free_bytes = self._reachable_bytes()
+
+    def forget_little(self) -> None:
+        """As `forget_growth`, at the end of an answer."""
+        if self._others_bytes is None and not self._is_much(free_bytes := self._reachable_bytes()):
+            self._free_bytes = free_bytes
+
+    def have_changed(self) -> bool:
+        if not self._is_much(self._reachable_bytes()):
+            return False
+        others = others_bytes(self._device)
+        if others is None or self._others_bytes is None or abs(others - self._others_bytes) >= _MUCH_BYTES:
+            return True
+        self.forget_growth()
+        return False
+
+    def _reachable_bytes(self) -> int:
+        return reachable_bytes(self._device) + self._graph_bytes()
+
+    def _is_much(self, free_bytes: int) -> bool:
+        return abs(free_bytes - self._free_bytes) >= _MUCH_BYTES
 
 
 # Words of errors that torch raises as plain RuntimeErrors. The first are of the host, oneDNN's among them; the others

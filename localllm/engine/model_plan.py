@@ -19,6 +19,7 @@ from localllm.hub import ModelFiles
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.planner.advice import advise, other_model
+from localllm.offload.planner.machine import Held
 from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.plan import JobShape, Plan, with_kept_pages
 from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES, UNKNOWN_DISK_GBS, Profile, kept_profile
@@ -118,7 +119,7 @@ def consider(
     """
     planner, speculate = _planner(model, files, wanted, say, job), Speculate.of(wanted)
     unsure = _compare_tokenizers(model.name, files, speculate.draft_model)
-    search, why_no_draft = _best_search(planner, model, placed_bytes)
+    search, why_no_draft = _best_search(planner, model, Held(placed_bytes))
     profile = kept_profile().of(search.shape.weights)
     estimates = [*_estimates(profile), *unsure]
     taken: dict[str, Any] = {"measured_at_s": profile.measured_at_s, "measured_busy": profile.busy}
@@ -147,7 +148,7 @@ def foresee(
 
     Raises DoesNotFitError, and as `consider`.
     """
-    return _best_search(_planner(model, files, wanted, say, job), model, _ALL_BYTES)[0].best()
+    return _best_search(_planner(model, files, wanted, say, job), model, Held(_ALL_BYTES))[0].best()
 
 
 def _planner(
@@ -163,11 +164,11 @@ def _planner(
     return replace(planner, draft=DraftShape(shape, draft.config.longest_context))
 
 
-def _best_search(planner: ModelPlanner, model: Shape, placed_bytes: int) -> tuple[Search, str]:
+def _best_search(planner: ModelPlanner, model: Shape, held: Held) -> tuple[Search, str]:
     """Return the search in the best form of the weights, and why the second model is left out; "" where it is not."""
-    planner, reason = planner.with_room_for_draft(model.config, placed_bytes)
-    best = planner.in_best_form(model.config, placed_bytes)
-    return best.search(model.config, placed_bytes=placed_bytes), reason
+    planner, reason = planner.with_room_for_draft(model.config, held)
+    best = planner.in_best_form(model.config, held)
+    return best.search(model.config, held=held), reason
 
 
 def _compare_tokenizers(name: str, files: ModelFiles | None, word: str) -> list[str]:

@@ -128,14 +128,14 @@ def process_memory(
     is_available()  # loads the compiler of the kernels, which takes 48 MB, before what is held is counted
     give_back_freed()  # a tokenizer of 128,000 entries leaves 177 MB behind when it is read
     held = int(psutil.Process().memory_info().rss)
-    free = held + int(HEADROOM * free_bytes())
     usual = _PROGRAM_BYTES + _TOKENIZER_BYTES * vocab_size + (_PACKING_BYTES if packs else 0)
     usual += _BITSANDBYTES_BYTES if isinstance(weights.blocks, NF4Layout) else 0
     usual += _UNPACKING_BYTES if isinstance(weights.blocks, BF12Layout) else 0
     now = held - placed_bytes + _GROWTH_BYTES
     program = usual if now <= usual + _FIRST_BYTES else -(-now // _STEP_BYTES) * _STEP_BYTES
-    most = free if ram_bytes is None else min(ram_bytes, free)
-    return Memory(most, program, free, int(psutil.virtual_memory().total))
+    can_hold = program + int(HEADROOM * (held + free_bytes() - program))  # wherever the model's bytes are by now
+    most = can_hold if ram_bytes is None else min(ram_bytes, can_hold)
+    return Memory(most, program, can_hold, int(psutil.virtual_memory().total))
 
 
 def require_cap(ram_bytes: int | None) -> None:

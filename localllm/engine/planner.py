@@ -18,7 +18,7 @@ from localllm.hub.packed import packed_recipes
 from localllm.models.config import ModelConfig
 from localllm.offload.planner.fit_errors import idle_vram
 from localllm.offload.planner.host_placements import LOGIT_ROWS
-from localllm.offload.planner.machine import Machine, Memory, Rates
+from localllm.offload.planner.machine import NOTHING, Held, Machine, Memory, Rates
 from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.plan import JobShape
 from localllm.offload.planner.profile import kept_profile
@@ -123,11 +123,11 @@ class ModelPlanner:
         """The most sequences at once."""
         return 1 if self.job is None else self.job.sequences
 
-    def search(self, config: ModelConfig, packed: PackedModel | None = None, placed_bytes: int = 0) -> Search:
+    def search(self, config: ModelConfig, packed: PackedModel | None = None, held: Held = NOTHING) -> Search:
         """Return the search for the best plan; what it needs to know of the machine is measured first, once.
 
         packed: the packed model, once it is open.
-        placed_bytes: of the host's memory that this process holds, blocks that are placed anew.
+        held: of what this process holds, blocks and all else that is placed anew.
 
         Raises UsageError for a cap above what exists, DoesNotFitError where a GPU has no memory for a measurement.
         """
@@ -139,39 +139,47 @@ class ModelPlanner:
         shape = model_shape(config, self.sizes, self.dtype, self.name, self.device, self.wanted.kv, packing)
         if self.draft is not None:
             draft_bytes = self.draft.num_bytes(self.wanted.ctx or shape.default_ctx, self.sequences)
-            shape = replace(shape, draft_bytes=draft_bytes)
+            shape = replace(shape, draft_bytes=draft_bytes, draft_blocks=len(self.draft.shape.blocks))
         memory = partial(
-            process_memory, self.wanted.ram, self.sizes, config.vocab_size, placed_bytes, packs=packing is not None
+            process_memory, self.wanted.ram, self.sizes, config.vocab_size, held.host_bytes, packs=packing is not None
         )
         if has_card(self.device):
             from localllm.engine.card import card_machine
 
-            machine = card_machine(self.torch_device, self.recipe, self.torch_dtype, self.wanted.vram, memory, self.say)
+            machine = card_machine(
+                self.torch_device,
+                self.recipe,
+                self.torch_dtype,
+                self.wanted.vram,
+                memory,
+                self.say,
+                held.graph_bytes,
+            )
         else:
             machine = self._host(shape, memory)
         machine = replace(machine, rates=replace(machine.rates, cached_share=cached_share))
         return Search(shape, machine, self.wanted.ctx, self.job)
 
-    def in_best_form(self, config: ModelConfig, placed_bytes: int = 0) -> ModelPlanner:
+    def in_best_form(self, config: ModelConfig, held: Held = NOTHING) -> ModelPlanner:
         """Return the planner for a form of the same weights in fewer bytes, where they have one that is better."""
         if has_card(self.device) or not is_unpacked(self.sizes):
             return self
-        own = self.search(config, placed_bytes=placed_bytes)
+        own = self.search(config, held=held)
         if own.fitting is not None and own.fitting.is_whole:
             return self
         compact = compact_form(self.sizes, config, () if self.files is None else packed_recipes(self.files))
         if compact is None:
             return self
         other = replace(self, weights=compact.name)
-        return other if other.search(config, placed_bytes=placed_bytes).is_better_than(own) else self
+        return other if other.search(config, held=held).is_better_than(own) else self
 
-    def with_room_for_draft(self, config: ModelConfig, placed_bytes: int = 0) -> tuple[ModelPlanner, str]:
+    def with_room_for_draft(self, config: ModelConfig, held: Held = NOTHING) -> tuple[ModelPlanner, str]:
         """Return the planner without the second model, and why, where that does not fit or costs more than it gives."""
         if self.draft is None:
             return self, ""
         alone = replace(self, draft=None)
-        with_it = self.search(config, placed_bytes=placed_bytes)
-        without = alone.search(config, placed_bytes=placed_bytes).fitting
+        with_it = self.search(config, held=held)
+        without = alone.search(config, held=held).fitting
         if without is None:  # nothing fits: that is the error to report
             return alone, ""
         draft_bytes, weight_bytes = with_it.shape.draft_bytes, self.draft.shape.num_bytes

@@ -11,17 +11,15 @@ import torch
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.engine.events import ignore
-from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, reachable_bytes
+from localllm.engine.memory import OtherPrograms, is_device_out_of_memory, is_out_of_memory
 from localllm.engine.runner import ModelRunner
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
 from localllm.models.offloaded_model import HOST, OffloadedModel
-from localllm.offload.placement import NEVER, BlockPlacement, demoted
+from localllm.offload.placement import GRAPH_ROOMS, NEVER, BlockPlacement, demoted
 from localllm.offload.planner.plan import Plan
-
-_MUCH_BYTES = 256 << 20  # another program that came or went; less is what a desktop's windows take and give back
 
 
 def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
@@ -66,10 +64,10 @@ class Residency:
         self.config, self.device = model.config, model.device
         self.placed = placed
         self.plan = plan  # that the model is placed by; None once something was moved or given up beside it
-        self._planned_blocks = plan.blocks if plan is not None else ()
+        self._planned = plan  # last
         self._has_given_up = False  # something, since it was planned
         self._replan = replan
-        self._free_bytes = reachable_bytes(self.device)
+        self._others = self._look_at_others() if placed is not None and placed.has_device else None
         self._batch_rows = batch_rows
         self._has_kv_on_host = False
         self._use(model)
@@ -90,7 +88,9 @@ class Residency:
     @property
     def blocks(self) -> Sequence[BlockPlacement]:
         """Where each block is; none where the model was not planned."""
-        return self._planned_blocks if self.placed is None else self.placed.blocks
+        if self.placed is not None:
+            return self.placed.blocks
+        return () if self._planned is None else self._planned.blocks
 
     @property
     def kv_host_bytes(self) -> int:
@@ -104,6 +104,13 @@ class Residency:
             return self.placed.host_bytes + self.kv_host_bytes
         return sum(block.num_bytes for block in self.blocks if block.tier == "ram") + self.kv_host_bytes
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of a GPU's memory that graphs have by now, as a plan counts them."""
+        planned = 0 if self._planned is None else self._planned.ledger.get("vram", {}).get("graphs", 0)
+        runner: ModelRunner | None = self.__dict__.get("runner")  # none where it was lost
+        return 0 if runner is None else runner.graphs.num_rooms * planned // GRAPH_ROOMS
+
     def new_kv(self, capacity: int) -> PagedKV:
         return self.kv_pages.new(capacity)
 
@@ -112,6 +119,8 @@ class Residency:
         if self.runner.is_fused:
             measuring("preparing the kernels for this model")
         self.runner.warm_up(self.new_kv)
+        if self._others is not None:
+            self._others.forget_growth()
 
     def move(self, blocks: Sequence[BlockPlacement]) -> None:
         """Place the blocks elsewhere from the next step on, and keys and values with them.
@@ -152,43 +161,57 @@ class Residency:
         as `move` does."""
         if self.placed is None or self._replan is None:
             return None
-        has_changed = abs(reachable_bytes(self.device) - self._free_bytes) >= _MUCH_BYTES
-        if not (has_changed if self.placed.has_device else self._has_given_up):
+        if not (self._has_given_up if self._others is None else self._others.have_changed()):
             return None
         plan = None
         with suppress(DoesNotFitError, MemoryError):  # it goes on as it is
             plan = self._replan()
         if plan is not None:
             self.take(plan)
-        self._free_bytes = reachable_bytes(self.device)
+        if self._others is not None:
+            self._others = self._look_at_others()
         return plan
 
+    def end_answers(self) -> None:
+        """Look at the memory when no answer is being written any more."""
+        if self._others is not None:
+            self._others.forget_little()
+
     def take(self, plan: Plan) -> None:
-        """Go on by another plan; where nothing can be moved, one with the same blocks. Raises as `move` does."""
-        self._has_given_up = False
+        """Go on by another plan; where nothing can be moved, one with the same blocks. Where they are the same, what
+        runs the model stays, with the graphs that it has captured. Raises as `move` does."""
+        self._has_given_up, self._planned = False, plan
         self._batch_rows, self._has_kv_on_host = plan.batch_rows, False
-        if self.placed is None:
-            self._use(self.model)
+        if self.placed is not None:
+            self.placed.many_rows = plan.many_rows
+        if self.placed is None or (plan.blocks == self.placed.blocks and not self.is_lost):
+            self.runner.resize(plan.batch_rows, NEVER if self.placed is None else plan.many_rows)
+            self.runner.graphs.restore()
             self._place_kv()
         else:
-            self.placed.many_rows = plan.many_rows
-            if plan.blocks == self.placed.blocks and not self.is_lost:
-                self._use(self.model)
-                self._place_kv()
-            else:
-                self.move(plan.blocks)
+            self.move(plan.blocks)
         is_as_planned = self.placed is None or plan.blocks == self.placed.blocks
         self.plan = plan if is_as_planned and not self._has_kv_on_host else None
 
+    def give_up_graphs(self, error: BaseException) -> bool:
+        """Return whether a GPU's memory ran out and captured graphs were given up for it: where there is room later
+        they are captured again, fewer of them."""
+        gives_up = "runner" in self.__dict__ and is_device_out_of_memory(error) and self.runner.graphs.give_up()
+        if gives_up:
+            _give_back(error)
+        return gives_up
+
     def give_way(self, error: BaseException, rows: int) -> bool:
-        """Give up memory for a forward of `rows` tokens that found too little: fewer tokens at once, then keys and
-        values on the host, then blocks one tier down. Return whether the forward is worth another try; raises as
-        `move`."""
+        """Give up memory for a forward of `rows` tokens that found too little: graphs, then fewer tokens at once, then
+        keys and values on the host, then blocks one tier down. Return whether the forward is worth another try; raises
+        as `move`."""
+        if self.give_up_graphs(error):
+            return True
         _give_back(error)
         self.plan, self._has_given_up = None, True
         if rows > MAX_ROWS and self._batch_rows > MAX_ROWS:
             self._batch_rows = max(MAX_ROWS, min(self._batch_rows, rows) // 2)
-            self.runner.shrink(self._batch_rows)
+            self.runner.resize(self._batch_rows, self.runner.many_rows)
             return True
         on_device = is_device_out_of_memory(error)
         if on_device and not self._has_kv_on_host and any(device != HOST for device in self.kv_devices):
@@ -215,6 +238,9 @@ class Residency:
 
     def _demoted(self, blocks: Sequence[BlockPlacement], on_device: bool) -> list[BlockPlacement] | None:
         return demoted(blocks, "vram" if on_device else "ram", self.config.tie_word_embeddings)
+
+    def _look_at_others(self) -> OtherPrograms:
+        return OtherPrograms(self.device, lambda: self.graph_bytes)
 
     def _use(self, model: Decoder) -> None:
         many, rows = (model, NEVER) if self.placed is None else (self.placed.prefill_model, self.placed.many_rows)

@@ -26,6 +26,7 @@ from localllm.layers.rotary import Rotary
 from localllm.layers.segment import Segment
 from localllm.models.cpu_program import CpuProgram
 from localllm.models.decoder import Block, Decoder, without
+from localllm.models.gpu_graphs import Graphs
 from localllm.models.load import Progress
 from localllm.offload.placement import NEVER
 
@@ -111,20 +112,25 @@ class ModelRunner:
         many_rows: int = NEVER,
         *,
         note: Callable[[str], None] = ignore,
+        graphs: Graphs | None = None,
     ) -> None:
         """Compute a model.
 
         batch_rows: tokens that are computed at once; what a chunk has beyond them follows block by block.
         prefill_model: the same model as it computes a forward of `many_rows` tokens or more, where that is another one.
         note: called where our kernels fail.
+        graphs: of a GPU, which another runner of the model has, too.
         """
         self.model = model
         self.batch_rows = batch_rows
         self.prefill_model = model if prefill_model is None else prefill_model
         self.many_rows = many_rows
         self.cpu_program = CpuProgram(model) if CpuProgram.supports(model) else None
-        self.gpu_program = _gpu_program(model)
-        self._gpu_prefill = self.gpu_program if self.prefill_model is model else _gpu_program(self.prefill_model)
+        self.graphs = graphs or Graphs(model.device)
+        self.gpu_program = _gpu_program(model, self.graphs)
+        self._gpu_prefill = (
+            self.gpu_program if self.prefill_model is model else _gpu_program(self.prefill_model, self.graphs)
+        )
         self._ahead: Ahead | None = None
         self._reduced: tuple[frozenset[str], ModelRunner] | None = None
         self._note = note
@@ -154,10 +160,14 @@ class ModelRunner:
         """Whether a GPU computes some of it by our kernels."""
         return self.gpu_program is not None or self._gpu_prefill is not None
 
-    def shrink(self, batch_rows: int) -> None:
-        """Compute fewer tokens at once from now on, in less memory."""
-        self.batch_rows = batch_rows
-        self.cpu_program = None if self.cpu_program is None else CpuProgram(self.model)
+    def resize(self, batch_rows: int, many_rows: int) -> None:
+        """Compute fewer tokens at once from now on, in less memory, or more. What was begun ahead is dropped: keys and
+        values may move."""
+        if batch_rows != self.batch_rows and self.cpu_program is not None:
+            self.cpu_program = CpuProgram(self.model)
+        self.batch_rows, self.many_rows, self._ahead = batch_rows, many_rows, None
+        if self._reduced is not None:
+            self._reduced[1].resize(batch_rows, NEVER)
 
     @torch.inference_mode()
     def forward(
@@ -292,8 +302,13 @@ class ModelRunner:
     def without(self, names: frozenset[str]) -> ModelRunner:
         """Return a runner of the model without these blocks; the last one asked for is cached. names: must include
         every streamed block."""
-        if self._reduced is None or self._reduced[0] != names:
-            self._reduced = names, ModelRunner(without(self.model, names), self.batch_rows, note=self._note)
+        if self._reduced is not None and self._reduced[0] != names:
+            if (program := self._reduced[1].gpu_program) is not None:
+                self.graphs.forget(program.name_in_graphs)
+            self._reduced = None
+        if self._reduced is None:
+            reduced = ModelRunner(without(self.model, names), self.batch_rows, note=self._note, graphs=self.graphs)
+            self._reduced = names, reduced
         return self._reduced[1]
 
     def draws(self, chunks: Sequence[Chunk]) -> bool:
@@ -403,10 +418,10 @@ class ModelRunner:
         )
 
 
-def _gpu_program(model: Decoder) -> GpuProgram | None:
+def _gpu_program(model: Decoder, graphs: Graphs) -> GpuProgram | None:
     """Return None where the model is on no GPU, or on one that our kernels are not right on."""
     if why_not(model.device):
         return None
     from localllm.models.gpu_program import GpuProgram  # imports Triton, which not every system has
 
-    return GpuProgram(model) if GpuProgram.supports(model) else None
+    return GpuProgram(model, graphs) if GpuProgram.supports(model) else None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from localllm.engine.card import require_no_fault
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, StepSplit, TokenEvent, TokenLogprob, ignore
 from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.residency import Residency
@@ -46,11 +47,12 @@ class StepLoop:
         speculation: Speculation,
         eos_ids: frozenset[int],
         text_of: Callable[[int], str],
+        model_name: str,
     ) -> None:
-        """text_of: the text of a token, for its log-probability."""
+        """text_of: the text of a token, for its log-probability. model_name: for people."""
         self.residency, self.scheduler, self.speculation = residency, scheduler, speculation
         self.kv_allocator = scheduler.allocator
-        self.eos_ids, self._text_of = eos_ids, text_of
+        self.eos_ids, self._text_of, self._model_name = eos_ids, text_of, model_name
         self.load_s = 0.0
         self._searches: dict[int, BeamSearch] = {}  # by request
         self._scores = Scores()
@@ -59,7 +61,8 @@ class StepLoop:
     def step(self, report: Callable[[Event], None] = ignore) -> list[Event]:
         """Run one forward and return what came of it; [] where there is nothing to do.
 
-        `report` is called while it runs, a few times a second, with how far the prompts are.
+        `report` is called while it runs, a few times a second, with how far the prompts are. Raises CardFaultError
+        where a GPU computes nothing for this process any more.
         """
         events, has_prepared = self._drop_aborted(), False
         scheduled: Scheduled = ()
@@ -79,17 +82,28 @@ class StepLoop:
         except StepCancelledError:
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
+            self._require_no_fault(error)
             if has_prepared and self._gives_way(error, scheduled):  # the next step tries again
                 return events
             ended = [sequence for sequence, _ in scheduled]
             if not ended:
                 ended = [self.scheduler.waiting[0]] if has_prepared else self.scheduler.sequences
             return events + [self._fail(sequence, error) for sequence in dict.fromkeys(ended)]
-        return events + self._postprocess(computed)
+        events += self._postprocess(computed)
+        if not self.scheduler.running:
+            self.residency.end_answers()
+        return events
+
+    def _require_no_fault(self, error: Exception) -> None:
+        require_no_fault(self.residency.device, error, self._model_name)
 
     def _gives_way(self, error: Exception, scheduled: Scheduled) -> bool:
         num_rows = sum(chunk.num_tokens for _, chunk in scheduled)
-        return (num_rows > 0 and self.speculation.gives_way(error)) or self.kv_allocator.gives_way(error, num_rows)
+        return (
+            self.residency.give_up_graphs(error)
+            or (num_rows > 0 and self.speculation.gives_way(error))
+            or self.kv_allocator.gives_way(error, num_rows)
+        )
 
     def _prepare(self) -> list[Event]:
         """Do what is due between answers. Raises as `Residency.move`."""
@@ -143,6 +157,7 @@ class StepLoop:
                 for event in self._take(sequence, chunk, output):
                     events.append(event)  # one by one: what was sampled before a failure was reported
             except Exception as error:  # one request's failure ends that request, not the others and not the engine
+                self._require_no_fault(error)
                 events.append(self._fail(sequence, error))
         if self.speculation.is_on:
             self.speculation.learn(time.perf_counter() - self._forward_began)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy
 import torch
@@ -18,11 +19,12 @@ from localllm.kernels.gpu.attention import AttentionHistory, block_rows, tasks_o
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
+from localllm.kernels.page_locked import page_locked
 from localllm.layers.batch import Batch, Draw
 from localllm.layers.segment import KVStore, Segment
 
 _ALIGN = 16
-_STAGES = 4  # of the host's memory: a forward's tables are written while the copies of two before may be on their way
+_STAGES = 4  # of the host's memory: a step's tables are written while the copies of two before may be on their way
 _LEAST_PAGES, _MORE_PAGES = 4, 4
 # Up to FEW_ROWS, pages are shared out over programs; of more rows a program has all of its task's pages.
 
@@ -85,14 +87,52 @@ def _padded(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGN) * _ALIGN
 
 
+class LongStage:
+    """The host's memory for the tables of long forwards, one after the other: locked once, as that takes the driver
+    longer than a forward's tables do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.zeros(0, dtype=torch.uint8)
+        self._copied: Any = None  # an event
+
+    def of(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], once the tables before are copied from there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._memory.nbytes < num_bytes:
+            self._memory = page_locked((2 * num_bytes,), torch.uint8, self._device)
+        return self._memory[:num_bytes]
+
+    def mark(self) -> None:
+        """Remember that its copy has been given to the device."""
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(self._device))
+
+
 class GpuTables:
     """The tables of forwards of one shape, for the layers on `device`."""
 
-    def __init__(self, shape: TableShape, device: torch.device, layouts: tuple[PageLayout, PageLayout | None]) -> None:
-        """layouts: of dense and of coded pages."""
+    def __init__(
+        self,
+        shape: TableShape,
+        device: torch.device,
+        layouts: tuple[PageLayout, PageLayout | None],
+        long_stage: LongStage | None = None,
+    ) -> None:
+        """layouts: of dense and of coded pages. long_stage: where they are written; by default in memory of their own,
+        for as many steps as may be on their way."""
         self.shape, self.device = shape, device
         self.dense, self.coded = layouts
-        memory = torch.zeros((_STAGES, shape.num_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._long_stage = long_stage
+        if long_stage is None:
+            memory = page_locked((_STAGES, shape.num_bytes), torch.uint8, device)
+        else:
+            memory = long_stage.of(shape.num_bytes)[None]
+        self._is_locked = (
+            memory.is_pinned()
+        )  # else it is written over before the device has it, if that is not waited for
         self._stages = [(stage, {n: v.numpy() for n, v in shape.views(stage).items()}) for stage in memory]
         self._used = 0
         self._memory = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device)
@@ -121,7 +161,7 @@ class GpuTables:
     def fill(self, batch: Batch, groups: Sequence[int], task_tokens: int, draws: Sequence[Draw] = ()) -> None:
         """groups: those that have layers on the device. task_tokens: the most of a task. draws: how a token is to be
         drawn from each row's logits, if any is. A copy is begun; nothing is waited for."""
-        stage, words = self._stages[self._used % _STAGES]
+        stage, words = self._stages[self._used % len(self._stages)]
         self._used += 1
         T = len(batch)
         words["token_ids"][:T] = batch.token_ids.numpy()
@@ -145,7 +185,9 @@ class GpuTables:
         for index, count in enumerate(self.shape.frequencies):
             if count:
                 words[f"frequencies{index}"][:T] = batch.rotaries[index].frequencies(batch.segments).numpy()
-        self._memory.copy_(stage, non_blocking=True)
+        self._memory.copy_(stage, non_blocking=self._is_locked)
+        if self._long_stage is not None:
+            self._long_stage.mark()
 
     def _place(self, words: dict[str, numpy.ndarray], index: int, segment: Segment, group: int) -> None:
         """Write the addresses of a segment's pages of this group."""

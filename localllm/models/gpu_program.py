@@ -8,9 +8,7 @@ many there are: batches and the verification of drafts give the bits of a single
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,14 +19,16 @@ from torch import Tensor
 from localllm.kernels.gpu import product, sample
 from localllm.kernels.gpu.embedding import embed
 from localllm.kernels.kv_page import pages_of
+from localllm.kernels.page_locked import page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
 from localllm.layers.gpu_block import GpuForward, multiply, run_block
-from localllm.layers.gpu_tables import GpuTables, TableShape, table_pages, table_shape, task_tokens
+from localllm.layers.gpu_tables import GpuTables, LongStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.segment import KVStore
 from localllm.models.decoder import Block, Decoder
+from localllm.models.gpu_graphs import Graphs
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import Dense
 from localllm.quant.int8 import Int8
@@ -74,7 +74,7 @@ class _Room:
         self.tables = tables
         self.x, self.logits, self.drawn = rows.x[:count], rows.logits[:count], rows.drawn[:count]
         self.sampling = rows.sampling
-        self.graphs: dict[tuple[int, bool], Any] = {}  # by the run, and whether tokens are drawn
+        self.graphs: dict[int, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,15 @@ class _Run:
 class GpuProgram:
     """Logits as `Decoder.forward` has them. One forward at a time; the device is the decoder's."""
 
-    def __init__(self, decoder: Decoder, *, captures: bool = True) -> None:
-        """captures: graphs of what is launched, to replay them."""
+    def __init__(self, decoder: Decoder, graphs: Graphs | None = None) -> None:
+        """graphs: of the model; without them nothing is captured."""
         self.decoder, self.device = decoder, decoder.device
-        self._captures = captures and self.device.type == "cuda"
-        self._rooms: dict[tuple[TableShape, object], _Room] = {}
-        self._on_host = torch.zeros(
-            (_COPIES, product.FEW_ROWS), dtype=torch.int64, pin_memory=self.device.type == "cuda"
-        )  # fmt: skip
+        self._graphs, self.name_in_graphs = graphs or Graphs(self.device), object()
+        self._captures = graphs is not None and graphs.captures
+        self._on_host = page_locked((_COPIES, product.FEW_ROWS), torch.int64, self.device)
+        self._long_stage = LongStage(self.device)
         self._num_draws = 0
         self._joined_runs: tuple[_Run, ...] | None = None
-        self._pool: Any = None
-        self._capturing: Any = None  # a stream
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
@@ -147,78 +144,40 @@ class GpuProgram:
     # A few rows
 
     def _few(self, batch: Batch, draws: Sequence[Draw], previous: Tensor | None = None) -> _Room:
-        rows = 1 << (len(batch) - 1).bit_length()
+        runs, rows = self._runs, 1 << (len(batch) - 1).bit_length()
         room = self._room(batch, rows, draws)
         if previous is not None:
             room.tables.views["token_ids"][: len(batch)].copy_(previous[: len(batch)], non_blocking=True)
         forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype)
         self.decoder.stream.begin()
-        for index, run in enumerate(self._runs):
+        draws_now = bool(draws) or self._captures  # one graph serves both: a token that nobody asked for takes 20 us
+        for index, run in enumerate(runs):
             if run.is_streamed:
                 (stage,) = run.stages
                 with self.decoder.stream.held(stage.name if isinstance(stage, Block) else stage):
-                    self._run(index, run, room, forward, bool(draws))
+                    self._run(index, run, room, forward, draws_now)
             else:
-                self._run(index, run, room, forward, bool(draws))
+                self._run(index, run, room, forward, draws_now)
         return room
 
     def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _Room:
         """Return the room for a batch, with its tables filled."""
         layouts = batch.segments[0].kv.layouts
         shape, tokens = self._shape(batch, rows, table_pages(_longest(batch)))
-        if (shape, layouts) not in self._rooms:
-            self._rooms[shape, layouts] = _Room(self._rows, GpuTables(shape, self.device, layouts))
-        room = self._rooms[shape, layouts]
+        room = self._graphs.room(
+            self.name_in_graphs, (shape, layouts), lambda: _Room(self._rows, GpuTables(shape, self.device, layouts))
+        )
         room.tables.fill(batch, self._groups(batch), tokens, draws)
         return room
 
     def _run(self, index: int, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:
-        graph = room.graphs.get((index, draws))
+        graph = room.graphs.get(index)
         if graph is not None:
             graph.replay()
             return
         self._launch(run, room, forward, draws)
-        is_new = (index, draws) not in room.graphs
-        if is_new and run.is_ours and self._captures and self._is_capturable(run):
-            room.graphs[index, draws] = None  # where there is no memory for one, as it is computed already
-            try:
-                room.graphs[index, draws] = self._captured(partial(self._launch, run, room, forward, draws))
-            except RuntimeError as error:  # torch's own for its allocator, a plain one for the driver's
-                if "out of memory" not in str(error):
-                    raise
-
-    def _captured(self, launch: Callable[[], None]) -> Any:
-        """Record a graph of what `launch` gives the device; nothing of it is computed. What passes between the launches
-        is in memory that all graphs share, as they never run side by side. Other threads may call the driver
-        meanwhile."""
-        if self._capturing is None:  # one for all: cuBLAS keeps a workspace for each stream
-            self._capturing = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        # Meanwhile torch gives back nothing that it keeps for later, also where a cap leaves the graph no other memory.
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), self._capturing
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), _nothing_collected():
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                launch()
-            except BaseException:
-                with suppress(RuntimeError):  # of a capture that is void: the cause is what is to be told
-                    self._end_capture(graph)
-                raise
-            self._end_capture(graph)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        return graph
-
-    def _end_capture(self, graph: Any) -> None:
-        try:
-            graph.capture_end()
-        except BaseException:
-            # torch ends its allocator's part behind what has failed: without it, it would never free memory again.
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-            raise
+        if index not in room.graphs and run.is_ours and self._captures and self._is_capturable(run):
+            room.graphs[index] = self._graphs.captured(partial(self._launch, run, room, forward, draws))
 
     def _launch(self, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:
         for stage in run.stages:
@@ -252,7 +211,7 @@ class GpuProgram:
         forwards = []
         for batch in batches:
             shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
-            tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts)
+            tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts, self._long_stage)
             tables.fill(batch, self._groups(batch), tokens)
             forwards.append(GpuForward(batch, tables, self._places(batch), decoder.dtype))
         states = [torch.empty((len(b), decoder.config.hidden_size), device=self.device) for b in batches]
@@ -336,9 +295,7 @@ class GpuProgram:
         """Memory is pinned beside everything else: once the embedding is, the runs are others."""
         if self._joined_runs is None or (not self._joined_runs[0].is_ours and self._embeds):
             self._joined_runs = tuple(_joined(self._stages()))
-            for room in self._rooms.values():
-                room.graphs.clear()
-            self._pool = None  # torch ends a pool with the last graph of it
+            self._graphs.forget(self.name_in_graphs)
         return self._joined_runs
 
     def _stages(self) -> Iterator[_Run]:
@@ -353,18 +310,6 @@ class GpuProgram:
         linears = [linear for stage in run.stages if isinstance(stage, Block) for linear in stage.body.linears]
         linears += [self.decoder.head] if HEAD in run.stages else []
         return all(linear.packed is not None or isinstance(linear.format, Dense) for linear in linears)
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Collect no garbage during a capture: what is freed may call the driver for what a capture does not allow."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _joined(runs: Iterable[_Run]) -> list[_Run]:

@@ -89,6 +89,7 @@ class OffloadedModel:
         Raises CheckpointError, and what an allocation raises where there is no room; may be called with less then.
         """
         self.release()
+        self._pinning.set_aside(Ring.of([block.num_bytes for block in _from_disk(blocks)]).num_bytes)
         self._move(blocks, progress)
         self.blocks, self.many_rows = tuple(blocks), many_rows
         rings, streams = self._streamed(blocks)
@@ -188,13 +189,13 @@ class OffloadedModel:
         return self._passes(block) or (block.name == EMBED and self.has_device and block.tier == "ram")
 
     def _streamed(self, blocks: Sequence[BlockPlacement]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:
-        from_disk = [block for block in blocks[1:] if block.tier == "disk"]
+        from_disk = _from_disk(blocks)
         host: dict[str, Tensor] = {}
         if from_disk:
             files = [self._packed.streamed_file(self._layouts[block.name]) for block in from_disk]
             ring = Ring.of([file.num_bytes for file in files], 1 if self.has_device else ALIGN_BYTES)
             memory = self._from_disk = host_buffer(ring.num_bytes)
-            self._pinning.add(memory)
+            self._pinning.add(memory, is_set_aside=True)
             host = _places(from_disk, ring, memory)
             self._disk = DiskStream(files, ring, memory, maps=not self.has_device)
         passing = [block for block in blocks if self._passes(block)]
@@ -244,6 +245,11 @@ class OffloadedModel:
             small = {name: views[name] for name in layout.small_tensors()}
         staying = {name: tensor.to(place.device) for name, tensor in small.items()}
         return BlockTensors(layout, self._packed.views(layout, place) | staying)
+
+
+def _from_disk(blocks: Sequence[BlockPlacement]) -> list[BlockPlacement]:
+    """Return the blocks that pass through the host's ring: rows of the embedding are looked up one by one."""
+    return [block for block in blocks[1:] if block.tier == "disk"]
 
 
 def _places(blocks: Sequence[BlockPlacement], ring: Ring, memory: Tensor) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from typing import Literal
 Tier = Literal["vram", "ram", "disk"]
 
 NEVER = 1 << 62  # rows that no forward has
+# Of shapes of a GPU's steps whose graphs are kept: five numbers of rows, and a context that grows over three of pages.
+GRAPH_ROOMS = 8
 # Of the blocks that rest on a device, so many move at once; fewer would be asked for again at the next step.
 _SHARE = 8
 _LEAST = 3  # two of them have room in the ring that they pass through from then on

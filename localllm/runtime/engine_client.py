@@ -44,7 +44,7 @@ _LOOK_S = 5.0  # for one that nothing has to be computed for
 _CLOSE_S = 5.0  # a process that is told to end leaves within four
 _SEND_S = 1.0  # for what is still to be sent when a connection is closed
 _LOOKS = frozenset({"facts", "status"})
-_ASK_AGAIN = "ask again: it is started anew"
+ASK_AGAIN = "ask again: it is started anew"
 
 
 class RemoteEngine:
@@ -281,7 +281,7 @@ class EngineClient:
         with self._lock:
             if self.has_ended or self._is_closed:
                 return
-            self._failure = self._failure or EngineStuckError("the engine does not move on", why=why, fix=_ASK_AGAIN)
+            self._failure = self._failure or EngineStuckError("the engine does not move on", why=why, fix=ASK_AGAIN)
         self.peer.kill()
         if self._sock is not None:
             with contextlib.suppress(OSError):  # a process that waits for a disk need not end at once
@@ -354,7 +354,7 @@ class EngineClient:
     def _end(self, failure: BaseException | None) -> None:
         if failure is None and not self._is_closed and self._failure is None:
             why = self.peer.why_gone()
-            failure = EngineGoneError("the engine is gone", why=why, fix=_ASK_AGAIN)
+            failure = EngineGoneError("the engine is gone", why=why, fix=ASK_AGAIN)
         with self._lock:
             self.has_ended = True
             self._engine = None  # which knows this: a tokenizer of 100 MB would wait for the garbage collector

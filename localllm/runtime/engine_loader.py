@@ -43,14 +43,16 @@ def check(selection: Selection) -> None:
 
 
 def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> EngineConfig:
-    """Return the settings of an engine. Imports torch.
+    """Return the settings of an engine. Imports torch where there may be a GPU.
 
-    A cap of a file or a variable is left aside where no GPU is used, which `tell` hears of: machines with a GPU and
-    without share such files. Raises UsageError for one that was typed.
+    tell: hears why the CPU computes beside a GPU, and of a cap of a file or a variable that is left aside where no GPU
+    is used: machines with a GPU and without share such files. Raises UsageError for one that was typed.
     """
-    from localllm.engine.device import device_name, has_card
+    from localllm.engine.device import device_name, has_card, idle_gpu
 
     config = resolved.settings.engine
+    if line := idle_gpu(config.device):
+        tell(line)
     if config.vram is None or has_card(device_name(config.device)):
         return config
     refuse_idle_vram(resolved)

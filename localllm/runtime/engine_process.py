@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import Origin
-from localllm.errors import LocalLLMError
+from localllm.errors import CardFaultError, LocalLLMError
 from localllm.runtime import protocol
 from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_handle import EnginePeer
@@ -32,7 +32,8 @@ from localllm.runtime.sockets import listening, runtime_folder
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
-    from localllm.runtime.engine_server import ClientConnection
+    from localllm.runtime.engine_server import ClientConnection, EngineServer
+    from localllm.runtime.engine_thread import EngineThread
 
 _LEAVE_S = 5.0  # for which a process that is told to end may go on, before it is killed
 # The longest that a token's message waits for the interpreter, where the engine's thread has it; the usual is 5 ms.
@@ -278,9 +279,17 @@ def _serve(sock: socket.socket, selection: Selection, opening: Opening) -> None:
         if listener is not None:
             server.listen(listener)
         owner.set_result(server.take_owner(sock))
+        threading.Thread(target=_watch, args=(engine, server), name="localllm-watch", daemon=True).start()
         server.owner_gone.wait()
         server.close()
         engine.close(_LEAVE_S)
+
+
+def _watch(engine: EngineThread, server: EngineServer) -> None:
+    """End the process where a GPU computes nothing more in it: another one begins anew."""
+    if isinstance(failure := engine.wait_ended(), CardFaultError):
+        server.end(failure)
+        server.owner_gone.set()
 
 
 def _load(selection: Selection, opening: Opening, tell: Callable[..., None]) -> Engine:

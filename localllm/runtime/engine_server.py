@@ -15,8 +15,9 @@ from typing import Any
 from localllm.engine.engine_info import LoadedEngine
 from localllm.engine.events import Event, FinishedEvent
 from localllm.engine.request import Request
-from localllm.errors import EngineClosedError, UsageError
+from localllm.errors import CardFaultError, EngineClosedError, EngineGoneError, UsageError
 from localllm.runtime import protocol
+from localllm.runtime.engine_client import ASK_AGAIN
 from localllm.runtime.engine_handle import EngineHandle, RequestStream
 from localllm.runtime.sockets import Outbox
 
@@ -44,6 +45,12 @@ class ClientConnection:
         """Send a message from any thread, without waiting."""
         self._outbox.send(protocol.line(message))
 
+    def end(self, error: BaseException) -> None:
+        """Tell what has ended the engine; nothing follows."""
+        self.send({"op": "failed", "error": protocol.plain(_from_outside(error))})
+        self._outbox.end(_LEAVE_S)
+        self.close()
+
     def report_move(self) -> None:
         if self._streams:
             self.send({"op": "moved"})
@@ -57,7 +64,7 @@ class ClientConnection:
             try:
                 self.send({"op": "loaded", "facts": protocol.plain(self._loaded().facts())})
             except BaseException as error:
-                self.send({"op": "failed", "error": protocol.plain(error)})
+                self.send({"op": "failed", "error": protocol.plain(_from_outside(error))})
             with self._sock.makefile("rb") as lines:
                 while data := lines.readline(protocol.MOST_BYTES):
                     self._take(protocol.message(data))
@@ -109,8 +116,11 @@ class ClientConnection:
                 self.send({"op": "broken", "id": number, "error": protocol.plain(error)})
 
     def _tell(self, number: int, item: Event | BaseException) -> None:
-        """Send an event of a request, or what broke the engine, under the client's number."""
-        if isinstance(item, BaseException):
+        """Send an event of a request, or what broke the engine, under the client's number. Where the process ends of
+        it, its end tells."""
+        if isinstance(item, CardFaultError):
+            pass
+        elif isinstance(item, BaseException):
             self.send({"op": "broken", "id": number, "error": protocol.plain(item)})
         else:
             event = protocol.plain(replace(item, request_id=number))
@@ -141,6 +151,13 @@ CALLS: dict[str, Callable[[LoadedEngine, Any], Any]] = {
 SLOW_CALLS = frozenset({"check"})
 
 
+def _from_outside(error: BaseException) -> BaseException:
+    """Return what an error is to a client: a process that ends of a GPU's fault is followed by another one."""
+    if not isinstance(error, CardFaultError):
+        return error
+    return EngineGoneError("the engine is gone", why=f"{error.what}: {error.why}", fix=ASK_AGAIN)
+
+
 class EngineServer:
     """All connections of one engine."""
 
@@ -169,6 +186,13 @@ class EngineServer:
             clients = list(self._clients)
         for client in clients:
             client.report_move()
+
+    def end(self, error: BaseException) -> None:
+        """Tell all clients what has ended the engine."""
+        with self._lock:
+            clients = list(self._clients)
+        for client in clients:
+            client.end(error)
 
     def close(self) -> None:
         with self._lock:

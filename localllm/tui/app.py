@@ -19,7 +19,7 @@ from textual.worker import WorkerFailed
 
 from localllm.chat.recorder import Resumed
 from localllm.config import ResolvedSettings
-from localllm.errors import UsageError
+from localllm.errors import CardFaultError, LocalLLMError, UsageError
 from localllm.runtime.selection import Selection
 from localllm.tui import drafts, messages
 from localllm.tui.chat_worker import ChatWorker
@@ -180,6 +180,18 @@ class ChatApp(App[None]):
     def leave(self) -> None:
         """End the program. The conversation is saved."""
         self.exit()
+
+    def on_job_failed(self, message: messages.JobFailed) -> None:
+        self._leave_at_fault(message.error)
+
+    def on_model_failed(self, message: messages.ModelFailed) -> None:
+        self._leave_at_fault(message.error)
+
+    def _leave_at_fault(self, error: LocalLLMError) -> None:
+        """Leave where a GPU has failed this process: every answer would end so, of every model."""
+        if isinstance(error, CardFaultError):
+            self.failure = error
+            self.leave()
 
     def _leave_if_alone(self) -> None:
         """Leave where the terminal is gone without a signal: reading from it would spin for ever."""

@@ -41,6 +41,7 @@ _OWNERS: Mapping[str, str] = {
     "activations": "$success",
     "logits": "$success-lighten-2",
     "workspace": "$secondary-darken-2",
+    "graphs": "$secondary-darken-1",
     "staging": "$error",
     "loading": "$error-darken-2",
     "draft": "$success-darken-2",

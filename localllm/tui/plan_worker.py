@@ -16,6 +16,7 @@ from textual.message import Message
 from textual.worker import get_current_worker
 
 from localllm.config import ResolvedSettings
+from localllm.engine.events import ignore
 from localllm.errors import LocalLLMError
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.plan_request import Goal, considered, with_changes
@@ -137,8 +138,9 @@ class PlanWorker:
 
     def considered(self, wish: PlanWish, before_measurement: Callable[[str], None]) -> Considered:
         """The plan for a wish. before_measurement: called with what is measured."""
-        resolved, say = with_changes(self._selection.resolved, wish.changes), before_measurement
-        found = considered(self._selection.model_name, resolved, wish.goal, say, say, self._chat.host_bytes)
+        resolved = with_changes(self._selection.resolved, wish.changes)
+        name, say, tell = self._selection.model_name, before_measurement, ignore  # what the load has told already
+        found = considered(name, resolved, wish.goal, say, tell, self._chat.host_bytes)
         if found.planned.refusal is not None:
             with_origins(named(found.planned.refusal, self._selection.files), resolved)
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,27 +14,33 @@ from torch import Tensor
 from localllm.engine.engine import Engine
 from localllm.engine.loader import LoadedModel
 from localllm.engine.runner import ModelRunner
+from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk
-from localllm.models import gpu_warm
-from localllm.models.decoder import Decoder
+from localllm.layers.batch import Batch, Draw
+from localllm.layers.segment import Segment
+from localllm.models import gpu_graphs, gpu_warm
+from localllm.models.gpu_graphs import Graphs
 from localllm.models.gpu_program import GpuProgram
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_checkpoint
+from tests.engine_support import generated
 from tests.gpu.test_step import by_operators, ids, sampling, texts
 from tests.packed_support import pack
 from tests.test_device_placement import Packed
 
 
-class Replaying(GpuProgram):
+class Replaying(Graphs):
     """Takes for a graph the forward that it would be captured in: of that one are the batch, the sequences and their
     pages which a replay has on the host. All else must come from the tables, as on a card."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder)
-        self._captures, self.replays = True, 0
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.captures, self.num_captured, self.replays = True, 0, 0
 
-    def _captured(self, launch: Callable[[], None]) -> SimpleNamespace:
+    def captured(self, launch: Callable[[], None]) -> SimpleNamespace:
+        self.num_captured += 1
+
         def replay() -> None:
             self.replays += 1
             launch()
@@ -55,8 +62,9 @@ def test_replayed_steps_draw_the_same_tokens(tmp_path):
     prompts = [ids(length, seed=length) for length in (1, 3)]
     engine.runner.gpu_program = GpuProgram(engine.model)
     expected = texts(engine, wishes, prompts)
-    engine.runner.gpu_program = replaying = Replaying(engine.model)
-    assert texts(engine, wishes, prompts) == expected and replaying.replays > 0
+    graphs = Replaying()
+    engine.runner.gpu_program = GpuProgram(engine.model, graphs)
+    assert texts(engine, wishes, prompts) == expected and graphs.replays > 0
 
 
 @pytest.mark.slow
@@ -77,9 +85,9 @@ def test_a_replay_reads_the_pages_that_the_tables_name(tmp_path):
             kv.close()
         return logits
 
-    expected, step = found(GpuProgram(engine.model)), Replaying(engine.model)
-    assert all(map(torch.equal, found(step), expected))
-    assert step.replays == 5
+    expected, graphs = found(GpuProgram(engine.model)), Replaying()
+    assert all(map(torch.equal, found(GpuProgram(engine.model, graphs)), expected))
+    assert graphs.replays == 5
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +118,113 @@ def test_blocks_that_are_brought_are_computed_in_graphs_of_their_own(kinds, pack
         expected = logits(by_operators(placed.decode_model), engine)
         placed.place(packed.blocks(lambda index: kinds[index % len(kinds)]), 8)
         engine = Engine(LoadedModel(placed.decode_model, 400, placed=placed), Tokenizer.load(packed.checkpoint))
-        runner, step = (
-            ModelRunner(placed.decode_model, prefill_model=placed.prefill_model, many_rows=8),
-            Replaying(placed.decode_model),
-        )
+        graphs = Replaying()
+        runner = ModelRunner(placed.decode_model, prefill_model=placed.prefill_model, many_rows=8)
+        step = GpuProgram(placed.decode_model, graphs)
         runner.cpu_program, runner.gpu_program = None, step
         runner._gpu_prefill = step if placed.prefill_model is placed.decode_model else GpuProgram(placed.prefill_model)
         runner.warm_up(engine.residency.new_kv)
         for found, right in zip(logits(runner, engine), expected, strict=True):
             assert float((found - right).norm() / right.norm()) < 2e-5
         assert runner.gpu_program is step, "nothing was given up"
-        assert step.replays >= 2 * len(placed.decode_model.stream.names) > 0
+        assert graphs.replays >= 2 * len(placed.decode_model.stream.names) > 0
+
+
+def drawn(engine: Engine, program: GpuProgram, num_rows: int, past: int) -> list[int]:
+    """A token behind each of so many sequences of one token, at this place."""
+    kvs = [engine.residency.new_kv(past + 1) for _ in range(num_rows)]
+    batch = Batch(
+        token_ids=torch.arange(num_rows),
+        positions=torch.full((num_rows,), past),
+        segments=tuple(Segment(i, i + 1, kv, past, past + 1) for i, kv in enumerate(kvs)),
+        logit_rows=torch.arange(num_rows),
+        rotaries=engine.model.rotaries,
+    )
+    for kv in kvs:
+        kv.prepare(past + 1)
+    tokens = program.draw(batch, [Draw(1, 0.0, 0.0)] * num_rows).tokens()
+    for kv in kvs:
+        kv.close()
+    return tokens
+
+
+def test_only_so_many_graphs_are_kept_and_they_are_those_that_were_used_last(tmp_path, monkeypatch):
+    """A card holds them beside everything else, and a plan counts them."""
+    monkeypatch.setattr(gpu_graphs, "GRAPH_ROOMS", 3)
+    engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
+    program = GpuProgram(engine.model, graphs)
+    expected = {rows: drawn(engine, GpuProgram(engine.model), rows, 0) for rows in (1, 2, 4, 8)}
+    for rows in (1, 2, 4, 8, 8, 4, 2):  # the room of one row was the last used one three rooms ago
+        assert drawn(engine, program, rows, 0) == expected[rows]
+        assert graphs.num_rooms <= 3
+    assert (graphs.num_captured, graphs.replays) == (4, 3)
+    assert drawn(engine, program, 1, 0) == expected[1] and graphs.num_captured == 5
+
+
+def test_a_step_whose_logits_the_host_wants_replays_the_graph_that_draws(tmp_path):
+    engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
+    token_ids, runner = ids(6), by_operators(engine.model)
+    kv = engine.residency.new_kv(8)
+    expected = [runner.forward([Chunk(token_ids, kv, count)]) for count in (4, 1, 1)][2]
+    kv.trim(5)
+    runner.gpu_program = GpuProgram(engine.model, graphs)
+    assert runner.draw([Chunk(token_ids, kv, 1)], [PlainDraw(0, 0.0, 0.0)], goes_on=False)
+    kv.trim(5)
+    found = runner.forward([Chunk(token_ids, kv, 1)])
+    assert float((found - expected).norm() / expected.norm()) < 2e-5
+    assert (graphs.num_captured, graphs.replays) == (1, 1)
+    kv.close()
+
+
+def test_graphs_are_given_up_by_halves(tmp_path):
+    engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
+    program = GpuProgram(engine.model, graphs)
+    most = []
+    for _ in range(5):
+        for rows in (1, 2, 4, 8, 16):
+            drawn(engine, program, rows, 0)
+        most.append(graphs.num_rooms)
+        assert graphs.give_up() and graphs.num_rooms == 0 and not graphs.give_up()
+    assert most == [5, 4, 2, 1, 1]
+    graphs.restore()
+    for rows in (1, 2, 4, 8, 16):
+        drawn(engine, program, rows, 0)
+    assert graphs.num_rooms == 5
+
+
+def test_what_a_smaller_decoder_has_captured_counts_and_goes_with_it(tmp_path):
+    engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
+    runner = ModelRunner(engine.model, graphs=graphs)
+    runner.cpu_program, runner.gpu_program = None, GpuProgram(engine.model, graphs)
+    drawn(engine, runner.gpu_program, 1, 0)
+    names = [frozenset({block.name}) for block in engine.model.blocks[2:]]
+    smaller = runner.without(names[0])
+    assert smaller.graphs is graphs
+    smaller.gpu_program = GpuProgram(smaller.model, graphs)
+    drawn(engine, smaller.gpu_program, 1, 0)
+    assert graphs.num_rooms == 2
+    runner.without(names[1])
+    assert graphs.num_rooms == 1
+
+
+def test_where_a_cards_memory_runs_out_graphs_go_before_anything_else(tmp_path, monkeypatch):
+    """The second time there are none, and fewer tokens are computed at once."""
+    engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
+    engine.runner.graphs, engine.runner.gpu_program = graphs, GpuProgram(engine.model, graphs)
+    expected, rows = generated(engine, ids(20), 3), engine.runner.batch_rows
+    assert graphs.num_rooms == 1
+    right, left_to_fail = GpuProgram._many, 1
+
+    def many(program: GpuProgram, *arguments: Any) -> Tensor:
+        nonlocal left_to_fail
+        if left_to_fail:
+            left_to_fail -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(program, *arguments)
+
+    monkeypatch.setattr(GpuProgram, "_many", many)
+    assert generated(engine, ids(20, seed=1), 3) and engine.runner.batch_rows == rows
+    assert graphs.num_rooms == 1 and graphs.num_captured == 2
+    left_to_fail = 2
+    assert generated(engine, ids(20), 3) == expected
+    assert engine.runner.batch_rows < rows

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from localllm.cli import checks_gpu
 from localllm.cli.checks_gpu import check_kernels
-from localllm.engine import loader
 from localllm.engine.loader import Watcher, note_device
 from localllm.kernels.gpu import check, gemm, ready
 from localllm.kernels.gpu.activations import Codes
@@ -40,6 +40,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleName
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(ready, "_checked", checked)
+    monkeypatch.setattr(checks_gpu, "no_gpu", lambda: None)
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     ready.why_not.cache_clear()
     yield told
@@ -84,6 +85,22 @@ def test_what_failed_in_a_process_is_not_tried_again_in_it(card, monkeypatch):
     assert anew() == "" and card.asked == 1
 
 
+def test_a_fault_of_the_card_is_kept_until_something_is_another_version(card, monkeypatch):
+    """Whatever a check says: it was a model in which they ended."""
+    assert anew() == ""
+    ready.keep_fault(CARD, "with a model they ended in a fault of the GPU")
+    assert anew() == "with a model they ended in a fault of the GPU" and ready.check(CARD) == ""
+    assert anew() == "with a model they ended in a fault of the GPU" and ready.is_known(CARD)
+    finding = check_kernels()
+    assert finding.status == "warn" and "with a model" in finding.detail
+    assert finding.fix == f"rm {ready.kept_file()}"
+    ready.kept_file().unlink()
+    assert anew() == ""
+    ready.keep_fault(CARD, "with a model they ended in a fault of the GPU")
+    monkeypatch.setattr(ready, "_triton", lambda: "another")
+    assert anew() == ""
+
+
 def test_other_kernels_are_checked_anew(card, monkeypatch):
     anew()
     monkeypatch.setattr(ready, "_source", lambda: "another")
@@ -116,32 +133,15 @@ def test_cards_that_are_too_old_and_machines_without_triton_are_told(card, monke
 def test_one_line_says_that_operators_compute(card):
     said: list[str] = []
     watcher = Watcher(measuring=lambda text: said.append(f"measuring: {text}"), noting=said.append)
-    note_device(CARD, watcher, is_chosen=True)
+    note_device(CARD, watcher)
     assert said == ["measuring: checking the kernels on this graphics card, once"]
-    note_device(CARD, watcher, is_chosen=True)
-    note_device(torch.device("cpu"), watcher, is_chosen=True)
+    note_device(CARD, watcher)
+    note_device(torch.device("cpu"), watcher)
     assert len(said) == 1
     card.capability = (6, 1)
     ready.why_not.cache_clear()
-    note_device(CARD, watcher, is_chosen=True)
+    note_device(CARD, watcher)
     assert len(said) == 2 and said[1].startswith("torch's operators compute") and "6.1" in said[1]
-
-
-def test_a_card_that_torch_cannot_use_is_told(monkeypatch):
-    """But not to who asks for the CPU, or hides the card."""
-    said: list[str] = []
-    watcher, cpu = Watcher(noting=said.append), torch.device("cpu")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(loader, "gpus", lambda: ())
-    note_device(cpu, watcher, is_chosen=True)
-    monkeypatch.setattr(loader, "gpus", lambda: (SimpleNamespace(name="an old card"),))
-    note_device(cpu, watcher, is_chosen=False)
-    assert said == []
-    note_device(cpu, watcher, is_chosen=True)
-    assert len(said) == 1 and "the CPU computes, though an old card is here: torch" in said[0]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    note_device(cpu, watcher, is_chosen=True)
-    assert len(said) == 1
 
 
 def test_the_doctor_checks_anew(card):

@@ -13,7 +13,7 @@ from textual.widgets import Input
 
 from localllm.chat.recorder import ChatRecorder, look_up
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
-from localllm.errors import HistoryError, LocalLLMError, TemplateError, UnsupportedModelError
+from localllm.errors import CardFaultError, HistoryError, LocalLLMError, TemplateError, UnsupportedModelError
 from localllm.history import History, history_file
 from localllm.runtime.selection import Selection
 from localllm.text.chat_template import ChatTemplate
@@ -404,3 +404,22 @@ async def test_what_the_history_refused_is_kept_at_the_programs_end(monkeypatch:
             await until(pilot, "is not saved")
         assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A"]]
     assert [[text for _, text, _ in chat] for chat in kept()] == [["one", "A", "two", "B"]]
+
+
+# A GPU that has failed
+
+
+@pytest.mark.parametrize("moment", ["load", "answer"])
+async def test_where_a_gpu_has_failed_the_chat_ends_with_that_error(moment: str) -> None:
+    """In this process every answer would end so; the chat is saved."""
+    fault = CardFaultError("the GPU ended in a fault with tiny", why="an illegal access", fix="run it again")
+    service = FakeService(["A", fault])
+    if moment == "load":
+        service.failure = fault
+    with pytest.raises(CardFaultError):
+        async with chatting(service) as (app, pilot):
+            if moment == "answer":
+                await say(pilot, "one")
+                await send(pilot, "two")
+            await until(pilot, lambda: app.failure is not None)
+    assert isinstance(app.failure, CardFaultError) and app.failure.what == fault.what

@@ -38,7 +38,7 @@ _WAIT_S = 540.0
 @cache
 def why_not(device: torch.device) -> str:
     """Return why torch's operators must do, "" where our kernels are right. Takes up to a minute once, then 2 ms."""
-    if reason := missing(device) or _failures.get(str(device), ""):
+    if reason := missing(device) or _failures.get(str(device), "") or fault(device):
         return reason
     found = _kept(_key(device))
     return check(device) if found is None else found
@@ -48,6 +48,17 @@ def give_up(device: torch.device, reason: str) -> None:
     """They failed here: torch's operators compute in this process from now on, also for a model that is placed anew."""
     _failures[str(device)] = reason
     why_not.cache_clear()
+
+
+def fault(device: torch.device) -> str:
+    """Return which fault of the card ended them, in whichever process; "" for none. Another driver, torch, Triton, or
+    other kernels, are tried anew."""
+    return _kept(f"{_key(device)} fault") or ""
+
+
+def keep_fault(device: torch.device, reason: str) -> None:
+    """They ended in a fault of the card: torch's operators compute from the next process on."""
+    _keep(f"{_key(device)} fault", reason, _FOR_EVER)
 
 
 def is_known(device: torch.device) -> bool:
@@ -119,13 +130,14 @@ def _source() -> str:
     return content.hexdigest()
 
 
-def _path() -> Path:
+def kept_file() -> Path:
+    """Return the file of what was found on this machine's cards."""
     return user_directories().cache / "gpu_kernels.json"
 
 
 def _kept(key: str) -> str | None:
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        kept = json.loads(_path().read_text(encoding="utf-8"))[key]
+        kept = json.loads(kept_file().read_text(encoding="utf-8"))[key]
         found, until = str(kept["found"]), float(kept["until"])
         return found if time.time() < until else None
     return None
@@ -135,9 +147,9 @@ def _keep(key: str, found: str, until: float) -> None:
     """until: seconds since the epoch. A cache that cannot be written is done without."""
     kept: dict[str, object] = {}
     with suppress(OSError, ValueError, TypeError):
-        kept = dict(json.loads(_path().read_text(encoding="utf-8")))
-    whole = _path().with_suffix(f".{os.getpid()}")
+        kept = dict(json.loads(kept_file().read_text(encoding="utf-8")))
+    whole = kept_file().with_suffix(f".{os.getpid()}")
     with suppress(OSError):
-        _path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kept_file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         whole.write_text(json.dumps({**kept, key: {"found": found, "until": until}}, indent=1), encoding="utf-8")
-        whole.replace(_path())
+        whole.replace(kept_file())

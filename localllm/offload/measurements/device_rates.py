@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from localllm.kernels.page_locked import page_locked
 from localllm.offload.measurements.roofline import DeviceFloors, device_seconds, recorded, warm_up
 from localllm.offload.planner.nvml import Gpu, gpu_of
-from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES, DeviceRates
+from localllm.offload.planner.profile import UNKNOWN_CONTEXT_BYTES, UNKNOWN_GRAPH_NODE_BYTES, DeviceRates
 
 # Beyond every cache, and 10 ms over a link of 25 GB/s; 3 times to the card and 3 back, over the slowest link, take 2 s.
 _COPY_BYTES = 256 << 20
@@ -24,6 +25,8 @@ _HIDDEN_SIZE = 4096
 _MIB = 1 << 20
 # What is beyond was another program's coming or going, or another process under this one's number.
 _CONTEXT_BYTES = range(100 * _MIB, 2048 * _MIB)
+_GRAPH_NODES = 1000  # of a graph: the driver takes its memory in steps of 2 MiB
+_GRAPH_NODE_BYTES = range(1 << 10, 1 << 20)
 
 
 @torch.inference_mode()
@@ -40,7 +43,13 @@ def device_rates(device: torch.device) -> DeviceRates:
     del floors
     launches = _launch_s(device)
     return DeviceRates(
-        device_copy_gbs, h2d_gbs, d2h_gbs, *launches, _hop_s(device), _context_bytes(device, free_before)
+        device_copy_gbs,
+        h2d_gbs,
+        d2h_gbs,
+        *launches,
+        _hop_s(device),
+        _context_bytes(device, free_before),
+        graph_node_bytes=_graph_node_bytes(device),
     )
 
 
@@ -68,6 +77,32 @@ def context_bytes(card: Gpu | None, free_before: int | None, reserved_bytes: int
         held.append(free_before - card.free_bytes)
     beside_tensors = (num_bytes - reserved_bytes for num_bytes in held if num_bytes is not None)
     return next((num_bytes for num_bytes in beside_tensors if num_bytes in _CONTEXT_BYTES), UNKNOWN_CONTEXT_BYTES)
+
+
+def graph_node_bytes(taken_bytes: int) -> int:
+    """taken_bytes: by the driver, for a graph of so many launches as are measured with."""
+    each = taken_bytes // _GRAPH_NODES
+    return each if each in _GRAPH_NODE_BYTES else UNKNOWN_GRAPH_NODE_BYTES
+
+
+def _graph_node_bytes(device: torch.device) -> int:
+    """Measure what the driver takes for each launch of a graph, once that has been replayed."""
+    if device.type == "cpu":
+        return UNKNOWN_GRAPH_NODE_BYTES
+    x = torch.zeros(1, device=device)
+
+    def launch_all() -> None:
+        for _ in range(_GRAPH_NODES):
+            x.add_(1.0)
+
+    def beside_tensors() -> int:
+        give_back_cached(device)
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+    before = beside_tensors()
+    replay = recorded(device, launch_all)
+    device_seconds(device, replay)
+    return graph_node_bytes(before - beside_tensors())
 
 
 def _free_before_context(device: torch.device) -> int | None:
@@ -102,7 +137,7 @@ def _launch_s(device: torch.device) -> tuple[float, float]:
 
 def _hop_s(device: torch.device) -> float:
     there = torch.ones((1, _HIDDEN_SIZE), dtype=torch.bfloat16, device=device)
-    here = torch.ones((1, _HIDDEN_SIZE), dtype=torch.bfloat16, pin_memory=device.type != "cpu")
+    here = page_locked((1, _HIDDEN_SIZE), torch.bfloat16, device)
 
     def hop() -> None:
         here.copy_(there, non_blocking=True)

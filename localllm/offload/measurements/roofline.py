@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from localllm.kernels.page_locked import page_locked
 from localllm.offload.streaming.host_buffer import host_buffer
 
 MEMORY_BYTES = 1 << 30  # far beyond every cache: 32 MiB of it would be read at twice the speed
@@ -68,12 +69,13 @@ class MatmulFloor:
 
 
 class DeviceFloors:
-    """Copies on a GPU, and between it and pinned memory. A CPU may stand in for one: then they are plain copies."""
+    """Copies on a GPU, and between it and pinned memory, or ordinary memory where so much cannot be pinned. A CPU may
+    stand in for one: then they are plain copies."""
 
     def __init__(self, device: torch.device, num_bytes: int | None = None) -> None:
         self.device = device
         self._num_bytes = num_bytes or DEVICE_BYTES
-        self._pinned = torch.ones(self._num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self._pinned = page_locked((self._num_bytes,), torch.uint8, device).fill_(1)
         self._from, self._to = (torch.ones(self._num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def device_copy_gbs(self) -> float:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
-from localllm.offload.placement import NEVER, BlockPlacement
+from localllm.offload.placement import GRAPH_ROOMS, NEVER, BlockPlacement
 from localllm.offload.planner.costs import PASS_TOKENS, Costs, Work
 from localllm.offload.planner.fit_errors import parts
 from localllm.offload.planner.host_placements import LOGIT_ROWS, PROMPT_TOKENS
-from localllm.offload.planner.machine import Card, Machine
+from localllm.offload.planner.machine import KERNELS, Card, CardMemory, Machine
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
 from localllm.offload.planner.plan import Plan, can_be_packed
 from localllm.offload.streaming.ring import ring_bytes
@@ -29,6 +29,7 @@ _LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for hand
 _FEWER_ROWS = 512  # at once, where the most are too many for a small card
 _STEP_ROWS = 16  # of a step at most: of many sequences, or of the last tokens of one prompt
 _SECTION_TOKENS = 256  # of the pages of one sequence
+_ENDS = 8  # launches of a step beside its blocks': the embedding, the head, and what draws a token
 _ROWS_WORTH = 0.95  # fewer tokens at once are taken only where decoding gets so much faster
 
 Head = Literal["resident", "computed"]
@@ -122,6 +123,7 @@ class CardPlacements:
             named = {
                 "CUDA": owners["context"],
                 "a matrix product": owners["workspace"],
+                "graphs of launches": owners["graphs"],
                 f"{ctx} tokens of context": owners["kv"],
                 "what is being computed": owners["activations"] + owners["logits"],
                 "two blocks on their way": self._least_ring_bytes(amount),
@@ -320,6 +322,7 @@ class CardPlacements:
             "activations": amount.rows * shape.row_bytes + amount.pass_tokens * shape.state_bytes + attention,
             "logits": max(LOGIT_ROWS, 2 * amount.sequences) * shape.logits_bytes,
             "workspace": card.workspace_bytes,
+            "graphs": graph_bytes(shape, card),
             "draft": shape.draft_bytes,
         }
 
@@ -378,6 +381,12 @@ class CardPlacements:
         ram["weights"] = sum(in_ram) + sum(block.num_bytes - block.device_bytes for block in split)
         ram["staging"] = ring_bytes(from_disk)
         return vram, ram, {"weights": sum(from_disk)}
+
+
+def graph_bytes(shape: ModelShape, card: CardMemory) -> int:
+    """Return what the driver takes for the graphs of a model's steps, wherever its blocks are, and of its drafts'."""
+    launches = KERNELS * (len(shape.blocks) + shape.draft_blocks) + _ENDS
+    return int(GRAPH_ROOMS * launches * card.graph_node_bytes)
 
 
 def _sections(ctx: int) -> int:

@@ -11,6 +11,20 @@ KERNELS = 5.5  # of a block, in a graph: seven of attention, four of an MLP
 
 
 @dataclass(frozen=True)
+class Held:
+    """What this process holds of a model that is placed anew, or of one that would make room.
+
+    host_bytes: of the host's memory. graph_bytes: of a GPU's, by graphs; what tensors have there, torch tells.
+    """
+
+    host_bytes: int = 0
+    graph_bytes: int = 0
+
+
+NOTHING = Held()
+
+
+@dataclass(frozen=True)
 class Memory:
     """The host's memory.
 
@@ -35,6 +49,7 @@ class CardMemory:
     workspace_bytes: taken by a matrix product in passing.
     most_bytes: the most that it could hold now.
     total_bytes: of the card.
+    graph_node_bytes: taken by the driver for each launch of a graph; 0 where nothing is captured.
     """
 
     vram_bytes: int
@@ -42,6 +57,7 @@ class CardMemory:
     workspace_bytes: int
     most_bytes: int
     total_bytes: int
+    graph_node_bytes: int = 0
 
 
 @dataclass(frozen=True)

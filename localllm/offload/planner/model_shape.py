@@ -50,6 +50,7 @@ class ModelShape:
     can_split: bool = False  # an MLP block, between a device and the host
     packing: Packing | None = None
     draft_bytes: int = 0  # of a draft model, all of it where this one is computed fastest
+    draft_blocks: int = 0
     section_bytes: int = 0  # of one row: the partial result of each program of a GPU's attention
 
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:

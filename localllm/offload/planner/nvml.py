@@ -58,6 +58,11 @@ def refusal() -> str:
     return "" if found else reason
 
 
+def sm_name(capability: tuple[int, int] | None) -> str:
+    """(8, 6) -> "sm_86"."""
+    return "of an unknown generation" if capability is None else f"sm_{capability[0]}{capability[1]}"
+
+
 def _read() -> tuple[tuple[Gpu, ...], str]:
     try:
         import pynvml

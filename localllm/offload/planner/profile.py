@@ -40,6 +40,8 @@ _LEAST_PLAIN_SHARE = 1 / 1000
 # Where the driver does not tell. A context and the library's kernels usually take 250 to 500 MiB; too much is only not
 # used, while with too little an answer would end for want of memory.
 UNKNOWN_CONTEXT_BYTES = 500 << 20
+# As others measured: 24 MiB for a graph of 32 layers, and 60 MB with larger kernels.
+UNKNOWN_GRAPH_NODE_BYTES = 128 << 10
 UNKNOWN_DISK_GBS = 0.5  # where no file can be written: an old SATA disk
 _MAY_BE_0 = ("_bytes", "_s", "others", "spread", "has_kernels")
 _MAY_BE_UNKNOWN = ("dram_read_gbs", "disk_read_gbs", "device")
@@ -69,7 +71,7 @@ class DeviceRates:
 
     launch_s: from one small operator to the next; graph_launch_s: so in a graph that is replayed. hop_s: a token's
     hidden state to the CPU and back. context_bytes: what a process holds on the card without any tensor, the library's
-    kernels included.
+    kernels included. graph_node_bytes: what the driver takes for each launch of a graph.
     """
 
     device_copy_gbs: float
@@ -80,6 +82,7 @@ class DeviceRates:
     hop_s: float
     context_bytes: int
     formats: Mapping[str, FormatRates] = field(default_factory=dict)
+    graph_node_bytes: int = UNKNOWN_GRAPH_NODE_BYTES
 
 
 @dataclass(frozen=True)

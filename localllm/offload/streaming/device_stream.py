@@ -85,10 +85,11 @@ class Lane:
             self._waiting.append((began, self.mark()))
 
     def drain(self) -> None:
-        """Wait until nothing is on its way, and take the ring from its user: before memory that is copied from or to is
-        freed. Torch gives freed memory to the next computation, and knows nothing of another stream that still writes
-        to it."""
-        self.mark(self.stream).synchronize()
+        """Wait until nothing is copied and nothing computed any more, and take the ring from its user: before memory
+        that is copied from or to is freed. Torch gives freed memory to the next computation, and knows nothing of
+        another stream that still writes to it; and a step that was begun ahead and is no longer wanted still reads
+        memory of the host that is to be unregistered."""
+        self.module.synchronize(self.device)
         self.user = None
 
 

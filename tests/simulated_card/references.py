@@ -1,0 +1,260 @@
+"""The kernels' work by torch's operators: what each function of `localllm.kernels.gpu` that makes launches does.
+
+They read what the kernels read, tables and addresses among it, when it is their turn, and take a hundredth of the time
+that Triton's interpreter does. Sums are of integers or in fp64, so that a row's bits are the same beside any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.kernels import int8, kv_page, noise, reference, tile16
+from localllm.kernels.gpu import activations, attention, dequantize, product, rope, sample
+from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.attention import AttentionHistory
+from localllm.kernels.gpu.rope import Rope, TokenTables
+from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.tile16 import PackedMatrix
+from tests.simulated_card.device import SimulatedCard
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+def _prepared(x: Tensor, features: int, weight: Tensor | None, eps: float, activation: str) -> Tensor:
+    values = x[:, :features].float()
+    if weight is not None:
+        return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight
+    return _ACTIVATIONS[activation](values) * x[:, features : 2 * features].float() if activation else values
+
+
+def _to_codes(
+    _: SimulatedCard,
+    x: Tensor,
+    codes: Codes,
+    features: int,
+    *,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    activation: str = "",
+) -> None:
+    values = _prepared(x, features, weight, eps, activation)
+    values = functional.pad(values, (0, codes.q.shape[1] - features))
+    if codes.scale is None:
+        codes.q.copy_(values)
+        codes.bias.copy_(codes.q.double().view(len(x), -1, codes.group).sum(-1))
+        return
+    q, scale = reference.int8_activations(values, codes.group)
+    scale += (values * 0).view(q.shape).sum(-1)  # what is no number is none in its group's scale
+    codes.q.copy_(q.flatten(1))
+    codes.scale.copy_(scale)
+    codes.bias.copy_(scale * q.sum(-1))
+
+
+def _to_floats(
+    _: SimulatedCard,
+    x: Tensor,
+    y: Tensor,
+    features: int,
+    *,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    activation: str = "",
+    adds: bool = False,
+) -> None:
+    values = _prepared(x, features, weight, eps, activation)
+    into = y[:, :features]
+    into.copy_(values + into.float() if adds else values)
+
+
+def _multiply(
+    _: SimulatedCard, x: Codes, matrix: PackedMatrix, y: Tensor, out_features: int, bias: Tensor | None, *, adds: bool
+) -> None:
+    M, groups = len(x.q), matrix.groups
+    weights = (int8.unpack if matrix.bits == 8 else tile16.unpack)(matrix.qweight)
+    q = x.q.double().view(M, groups, 1, -1)
+    dots = (q @ weights.double().view(len(weights), groups, -1).permute(1, 2, 0)).squeeze(2)  # [M, groups, N]
+    scales = torch.ones(M, groups, 1) if x.scale is None else x.scale.unsqueeze(-1)
+    if matrix.bias is None:
+        product = (dots * scales * matrix.scale.view(-1)).sum(1)
+    else:
+        scale, least = (tile16.unpack_groups(tensor).double().T for tensor in (matrix.scale, matrix.bias))
+        product = (dots * scales * scale + x.bias.double().unsqueeze(-1) * least).sum(1)
+    product = product[:, :out_features]
+    into = y[:, :out_features]
+    if bias is not None:
+        product = product + bias
+    into.copy_(product + into if adds else product)
+
+
+def _dequantize(
+    _: SimulatedCard, matrix: PackedMatrix, out: Tensor, first_tile: int, tiles: int, out_features: int
+) -> None:
+    part = slice(first_tile, first_tile + tiles)
+    rows = min(out_features - first_tile * tile16.TILE, tiles * tile16.TILE)
+    q, scale = matrix.qweight[part], matrix.scale[part]
+    if matrix.bias is None:
+        weights = int8.dequantize(q, scale, rows, out.shape[1], torch.float32)
+    else:
+        weights = tile16.dequantize(q, scale, matrix.bias[part], rows, out.shape[1], torch.float32)
+    out[:rows].copy_(weights)
+
+
+def _embed(_: SimulatedCard, qweight: Tensor, scale: Tensor, token_ids: Tensor, x: Tensor, factor: float) -> None:
+    x.copy_(int8.rows(qweight, scale, token_ids.clamp(min=0), x.shape[1]) * factor)
+
+
+def _rope_store(
+    card: SimulatedCard,
+    qkv: Tensor,
+    q: Tensor,
+    tokens: TokenTables,
+    rope: Rope,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+) -> None:
+    H, KH = q.shape[1], dense.num_kv_heads
+    is_there = tokens.positions >= 0
+    queries, keys, values = qkv.float().split([H, KH, KH], 1)
+    queries, keys = (
+        _rotated(heads, norm, tokens.positions, rope) for heads, norm in ((queries, rope.q_norm), (keys, rope.k_norm))
+    )
+    if coded is not None:
+        queries, keys, values = map(kv_page.rotated, (queries, keys, values))
+    q[is_there] = queries[is_there]
+    for first, last in _runs(tokens):
+        slot = int(tokens.positions[first]) % PAGE_TOKENS
+        own = int(tokens.own[first]) + layer * int(tokens.own_stride[first])
+        rows = slice(first, last)
+        kv_page.store(dense, card.bytes_at(own, dense.layer_bytes), slot, keys[rows], values[rows])
+        if coded is not None and (address := int(tokens.coded[first])):
+            page = card.bytes_at(address + layer * coded.layer_bytes, coded.layer_bytes)
+            kv_page.store(coded, page, slot, keys[rows], values[rows])
+
+
+def _runs(tokens: TokenTables) -> Iterator[tuple[int, int]]:
+    """Rows [first, last) of one page, one behind the other."""
+    rows = list(zip(tokens.positions.tolist(), tokens.own.tolist(), strict=False))
+    first = 0
+    for row in range(1, len(rows) + 1):
+        position, own = rows[first]
+        if row < len(rows) and rows[row] == (position + row - first, own):
+            continue
+        if position >= 0:
+            yield first, row
+        first = row
+
+
+def _rotated(x: Tensor, norm: Tensor | None, positions: Tensor, rope: Rope) -> Tensor:
+    if norm is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + rope.eps) * norm
+    half = rope.inv_freq.shape[1]
+    angle = (positions.float().unsqueeze(1) * rope.inv_freq).unsqueeze(1)  # [M, 1, half]
+    cosine, sine = angle.cos() * rope.scale, angle.sin() * rope.scale
+    low, high, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat((low * cosine - high * sine, high * cosine + low * sine, rest), -1)
+
+
+def _attend(
+    card: SimulatedCard,
+    q: Tensor,
+    out: Tensor,
+    tokens: TokenTables,
+    history: AttentionHistory,
+    _parts: object,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    rows: int = 0,
+) -> None:
+    for first, count, segment, _ in history.tasks.tolist():
+        positions = tokens.positions[first : first + count].tolist()
+        if not positions or positions[-1] < 0:
+            continue
+        lowest = 0 if window is None else max(0, positions[0] - window + 1)
+        own = int(tokens.own[first]) + layer * int(tokens.own_stride[first])
+        pages = history.tables[segment].tolist()
+        keys, values = _seen(card, pages, own, lowest, positions[-1], dense, coded, layer)
+        mixed = reference.attention(
+            q[first : first + count].double(),
+            keys.double(),
+            values.double(),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+        mixed = mixed.float() if coded is None else kv_page.rotated(mixed)
+        out[first : first + count] = mixed.flatten(1)
+
+
+def _seen(
+    card: SimulatedCard,
+    pages: list[int],
+    own: int,
+    lowest: int,
+    last: int,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [KH, last + 1, D]; those before the page of the lowest that is seen are zeros, and not read."""
+    parts = []
+    for number in range(last // PAGE_TOKENS + 1):
+        layout = dense if coded is None or number in (0, last // PAGE_TOKENS) else coded
+        if number < lowest // PAGE_TOKENS:
+            nothing = torch.zeros(dense.num_kv_heads, PAGE_TOKENS, dense.head_dim)
+            parts.append((nothing, nothing))
+            continue
+        address = own if number == last // PAGE_TOKENS else pages[number] + layer * layout.layer_bytes
+        keys, values = kv_page.load(layout, card.bytes_at(address, layout.layer_bytes).unsqueeze(0))
+        parts.append((keys.float(), values.float()))
+    keys, values = (torch.cat(some, 1)[:, : last + 1] for some in zip(*parts, strict=True))
+    return keys, values
+
+
+def _sample(
+    _: SimulatedCard,
+    logits: Tensor,
+    keys: Tensor,
+    temperatures: Tensor,
+    thresholds: Tensor,
+    tokens: Tensor,
+    _room: object,
+) -> None:
+    token_ids = torch.arange(logits.shape[1])
+    for row, values in enumerate(logits):
+        temperature = float(temperatures[row])
+        noisy = values.double()
+        if temperature > 0:
+            scores = (values - values.max()) / temperature
+            noisy = scores.double() + noise.gumbel_noise(int(keys[row]), token_ids)
+            noisy[scores < thresholds[row]] = -torch.inf
+        is_finite = bool(values.isfinite().all())
+        tokens[row] = int((noisy == noisy.max()).nonzero()[0]) if is_finite else sample.NOT_FINITE
+
+
+# By the function whose place each takes. Those behind it run what they launch by themselves.
+REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
+    activations.to_codes: _to_codes,
+    activations.to_floats: _to_floats,
+    dequantize.dequantize: _dequantize,
+    dequantize.embed: _embed,
+    rope.rope_store: _rope_store,
+    attention.attend: _attend,
+    sample.sample: _sample,
+    product.multiply: _multiply,
+}
+RUN_BY_THEMSELVES = (product.multiply,)

@@ -1,0 +1,68 @@
+"""What puts localllm on the simulated card, and drives it there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from localllm.kernels import kv_page
+from localllm.kernels.gpu import product, ready
+from localllm.offload.placement import BlockPlacement
+from tests.simulated_card.cuda_api import driver_functions, functions
+from tests.simulated_card.device import DEVICE, CardConfig, SimulatedCard
+from tests.simulated_card.kernels import Kernels, interpret, use_references
+from tests.simulated_card.tensors import OnCard, python_tensors
+from tests.test_device_placement import Packed
+
+CACHES = (kv_page._hadamard, product.dispatch_for, ready.why_not)  # by the device: of this card, and no later one
+
+
+@contextmanager
+def on_simulated_card(config: CardConfig | None = None, kernels: Kernels = "references") -> Iterator[SimulatedCard]:
+    """Inside, torch has a card, cuda:0, for the thread that enters. Fails where the driver's rules were broken and
+    nobody has cleared `broken_rules`. The guard must be registered: the fixture `simulated_card` does that."""
+    card = SimulatedCard(config or CardConfig())
+    with pytest.MonkeyPatch.context() as patch, _nothing_kept():
+        for name, value in functions(card).items():
+            patch.setattr(torch.cuda, name, value)
+        for name, value in driver_functions(card).items():
+            patch.setattr(torch._C, name, value, raising=False)
+        patch.setattr(torch.cuda.graph, "default_capture_stream", None)
+        patch.setattr(ready, "missing", lambda device: "" if device.type == "cuda" else "they are made for NVIDIA GPUs")
+        patch.setattr(ready, "_checked", lambda _device: "")
+        (use_references if kernels == "references" else interpret)(card, patch)
+        with python_tensors(card), OnCard(card):
+            yield card
+    assert not card.broken_rules, f"what the driver does not take: {'; '.join(card.broken_rules)}"
+
+
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    """Neither before nor behind it is anything known of cuda:0."""
+
+    def forget() -> None:
+        ready._failures.pop(str(DEVICE), None)
+        for known in CACHES:
+            known.cache_clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+PLACEMENTS: dict[str, Callable[[int], str]] = {
+    "resident": lambda _index: "resident",
+    "streamed": lambda _index: "streamed",
+    "disk": lambda _index: "disk",
+    "mixed": lambda index: random.Random(index).choice(["resident", "streamed", "computed", "disk", "split"]),
+}
+
+
+def blocks(packed: Packed, placement: str) -> list[BlockPlacement]:
+    return packed.blocks(PLACEMENTS[placement])
