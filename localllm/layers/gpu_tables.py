@@ -206,16 +206,14 @@ class GpuTables:
 
 def table_shape(batch: Batch, rows: int, pages: int, groups: int, task_tokens: int) -> TableShape:
     """Return the shape of tables for this batch in so many rows, and for others whose sequences have at most so many
-    pages. With few rows it serves any batch that has no more rows; with many, those that are cut alike."""
+    pages: it serves any batch that has no more rows, of one segment where this one has one."""
     frequencies = tuple(
         rotary.rotary_dim // 2 if rotary.depends_on_length else 0 for rotary in batch.rotaries
     )  # fmt: skip
-    if rows <= FEW_ROWS:  # a task has a row at least
+    if rows <= FEW_ROWS or len(batch.segments) > 1:  # a task has a row at least
         return TableShape(rows, rows, rows, pages, groups, frequencies)
-    tasks = sum(
-        len(list(tasks_of(0, 0, segment.past, segment.end - segment.begin, task_tokens))) for segment in batch.segments
-    )
-    return TableShape(rows, len(batch.segments), tasks, pages, groups, frequencies)
+    # A task ends with its page, too.
+    return TableShape(rows, 1, rows // task_tokens + rows // PAGE_TOKENS + 2, pages, groups, frequencies)
 
 
 def table_pages(num_tokens: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
-from localllm.kernels.gpu.product_end import End, Gate, finished, store_gated
+from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, store_gated, tiles_of
 from localllm.kernels.tile16 import TILE, PackedMatrix
 
 MAGIC_BITS = tl.constexpr(0x4B400000)  # of 1.5 * 2^23: with a whole number below 2^22 added, those of their sum
@@ -120,14 +120,7 @@ def _gemm(
     """OWN: slices of a program; where those are not all, y is fp32 [SLICES, rows, ...], of sums that are not yet
     finished. ACTIVATION: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * TILES
-    tile = column + tl.arange(0, TILES)
-    if ACTIVATION != "":
-        own_tiles: tl.constexpr = TILES // 2
-        column = tl.program_id(1) * own_tiles
-        tile = column + tl.arange(0, TILES) % own_tiles
-        other_half = tl.arange(0, TILES) // own_tiles * (features // 16)
-        tile = tl.where(tile * 16 < features, tile + other_half, tiles)
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
     n = tl.reshape(tile[:, None] * 16 + tl.arange(0, 16)[None, :], (TILES * 16,))
     in_tile = (n // 16).to(tl.int64) * groups * 16 + n % 16
     is_tile, is_n, is_m = tile < tiles, n < tiles * 16, m < rows
@@ -142,41 +135,37 @@ def _gemm(
         own_n, own_m = is_n & is_there, (is_m & is_there)[None, :]
         has_scale = ((m < x_stride) & is_there)[None, :]  # those of rows that are not there are, and may be anything
         # Scales are asked for before the products, which take as long as the way from the second cache.
-        by = tl.broadcast_to(tl.load(x_scale + group * x_stride + m[None, :], mask=has_scale, other=0), total.shape)
-        own, offset = by, by
+        x_at, in_group = group * x_stride + m[None, :], in_tile + group * 16
+        by = tl.broadcast_to(tl.load(x_scale + x_at, mask=has_scale, other=0), total.shape)
         if BITS == 4:
-            own = tl.load(scale + in_tile + group * 16, mask=own_n, other=0).to(tl.float32)[:, None]
-            offset = tl.load(x_bias + group * x_stride + m[None, :], mask=has_scale, other=0)
-            own_bias = tl.load(bias + in_tile + group * 16, mask=own_n, other=0).to(tl.float32)[:, None]
+            own = tl.load(scale + in_group, mask=own_n, other=0).to(tl.float32)[:, None]
+            offset = tl.broadcast_to(tl.load(x_bias + x_at, mask=has_scale, other=0), total.shape)
+            own_bias = tl.load(bias + in_group, mask=own_n, other=0).to(tl.float32)[:, None]
         dot = _group_dot(
             qweight, q, tile, m, is_tile & is_there, own_m, group, groups, TILES, ROWS, WORDS, BITS, OPERAND
         )
         if BITS == 4:
-            dot = _scaled(dot, own, OPERAND)
-        total = tl.fma(by, dot, total)
-        if BITS == 4:
-            total = tl.fma(tl.broadcast_to(offset, total.shape), tl.broadcast_to(own_bias, total.shape), total)
+            total = tl.fma(by, _scaled(dot, own, OPERAND), total)
+            total = tl.fma(offset, tl.broadcast_to(own_bias, total.shape), total)
+        else:
+            total = tl.fma(by, dot, total)
         if step == steps - 1:
             if OWN < SLICES:
                 tl.store(into + own_slice.to(tl.int64) * part_stride, total, mask=is_out)
             else:
                 sums = sums + total
             total = _cleared(total, OPERAND)
-    if OWN < SLICES:
-        return
-    at = n[:, None]
-    out = finished(sums, scale, linear_bias, at, at < out_features, BITS)
-    if ACTIVATION != "":
-        halves = tl.permute(tl.reshape(out, (2, TILES * 8, ROWS)), (2, 1, 0))
-        gate, up = tl.split(halves)
-        store_gated(
-            gate, up, m, column * 16, is_m, features, y_stride, code_stride, y, code_scale, code_bias,
-            TILES * 8, ROWS, GROUP, CODE_BITS, ACTIVATION,
-        )  # fmt: skip
-    else:
-        if ADDS:
-            out = out + tl.load(into, mask=is_out, other=0).to(tl.float32)
-        tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
+    if OWN == SLICES:
+        at = n[:, None]
+        out = finished(sums, scale, linear_bias, at, at < out_features, BITS)
+        if ACTIVATION != "":
+            gate, up = tl.split(tl.permute(tl.reshape(out, (2, TILES * 8, ROWS)), (2, 1, 0)))
+            store_gated(
+                gate, up, m, column, is_m, features, y_stride, code_stride, y, code_scale, code_bias,
+                TILES * 8, ROWS, GROUP, CODE_BITS, ACTIVATION,
+            )  # fmt: skip
+        else:
+            store_finished(out, into, is_out, ADDS)
 
 
 @triton.jit
@@ -209,9 +198,7 @@ def _parts_added(
     else:
         into, is_out = y + row * y_stride + n, n < out_features
         out = _slices_added(partial, scale, linear_bias, n, is_out, part_stride, SLICES, BITS)
-        if ADDS:
-            out = out + tl.load(into, mask=is_out, other=0).to(tl.float32)
-        tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
+        store_finished(out, into, is_out, ADDS)
 
 
 def gemm(

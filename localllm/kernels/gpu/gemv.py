@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
-from localllm.kernels.gpu.product_end import End, Gate, finished, store_gated
+from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, store_gated, tiles_of
 from localllm.kernels.tile16 import TILE, PackedMatrix
 
 MOST_ROWS = 4  # of a program; more are further programs, for which the weights are in the second cache
@@ -118,13 +118,8 @@ def _gemv(
 ):  # fmt: skip
     """q: the codes as words of four, [rows, groups * 64 / 4]. ROWS: from program_id(0) * ROWS on. ACTIVATION: of a gate
     of so many features, whose codes go to y; half of the tiles are the gate's then."""
-    first, column = tl.program_id(0) * ROWS, tl.program_id(1) * TILES
-    tile = column + tl.arange(0, TILES)
-    if ACTIVATION != "":
-        column = column // 2
-        tile = column + tl.arange(0, TILES) % (TILES // 2)
-        other_half = tl.arange(0, TILES) // (TILES // 2) * (features // 16)
-        tile = tl.where(tile * 16 < features, tile + other_half, tiles)
+    first = tl.program_id(0) * ROWS
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
     sums = _sums(
         qweight, scale, bias, q, x_scale, x_bias, first, tile, rows, tiles, groups, x_stride,
         ROWS, TILES, WORDS, BITS, SLICES, UNROLL, ASM,
@@ -139,15 +134,13 @@ def _gemv(
             gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
             m += tl.arange(0, 1)
             store_gated(
-                gate, up, m, column * 16, m < rows, features, y_stride, code_stride, y, code_scale, code_bias,
+                gate, up, m, column, m < rows, features, y_stride, code_stride, y, code_scale, code_bias,
                 TILES * 8, 1, GROUP, CODE_BITS, ACTIVATION,
             )  # fmt: skip
         else:
             into = y + m.to(tl.int64) * y_stride + n
             is_out = is_n & (m < rows) & (tl.arange(0, SLICES) == 0)[None, :, None]
-            if ADDS:
-                out = out + tl.load(into, mask=is_out, other=0).to(tl.float32)
-            tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
+            store_finished(out, into, is_out, ADDS)
 
 
 def gemv(

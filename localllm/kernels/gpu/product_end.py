@@ -48,6 +48,18 @@ class End:
 
 
 @triton.jit
+def tiles_of(program, features, tiles, TILES: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The first column of y that a program ends, and its tiles of W: of a gate, half of them, and as many of the other
+    half, which begins `features` rows behind it. Beyond the last they are `tiles`."""
+    if ACTIVATION == "":
+        return program * TILES * 16, program * TILES + tl.arange(0, TILES)
+    half: tl.constexpr = TILES // 2
+    tile = program * half + tl.arange(0, TILES) % half
+    tile = tl.where(tile * 16 < features, tile + tl.arange(0, TILES) // half * (features // 16), tiles)
+    return program * half * 16, tile
+
+
+@triton.jit
 def finished(out, scale, linear_bias, n, is_n, BITS: tl.constexpr):
     """The sums over all columns, scaled, with the matrix's bias. n: the rows of W, of a shape that out can be cut
     from."""
@@ -60,6 +72,13 @@ def finished(out, scale, linear_bias, n, is_n, BITS: tl.constexpr):
     else:
         out = out + base
     return out
+
+
+@triton.jit
+def store_finished(out, into, is_out, ADDS: tl.constexpr):
+    if ADDS:
+        out = out + tl.load(into, mask=is_out, other=0).to(tl.float32)
+    tl.store(into, out.to(into.dtype.element_ty), mask=is_out)
 
 
 @triton.jit
