@@ -5,6 +5,7 @@ A CPU stands in for it: from the fault on, every call of its driver fails.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from localllm.runtime.engine_client import EngineClient, RenewedClient
 from localllm.runtime.engine_handle import EngineHandle, EnginePeer
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.engine_process import _serve
+from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import Selection, locate, with_defaults
 from tests.cli_support import run_cli
 from tests.engine_support import generated, token_ids
@@ -118,7 +120,7 @@ def test_a_fault_while_a_model_is_prepared_is_told_as_well(gpu: Card, monkeypatc
     monkeypatch.setattr(Residency, "warm_up", warm_up)
     monkeypatch.setattr(OffloadedModel, "close", lambda _placed: gpu.require())
     with pytest.raises(CardFaultError):
-        Engine.load("tiny", EngineConfig(device="cpu", weights="int8", ram=900 << 20))
+        Engine.load("tiny", EngineConfig(device="cpu", weights="int8"))
     assert len(gpu.verdicts) == 1
 
 
@@ -167,6 +169,24 @@ def test_a_servers_engine_goes_on_in_another_process(gpu: Card, service: Renewed
     assert isinstance(failure, EngineGoneError) and failure.why == caught.value.why
     gpu.forwards, gpu.has_faulted = None, False  # as the card is for another process
     assert token_ids(list(service.submit(Request((5, 6, 7), SHORT)))) == expected and len(gpu.verdicts) == 1
+
+
+def test_a_server_loads_the_model_again_for_the_next_request(gpu: Card) -> None:
+    async def answers() -> None:
+        resolved = load_settings({}, environ={})
+        pool = ModelPool(selection(), resolved, lambda *_: served(), on_demand=False)
+        await pool.ready(pool.first)
+        expected = await asyncio.to_thread(asked, pool.first.loaded_handle())
+        gpu.forwards = 1
+        with pytest.raises(EngineGoneError):
+            await asyncio.to_thread(asked, pool.first.loaded_handle())
+        await asyncio.to_thread(pool.first.loaded_handle().wait_ended)
+        gpu.forwards, gpu.has_faulted = None, False
+        await pool.ready(pool.first)
+        assert await asyncio.to_thread(asked, pool.first.loaded_handle()) == expected
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(answers())
 
 
 def test_a_load_that_ends_in_a_fault_is_an_engine_that_is_gone(gpu: Card) -> None:

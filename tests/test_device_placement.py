@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[str, str]] = {  # tier, exec
 class Event:
     """Has come when its stream has done what was given to it before."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.is_timed = enable_timing
         alive.add(self)
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import psutil
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,8 +61,13 @@ def test_the_hosts_memory_keeps_its_tenth_free_when_a_model_is_there(left: int, 
     assert of_host(left, program, int(share * left)) == limit
 
 
-def test_what_a_process_holds_without_a_model_counts_as_free_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_holds_without_a_model_counts_as_free_for_another() -> None:
     """As the processes of a server ask, before they load."""
-    monkeypatch.setattr(placement, "free_bytes", lambda: 8 * GIB)
-    alone = process_memory(None, SIZES["int8"], 32_000).ram_bytes
-    assert abs(process_memory(None, SIZES["int8"], 32_000, 1 << 62).ram_bytes - alone) < 64 << 20 < alone
+    program, everything = 300 << 20, 1 << 62
+    alone = of_host(8 * GIB, program, 0)
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=program))
+    with (
+        mock.patch.object(psutil, "Process", lambda: process),
+        mock.patch.object(placement, "free_bytes", lambda: 8 * GIB),
+    ):
+        assert process_memory(None, SIZES["int4-g64"], 32_000, everything).ram_bytes == alone

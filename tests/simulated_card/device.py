@@ -230,7 +230,7 @@ class Graph:
         self._pool: Hashable = None
         self._is_whole = False
 
-    def capture_begin(self, pool: Hashable = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, pool: Hashable = None, capture_error_mode: str = "global", **_: bool) -> None:
         card = self._card
         card.asked("a capture", in_capture=False)
         if card.current is card.timeline.compute:

@@ -8,6 +8,7 @@ events read: a slow link is slow there, and no test waits for it.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal, get_args
@@ -64,10 +65,11 @@ class Stream:
         seconds: float = 0.0,
         reads: Sequence[Span] = (),
     ) -> Work:
-        before = [self.last] if self.last is not None and not self.last.is_done else []
-        self.last = Work(self, run, [*before, *needs], seconds, reads)
-        self.timeline.given(self.last)
-        return self.last
+        with self.timeline.lock:
+            before = [self.last] if self.last is not None and not self.last.is_done else []
+            self.last = work = Work(self, run, [*before, *needs], seconds, reads)
+            self.timeline.given(work)
+        return work
 
 
 class Timeline:
@@ -76,6 +78,7 @@ class Timeline:
     def __init__(self, schedule: Schedule, seed: int) -> None:
         assert schedule in SCHEDULES, f"there is no schedule {schedule!r}"
         self.schedule, self._choose = schedule, random.Random(seed)
+        self.lock = threading.RLock()  # threads that read from the disk wait for events, too
         self.compute = Stream(self, "compute")
         self.streams = [self.compute]
         self._touching: list[Work] = []  # what is pending, or was a while ago, and reads the host's memory
@@ -99,13 +102,14 @@ class Timeline:
     def finish(self, work: Work | None) -> None:
         """Do a piece of work, and all that comes before it."""
         waiting = [work] if work is not None else []
-        while waiting:
-            if waiting[-1].is_done:
-                waiting.pop()
-            elif missing := [needed for needed in waiting[-1].needs if not needed.is_done]:
-                waiting += missing
-            else:
-                waiting.pop().do()
+        with self.lock:
+            while waiting:
+                if waiting[-1].is_done:
+                    waiting.pop()
+                elif missing := [needed for needed in waiting[-1].needs if not needed.is_done]:
+                    waiting += missing
+                else:
+                    waiting.pop().do()
 
     def finish_all(self) -> None:
         for stream in self.streams:

@@ -1,21 +1,22 @@
 """Runs of bytes that pass from the host's memory through a ring on a device, one copy each, forward after forward.
 
 A run is on its way while the one before it is computed, over the border between two forwards too. Copies go on a stream
-of their own; events say when a run has arrived and when its place may be written again, and nothing waits on the host
-but for what comes from the disk. Knows nothing of what the bytes hold.
+of their own; events say when a run has arrived and when its place may be written again. The host waits for nothing but
+a run that is still being read from the disk. Knows nothing of what the bytes hold.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from localllm.errors import CheckpointError
 from localllm.offload.streaming.disk_stream import DiskStream, StreamClock
 from localllm.offload.streaming.ring import Ring
 
@@ -59,8 +60,9 @@ class Lane:
         self._clock.wait_s += _ended(self._waiting)
 
     def mark(self, stream: Any = None) -> Any:
-        """Return an event behind all that was given so far to `stream`, or to the stream that computes."""
-        event = self.module.Event(enable_timing=True) if self._is_timed else self.module.Event()
+        """Return an event behind all that was given so far to `stream`, or to the stream that computes. A thread that
+        waits for it sleeps."""
+        event = self.module.Event(enable_timing=True, blocking=True) if self._is_timed else self.module.Event()
         event.record(self.module.current_stream(self.device) if stream is None else stream)
         return event
 
@@ -111,6 +113,7 @@ class DeviceStream:
         self._disk = disk
         # Runs are counted on over the forwards: number n is run n % len(runs).
         self._next = 0  # the run that is needed next; those before it are released
+        self._end = 0  # of this forward; beyond, nothing is taken from the disk, which another stream may go on with
         self._arrived: dict[int, Any] = {}  # of the copies that were begun
         self._released: dict[int, Any] = {}
 
@@ -123,12 +126,18 @@ class DeviceStream:
         if self._disk is not None:
             self._disk.begin()
         self._lane.tally()  # events would gather where nobody looks at the clock
-        if self._lane.user is self and self._next % max(1, len(self._runs)) == 0:
+        has_ended = self._next % max(1, len(self._runs)) == 0 and not any(
+            self._run(number).from_disk
+            for number in self._arrived  # of one that was given up before it computed any
+        )
+        if self._lane.user is self and has_ended:
+            self._end = self._next + len(self._runs)
+            self._copy_ahead()  # what has been read meanwhile
             return
         # All that was computed may have used the ring, whoever gave it; what was copied before is copied before.
         self._lane.stream.wait_event(self._lane.mark())
         self._lane.user = self
-        self._next = 0
+        self._next, self._end = 0, len(self._runs)
         self._arrived.clear()
         self._released.clear()
         self._copy_ahead()
@@ -161,23 +170,28 @@ class DeviceStream:
 
     def _copy_ahead(self) -> None:
         """Begin the copies that have a place now and whose bytes are in the host's memory already."""
-        for number in (self._next, self._next + 1):
-            if not self._runs or number in self._arrived or self._run(number).from_disk:
-                continue
-            if number - self._reach[number % len(self._runs)] < self._next:
-                self._copy(number)
+        for number in (self._next, self._next + 1) if self._runs else ():
+            has_place = number - self._reach[number % len(self._runs)] < self._next
+            if number not in self._arrived and has_place and self._is_there(number):
+                with suppress(CheckpointError):  # which is met in its turn
+                    self._copy(number)
+
+    def _is_there(self, number: int) -> bool:
+        run = self._run(number)
+        if not run.from_disk:
+            return True
+        assert self._disk is not None
+        return number < self._end and self._disk.is_read(run.name)
 
     def _copy(self, number: int) -> None:
-        """Begin the copy of a run. One from the disk is waited for: its place on the host is for the next one then."""
+        """Begin the copy of a run, once it is read where it is from the disk."""
         run, index = self._run(number), number % len(self._runs)
         before = self._released.get(number - self._reach[index])
-        if not run.from_disk:
-            self._arrived[number] = self._lane.copy(run.content, self._places[index], before)
-            return
-        with self._disk_held(run.name):
-            arrived = self._lane.copy(run.content, self._places[index], before)
-            arrived.synchronize()
-        self._arrived[number] = arrived
+
+        def copy() -> Any:
+            return self._lane.copy(run.content, self._places[index], before)
+
+        self._arrived[number] = self._disk.copied(run.name, copy) if run.from_disk and self._disk else copy()
 
     def _run(self, number: int) -> HostRun:
         return self._runs[number % len(self._runs)]

@@ -1,7 +1,7 @@
 """Files that pass through a ring of memory, again and again, as fast as the disk gives them.
 
 Reader threads fill the ring in the order in which its runs are needed, past the last one into the next lap, and stop
-only where a run is still in use. Knows nothing of what the files hold.
+only where a run is still in use, or on its way to a device. Knows nothing of what the files hold.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -28,6 +29,7 @@ _MAPPED_GBS = 4.0
 # So long without a byte: a disk that was unplugged or a network that is gone, not one that is busy.
 STALLED_S = 60.0
 _STALL_PARTS = 60
+_MOST_REACH = 2  # of a ring: no run takes the place of one farther back
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class DiskStream:
         self._next = (0, 0)  # the piece that is read next: of which run, and which of its pieces
         self._pieces: Sequence[tuple[int, int]] = ()  # those of that run
         self._missing: dict[int, int] = {}  # of a run that is being read: pieces that are not there yet
+        self._copied: dict[int, Any] = {}  # of runs that are copied: an event, behind which their places are free
         self._under_way = 0  # pieces that are being read
         self._reading_since = 0.0
         self._stops = False  # nothing more is begun
@@ -105,6 +108,8 @@ class DiskStream:
             self._stop()
             self._released, self._next, self._failure = 0, (0, 0), None
             self._missing.clear()
+            for number in list(self._copied):
+                self._copied.pop(number).synchronize()
             self._stops = False
             self._changed.notify_all()
 
@@ -132,6 +137,22 @@ class DiskStream:
             self._released = number + 1
             self._missing.pop(number, None)
             self._changed.notify_all()
+
+    def is_read(self, name: str) -> bool:
+        """Return whether the run of this name is the next one, and in its place already."""
+        number = self._released
+        with self._changed:
+            is_next = self._index[name] == number % len(self._files)
+            return is_next and self._failure is None and self._missing.get(number) == 0
+
+    def copied(self, name: str, copy: Callable[[], Any]) -> Any:
+        """Have the run of this name copied once it is in its place: `copy` begins that, and returns the event behind
+        it, as this does. The place is the readers' once the event has come. Raises as `held`."""
+        with self.held(name):
+            number, event = self._released, copy()
+            recent = {n: before for n, before in self._copied.items() if n > number - _MOST_REACH}
+            self._copied = {**recent, number: event}
+        return event
 
     def close(self) -> None:
         with self._changed:
@@ -165,9 +186,13 @@ class DiskStream:
                 if not self._files:
                     return
                 number, (begin, end) = self._take()
-                file, at = self._files[number % len(self._files)], self._ring.offsets[number % len(self._files)]
+                index = number % len(self._files)
+                file, at = self._files[index], self._ring.offsets[index]
+                copied = self._copied.get(number - self._ring.reach[index])
             failure: Exception | None = None
             try:
+                if copied is not None:
+                    copied.synchronize()
                 file.read(begin, end, self._memory, at)
             except (OSError, EOFError) as error:
                 failure = file.refusal("cannot be read", str(error))
