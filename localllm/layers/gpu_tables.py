@@ -25,7 +25,7 @@ from localllm.layers.segment import KVStore, Segment
 
 _ALIGN = 16
 _STAGES = 4  # of the host's memory: a step's tables are written while the copies of two before may be on their way
-_LEAST_PAGES, _MORE_PAGES = 4, 4
+_LEAST_PAGES, _MORE_PAGES = 4, 2
 # Up to FEW_ROWS, pages are shared out over programs; of more rows a program has all of its task's pages.
 
 

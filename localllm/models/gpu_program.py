@@ -164,15 +164,14 @@ class GpuProgram:
 
     def _long(self, batch: Batch, rows: int, on_block: OnBlock | None) -> Tensor:
         """Compute more rows than a step has. Logits are wanted of few of them: the head is in no graph."""
-        runs = tuple(filter(None, map(_without_head, self._runs)))
         room = self._room(batch, rows, ())
         forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype)
         self.decoder.stream.begin()
-        for index, run in enumerate(runs):
+        for index, run in enumerate(_without_head(self._runs)):
             with self._held(run):
                 self._run(index, run, room, forward, draws=False)
-            for block in run.stages if on_block is not None else ():
-                if isinstance(block, Block):
+            for block in run.stages:
+                if on_block is not None and isinstance(block, Block):
                     on_block(block, room.x[: len(batch)])
         with self.decoder.stream.held(HEAD):
             wanted = room.x[moved(batch.logit_rows, self.device)]
@@ -356,9 +355,9 @@ def _joined(runs: Iterable[_Run]) -> list[_Run]:
     return joined
 
 
-def _without_head(run: _Run) -> _Run | None:
-    stages = tuple(stage for stage in run.stages if stage != HEAD)
-    return replace(run, stages=stages) if stages else None
+def _without_head(runs: Sequence[_Run]) -> list[_Run]:
+    stages = [tuple(stage for stage in run.stages if stage != HEAD) for run in runs]
+    return [replace(run, stages=some) for run, some in zip(runs, stages, strict=True) if some]
 
 
 def graph_rows(count: int) -> int | None:

@@ -112,7 +112,7 @@ def _dense_keys(head, first, i, D: tl.constexpr, TOKENS: tl.constexpr):
     """Features i * 32 and on of the page's tokens from `first` on, [32, TOKENS]."""
     feature = i * GROUP + tl.arange(0, GROUP)[:, None]
     at = head + feature * PAGE + first + tl.arange(0, TOKENS)[None, :]
-    if D % GROUP == 0:
+    if D // GROUP * GROUP == D:
         return tl.load(at)
     return tl.load(at, mask=feature < D, other=0.0)
 

@@ -48,7 +48,7 @@ class Dispatch:
         if gate is not None:
             weight_rows = max(weight_rows, 2 * gate.codes.group)
             each = min(each, _MOST_SUMS // weight_rows)
-        threads = min(256, weight_rows * max(each, 32) // 32)
+        threads = min(256, weight_rows * max(each, 32) // 32 if gate is None else 2 * weight_rows)
         programs, parts = triton.cdiv(matrix.tiles * TILE, weight_rows) * triton.cdiv(rows, each), 1
         while parts < matrix.slices and programs * parts < self.programs * self.multiprocessors:
             parts *= 2
