@@ -327,12 +327,13 @@ class Engine(StepLoop):
 
     def _prepare(self) -> list[Event]:
         """Do what is due between answers: blocks move, the context grows."""
-        if self.residency.is_lost:
+        is_between = bool(self.scheduler.waiting) and not self.scheduler.running
+        if is_between or self.residency.is_lost:  # also in the midst of an answer
+            if (plan := self.residency.settle()) is not None:
+                self.scheduler.limits = self._limits.within(plan)
             self.residency.restore()
-        if not self.scheduler.waiting or self.scheduler.running:  # what was lost was in the midst of an answer
+        if not is_between:
             return []
-        if (plan := self.residency.settle()) is not None:
-            self.scheduler.limits = self._limits.within(plan)
         return self._grow(self.scheduler.waiting[0]) if self.scheduler.waiting[0].wants_growth else []
 
     def _grow(self, sequence: Sequence) -> list[Event]:

@@ -157,11 +157,12 @@ class Residency:
 
     def settle(self) -> Plan | None:
         """Between two answers: plan anew where much more of a GPU's memory is free than before, or much less. A CPU's
-        is in motion always: there only where something was given up. Returns what was planned, if anything was; raises
-        as `move` does."""
+        is in motion always: there only where something was given up. A model that is lost is planned anew in any case,
+        also because torch may take no more of a GPU than the last plan had. Returns what was planned, if anything was;
+        raises as `move` does."""
         if self.placed is None or self._replan is None:
             return None
-        if not (self._has_given_up if self._others is None else self._others.have_changed()):
+        if not (self.is_lost or (self._has_given_up if self._others is None else self._others.have_changed())):
             return None
         plan = None
         with suppress(DoesNotFitError, MemoryError):  # it goes on as it is

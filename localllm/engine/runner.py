@@ -217,7 +217,8 @@ class ModelRunner:
     def forward_with_states(
         self, chunks: Sequence[Chunk], *, cancelled: Callable[[], bool], progress: Progress
     ) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does, and the hidden states of all tokens behind the final norm, fp32 [T, hidden]."""
+        """Return what `forward` does, and the hidden states of all tokens behind the final norm, fp32 [T, hidden];
+        caches have not advanced."""
         states: list[Tensor] = []
         first, last = self.model.blocks[0].name, self.model.blocks[-1].name
 
@@ -228,7 +229,7 @@ class ModelRunner:
                 norm = self.model.final_norm
                 states.append(norm(x.to(norm.weight.device).float()))
 
-        logits = self.forward(chunks, cancelled=cancelled, progress=progress, see=see)
+        logits = self.forward(chunks, cancelled=cancelled, progress=progress, advances=False, see=see)
         return logits, torch.cat(states)
 
     def _logits(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localllm.engine.card import require_no_fault
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, StepSplit, TokenEvent, TokenLogprob, ignore
-from localllm.engine.memory import is_out_of_memory, out_of_memory
+from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory, out_of_memory
 from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner
 from localllm.engine.sampler import PlainDraw, next_token, token_logprob
@@ -250,7 +250,7 @@ class StepLoop:
         if output.logits is None:
             return output.token_ids[row], None
         sampling, began = sequence.request.sampling, time.perf_counter()
-        token_id = next_token(output.logits[row], sequence, sequence.token_ids)
+        token_id = _with_room(lambda logits: next_token(logits, sequence, sequence.token_ids), output.logits[row])
         sequence.clock.split += StepSplit(sample_s=time.perf_counter() - began)
         if sequence.likelihood is not None:
             sequence.likelihood.add(float(output.logits[row].log_softmax(-1)[token_id]))
@@ -329,13 +329,30 @@ def _prefill_reports(scheduled: Scheduled, report: Callable[[Event], None]) -> P
 def _computed(
     runner: ModelRunner, scheduled: Scheduled, is_cancelled: Callable[[], bool], progress: Progress
 ) -> list[StepOutput]:
-    """Return the logits behind each chunk. Raises as `ModelRunner.forward`."""
+    """Return the logits behind each chunk; caches have advanced. Raises as `ModelRunner.forward`; nothing has advanced
+    then, so that the step can be tried again."""
     chunks = [chunk for _, chunk in scheduled]
     if all(sequence.pool is None for sequence, _ in scheduled):
-        return _outputs(runner.forward(chunks, cancelled=is_cancelled, progress=progress), chunks)
-    logits, states = runner.forward_with_states(chunks, cancelled=is_cancelled, progress=progress)
-    parts = torch.split(states, [chunk.num_tokens for chunk in chunks])
-    return [replace(output, states=part) for output, part in zip(_outputs(logits, chunks), parts, strict=True)]
+        logits = runner.forward(chunks, cancelled=is_cancelled, progress=progress, advances=False)
+        outputs = _outputs(logits, chunks)
+    else:
+        logits, states = runner.forward_with_states(chunks, cancelled=is_cancelled, progress=progress)
+        parts = torch.split(states, [chunk.num_tokens for chunk in chunks])
+        outputs = [replace(output, states=part) for output, part in zip(_outputs(logits, chunks), parts, strict=True)]
+    for chunk in chunks:
+        chunk.kv.advance(chunk.num_tokens)
+    return outputs
+
+
+def _with_room(sample: Callable[[Tensor], int], logits: Tensor) -> int:
+    """Sample from logits where they are; on the host where a full GPU has no room even for that: a few MB for a large
+    vocabulary, of a step that is computed already."""
+    try:
+        return sample(logits)
+    except RuntimeError as error:
+        if not is_device_out_of_memory(error):
+            raise
+        return sample(logits.cpu())
 
 
 def _outputs(logits: Tensor, chunks: SequenceOf[Chunk]) -> list[StepOutput]:

@@ -95,7 +95,7 @@ class Cudart:
     def cudaHostRegister(self, address: int, num_bytes: int, _flags: int) -> int:
         if self._card.is_lost:
             return 700  # cudaErrorIllegalAddress
-        return 0 if self._card.host.register(address, num_bytes) else 2  # cudaErrorMemoryAllocation
+        return 0 if self._card.register(address, num_bytes) else 2  # cudaErrorMemoryAllocation
 
     def cudaHostUnregister(self, address: int) -> int:
         card = self._card

@@ -80,6 +80,7 @@ class SimulatedCard:
         self.pools: dict[Stream, Hashable] = {}  # of streams whose allocations go to a graph's pool
         self.broken_rules: list[str] = []
         self.is_lost = False  # after an illegal access
+        self._left_errors: set[int] = set()  # threads that had an error of the runtime's and have not asked for it
         self._kernels: set[str] = set()  # that were launched
         self._pool_numbers = itertools.count()
         self.set_faults(NO_FAULTS)
@@ -165,6 +166,21 @@ class SimulatedCard:
             return None
         return self.current.add(run, (), seconds, reads)
 
+    def compute(self, run: Callable[[], object]) -> None:
+        """Launch an operator's kernel: torch then asks the runtime for the thread's last error, whoever made it."""
+        if threading.get_ident() in self._left_errors:
+            self._left_errors.clear()
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        self.enqueue(run, seconds=self.config.launch_s)
+
+    def register(self, address: int, num_bytes: int) -> bool:
+        """Return whether the driver page-locks memory of the host. Where it does not, the error stays behind in this
+        thread."""
+        if not self.host.register(address, num_bytes):
+            self._left_errors.add(threading.get_ident())
+            return False
+        return True
+
     def launch(self, name: str, run: Callable[[], object], arguments: Sequence[Tensor]) -> None:
         """Launch a kernel. arguments: its tensors, of which the host's must be page-locked. Raises as Triton does."""
         pageable = [tensor for tensor in arguments if not self._is_here(tensor) and not self.host.is_locked(tensor)]
@@ -230,7 +246,7 @@ class Graph:
         self._pool: Hashable = None
         self._is_whole = False
 
-    def capture_begin(self, pool: Hashable = None, capture_error_mode: str = "global", **_: bool) -> None:
+    def capture_begin(self, pool: Hashable = None, **_modes: object) -> None:
         card = self._card
         card.asked("a capture", in_capture=False)
         if card.current is card.timeline.compute:

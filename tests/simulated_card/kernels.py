@@ -34,7 +34,7 @@ class _Launch:
 def use_references(card: SimulatedCard, patch: pytest.MonkeyPatch) -> None:
     """Let every function that makes launches make those of its reference."""
     for function, reference in REFERENCES.items():
-        _replace(function, _launching(card, function, reference), patch)
+        replace_everywhere(function, _launching(card, function, reference), patch)
 
     def without_reference(launch: KernelLaunch) -> None:
         error = AssertionError(f"{launch.name} is launched by a function that tests/simulated_card/references.py lacks")
@@ -69,7 +69,7 @@ def _launching(
     return launching
 
 
-def _replace(function: Callable[..., Any], other: Callable[..., Any], patch: pytest.MonkeyPatch) -> None:
+def replace_everywhere(function: Callable[..., Any], other: Callable[..., Any], patch: pytest.MonkeyPatch) -> None:
     """Wherever a module of ours has it by a name."""
     for module in [module for name, module in sys.modules.items() if name.startswith("localllm.")]:
         for name in [name for name, value in vars(module).items() if value is function]:

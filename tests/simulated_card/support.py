@@ -12,9 +12,11 @@ import torch
 from localllm.kernels import kv_page
 from localllm.kernels.gpu import product, ready
 from localllm.offload.placement import BlockPlacement
+from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile, kept_profile, torch_build
+from localllm.quant.recipe import RECIPES
 from tests.simulated_card.cuda_api import driver_functions, functions
 from tests.simulated_card.device import DEVICE, CardConfig, SimulatedCard
-from tests.simulated_card.kernels import Kernels, interpret, use_references
+from tests.simulated_card.kernels import Kernels, interpret, replace_everywhere, use_references
 from tests.simulated_card.tensors import OnCard, python_tensors
 from tests.test_device_placement import Packed
 
@@ -22,9 +24,14 @@ CACHES = (kv_page._hadamard, product.dispatch_for, ready.why_not)  # by the devi
 
 
 @contextmanager
-def on_simulated_card(config: CardConfig | None = None, kernels: Kernels = "references") -> Iterator[SimulatedCard]:
+def on_simulated_card(
+    config: CardConfig | None = None, kernels: Kernels = "references", *, is_measured: bool = False
+) -> Iterator[SimulatedCard]:
     """Inside, torch has a card, cuda:0, for the thread that enters. Fails where the driver's rules were broken and
-    nobody has cleared `broken_rules`. The guard must be registered: the fixture `simulated_card` does that."""
+    nobody has cleared `broken_rules`. The guard must be registered: the fixture `simulated_card` does that.
+
+    is_measured: a plan measures this machine and the card in it, where its rates are known else.
+    """
     card = SimulatedCard(config or CardConfig())
     with pytest.MonkeyPatch.context() as patch, _nothing_kept():
         for name, value in functions(card).items():
@@ -34,10 +41,22 @@ def on_simulated_card(config: CardConfig | None = None, kernels: Kernels = "refe
         patch.setattr(torch.cuda.graph, "default_capture_stream", None)
         patch.setattr(ready, "missing", lambda device: "" if device.type == "cuda" else "they are made for NVIDIA GPUs")
         patch.setattr(ready, "_checked", lambda _device: "")
+        if not is_measured:
+            replace_everywhere(kept_profile, lambda: _profile(card.config), patch)
+        replace_everywhere(torch_build, lambda: (torch.__version__.partition("+")[0], "13.0"), patch)
         (use_references if kernels == "references" else interpret)(card, patch)
         with python_tensors(card), OnCard(card):
             yield card
     assert not card.broken_rules, f"what the driver does not take: {'; '.join(card.broken_rules)}"
+
+
+def _profile(config: CardConfig) -> Profile:
+    """What was measured of a card like this one, in a machine that is slow beside it: to measure it takes a minute and
+    a half, and other figures come of it each time."""
+    formats = dict.fromkeys(RECIPES, FormatRates(12.0, 200.0))
+    on_card = dict.fromkeys(RECIPES, FormatRates(config.memory_gbs, 40_000.0, 1000))
+    rates = (config.memory_gbs, config.link_gbs, config.link_gbs, 5 * config.launch_s, config.launch_s, 1e-5)
+    return Profile("this machine", 20.0, 1.5, formats=formats, device=DeviceRates(*rates, 0, on_card))
 
 
 @contextmanager

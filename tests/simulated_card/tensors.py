@@ -170,7 +170,7 @@ class _Call:
 
     def _in_place(self) -> Any:
         self._wait_for_masks()
-        self.card.enqueue(self._later(), seconds=self.card.config.launch_s)
+        self.card.compute(self._later())
         place = _written(self.func)
         assert place is not None
         return self.args[place[0]] if place[0] < len(self.args) else self.kwargs[place[1]]
@@ -187,7 +187,7 @@ class _Call:
                 for place, value in zip(into, tensors_in(pytree.tree_leaves(later())), strict=True):
                     place.copy_(value)
 
-            self.card.enqueue(run, seconds=self.card.config.launch_s)
+            self.card.compute(run)
         return made
 
     def _measured(self) -> Any:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from tests.engine_support import generated
+from localllm import TokenEvent
+from localllm.engine.request import Request, SamplingParams
+from tests.engine_support import answered, generated
 from tests.simulated_card.device import DEVICE, CardConfig
 from tests.simulated_card.streams import SCHEDULES
 from tests.simulated_card.support import PLACEMENTS, blocks
 
 PROMPT = tuple(range(3, 21))  # more rows than a step has
+LATE = [schedule for schedule in SCHEDULES if schedule != "eager"]
+
+
+def wish(max_tokens, seed=5):
+    return SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=seed, ignore_eos=True)
 
 
 def text(packed, placed):
@@ -33,7 +42,7 @@ def expected(packed_models):
 
 @pytest.mark.parametrize("weights", ["int4-g32", "int8"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if schedule != "eager"])
+@pytest.mark.parametrize("schedule", LATE)
 def test_the_text_is_that_of_the_cpu(schedule, placement, weights, packed_models, expected, simulated_card):
     packed = packed_models[weights]
     with simulated_card(CardConfig(schedule)) as card, packed.opened(DEVICE) as placed:
@@ -41,3 +50,37 @@ def test_the_text_is_that_of_the_cpu(schedule, placement, weights, packed_models
         assert placed.wait_until_pinned() or placement == "resident"
         assert text(packed, placed) == expected[weights]
         assert card.counts["replays"]
+
+
+@pytest.mark.parametrize("schedule", LATE)
+def test_blocks_are_moved_while_an_answer_is_written(schedule, packed_models, simulated_card):
+    """Every few tokens, while the step behind the last one is on its way already."""
+    packed = packed_models["int8"]
+    with packed.opened() as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        expected = generated(packed.engine(placed), PROMPT, 16, temperature=0.9, seed=5)
+    with simulated_card(CardConfig(schedule, seed=1)), packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        engine, answer, next_ones = (
+            packed.engine(placed),
+            [],
+            itertools.cycle(["streamed", "mixed", "disk", "resident"]),
+        )
+        for event in engine.generate(PROMPT, wish(16)):
+            if isinstance(event, TokenEvent):
+                answer.append(event.token_id)
+                if len(answer) % 3 == 0:
+                    engine.residency.move(blocks(packed, next(next_ones)))
+        assert answer == expected
+
+
+@pytest.mark.parametrize("schedule", LATE)
+def test_answers_that_share_steps_are_those_that_they_are_alone(schedule, packed_models, simulated_card):
+    """Of prompts of other lengths, one within a step's rows, that end after one another."""
+    packed = packed_models["int4-g32"]
+    requests = [Request(tuple(range(3, 3 + length)), wish(length % 7 + 3, length)) for length in (5, 18, 70)]
+    with simulated_card(CardConfig(schedule)), packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, "streamed"), 8)
+        alone = [answered(packed.engine(placed), request)[0].token_ids for request in requests]
+        together = [heard.token_ids for heard in answered(packed.engine(placed), *requests)]
+        assert together == alone and [len(ids) for ids in alone] == [8, 7, 3]

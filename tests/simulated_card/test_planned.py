@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from localllm import Engine, EngineConfig
-from localllm.engine import device
 from localllm.offload.measurements import device_rates, measurement, roofline
 from localllm.offload.placement import GRAPH_ROOMS
 from localllm.offload.planner.profile import FormatRates
@@ -27,7 +26,6 @@ def measured_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(device_rates, "_COPY_BYTES", MIB)
     monkeypatch.setattr(roofline, "_AWAKE_S", 0.0)
-    monkeypatch.setattr(device, "no_gpu", lambda **_: None)
     monkeypatch.setattr(
         measurement,
         "format_rates",
@@ -51,7 +49,7 @@ def loaded(**wanted: object) -> Engine:
 def test_graphs_are_measured_and_have_their_part_of_the_card(simulated_card, expected):
     """What torch may take is the plan's share without them; and the limit is the same whatever is there."""
     config = CardConfig(memory_bytes=2 << 30, graph_bytes=1000 * NODE_BYTES)  # as the measured graph has 1000 launches
-    with simulated_card(config) as card:
+    with simulated_card(config, is_measured=True) as card:
         engine = loaded()
         plan = engine.plan
         assert plan is not None and plan.is_whole
