@@ -164,10 +164,11 @@ class GpuProgram:
 
     def _long(self, batch: Batch, rows: int, on_block: OnBlock | None) -> Tensor:
         """Compute more rows than a step has. Logits are wanted of few of them: the head is in no graph."""
+        runs = _without_head(self._runs)
         room = self._room(batch, rows, ())
         forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype)
         self.decoder.stream.begin()
-        for index, run in enumerate(_without_head(self._runs)):
+        for index, run in enumerate(runs):
             with self._held(run):
                 self._run(index, run, room, forward, draws=False)
             for block in run.stages:
