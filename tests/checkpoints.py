@@ -85,12 +85,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_checkpoint(
-    directory: Path, family: str, *, shard_size: str = "50GB", seed: int = 0, layers: int | None = None
+    directory: Path,
+    family: str,
+    *,
+    shard_size: str = "50GB",
+    seed: int = 0,
+    layers: int | None = None,
+    **others: int,
 ) -> Any:
-    """A random fp32 model of the family in `directory`, with a byte tokenizer; returns transformers' own model."""
+    """A random fp32 model of the family in `directory`, with a byte tokenizer; returns transformers' own model.
+
+    others: sizes that differ from the family's, by their names in a config."""
     model_type, differences = FAMILIES[family]
     torch.manual_seed(seed)
-    sizes = SHAPE | differences | ({"num_hidden_layers": layers} if layers else {})
+    sizes = SHAPE | differences | ({"num_hidden_layers": layers} if layers else {}) | others
     config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,8 +14,9 @@ from localllm.cli.checks_machine import process_limits
 from localllm.cli.findings import Finding, fail, ok, warn
 from localllm.config import format_bytes
 from localllm.engine.device import no_gpu
+from localllm.engine.events import ignore
 from localllm.offload.planner.nvml import Gpu, gpus, refusal, sm_name
-from localllm.repairs import install_driver, is_container, is_wsl
+from localllm.repairs import TRITON, install_driver, is_container, is_wsl
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
@@ -128,8 +130,8 @@ def check_pinned(trial: LinkTrial, limit_bytes: int | None = None, root: Path = 
     return ok(f"{detail}; under WSL Windows limits it" if wsl else detail)
 
 
-def check_kernels() -> Finding:
-    """Check that every kernel computes on the card what torch does."""
+def check_kernels(tell: Callable[[str], None] = ignore) -> Finding:
+    """Check that every kernel computes on the card what torch does, in all ways. tell: hears how far that is."""
     import torch
 
     from localllm.kernels.gpu import ready
@@ -142,8 +144,9 @@ def check_kernels() -> Finding:
     if reason := ready.fault(device):
         return warn(f"not used, torch's operators compute: {reason}", f"rm {shlex.quote(str(ready.kept_file()))}")
     started = time.perf_counter()
-    if reason := ready.check(device):
-        return warn(f"not used, torch's operators compute: {reason}", "rm -rf ~/.triton/cache && localllm doctor")
+    if reason := ready.check(device, ready.ALL, tell):
+        fix = TRITON if reason.startswith(ready.UNCOMPARED) else "rm -rf ~/.triton/cache && localllm doctor"
+        return warn(f"not used, torch's operators compute: {reason}", fix)
     return ok(f"right on this card, in {time.perf_counter() - started:.0f} s")
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -14,11 +15,10 @@ from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.models import (
     gpu_warm as gpu_warm,
 )  # with all that has a kernel's function by its name, before it is replaced
+from tests.interpreter import language_patched_once, types_looked_up_once
 from tests.simulated_card.device import SimulatedCard
 from tests.simulated_card.references import REFERENCES, RUN_BY_THEMSELVES
 from tests.simulated_card.tensors import content_of, tensors_in
-
-Kernels = Literal["references", "interpreted"]
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,23 @@ class _Launch:
         yield self
 
 
-def use_references(card: SimulatedCard, patch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def use_references(card: SimulatedCard) -> Iterator[None]:
     """Let every function that makes launches make those of its reference."""
-    for function, reference in REFERENCES.items():
-        replace_everywhere(function, _launching(card, function, reference), patch)
 
     def without_reference(launch: KernelLaunch) -> None:
         error = AssertionError(f"{launch.name} is launched by a function that tests/simulated_card/references.py lacks")
         card.broke_rule(str(error), error)
 
-    patch.setattr(KernelLaunch, "run", without_reference)
+    with pytest.MonkeyPatch.context() as patch:
+        for function, reference in REFERENCES.items():
+            replace_everywhere(function, _launching(card, function, reference), patch)
+        patch.setattr(KernelLaunch, "run", without_reference)
+        yield
 
 
-def interpret(card: SimulatedCard, patch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def interpret(card: SimulatedCard) -> Iterator[None]:
     """Let Triton's interpreter run each launch when it is its turn."""
     run = KernelLaunch.run
 
@@ -51,7 +55,9 @@ def interpret(card: SimulatedCard, patch: pytest.MonkeyPatch) -> None:
         on_card = replace(launch, arguments={name: content_of(value) for name, value in launch.arguments.items()})
         card.launch(launch.name, partial(run, on_card), list(tensors_in(on_card.arguments)))
 
-    patch.setattr(KernelLaunch, "run", launched)
+    with pytest.MonkeyPatch.context() as patch, language_patched_once(), types_looked_up_once():
+        patch.setattr(KernelLaunch, "run", launched)
+        yield
 
 
 def _launching(

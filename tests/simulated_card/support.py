@@ -16,21 +16,25 @@ from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile, 
 from localllm.quant.recipe import RECIPES
 from tests.simulated_card.cuda_api import driver_functions, functions
 from tests.simulated_card.device import DEVICE, CardConfig, SimulatedCard
-from tests.simulated_card.kernels import Kernels, interpret, replace_everywhere, use_references
+from tests.simulated_card.kernels import interpret, replace_everywhere, use_references
 from tests.simulated_card.tensors import OnCard, python_tensors
 from tests.test_device_placement import Packed
 
 CACHES = (kv_page._hadamard, product.dispatch_for, ready.why_not)  # by the device: of this card, and no later one
 
 
+KERNELS = {"references": use_references, "interpreted": interpret}
+
+
 @contextmanager
 def on_simulated_card(
-    config: CardConfig | None = None, kernels: Kernels = "references", *, is_measured: bool = False
+    config: CardConfig | None = None, kernels: str = "references", *, is_measured: bool = False
 ) -> Iterator[SimulatedCard]:
     """Inside, torch has a card, cuda:0, for the thread that enters. Fails where the driver's rules were broken and
     nobody has cleared `broken_rules`. The guard must be registered: the fixture `simulated_card` does that.
 
-    is_measured: a plan measures this machine and the card in it, where its rates are known else.
+    kernels: who does their work, a key of KERNELS. is_measured: a plan measures this machine and the card in it, where
+    its rates are known else.
     """
     card = SimulatedCard(config or CardConfig())
     with pytest.MonkeyPatch.context() as patch, _nothing_kept():
@@ -40,12 +44,11 @@ def on_simulated_card(
             patch.setattr(torch._C, name, value, raising=False)
         patch.setattr(torch.cuda.graph, "default_capture_stream", None)
         patch.setattr(ready, "missing", lambda device: "" if device.type == "cuda" else "they are made for NVIDIA GPUs")
-        patch.setattr(ready, "_checked", lambda _device: "")
+        patch.setattr(ready, "_checked", lambda *_: "")
         if not is_measured:
             replace_everywhere(kept_profile, lambda: _profile(card.config), patch)
         replace_everywhere(torch_build, lambda: (torch.__version__.partition("+")[0], "13.0"), patch)
-        (use_references if kernels == "references" else interpret)(card, patch)
-        with python_tensors(card), OnCard(card):
+        with KERNELS[kernels](card), python_tensors(card), OnCard(card):
             yield card
     assert not card.broken_rules, f"what the driver does not take: {'; '.join(card.broken_rules)}"
 

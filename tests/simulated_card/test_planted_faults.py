@@ -69,6 +69,7 @@ def drawn_ids_are_read_early(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS = [
     (nobody_waits_for_an_arrival, "copies-late", "streamed"),
+    (nobody_waits_for_an_arrival, "copies-late", "disk"),
     (a_place_in_the_ring_is_written_early, "copies-early", "streamed"),
     (tables_have_one_stage, "lazy", "resident"),
     (drawn_ids_are_read_early, "lazy", "resident"),

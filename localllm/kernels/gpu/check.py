@@ -1,14 +1,8 @@
-"""Every kernel beside its reference on random inputs: `python -m localllm.kernels.gpu.check cuda:0`.
-
-A program of its own, see `ready`. Exit code 0 says that all are right; its last line, which is not.
-"""
+"""Every kernel beside its reference on random inputs, as cases; `check_run` compiles and runs them."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -22,7 +16,7 @@ from localllm.kernels.gpu import activations, embedding, gemm, gemv, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.gpu.launch import first_line, run_all
 from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.ready import WRONG
@@ -38,7 +32,7 @@ SUMMED = 2e-5  # tensor cores do not round the sums of floats, they cut them
 _LAYER = 1
 _EPS = 1e-5
 FORMATS: tuple[tuple[Coding, Coding], ...] = (("dense", "dense"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
-GROUPS = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
+GROUPS: tuple[int, ...] = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
 
 
 @dataclass(frozen=True)
@@ -122,7 +116,7 @@ def _taken(what: str, some: Iterator[Case]) -> Iterator[Case]:
     try:
         yield from some
     except TritonError as error:  # more shared memory than there is, say; not what the driver says of a launch
-        yield Case(f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", None, 0)
+        yield Case(f"{what}: {type(error).__name__}: {first_line(error)}", None, 0)
 
 
 def _error(found: Tensor, right: Tensor) -> float:
@@ -352,29 +346,3 @@ class _Pages:
         options = {"window": self.heads.window, "softcap": self.heads.softcap, "rows": rows, "scale": D**-0.5}
         run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, **options))
         return out
-
-
-def _device(name: str) -> torch.device:
-    found = re.fullmatch(r"cuda:(\d+)", name)
-    if found is None or (torch.cuda.is_available() and int(found[1]) >= torch.cuda.device_count()):
-        raise argparse.ArgumentTypeError(f"{name!r} is not a GPU here, as cuda:0 is the first one")
-    return torch.device(name)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("device", nargs="?", type=_device, default="cuda:0", help="cuda:0, as torch names it")
-    device = parser.parse_args().device
-    if not torch.cuda.is_available():
-        sys.exit("there is no GPU here that torch can use: localllm doctor says why")
-    torch.manual_seed(0)
-    torch.cuda.set_device(device)  # Triton launches on the current one
-    found = list(cases(device))
-    wrong = [case for case in found if not case.is_right]
-    for case in [case for case in found if case.is_right] + wrong:
-        print(case.line())  # noqa: T201
-    sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    main()
