@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import product as combinations
 from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
-from localllm.kernels.gpu import activations, check, dequantize, rope, sample
+from localllm.kernels.gpu import activations, check, embedding, rope, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
@@ -37,6 +36,7 @@ from localllm.kernels.gpu.check import FORMATS, GROUPS, Heads
 from localllm.kernels.gpu.check_run import BRIEF, launches_of
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import Dispatch
+from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
@@ -56,7 +56,7 @@ _TYPES = {
     torch.int64: "*i64",
 }
 # These read what a token costs: weights, and the pages of keys and values.
-READERS = frozenset({"_gemv", "_gemm", "_attend", "_dequantize"})
+READERS = frozenset({"_gemv", "_gemm", "_attend"})
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
 _N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
 _HOST = torch.device("cpu")
@@ -74,25 +74,24 @@ def matrix(group: int | None) -> PackedMatrix:
 
 
 def products(
-    group: int | None, rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64), adding: tuple[bool, ...] = (False, True)
+    group: int | None, rows: tuple[int, ...] = (1, 2, 4, 16, 32, 512), adding: tuple[bool, ...] = (False, True)
 ) -> Iterator[KernelLaunch]:
-    """Yield the launches of a matrix in such groups with so many rows: into a new buffer, and added to what is
-    there."""
+    """Yield the launches of a matrix in such groups with so many rows: into a new buffer, added to what is there, and
+    with the gate of an MLP."""
     weights, dispatch = matrix(group), Dispatch(multiprocessors=64)
-    for count, adds, bits in combinations(rows, adding, (8, 16)):
-        codes = Codes.empty(count, _K, weights.group, _HOST, bits)
-        yield from dispatch.product(codes, weights, _empty((count, _N)), _N, None, adds=adds)
-
-
-def dequantized(group: int | None) -> KernelLaunch:
-    return dequantize.dequantize(matrix(group), _empty((_N, _K), torch.bfloat16), 0, _N // TILE, _N)
+    for count in rows:
+        codes, y = Codes.of(count, weights), _empty((count, _N))
+        for adds in adding:
+            yield from dispatch.product(codes, weights, y, _N, None, adds=adds)
+        gate = Gate(Codes.of(count, weights), "silu", _N // 2)
+        yield from dispatch.product(codes, weights, gate, _N, None, adds=False)
 
 
 def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[KernelLaunch]:
     """Yield the launches between the matrices of a model in such groups."""
     x, weight = _empty((2, 2 * _HIDDEN)), _empty((_HIDDEN,))
     floats = _empty((2, _HIDDEN), torch.bfloat16)
-    for codes in (Codes.empty(2, _HIDDEN, group, _HOST, bits) for bits in (8, 16)):
+    for codes in (Codes.empty(2, _HIDDEN, group, _HOST, bits) for bits in (8, 4)):
         yield activations.to_codes(x, codes, _HIDDEN)
         yield activations.to_codes(x, codes, _HIDDEN, weight=weight, eps=1e-5)
         yield activations.to_codes(x, codes, _HIDDEN, activation=activation)
@@ -104,7 +103,7 @@ def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[
 def tokens() -> Iterator[KernelLaunch]:
     """Yield the launches from token ids, and to them."""
     ids, x = _empty((2,), torch.int64), _empty((2, _HIDDEN))
-    yield dequantize.embed(_empty((_VOCAB // TILE, _HIDDEN // 4, TILE, 4), torch.int8), _empty((_VOCAB,)), ids, x, 1.0)
+    yield embedding.embed(_empty((_VOCAB // TILE, _HIDDEN // 4, TILE, 4), torch.int8), _empty((_VOCAB,)), ids, x, 1.0)
     room = sample.SampleRoom.empty(2, _VOCAB, _HOST)
     yield from sample.sample(_empty((2, _VOCAB)), ids, _empty((2,)), _empty((2,)), ids, room)
 
@@ -147,8 +146,7 @@ STEP_HEADS = (
 def launches_of_all(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     """One of every kernel in every format; briefly, in as few as have all of its ways."""
     for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
-        yield from products(group, (1, 4, 16, 32, 64), adding=(True,))
-        yield dequantized(group)
+        yield from products(group, (1, 4, 16, 32, 512), adding=(True,))
     for group in GROUPS[:1] if is_brief else GROUPS:
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")
@@ -317,8 +315,12 @@ def main() -> None:
         triton.knobs.cache.dir = empty or triton.knobs.cache.dir
         found = all_faults(launches, arguments.capabilities, arguments.threads)
     print("\n".join(found))
-    count, seconds = len(launches) * len(arguments.capabilities), time.perf_counter() - started
-    print(f"triton {triton.__version__}: {count} compiled in {seconds:.0f} s, {len(found)} faults")
+    count, wall_s, cpu_s = (
+        len(launches) * len(arguments.capabilities),
+        time.perf_counter() - started,
+        sum(os.times()[:4]),
+    )
+    print(f"triton {triton.__version__}: {count} compiled, {len(found)} faults; {wall_s:.0f} s, {cpu_s:.0f} s of CPU")
     sys.exit(bool(found))
 
 

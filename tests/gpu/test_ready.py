@@ -23,6 +23,7 @@ from localllm.engine.kernel_check import note_device, scope_of
 from localllm.kernels.gpu import check, check_run, gemm, ready
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.ready import ALL, BRIEF, CheckScope
 from localllm.kernels.tile16 import PackedMatrix
 from localllm.models.shapes import find_shape
@@ -261,16 +262,17 @@ TINY = replace(check.SMALL, row_counts=(1,), attention=())
 
 
 def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
-    """By a hundredth of a percent, of codes and in 16 bits."""
+    """By a hundredth of a percent, as floats and as codes."""
     right = gemm.gemm
 
-    def wrong(x: Codes, matrix: PackedMatrix, y: Tensor, *rest: Any, **options: Any) -> list[Any]:
-        return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: y.mul_(1.0001))]
+    def wrong(x: Codes, matrix: PackedMatrix, y: Tensor | Gate, *rest: Any, **options: Any) -> list[Any]:
+        result = y.codes.scale if isinstance(y, Gate) else y
+        return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: result.mul_(1.0001))]
 
     monkeypatch.setattr(gemm, "gemm", wrong)
     cases = list(check._products(CPU, 64, TINY))
     assert {case.name for case in cases if not case.is_right} >= {
-        "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "gemm of int4-g64 and 16 bits, 1 rows"
+        "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "a gate of int4-g64, 7 rows, 0 programs: bits"
     }  # fmt: skip
 
 
@@ -337,5 +339,5 @@ def test_a_kernel_that_no_case_compared_is_named_beside_others_that_are_right(mo
     failed, lines = end_of_the_check(monkeypatch, capsys)
     assert failed and any(line.startswith("ok:") for line in lines)
     uncompared = [line.split(": ")[1] for line in lines if line.startswith(ready.UNCOMPARED)]
-    assert uncompared == ["_rope_store", "_attend", "_merge"]  # as what they compute is compared together
+    assert sorted(uncompared) == ["_attend", "_merge", "_rope_store"]  # as what they compute is compared together
     assert "shared memory" in lines[-1]

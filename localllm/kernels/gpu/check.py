@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from localllm.kernels import int8, paged_attention, reference, tile16
-from localllm.kernels.gpu import activations, dequantize, gemm, gemv, sample
+from localllm.kernels.gpu import activations, embedding, gemm, gemv, sample
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import SECTION_PAGES, AttentionHistory, attend, block_rows, tasks_of
+from localllm.kernels.gpu.attention import AttentionHistory, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.launch import first_line, run_all
 from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
+from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.ready import WRONG
 from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
 from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
@@ -74,7 +74,7 @@ class CheckSizes:
 
     N: int = 200
     K: int = 2100
-    row_counts: tuple[int, ...] = (1, 2, 4, 7, 16, 20, 33, 64)
+    row_counts: tuple[int, ...] = (1, 2, 4, 7, 16, 20, 33, 100)
     groups: tuple[int | None, ...] = (*GROUPS, None)
     attention: tuple[Heads, ...] = ATTENTION
 
@@ -105,7 +105,6 @@ class Case(NamedTuple):
 def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Case]:
     for group in sizes.groups:
         yield from _taken(f"products in groups of {group}", _products(device, group, sizes))
-        yield from _taken(f"dequantized groups of {group}", _dequantized(device, group, sizes))
     yield from _taken("norms and gates", _between(device, sizes))
     yield from _taken("an embedding", _embedded(device, sizes))
     yield from _taken("drawn tokens", _drawn(device))
@@ -141,8 +140,7 @@ def _matrix(device: torch.device, group: int | None, sizes: CheckSizes) -> Packe
 
 
 def _expected(x: Codes, matrix: PackedMatrix, out_features: int) -> Tensor:
-    assert x.scale is not None
-    grouped, x_scale = x.q.cpu().view(len(x.q), -1, x.group), x.scale.cpu()
+    grouped, x_scale = x.in_order().cpu().view(len(x.q), -1, x.group), x.scale.T.cpu()
     tensors = [None if part is None else part.cpu() for part in (matrix.qweight, matrix.scale, matrix.bias)]
     qweight, scale, bias = tensors
     assert qweight is not None and scale is not None
@@ -152,35 +150,37 @@ def _expected(x: Codes, matrix: PackedMatrix, out_features: int) -> Tensor:
 
 
 def _products(device: torch.device, group: int | None, sizes: CheckSizes) -> Iterator[Case]:
-    """Both kernels; each of few rows must have the bits that it has alone."""
-    matrix, x = _matrix(device, group, sizes), torch.randn((64, sizes.K), device=device)
-    codes = Codes.empty(64, matrix.in_features, matrix.group, device)
+    """Both kernels; each row must have the bits that it has alone."""
+    most = max(sizes.row_counts)
+    matrix, x = _matrix(device, group, sizes), torch.randn((most, sizes.K), device=device)
+    codes = Codes.of(most, matrix)
     activations.to_codes(x, codes, sizes.K).run()
     right = _expected(codes, matrix, sizes.N)
     alone = _poisoned(1, sizes.N, device=device)
     gemv.gemv(codes.first(1), matrix, alone, sizes.N).run()
     named = "int8" if group is None else f"int4-g{group}"
     for rows in sizes.row_counts:
-        found = {"gemv": _poisoned(rows, sizes.N, device=device)}
-        gemv.gemv(codes.first(rows), matrix, found["gemv"], sizes.N).run()
+        found = {}
+        if rows <= FEW_ROWS:
+            found["gemv"] = _poisoned(rows, sizes.N, device=device)
+            gemv.gemv(codes.first(rows), matrix, found["gemv"], sizes.N).run()
         for parts in (1, 4):
-            shape = dispatch_for(device).shape(matrix, rows)
-            y, partial = _poisoned(rows, sizes.N, device=device), _poisoned(parts, rows, sizes.N, device=device)
-            shaped = ProgramShape(shape.weight_rows, parts, shape.num_warps, shape.num_stages)
-            run_all(gemm.gemm(codes.first(rows), matrix, y, sizes.N, shape=shaped, partial=partial))
+            shape = replace(dispatch_for(device).shape(matrix, rows), parts=parts)
+            y, partial = _poisoned(rows, sizes.N, device=device), _poisoned(matrix.slices, rows, sizes.N, device=device)
+            run_all(gemm.gemm(codes.first(rows), matrix, y, sizes.N, shape=shape, partial=partial))
             found[f"gemm in {parts}"] = y
         for kernel, y in found.items():
             yield Case(f"{kernel} of {named}, {rows} rows", _error(y, right[:rows]), EXACT)
             differ = float((y[:1] != alone).sum())
             yield Case(f"{kernel} of {named}, {rows} rows: bits of the first", differ, 0)
     yield from _added(matrix, codes, right, named, sizes)
-    yield from _in_16_bits(matrix, x, named, sizes)
+    yield from _gated(device, group, named, sizes)
 
 
 def _added(matrix: PackedMatrix, codes: Codes, right: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
     """With a bias, to what is there, of every kernel."""
     bias = torch.randn(sizes.N, device=codes.q.device)
-    for rows, gemv_rows in ((3, 4), (7, 0), (64, 0)):
+    for rows, gemv_rows in ((3, 4), (7, 0), (len(codes.q), 0)):
         there = torch.randn((rows, sizes.N), device=codes.q.device)
         expected, y = right[:rows] + bias.double().cpu() + there.double().cpu(), there.clone()
         dispatch = replace(dispatch_for(y.device), multiprocessors=rows, gemv_rows=gemv_rows)
@@ -189,35 +189,21 @@ def _added(matrix: PackedMatrix, codes: Codes, right: Tensor, named: str, sizes:
         yield Case(f"{kernel} of {named} added to {rows} rows", _error(y, expected), EXACT)
 
 
-def _in_16_bits(matrix: PackedMatrix, x: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
-    """Beside the rounded activations times the weights, in fp64."""
-    codes = Codes.empty(64, matrix.in_features, matrix.group, x.device, 16)
+def _gated(device: torch.device, group: int | None, named: str, sizes: CheckSizes) -> Iterator[Case]:
+    """Codes of a gate, from the end of the product that they follow: those that a launch of their own makes."""
+    features = max(1, sizes.N // 2 // tile16.TILE) * tile16.TILE
+    matrix = _matrix(device, group, replace(sizes, N=2 * features))
+    x, codes = torch.randn((7, sizes.K), device=device), Codes.of(7, matrix)
     activations.to_codes(x, codes, sizes.K).run()
-    weights = _weights(matrix, matrix.tiles * tile16.TILE, matrix.in_features)[: sizes.N]
-    right = codes.q.double().cpu() @ weights.double().cpu().T
-    alone = _poisoned(1, sizes.N, device=x.device)
-    for rows in sizes.row_counts:
-        y, dispatch = _poisoned(rows, sizes.N, device=x.device), dispatch_for(x.device)
-        run_all(dispatch.product(codes.first(rows), matrix, y, sizes.N, None, adds=False))
-        yield Case(f"gemm of {named} and 16 bits, {rows} rows", _error(y, right[:rows]), SUMMED)
-        if rows == 1:
-            alone = y
-        if rows <= FEW_ROWS:
-            differ = float((y[:1] != alone).sum())
-            yield Case(f"gemm of {named} and 16 bits, {rows} rows: bits of the first", differ, 0)
-
-
-def _weights(matrix: PackedMatrix, rows: int, columns: int) -> Tensor:
-    if matrix.bias is None:
-        return int8.dequantize(matrix.qweight, matrix.scale, rows, columns, torch.float32)
-    return tile16.dequantize(matrix.qweight, matrix.scale, matrix.bias, rows, columns, torch.float32)
-
-
-def _dequantized(device: torch.device, group: int | None, sizes: CheckSizes) -> Iterator[Case]:
-    matrix, out = _matrix(device, group, sizes), _poisoned(sizes.N, sizes.K, device=device)
-    dequantize.dequantize(matrix, out, 0, matrix.tiles, sizes.N).run()
-    right = _weights(matrix, sizes.N, sizes.K)
-    yield Case(f"dequantized {'int8' if group is None else f'int4-g{group}'}", _error(out, right), EXACT)
+    for rows, gemv_rows, programs in ((3, 4, 1), (7, 0, 0), (7, 0, 100)):
+        wide, few = _poisoned(rows, 2 * features, device=device), codes.first(rows)
+        gemv.gemv(few, matrix, wide, 2 * features).run()
+        right, found = (Codes.empty(rows, -(-features // 64) * 64, 64, device) for _ in range(2))
+        activations.to_codes(wide, right, features, activation="silu").run()
+        dispatch = replace(dispatch_for(device), gemv_rows=gemv_rows, programs=programs)
+        run_all(dispatch.product(few, matrix, Gate(found, "silu", features), 2 * features, None, adds=False))
+        differ = sum(float((getattr(found, part) != getattr(right, part)).sum()) for part in ("q", "scale", "bias"))
+        yield Case(f"a gate of {named}, {rows} rows, {programs} programs: bits", differ, 0)
 
 
 def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
@@ -238,23 +224,17 @@ def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
         activations.to_floats(x, y, sizes.K, **options).run()
         yield Case(f"{name} as floats", _error(y, expected), EXACT * 10)
         activations.to_codes(x, codes, sizes.K, **options).run()
-        assert codes.scale is not None
-        values = codes.q.view(3, -1, 64).double() * codes.scale.double().unsqueeze(-1)
-        steps = codes.scale.repeat_interleave(64, 1)
+        values = codes.in_order().view(3, -1, 64).double() * codes.scale.T.double().unsqueeze(-1)
+        steps = codes.scale.T.repeat_interleave(64, 1)
         half_steps = ((values.flatten(1)[:, : sizes.K] - expected) / steps[:, : sizes.K]).abs()
         yield Case(f"{name} as codes, in steps", float(half_steps.max()), 0.51)
-        yield Case(f"{name}: sums of codes", _error(codes.bias, values.sum(-1)), EXACT * 10)
-        halves = Codes.empty(3, -(-sizes.K // 64) * 64, 64, device, 16)
-        activations.to_codes(x, halves, sizes.K, **options).run()
-        yield Case(f"{name} in 16 bits", _error(halves.q[:, : sizes.K], expected), ROUNDED)
-        sums = halves.q.double().view(3, -1, 64).sum(-1)
-        yield Case(f"{name} in 16 bits: sums", _error(halves.bias, sums), EXACT * 10)
+        yield Case(f"{name}: sums of codes", _error(codes.bias.T, values.sum(-1)), EXACT * 10)
 
 
 def _embedded(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
     matrix, ids = _matrix(device, None, sizes), torch.tensor([3, 0, sizes.N - 1], device=device)
     x = _poisoned(3, sizes.K, device=device)
-    dequantize.embed(matrix.qweight, matrix.scale, ids, x, 2.0).run()
+    embedding.embed(matrix.qweight, matrix.scale, ids, x, 2.0).run()
     yield Case("an embedding", _error(x, 2 * int8.rows(matrix.qweight, matrix.scale, ids, sizes.K)), EXACT)
 
 
@@ -361,7 +341,7 @@ class _Pages:
         )
         q, out = (_poisoned(T, *shape, device=self.device) for shape in ((H, D), (H * D,)))
         rope_store(qkv, q, tables, rope, self.dense, self.coded, _LAYER).run()
-        sections = 1 if is_prefill else -(-len(self.pages) // SECTION_PAGES)
+        sections = 1 if is_prefill else len(self.pages)
         parts = new_parts(sections, T, H, D, self.device)
         options = {"window": self.heads.window, "softcap": self.heads.softcap, "rows": rows, "scale": D**-0.5}
         run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, **options))

@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from localllm.kernels.gpu import check
-from localllm.kernels.gpu.check import Case, CheckSizes, Heads, cases
+from localllm.kernels.gpu.check import GROUPS, Case, CheckSizes, Heads, cases
 from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interpreted, recorded
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways
 
-# Every kernel, in the ways in which most models use it. What a model is computed in beyond that is checked for it.
-BRIEF = CheckSizes(groups=(check.GROUPS[0], None), attention=(Heads(), Heads(head_dim=64)))
+# Every kernel, in the ways of a usual model. One that is loaded is checked in its own.
+BRIEF = CheckSizes(groups=(GROUPS[0], None), attention=(Heads(),))
 
 
 class Outcome(NamedTuple):
@@ -47,11 +46,12 @@ def sizes_of(ways: Ways) -> CheckSizes:
 
 
 def launches_of(device: torch.device, sizes: CheckSizes) -> tuple[list[KernelLaunch], int]:
-    """Return what the cases launch, without a launch, and how many cases there are. The references take a second."""
+    """Return what the cases launch, without a launch, and how many cases there are: what takes longest to compile,
+    attention, is first. The references take a second."""
     torch.manual_seed(0)
     with recorded(runs=False) as launches:
         count = sum(1 for _ in cases(device, sizes))
-    return launches, count
+    return launches[::-1], count
 
 
 def checked(device: torch.device, sizes: CheckSizes, tell: Callable[[str], None]) -> Outcome:
@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here that torch can use: localllm doctor says why")
+    torch.set_num_threads(1)  # for small references: beside what compiles, more of them wait for each other
     torch.cuda.set_device(chosen.device)  # Triton launches on the current one
     end = "\r" if sys.stdout.isatty() else "\n"
     sizes = BRIEF if chosen.brief else chosen.ways or CheckSizes()
