@@ -232,6 +232,7 @@ def test_the_doctor_names_what_mends_a_triton_that_compiles_nothing(card):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(
     "sizes", [check.SMALL, replace(check.SMALL, attention=check.ATTENTION, groups=(32, 64, 128))], ids=["one", "all"]
 )
@@ -274,6 +275,12 @@ def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
     assert {case.name for case in cases if not case.is_right} >= {
         "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "a gate of int4-g64, 7 rows, 0 programs: bits"
     }  # fmt: skip
+
+
+def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(monkeypatch):
+    """By as little as numpy's own products of many rows."""
+    case = list(check._attention(CPU, check.Heads("int8", "int4", 64, 4, 2)))[-1]
+    assert case.name.endswith("bits of steps") and not case.is_right
 
 
 @pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}])
@@ -326,6 +333,7 @@ def test_a_card_on_which_nothing_could_be_compared_is_not_right(monkeypatch, cap
     assert named >= {"_to_codes", "_to_floats", "_embed", "_rope_store", "_attend", "_merge", "_winner"}
 
 
+@pytest.mark.usefixtures("products_row_by_row")
 def test_a_kernel_that_no_case_compared_is_named_beside_others_that_are_right(monkeypatch, capsys):
     launch = KernelLaunch._run
 
