@@ -22,6 +22,7 @@ from localllm.cli.checks_gpu import check_kernels
 from localllm.engine.kernel_check import note_device, scope_of
 from localllm.kernels.gpu import check, check_run, gemm, ready
 from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.attention import PREFILL_ROWS
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.ready import ALL, BRIEF, CheckScope
@@ -277,10 +278,20 @@ def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
     }  # fmt: skip
 
 
-def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(monkeypatch):
-    """By as little as numpy's own products of many rows."""
-    case = list(check._attention(CPU, check.Heads("int8", "int4", 64, 4, 2)))[-1]
-    assert case.name.endswith("bits of steps") and not case.is_right
+@pytest.mark.usefixtures("products_row_by_row")
+@pytest.mark.parametrize("factor", [1.0, 1.000001])
+def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(factor, monkeypatch):
+    attend = check.attend
+
+    def scaled(q: Tensor, out: Tensor, *rest: Any, **options: Any) -> list[Any]:
+        is_prompt = options["rows"] == PREFILL_ROWS
+        end = SimpleNamespace(run=lambda: out.mul_(factor if is_prompt else 1.0))
+        return [*attend(q, out, *rest, **options), end]
+
+    monkeypatch.setattr(check, "attend", scaled)
+    *others, bits = check._attention(CPU, check.Heads("int8", "int4", 64, 4, 2))
+    assert all(case.is_right for case in others)
+    assert bits.name.endswith("bits of steps") and bits.is_right == (factor == 1)
 
 
 @pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}])
