@@ -255,8 +255,8 @@ def _drawn(device: torch.device) -> Iterator[Case]:
 
 
 def _attention(device: torch.device, heads: Heads) -> Iterator[Case]:
-    """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages; each row of a
-    prompt must have the bits that it has in a step."""
+    """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages. Each row of
+    a prompt must have the bits that it has in a step."""
     H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
     for count, is_prefill in ((5, False), (70, True)):
         pages = _Pages(device, heads, past=702, count=count)
