@@ -22,6 +22,7 @@ from localllm.cli.checks_gpu import check_kernels
 from localllm.engine.kernel_check import note_device, scope_of
 from localllm.kernels.gpu import check, check_run, gemm, ready
 from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.attention import PREFILL_ROWS
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.ready import ALL, BRIEF, CheckScope
@@ -232,6 +233,7 @@ def test_the_doctor_names_what_mends_a_triton_that_compiles_nothing(card):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(
     "sizes", [check.SMALL, replace(check.SMALL, attention=check.ATTENTION, groups=(32, 64, 128))], ids=["one", "all"]
 )
@@ -274,6 +276,22 @@ def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
     assert {case.name for case in cases if not case.is_right} >= {
         "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "a gate of int4-g64, 7 rows, 0 programs: bits"
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("products_row_by_row")
+@pytest.mark.parametrize("factor", [1.0, 1.000001])
+def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(factor, monkeypatch):
+    attend = check.attend
+
+    def scaled(q: Tensor, out: Tensor, *rest: Any, **options: Any) -> list[Any]:
+        is_prompt = options["rows"] == PREFILL_ROWS
+        end = SimpleNamespace(run=lambda: out.mul_(factor if is_prompt else 1.0))
+        return [*attend(q, out, *rest, **options), end]
+
+    monkeypatch.setattr(check, "attend", scaled)
+    *others, bits = check._attention(CPU, check.Heads("int8", "int4", 64, 4, 2))
+    assert all(case.is_right for case in others)
+    assert bits.name.endswith("bits of steps") and bits.is_right == (factor == 1)
 
 
 @pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}])
@@ -326,6 +344,7 @@ def test_a_card_on_which_nothing_could_be_compared_is_not_right(monkeypatch, cap
     assert named >= {"_to_codes", "_to_floats", "_embed", "_rope_store", "_attend", "_merge", "_winner"}
 
 
+@pytest.mark.usefixtures("products_row_by_row")
 def test_a_kernel_that_no_case_compared_is_named_beside_others_that_are_right(monkeypatch, capsys):
     launch = KernelLaunch._run
 

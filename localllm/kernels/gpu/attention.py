@@ -43,6 +43,8 @@ FAR = tl.constexpr(1 << 30)  # beyond every position
 COARSE_STEP = tl.constexpr(96.0)  # of a number of fp32 between 64 and 128, the last bit is worth 2^-17
 FINE_STEP = tl.constexpr(1.5 * 2.0**-12)  # and of this one 2^-35
 DECODE_ROWS, PREFILL_ROWS = 16, 128
+# The capabilities (H100, B200) whose tensor cores take 64 rows by an instruction of its own, with other sums.
+_WARP_GROUPS = (9, 10)
 LOG2_E = math.log2(math.e)
 
 
@@ -74,9 +76,11 @@ def block_rows(group: int, *, is_prefill: bool) -> int:
     return max(DECODE_ROWS, min(PREFILL_ROWS, PAGE_TOKENS * group) if is_prefill else group)
 
 
-def _rows_at_once(rows: int, dense: PageLayout) -> int:
+def _rows_at_once(rows: int, dense: PageLayout, device: torch.device) -> int:
     """Return the rows of a program: shared memory must hold their queries, and registers, as many as may be, their
     sums."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _WARP_GROUPS:
+        rows = min(rows, 32)
     if dense.dtype is torch.float32:
         return min(rows, DECODE_ROWS)
     return min(rows, PREFILL_ROWS if dense.head_dim <= 128 else PREFILL_ROWS // 2)
@@ -395,7 +399,7 @@ def attend(
     assert q.is_contiguous() and parts.mixed.shape[1:] == q.shape
     pages = 1 if parts.sections > 1 else ALL_PAGES
     reach = FAR.value if window is None else window
-    (M, H, _), block, (factor, cap) = q.shape, _rows_at_once(rows, dense), _scaling(scale, softcap)
+    (M, H, _), block, (factor, cap) = q.shape, _rows_at_once(rows, dense, q.device), _scaling(scale, softcap)
     is_wide = is_interpreted() or dense.dtype is torch.float32  # the interpreter multiplies bf16 wrongly
     attending = KernelLaunch(
         kernel=_attend,
@@ -423,7 +427,7 @@ def attend(
         },
         # Many sums need twice the warps. A step's program has one page; of many rows the next one is on its way, but
         # with more features its place would leave too little for the queries.
-        num_warps=8 if block * max(128, dense.head_dim) >= 8192 else 4,
+        num_warps=4 if block == DECODE_ROWS else block // 16 * (2 if dense.head_dim > 128 else 1),
         num_stages=2 if block > DECODE_ROWS and dense.head_dim <= 128 else 1,
     )  # fmt: skip
     merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None)

@@ -255,7 +255,8 @@ def _drawn(device: torch.device) -> Iterator[Case]:
 
 
 def _attention(device: torch.device, heads: Heads) -> Iterator[Case]:
-    """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages."""
+    """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages. Each row of
+    a prompt must have the bits that it has in a step."""
     H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
     for count, is_prefill in ((5, False), (70, True)):
         pages = _Pages(device, heads, past=702, count=count)
@@ -267,9 +268,13 @@ def _attention(device: torch.device, heads: Heads) -> Iterator[Case]:
         q, k = (_turned(_normed(x, norm), angles) for x, norm in ((q, q_norm), (k, k_norm)))
         right = pages.copied().attended(q, k, v)
         rope, rows = Rope(inv_freq, 1.0, q_norm, k_norm, _EPS), block_rows(H // KH, is_prefill=is_prefill)
+        in_steps = pages.copied()
         found = pages.by_kernels(qkv, rope, rows, is_prefill=is_prefill)
         tolerance = ROUNDED if heads.dtype is torch.bfloat16 else SUMMED
         yield Case(f"attention of {heads}, {count} rows", _error(found, right), tolerance)
+        if is_prefill:
+            stepwise = in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), is_prefill=False)
+            yield Case(f"attention of {heads}, {count} rows: bits of steps", float((found != stepwise).sum()), 0)
 
 
 def _normed(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -48,11 +48,12 @@ class Dispatch:
         if gate is not None:
             weight_rows = max(weight_rows, 2 * gate.codes.group)
             each = min(each, _MOST_SUMS // weight_rows)
-        threads = min(256, weight_rows * max(each, 32) // 32 if gate is None else 2 * weight_rows)
+        threads = min(256, weight_rows * max(each, 32) // 32)
         programs, parts = triton.cdiv(matrix.tiles * TILE, weight_rows) * triton.cdiv(rows, each), 1
         while parts < matrix.slices and programs * parts < self.programs * self.multiprocessors:
             parts *= 2
-        return ProgramShape(weight_rows, each, parts, threads // _WARP, self.stages if each == 16 else 3)
+        stages = self.stages if each == 16 and weight_rows == 64 else 3
+        return ProgramShape(weight_rows, each, parts, threads // _WARP, stages)
 
     def product(
         self, x: Codes, matrix: PackedMatrix, y: Tensor | Gate, out_features: int, bias: Tensor | None, *, adds: bool
