@@ -8,11 +8,12 @@ import torch
 
 from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
-from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, why_not
+from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
 from localllm.models.config import ModelConfig
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 from localllm.quant.recipe import Recipe
+from localllm.repairs import install_compiler, install_python_headers
 
 
 def note_device(device: torch.device, scopes: Iterable[CheckScope], measuring: Tell, noting: Tell) -> None:
@@ -25,7 +26,16 @@ def note_device(device: torch.device, scopes: Iterable[CheckScope], measuring: T
     for scope in scopes:
         check_once(device, measuring, scope)
     if reason := why_not(device):
-        noting(operators_compute(reason))
+        noting(operators_compute(reason) + _what_may_help(device))
+
+
+def _what_may_help(device: torch.device) -> str:
+    """Return what lets Triton launch them by its own means, if it cannot and they are not out of the question."""
+    lacking = "" if missing(device) else lacks_for_triton()
+    if not lacking:
+        return ""
+    command = install_compiler() if lacking == "a C compiler" else install_python_headers()
+    return f"; Triton's own launcher needs {lacking}, which may help: {command}"
 
 
 def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -> CheckScope:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -198,13 +199,25 @@ def test_cards_that_are_too_old_and_machines_without_triton_are_told(card, monke
     card.capability = (8, 6)
     monkeypatch.setattr(ready, "_triton", lambda: "")
     assert anew() == "triton is not installed" and len(card.scopes) == 0
-    monkeypatch.setattr(ready, "_triton", lambda: "3.6.0")
-    monkeypatch.setattr(ready.sysconfig, "get_paths", lambda _scheme: {"include": "nowhere"})
-    assert "python3-dev" in anew() and len(card.scopes) == 0
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
-    assert anew() == "triton finds no C compiler: install gcc" and len(card.scopes) == 0
     assert "NVIDIA" in ready.missing(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("lacking", "command"), [("a C compiler", "install -y gcc"), ("Python's headers", "-dev")])
+def test_without_a_compiler_the_kernels_are_used_and_if_they_fail_it_is_named(lacking, command, card, monkeypatch):
+    """Our own launcher is checked as they are."""
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, *_: "/usr/bin/apt-get" if name == "apt-get" else which(name))
+    monkeypatch.delenv("CC", raising=False)
+    if lacking == "a C compiler":
+        monkeypatch.setenv("PATH", "")
+    else:
+        monkeypatch.setattr(ready.sysconfig, "get_paths", lambda _scheme: {"include": "nowhere"})
+    assert anew() == "" and len(card.scopes) == 1
+    card.says = "WRONG: gemv of int8, error nan, at most 2e-06"
+    ready.check(CARD)
+    said: list[str] = []
+    note_device(CARD, [BRIEF], pytest.fail, said.append)
+    assert len(said) == 1 and f"own launcher needs {lacking}" in said[0] and command in said[0]
 
 
 def test_one_line_says_that_operators_compute(card):

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy
@@ -52,17 +53,27 @@ class KernelLaunch:
 
     def compile(self) -> None:
         """Compile it for the current device, where that has not been done."""
+        _choose_driver()
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         self.kernel.warmup(grid=self.grid, **self.arguments, **self.constants, **options)
 
     def _run(self) -> None:
         call = self.kernel[self.grid]
         if not is_interpreted():
+            _choose_driver()
             call(**self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
             return
         with numpy.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's numpy, of a NaN, which a card computes
             call(**self.arguments, **self.constants)
+
+
+@cache
+def _choose_driver() -> None:
+    """Once, before anything is launched."""
+    from localllm.kernels.gpu.ctypes_driver import choose_driver
+
+    choose_driver()
 
 
 def run_all(launches: Sequence[KernelLaunch]) -> None:

@@ -119,12 +119,16 @@ def missing(device: torch.device) -> str:
         return f"this GPU is of compute capability {capability[0]}.{capability[1]}, they need {least}"
     if not _triton():
         return "triton is not installed"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "triton finds no C compiler: install gcc"
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's; as triton has it
-    if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").exists():
-        return "triton finds no Python.h: install Python's headers, python3-dev or python3-devel"
     return ""
+
+
+def lacks_for_triton() -> str:
+    """Return what Triton needs to compile its own launcher, and this machine has not; `ctypes_driver` launches then."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's; as triton has it
+    has_headers = (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").exists()
+    return "" if has_headers else "Python's headers"
 
 
 def check(device: torch.device, scope: CheckScope = ALL, tell: Tell = lambda _text: None) -> str:
