@@ -28,12 +28,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
-from localllm.kernels.gpu import activations, check, embedding, rope, sample
+from localllm.kernels.gpu import activations, check_cases, embedding, rope, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.check import FORMATS, GROUPS, Heads
-from localllm.kernels.gpu.check_run import BRIEF, launches_of
+from localllm.kernels.gpu.check import BRIEF, launches_of
+from localllm.kernels.gpu.check_cases import FORMATS, GROUPS, Heads
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.product_end import Gate
@@ -160,8 +160,8 @@ def launches_of_all(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
 
 
 def launches_of_check() -> list[KernelLaunch]:
-    """What the check compiles where a card is new, see `check_run.BRIEF`."""
-    with mock.patch.object(check, "dispatch_for", lambda _device: Dispatch(multiprocessors=28)):  # an RTX 3060
+    """What the check compiles where a card is new, see `check.BRIEF`."""
+    with mock.patch.object(check_cases, "dispatch_for", lambda _device: Dispatch(multiprocessors=28)):  # an RTX 3060
         return launches_of(_HOST, BRIEF)[0]
 
 
@@ -183,6 +183,7 @@ class Compiled(NamedTuple):
     spilled_bytes: int
     shared_bytes: int
     wide_loads: int
+    cubin: bytes
 
 
 def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
@@ -208,7 +209,7 @@ def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
     said = _logs.pop(get_ident(), "") or _assembled(ptx)
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers is not None and spilled is not None, "ptxas says what a kernel takes"
-    return Compiled(int(registers[1]), int(spilled[1]), shared_bytes, len(wide_loads))
+    return Compiled(int(registers[1]), int(spilled[1]), shared_bytes, len(wide_loads), made.asm["cubin"])
 
 
 def _constexprs(launch: KernelLaunch) -> dict[str, Any]:
