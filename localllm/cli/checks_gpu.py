@@ -26,8 +26,9 @@ _COPY_SECONDS = 0.2
 _SEE_LINK = "sudo lspci -vv -d 10de: | grep -E 'LnkCap:|LnkSta:'"
 
 
-def check_gpu(cards: tuple[Gpu, ...], torch_devices: int, root: Path = Path("/")) -> Finding:
-    """Check that there are cards, and a driver that answers for them. root: of the file system."""
+def check_gpu(cards: tuple[Gpu, ...], torch_devices: int, root: Path = Path("/"), rocm: str = "") -> Finding:
+    """Check that there are cards, and a driver that answers for them. root: of the file system. rocm: its version, of
+    a torch for AMD's."""
     if cards:
         sizes = ["" if card.total_bytes is None else f"{format_bytes(card.total_bytes)}, " for card in cards]
         return ok(
@@ -36,6 +37,8 @@ def check_gpu(cards: tuple[Gpu, ...], torch_devices: int, root: Path = Path("/")
                 for card, size in zip(cards, sizes, strict=True)
             )
         )
+    if rocm and torch_devices:
+        return ok(f"{torch_devices} of AMD's, ROCm {rocm}")
     if find_spec("pynvml") is None and (torch_devices or _driver_version(root)):
         return warn(
             "nvidia-ml-py is not installed: nothing is known of the card", "pip install 'nvidia-ml-py>=12.560,<14'"

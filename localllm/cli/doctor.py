@@ -98,7 +98,7 @@ def _compute_checks(output: Output) -> Iterator[Check]:
     build = torch_build()
     trial_of = cache(try_link if build.devices else lambda _card: LinkTrial())
     yield "torch", lambda: check_torch(build)
-    yield "gpu", lambda: check_gpu(cards, build.devices)
+    yield "gpu", lambda: check_gpu(cards, build.devices, rocm=build.rocm)
     if cards:
         yield "driver", lambda: check_driver(cards, build)
     yield "triton", lambda: check_triton(cards)

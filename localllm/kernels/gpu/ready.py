@@ -110,7 +110,9 @@ def keep_fault(device: torch.device, reason: str) -> None:
 def missing(device: torch.device) -> str:
     """Return what the kernels need of a machine and it lacks."""
     if device.type != "cuda":
-        return "they are made for NVIDIA GPUs"
+        return "they are made for NVIDIA's GPUs"
+    if torch.version.hip is not None:
+        return f"they are made for NVIDIA's GPUs, and this one is AMD's (ROCm {torch.version.hip})"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
