@@ -20,8 +20,8 @@ import triton.language as tl
 from dataclasses import replace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from localllm.kernels.gpu import check
-from localllm.kernels.gpu.check_run import launches_of
+from localllm.kernels.gpu import check_cases
+from localllm.kernels.gpu.check import launches_of
 from localllm.kernels.gpu.launch import KernelLaunch, compile_all
 
 class Driver:  # of a card that compiles, and runs nothing
@@ -34,7 +34,7 @@ def wrong(x, SIZE: tl.constexpr):
     tl.store(x + tl.arange(0, SIZE), 0.0)
 
 driver.set_active(Driver())
-sizes = replace(check.SMALL, groups=(), attention=())
+sizes = replace(check_cases.SMALL, groups=(), attention=())
 launches, cases = launches_of(torch.device("cpu"), sizes)
 told = []
 launches.append(KernelLaunch(wrong, (1,), {"x": torch.empty(4)}, {"SIZE": 3}))

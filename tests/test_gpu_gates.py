@@ -112,13 +112,13 @@ def test_what_the_gate_cannot_do_is_refused_by_name(arguments, said, monkeypatch
 
 @pytest.mark.parametrize("name", ["nonsense", "cpu", "cuda:99"])
 def test_a_check_of_what_is_no_gpu_is_refused(name, monkeypatch, capsys):
-    code, told = run_here(monkeypatch, capsys, "localllm.kernels.gpu.check_run", name)
+    code, told = run_here(monkeypatch, capsys, "localllm.kernels.gpu.check", name)
     assert code and "Traceback" not in told
     assert name == "cuda:99" or f"{name!r} is not a GPU here" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("module", ["tools.tune_kernels", "localllm.kernels.gpu.check_run", "benchmarks.gpu"])
+@pytest.mark.parametrize("module", ["tools.tune_kernels", "localllm.kernels.gpu.check", "benchmarks.gpu"])
 def test_what_needs_a_gpu_says_so_in_one_line(module, monkeypatch, capsys):
     code, told = run_here(monkeypatch, capsys, module)
     assert code and "Traceback" not in told and "there is no GPU here" in told

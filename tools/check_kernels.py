@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -28,12 +27,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
-from localllm.kernels.gpu import activations, check, embedding, rope, sample
+from localllm.kernels.gpu import activations, check_cases, embedding, rope, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.check import FORMATS, GROUPS, Heads
-from localllm.kernels.gpu.check_run import BRIEF, launches_of
+from localllm.kernels.gpu.check import BRIEF, launches_of
+from localllm.kernels.gpu.check_cases import FORMATS, GROUPS, Heads
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.product_end import Gate
@@ -58,6 +57,9 @@ _TYPES = {
 # These read what a token costs: weights, and the pages of keys and values.
 READERS = frozenset({"_gemv", "_gemm", "_attend"})
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
+# Of attention for many rows, by the flags with which Triton 3.7 calls the assembler (--regAllocOptLevel=2, for which
+# it names a fault of the assembler); without those flags nothing is spilled there.
+_PROMPT_SPILLS = {120: 112}
 _N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
 _HOST = torch.device("cpu")
 _logs: dict[int, str] = {}  # of the last assembly, by the thread
@@ -160,8 +162,8 @@ def launches_of_all(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
 
 
 def launches_of_check() -> list[KernelLaunch]:
-    """What the check compiles where a card is new, see `check_run.BRIEF`."""
-    with mock.patch.object(check, "dispatch_for", lambda _device: Dispatch(multiprocessors=28)):  # an RTX 3060
+    """What the check compiles where a card is new, see `check.BRIEF`."""
+    with mock.patch.object(check_cases, "dispatch_for", lambda _device: Dispatch(multiprocessors=28)):  # an RTX 3060
         return launches_of(_HOST, BRIEF)[0]
 
 
@@ -183,6 +185,7 @@ class Compiled(NamedTuple):
     spilled_bytes: int
     shared_bytes: int
     wide_loads: int
+    cubin: bytes
 
 
 def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
@@ -208,7 +211,7 @@ def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
     said = _logs.pop(get_ident(), "") or _assembled(ptx)
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers is not None and spilled is not None, "ptxas says what a kernel takes"
-    return Compiled(int(registers[1]), int(spilled[1]), shared_bytes, len(wide_loads))
+    return Compiled(int(registers[1]), int(spilled[1]), shared_bytes, len(wide_loads), made.asm["cubin"])
 
 
 def _constexprs(launch: KernelLaunch) -> dict[str, Any]:
@@ -270,10 +273,16 @@ def faults(launch: KernelLaunch, capability: int) -> Iterator[str]:
     except Exception as error:  # Triton raises what its compiler does
         yield f"{named}: {type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}"
         return
-    if compiled.spilled_bytes:
+    if compiled.spilled_bytes > _allowed_spill(launch, capability):
         yield f"{named}: spills {compiled.spilled_bytes} bytes a thread"
     if _reads_wide(launch) and not compiled.wide_loads:
         yield f"{named}: no load of 128 bits"
+
+
+def _allowed_spill(launch: KernelLaunch, capability: int) -> int:
+    """Return the bytes that a thread may store beside its registers."""
+    is_prompt = launch.name == "_attend" and launch.constants["BLOCK_R"] > _WIDE_ROWS
+    return _PROMPT_SPILLS.get(capability, 0) if is_prompt else 0
 
 
 def _reads_wide(launch: KernelLaunch) -> bool:
@@ -311,8 +320,8 @@ def main() -> None:
     chosen = launches_of_check() if arguments.check else launches_of_all(is_brief=arguments.brief)
     launches = list({variant(each): each for each in chosen}.values())
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() if arguments.check else nullcontext() as empty:
-        triton.knobs.cache.dir = empty or triton.knobs.cache.dir
+    with tempfile.TemporaryDirectory() as empty:  # what Triton has kept says nothing of spills any more
+        triton.knobs.cache.dir = empty
         found = all_faults(launches, arguments.capabilities, arguments.threads)
     print("\n".join(found))
     count, wall_s, cpu_s = (

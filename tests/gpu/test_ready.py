@@ -21,7 +21,7 @@ from localllm import repairs
 from localllm.cli import checks_gpu
 from localllm.cli.checks_gpu import check_kernels
 from localllm.engine.kernel_check import note_device, scope_of
-from localllm.kernels.gpu import check, check_run, gemm, ready
+from localllm.kernels.gpu import check, check_cases, gemm, ready
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS
 from localllm.kernels.gpu.launch import KernelLaunch
@@ -130,7 +130,7 @@ def uses(**changes: Any) -> CheckScope:
 
 def test_a_model_is_checked_in_the_ways_in_which_it_is_computed(card):
     """Once in each, and one that is wrong is enough: `doctor` has them tried anew."""
-    sizes = check_run.sizes_of(json.loads(uses().arguments[1]))
+    sizes = check.sizes_of(json.loads(uses().arguments[1]))
     assert sizes.groups == (None, 32)
     assert [(heads.keys, heads.values, heads.window, heads.softcap) for heads in sizes.attention] == [
         ("int8", "int4", None, 5.0), ("int8", "int4", 300, 5.0)
@@ -248,12 +248,14 @@ def test_the_doctor_names_what_mends_a_triton_that_compiles_nothing(card):
 @pytest.mark.slow
 @pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(
-    "sizes", [check.SMALL, replace(check.SMALL, attention=check.ATTENTION, groups=(32, 64, 128))], ids=["one", "all"]
+    "sizes",
+    [check_cases.SMALL, replace(check_cases.SMALL, attention=check_cases.ATTENTION, groups=(32, 64, 128))],
+    ids=["one", "all"],
 )
 def test_every_kernel_is_right_in_the_interpreter(sizes):
     """The check itself; and it finds what is wrong."""
     torch.manual_seed(0)
-    found = list(check.cases(torch.device("cpu"), sizes))
+    found = list(check_cases.cases(torch.device("cpu"), sizes))
     assert len(found) > 40 and [case.line() for case in found if not case.is_right] == []
 
 
@@ -262,18 +264,18 @@ def test_the_check_finds_a_kernel_that_does_nothing(broken, monkeypatch):
     nothing = SimpleNamespace(run=lambda: None)
     some: Any
     if broken == "gemv":
-        monkeypatch.setattr(check.gemv, "gemv", lambda *_, **__: nothing)
-        some = check._products(CPU, 64, check.SMALL)
+        monkeypatch.setattr(check_cases.gemv, "gemv", lambda *_, **__: nothing)
+        some = check_cases._products(CPU, 64, check_cases.SMALL)
     elif broken == "rows":
-        monkeypatch.setattr(check.activations, "to_floats", lambda *_, **__: nothing)
-        some = check._between(CPU, check.SMALL)
+        monkeypatch.setattr(check_cases.activations, "to_floats", lambda *_, **__: nothing)
+        some = check_cases._between(CPU, check_cases.SMALL)
     else:
-        monkeypatch.setattr(check.sample, "sample", lambda *_: [])
-        some = check._drawn(CPU)
+        monkeypatch.setattr(check_cases.sample, "sample", lambda *_: [])
+        some = check_cases._drawn(CPU)
     assert any(not case.is_right for case in some)
 
 
-TINY = replace(check.SMALL, row_counts=(1,), attention=())
+TINY = replace(check_cases.SMALL, row_counts=(1,), attention=())
 
 
 def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
@@ -285,7 +287,7 @@ def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
         return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: result.mul_(1.0001))]
 
     monkeypatch.setattr(gemm, "gemm", wrong)
-    cases = list(check._products(CPU, 64, TINY))
+    cases = list(check_cases._products(CPU, 64, TINY))
     assert {case.name for case in cases if not case.is_right} >= {
         "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "a gate of int4-g64, 7 rows, 0 programs: bits"
     }  # fmt: skip
@@ -294,15 +296,15 @@ def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
 @pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize("factor", [1.0, 1.000001])
 def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(factor, monkeypatch):
-    attend = check.attend
+    attend = check_cases.attend
 
     def scaled(q: Tensor, out: Tensor, *rest: Any, **options: Any) -> list[Any]:
         is_prompt = options["rows"] == PREFILL_ROWS
         end = SimpleNamespace(run=lambda: out.mul_(factor if is_prompt else 1.0))
         return [*attend(q, out, *rest, **options), end]
 
-    monkeypatch.setattr(check, "attend", scaled)
-    *others, bits = check._attention(CPU, check.Heads("int8", "int4", 64, 4, 2))
+    monkeypatch.setattr(check_cases, "attend", scaled)
+    *others, bits = check_cases._attention(CPU, check_cases.Heads("int8", "int4", 64, 4, 2))
     assert all(case.is_right for case in others)
     assert bits.name.endswith("bits of steps") and bits.is_right == (factor == 1)
 
@@ -310,9 +312,9 @@ def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(factor, monk
 @pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}])
 def test_the_check_finds_attention_that_is_a_little_wrong(wrong, monkeypatch):
     """A scale of 0.13 instead of 0.125, and a window where there is none."""
-    attend = check.attend
-    monkeypatch.setattr(check, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
-    case = next(check._attention(CPU, check.Heads("int8", "int4", 64, 2, 1)))
+    attend = check_cases.attend
+    monkeypatch.setattr(check_cases, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
+    case = next(check_cases._attention(CPU, check_cases.Heads("int8", "int4", 64, 2, 1)))
     assert not case.is_right
 
 
@@ -322,24 +324,24 @@ def test_a_kernel_that_a_card_does_not_take_is_left_and_the_others_are_checked(c
     def refuses(*_: Any, **__: Any) -> None:
         raise OutOfResources(200_000, 101_376, "shared memory")
 
-    monkeypatch.setattr(check, "attend", refuses)
-    found = list(check.cases(CPU, replace(check.SMALL, groups=())))
+    monkeypatch.setattr(check_cases, "attend", refuses)
+    found = list(check_cases.cases(CPU, replace(check_cases.SMALL, groups=())))
     left = [case for case in found if case.error is None]
     assert len(left) == 1 and all(case.is_right for case in found) and len(found) > 10
     assert left[0].line().startswith("left: attention of int8/int4 pages") and "shared memory" in left[0].line()
 
 
-FEW = replace(check.SMALL, groups=(), attention=(check.Heads("int8", "int4", 64, 2, 1),))
+FEW = replace(check_cases.SMALL, groups=(), attention=(check_cases.Heads("int8", "int4", 64, 2, 1),))
 
 
 def end_of_the_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[object, list[str]]:
     """(exit code, lines without those of how far it is) of the program, with a few cases of the interpreter."""
-    monkeypatch.setattr(check_run, "_device", lambda _name: CPU)
-    monkeypatch.setattr(check_run, "BRIEF", FEW)
+    monkeypatch.setattr(check, "_device", lambda _name: CPU)
+    monkeypatch.setattr(check, "BRIEF", FEW)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
     with pytest.raises(SystemExit) as ended:
-        check_run.main(["cuda:0", "--brief"])
+        check.main(["cuda:0", "--brief"])
     lines = capsys.readouterr().out.splitlines()
     return bool(ended.value.code), [line for line in lines if not line.startswith(ready.PROGRESS)]
 

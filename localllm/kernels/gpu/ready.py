@@ -154,7 +154,7 @@ def check(device: torch.device, scope: CheckScope = ALL, tell: Tell = lambda _te
 def _checked(device: torch.device, scope: CheckScope, tell: Tell) -> str:
     """Raises TimeoutError while they are compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "localllm.kernels.gpu.check_run", str(device), *scope.arguments]
+    command = [sys.executable, "-m", "localllm.kernels.gpu.check", str(device), *scope.arguments]
 
     reached = ""
 
