@@ -1,4 +1,4 @@
-"""Compiles every GPU kernel for cards that need not be there: `python -m tools.check_kernels 80 86 89 90 120`.
+"""Compiles every GPU kernel for cards that need not be there: `python -m tools.check_kernels 75 80 86 89 90 120`.
 
 A kernel that does not compile, spills registers, wants more shared memory than the card has, or reads weights or pages
 in pieces of less than 128 bits is named, and the exit code is 1. TRITON_INTERPRET must not be set.
@@ -15,6 +15,8 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -31,10 +33,10 @@ from localllm.kernels.gpu import activations, check_cases, embedding, rope, samp
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.check import BRIEF, launches_of
+from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
 from localllm.kernels.gpu.check_cases import FORMATS, GROUPS, Heads
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
-from localllm.kernels.gpu.product import Dispatch
+from localllm.kernels.gpu.product import FEW_ROWS, Dispatch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import PageLayout
@@ -42,7 +44,7 @@ from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.
-SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 _ALIGN = 16  # bytes of an address, or a number's factor, of which Triton compiles a variant of its own
 _TYPES = {
     torch.float64: "*fp64",
@@ -76,11 +78,14 @@ def matrix(group: int | None) -> PackedMatrix:
 
 
 def products(
-    group: int | None, rows: tuple[int, ...] = (1, 2, 4, 16, 32, 512), adding: tuple[bool, ...] = (False, True)
+    group: int | None,
+    rows: tuple[int, ...] = (1, 2, 4, 16, 32, 512),
+    adding: tuple[bool, ...] = (False, True),
+    dispatch: Dispatch = Dispatch(multiprocessors=64),
 ) -> Iterator[KernelLaunch]:
     """Yield the launches of a matrix in such groups with so many rows: into a new buffer, added to what is there, and
     with the gate of an MLP."""
-    weights, dispatch = matrix(group), Dispatch(multiprocessors=64)
+    weights = matrix(group)
     for count in rows:
         codes, y = Codes.of(count, weights), _empty((count, _N))
         for adds in adding:
@@ -145,6 +150,21 @@ STEP_HEADS = (
 )
 
 
+def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
+    """What a card launches that takes steps of a few rows only, in fp32."""
+    few = Dispatch(multiprocessors=40, gemv_rows=FEW_ROWS, most_rows=FEW_ROWS)
+    for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
+        yield from products(group, (1, 2, 4, 16), dispatch=few)
+    for group in GROUPS[:1] if is_brief else GROUPS:
+        yield from rows_between(group)
+    yield from rows_between(activation="gelu_tanh")
+    yield from tokens()
+    for heads in map(partial(Heads, dtype=torch.float32), *zip(*(BRIEF_FORMATS if is_brief else FORMATS), strict=True)):
+        yield from attention(heads, is_step=True)
+    for heads in () if is_brief else (*OTHER_HEADS, *STEP_HEADS):
+        yield from attention(replace(heads, dtype=torch.float32), is_step=True)
+
+
 def launches_of_all(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     """One of every kernel in every format; briefly, in as few as have all of its ways."""
     for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
@@ -161,10 +181,22 @@ def launches_of_all(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
         yield from attention(heads, is_step=True)
 
 
-def launches_of_check() -> list[KernelLaunch]:
+def launches_of_check(dispatch: Dispatch, dtype: torch.dtype | None = None) -> list[KernelLaunch]:
     """What the check compiles where a card is new, see `check.BRIEF`."""
-    with mock.patch.object(check_cases, "dispatch_for", lambda _device: Dispatch(multiprocessors=28)):  # an RTX 3060
-        return launches_of(_HOST, BRIEF)[0]
+    with mock.patch.object(check_cases, "dispatch_for", lambda _device: dispatch):
+        return launches_of(_HOST, sizes_for(BRIEF, dispatch.most_rows, dtype))[0]
+
+
+def chosen_for(capability: int, *, is_brief: bool, is_check: bool) -> list[KernelLaunch]:
+    """Return what is compiled for a card, each variant once."""
+    has_tensor_cores = capability >= 80  # that Triton multiplies with
+    launches: Iterable[KernelLaunch]
+    if is_check:
+        dispatch = Dispatch(28) if has_tensor_cores else Dispatch(28, gemv_rows=FEW_ROWS, most_rows=FEW_ROWS)
+        launches = launches_of_check(dispatch, None if has_tensor_cores else torch.float32)
+    else:
+        launches = (launches_of_all if has_tensor_cores else launches_of_steps)(is_brief=is_brief)
+    return list({variant(each): each for each in launches}.values())
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -293,9 +325,9 @@ def _shown(launch: KernelLaunch) -> str:
     return ", ".join(f"{name}={value}" for name, value in launch.constants.items() if name.isupper())
 
 
-def all_faults(launches: Iterable[KernelLaunch], capabilities: Iterable[int], threads: int) -> list[str]:
-    """In the order of the launches. Half of a compilation is an assembler, which is a process of its own."""
-    work = [(launch, capability) for launch in launches for capability in capabilities]
+def all_faults(work: Iterable[tuple[KernelLaunch, int]], threads: int) -> list[str]:
+    """work: what is compiled, and for which card. Half of a compilation is an assembler, which is a process of its
+    own."""
     triton.knobs.nvidia.dump_ptxas_log = True  # Triton prints it, on the thread that compiles
     log = mock.patch.object(nvidia_compiler, "print", lambda said: _logs.update({get_ident(): said}), create=True)
     with log, ThreadPoolExecutor(threads) as pool:
@@ -317,19 +349,20 @@ def main() -> None:
         parser.error(f"argument --threads: {arguments.threads} is not a number of threads")
     if is_interpreted():
         parser.error("what is interpreted is not compiled: unset TRITON_INTERPRET")
-    chosen = launches_of_check() if arguments.check else launches_of_all(is_brief=arguments.brief)
-    launches = list({variant(each): each for each in chosen}.values())
+    work = [
+        (launch, capability)
+        for capability in arguments.capabilities
+        for launch in chosen_for(capability, is_brief=arguments.brief, is_check=arguments.check)
+    ]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as empty:  # what Triton has kept says nothing of spills any more
         triton.knobs.cache.dir = empty
-        found = all_faults(launches, arguments.capabilities, arguments.threads)
+        found = all_faults(work, arguments.threads)
     print("\n".join(found))
-    count, wall_s, cpu_s = (
-        len(launches) * len(arguments.capabilities),
-        time.perf_counter() - started,
-        sum(os.times()[:4]),
+    wall_s, cpu_s = time.perf_counter() - started, sum(os.times()[:4])
+    print(
+        f"triton {triton.__version__}: {len(work)} compiled, {len(found)} faults; {wall_s:.0f} s, {cpu_s:.0f} s of CPU"
     )
-    print(f"triton {triton.__version__}: {count} compiled, {len(found)} faults; {wall_s:.0f} s, {cpu_s:.0f} s of CPU")
     sys.exit(bool(found))
 
 

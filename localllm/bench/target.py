@@ -57,14 +57,16 @@ def random_target(
     watcher = watcher or Watcher()
     if config.threads is not None:
         use_threads(config.threads)
-    device, dtype = choose_device(config.device), choose_dtype(config.dtype)
-    weights = recipe(choose_recipe(config.weights, shape.config, (), dtype_name(config.dtype)))
-    require_memory(shape, weights, config.kv, dtype, device, workload.kv_tokens)
-    note_device(device, [scope_of(shape.config, weights, config.kv, dtype)], watcher.measuring, watcher.noting)
+    device = choose_device(config.device)
+    named, dtype = dtype_name(config.dtype, str(device)), choose_dtype(config.dtype, device)
+    weights = recipe(choose_recipe(config.weights, shape.config, (), named))
+    kv = "int8" if config.kv == config.dtype == "auto" else config.kv  # as a model that is loaded has it
+    require_memory(shape, weights, kv, dtype, device, workload.kv_tokens)
+    note_device(device, [scope_of(shape.config, weights, kv, dtype)], watcher.measuring, watcher.noting)
     blocks = RandomBlocks(weights)
     decoder = load_decoder(blocks, shape.config, weights, dtype=dtype, device=device, progress=watcher.reading)
     tokenizer = word_tokenizer(shape.config.vocab_size)
-    engine = Engine(LoadedModel(decoder, workload.ctx), tokenizer, kv=config.kv, reuse=NO_REUSE)
+    engine = Engine(LoadedModel(decoder, workload.ctx), tokenizer, kv=kv, reuse=NO_REUSE)
     return BenchmarkTarget(shape.name, engine, has_random_weights=True)
 
 

@@ -144,6 +144,7 @@ def measure_again(say: Callable[[str], None]) -> Profile:
     """Measure the machine again with INT4 weights, after it was busy; other formats are measured when a plan needs
     them. Corrections by earlier runs are dropped, as they belong to the figures before. The old figures stay until
     there are new ones."""
-    device, dtype, blocks = choose_device("auto"), choose_dtype("auto"), RECIPES[DEFAULT].blocks
+    device, blocks = choose_device("auto"), RECIPES[DEFAULT].blocks
+    dtype = choose_dtype("auto", device)
     profile = measured(Profile(machine_key()), DEFAULT, blocks, dtype, say)
     return device_measured(profile, device, DEFAULT, blocks, dtype, say) if device.type != "cpu" else profile

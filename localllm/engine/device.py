@@ -146,10 +146,17 @@ def has_card(device: str | torch.device) -> bool:
     return str(device) != "cpu"
 
 
-def dtype_name(name: str) -> str:
-    """Return the type of activations that auto, bf16 or fp32 means. Raises UsageError."""
+def dtype_name(name: str, device: str) -> str:
+    """Return the type of activations that auto, bf16 or fp32 means there: auto is not bf16 where a GPU emulates that.
+    Raises UsageError."""
     if name not in DTYPES:
         raise UsageError(
             f"there is no dtype {name!r}", why=f"known: {', '.join(DTYPES)}", fix=Fix.flag("--dtype", "auto")
         )
+    if name == "auto" and has_card(device):
+        import torch
+
+        from localllm.kernels.gpu.ready import lacks_bf16
+
+        return "fp32" if lacks_bf16(torch.device(device)) else DTYPES[name]
     return DTYPES[name]

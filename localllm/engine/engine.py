@@ -135,7 +135,7 @@ class Engine(StepLoop):
         model_config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
         draft = DraftModel.of(speculate.draft_model, tokenizer, planner)
-        scopes = [scope_of(model_config, planner.recipe, config.kv, planner.torch_dtype)]
+        scopes = [scope_of(model_config, planner.recipe, planner.wanted.kv, planner.torch_dtype)]
         scopes += [] if draft is None else [draft.check_scope]
         note_device(planner.torch_device, scopes, watcher.measuring, watcher.noting)
         if note := dense_heads_note(config.kv, model_config.head_dim, planner.dtype):
@@ -147,7 +147,7 @@ class Engine(StepLoop):
                 loaded,
                 tokenizer,
                 ChatTemplate.load_or_why_not(files.directory, tokenizer),
-                kv=config.kv,
+                kv=planner.wanted.kv,
                 limits=limits or (Limits() if job is None else Limits(max_sequences=job.sequences)),
                 reuse=reuse,
                 computed=Computed(source_id(files), planner.recipe.name, files.name),

@@ -22,9 +22,9 @@ def choose_device(name: str) -> torch.device:
     return torch.device(device_name(name))
 
 
-def choose_dtype(name: str) -> torch.dtype:
-    """Return the type that auto, bf16 or fp32 means. Raises UsageError."""
-    return torch_dtype(DTYPE_NAMES[dtype_name(name)])
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the type that auto, bf16 or fp32 means there. Raises UsageError."""
+    return torch_dtype(DTYPE_NAMES[dtype_name(name, str(device))])
 
 
 def available_bytes(device: torch.device) -> int:

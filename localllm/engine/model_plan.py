@@ -160,7 +160,7 @@ def _planner(
         return planner
     draft = find_shape(speculate.draft_model)
     recipe = SIZES[choose_recipe("auto", draft.config, (), planner.dtype)]
-    shape = model_shape(draft.config, recipe, planner.dtype, draft.name, planner.device, wanted.kv)
+    shape = model_shape(draft.config, recipe, planner.dtype, draft.name, planner.device, planner.wanted.kv)
     return replace(planner, draft=DraftShape(shape, draft.config.longest_context))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from localllm.kernels import cpu_linear, int8, tile16
 from localllm.kernels.cpu_gemv import dense_linear
-from localllm.kernels.gpu.ready import why_not
+from localllm.kernels.gpu.ready import lacks_bf16, why_not
 from localllm.kernels.tile16 import TILE, PackedMatrix
 
 SLAB_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16, enough rows for the library to work well
@@ -23,8 +23,18 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Tensor:
     if x.is_cuda and not why_not(x.device):
         from localllm.kernels.gpu import product  # imports Triton, which not every system has
 
-        return product.packed_linear(x, matrix, out_features)
+        if len(x) <= product.dispatch_for(x.device).most_rows:
+            return product.packed_linear(x, matrix, out_features)
+    if x.dtype is torch.float32 and lacks_bf16(x.device):
+        return halved_linear(x, matrix, out_features)
     return dequantized_linear(x, matrix, out_features)
+
+
+def halved_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Tensor:
+    """x [T, K] fp32 -> [T, out_features], multiplied in fp16, in which such a GPU has tensor cores: eight times as fast
+    as fp32. Each row is scaled to at most 1 before, so that nothing overflows: rounding to fp16 costs 2**-11."""
+    peaks = x.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return dequantized_linear((x / peaks).half(), matrix, out_features).float().mul_(peaks)
 
 
 def dequantized_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Tensor:

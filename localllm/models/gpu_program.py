@@ -116,6 +116,8 @@ class GpuProgram:
     def logits(self, batches: Sequence[Batch], on_block: OnBlock | None = None, *, sees_each: bool = True) -> Tensor:
         """fp32 [R, V]. batches: on the host. on_block: called behind each block, or, unless it sees what each has
         computed, behind several."""
+        if max(map(len, batches)) > product.dispatch_for(self.device).most_rows:
+            return self.decoder.forward(batches, on_block)
         if len(batches) == 1 and not (on_block is not None and sees_each):
             batch = batches[0]
             if self.has_pages([segment.kv for segment in batch.segments]):

@@ -11,13 +11,15 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from localllm.kernels.gpu.check_cases import GROUPS, Case, CheckSizes, Heads, cases
 from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interpreted, recorded
-from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways
+from localllm.kernels.gpu.product import dispatch_for
+from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16
 
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own.
 BRIEF = CheckSizes(groups=(GROUPS[0], None), attention=(Heads(),))
@@ -43,6 +45,13 @@ def sizes_of(ways: Ways) -> CheckSizes:
     """Return what is tried for a model that is computed in these ways."""
     heads = (Heads(**{**one, "dtype": getattr(torch, one["dtype"])}) for one in ways["attention"])
     return CheckSizes(groups=tuple(ways["groups"]), attention=tuple(heads))
+
+
+def sizes_for(sizes: CheckSizes, most_rows: int, dtype: torch.dtype | None = None) -> CheckSizes:
+    """Return what of these sizes a card is given that takes so many rows at most, and computes in no other dtype."""
+    heads = (each if dtype is None else replace(each, dtype=dtype) for each in sizes.attention)
+    rows = tuple(count for count in sizes.row_counts if count <= most_rows)
+    return replace(sizes, row_counts=rows, attention=tuple(dict.fromkeys(heads)))
 
 
 def launches_of(device: torch.device, sizes: CheckSizes) -> tuple[list[KernelLaunch], int]:
@@ -98,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.cuda.set_device(chosen.device)  # Triton launches on the current one
     end = "\r" if sys.stdout.isatty() else "\n"
     sizes = BRIEF if chosen.brief else chosen.ways or CheckSizes()
+    dtype = torch.float32 if lacks_bf16(chosen.device) else None
+    sizes = sizes_for(sizes, dispatch_for(chosen.device).most_rows, dtype)
     outcome = checked(chosen.device, sizes, lambda text: print(PROGRESS, text, end=end, flush=True))  # noqa: T201
     print("\n".join(outcome.lines()))  # noqa: T201
     sys.exit(not outcome.is_right)

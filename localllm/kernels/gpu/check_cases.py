@@ -149,6 +149,10 @@ def _expected(x: Codes, matrix: PackedMatrix, out_features: int) -> Tensor:
     return reference.int4_product(grouped, x_scale, qweight, scale, bias, out_features)
 
 
+def _has_gemm(device: torch.device) -> bool:
+    return dispatch_for(device).most_rows > FEW_ROWS
+
+
 def _products(device: torch.device, group: int | None, sizes: CheckSizes) -> Iterator[Case]:
     """Both kernels; each row must have the bits that it has alone."""
     most = max(sizes.row_counts)
@@ -164,7 +168,7 @@ def _products(device: torch.device, group: int | None, sizes: CheckSizes) -> Ite
         if rows <= FEW_ROWS:
             found["gemv"] = _poisoned(rows, sizes.N, device=device)
             gemv.gemv(codes.first(rows), matrix, found["gemv"], sizes.N).run()
-        for parts in (1, 4):
+        for parts in (1, 4) if _has_gemm(device) else ():
             shape = replace(dispatch_for(device).shape(matrix, rows), parts=parts)
             y, partial = _poisoned(rows, sizes.N, device=device), _poisoned(matrix.slices, rows, sizes.N, device=device)
             run_all(gemm.gemm(codes.first(rows), matrix, y, sizes.N, shape=shape, partial=partial))
@@ -180,7 +184,7 @@ def _products(device: torch.device, group: int | None, sizes: CheckSizes) -> Ite
 def _added(matrix: PackedMatrix, codes: Codes, right: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
     """With a bias, to what is there, of every kernel."""
     bias = torch.randn(sizes.N, device=codes.q.device)
-    for rows, gemv_rows in ((3, 4), (7, 0), (len(codes.q), 0)):
+    for rows, gemv_rows in ((3, 4), *(((7, 0), (len(codes.q), 0)) if _has_gemm(codes.q.device) else ())):
         there = torch.randn((rows, sizes.N), device=codes.q.device)
         expected, y = right[:rows] + bias.double().cpu() + there.double().cpu(), there.clone()
         dispatch = replace(dispatch_for(y.device), multiprocessors=rows, gemv_rows=gemv_rows)
@@ -195,7 +199,7 @@ def _gated(device: torch.device, group: int | None, named: str, sizes: CheckSize
     matrix = _matrix(device, group, replace(sizes, N=2 * features))
     x, codes = torch.randn((7, sizes.K), device=device), Codes.of(7, matrix)
     activations.to_codes(x, codes, sizes.K).run()
-    for rows, gemv_rows, programs in ((3, 4, 1), (7, 0, 0), (7, 0, 100)):
+    for rows, gemv_rows, programs in ((3, 4, 1), *(((7, 0, 0), (7, 0, 100)) if _has_gemm(device) else ())):
         wide, few = _poisoned(rows, 2 * features, device=device), codes.first(rows)
         gemv.gemv(few, matrix, wide, 2 * features).run()
         right, found = (Codes.empty(rows, -(-features // 64) * 64, 64, device) for _ in range(2))

@@ -33,10 +33,12 @@ class Dispatch:
 
     gemv_rows: up to so many rows are multiplied by dot products of bytes, all else on the tensor cores; there, columns
     are shared out until there are `programs` of them for each multiprocessor, each with loads `stages` ahead.
+    most_rows: that our kernels take, where Triton uses no tensor cores; more are for torch's operators.
     """
 
     multiprocessors: int
     gemv_rows: int = 4
+    most_rows: int = 1 << 30
     programs: int = 2
     stages: int = 4
 

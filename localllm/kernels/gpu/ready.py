@@ -28,7 +28,8 @@ import torch
 from localllm.config import user_directories
 from localllm.kernels.child import run_within
 
-LEAST_CAPABILITY = (8, 0)  # below, bf16 is emulated, and Triton has no tensor cores
+LEAST_CAPABILITY = (7, 5)  # of which Triton makes code
+_BF16_CAPABILITY = (8, 0)  # below, bf16 is emulated, and Triton multiplies without tensor cores
 WRONG = "WRONG:"  # begins what the check says of a kernel
 UNCOMPARED = "not compared:"
 PROGRESS, COMPARED = "so far:", "compared"  # begin and end a line of how far it is
@@ -120,6 +121,14 @@ def missing(device: torch.device) -> str:
     if not _triton():
         return "triton is not installed"
     return ""
+
+
+@cache
+def lacks_bf16(device: torch.device) -> bool:
+    """Return whether this is an NVIDIA GPU that computes in fp32 and fp16 only."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) < _BF16_CAPABILITY
 
 
 def lacks_for_triton() -> str:
