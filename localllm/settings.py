@@ -205,8 +205,8 @@ class EngineConfig:
     )  # fmt: skip
     dtype: str = setting(
         "auto", Accepts("text", choices=("auto", "bf16", "fp32")), _MEASURED + "bench", "auto|bf16|fp32",
-        "Precision of the activations. fp32 is slower and takes twice the memory. auto: bf16. For weights see "
-        "--weights, for the KV cache --kv.",
+        "Precision of the activations. fp32 is slower and takes twice the memory. auto: bf16, and fp32 on a "
+        "GPU that emulates bf16 (RTX 20, GTX 16, T4). For weights see --weights, for the KV cache --kv.",
     )  # fmt: skip
     weights: str = setting(
         "auto", Accepts("text", choices=WEIGHTS), _MEASURED + "bench", "auto|bf16|int8|int4|nf4|bf12",

@@ -132,21 +132,21 @@ def test_hidden_cards_are_told_from_a_broken_driver(monkeypatch: pytest.MonkeyPa
         ((8, 9), "ok", "sm_89: bf16 and fp8"),
         ((8, 6), "ok", "sm_86 lacks fp8"),
         ((12, 1), "ok", "sm_121: bf16 and fp8"),
-        ((7, 5), "warn", "sm_75 lacks bf16 arithmetic"),
+        ((7, 5), "ok", "sm_75 lacks bf16, so that models compute in fp32"),
         (None, "ok", "does not tell"),
     ],
 )
 def test_a_generation_is_said_to_lack_what_it_lacks(capability: Any, status: str, text: str) -> None:
     finding = check_capability(card(compute_capability=capability), build())
     assert (finding.status, text in finding.detail) == (status, True)
-    assert finding.fix == ("export LOCALLLM_DTYPE=fp32" if status == "warn" else "")
+    assert finding.fix == ""
 
 
 def test_a_card_that_torch_has_no_code_for_fails_with_the_build_that_has() -> None:
     finding = check_capability(card(compute_capability=(6, 1)), build())
     assert (finding.status, finding.fix.endswith("whl/cu126")) == ("fail", True)
     older = build(cuda=(12, 6), architectures=("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"))
-    assert check_capability(card(compute_capability=(6, 1)), older).status == "warn"
+    assert check_capability(card(compute_capability=(6, 1)), older).status == "ok"
     assert check_capability(card(compute_capability=(3, 5)), older).fix == "export LOCALLLM_DEVICE=cpu"
 
 

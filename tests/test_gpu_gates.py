@@ -69,7 +69,8 @@ def run_here(
     "arguments",
     [
         ("120", "--brief"),  # of consumers' cards the newest, with the least shared memory
-        pytest.param(("80", "86", "89", "90", "120"), marks=pytest.mark.slow),
+        pytest.param(("75", "--brief"), marks=pytest.mark.slow),
+        pytest.param(("75", "80", "86", "89", "90", "120"), marks=pytest.mark.slow),
     ],
 )
 def test_every_kernel_compiles_without_spills_and_with_wide_loads(arguments):
@@ -78,7 +79,7 @@ def test_every_kernel_compiles_without_spills_and_with_wide_loads(arguments):
 
 
 @pytest.mark.skipif(not OLDER.exists(), reason=f"{OLDER} is absent; `make {OLDER.relative_to(REPOSITORY)}` installs it")
-@pytest.mark.parametrize("card", every_other(["89", "90"]))
+@pytest.mark.parametrize("card", [*every_other(["89", "90"]), pytest.param("75", marks=pytest.mark.slow)])
 def test_the_oldest_triton_compiles_them_too(card):
     done = run("-m", "tools.check_kernels", card, "--brief", triton=OLDER)
     assert done.returncode == 0 and "triton 3.6." in done.stdout, done.stdout + done.stderr

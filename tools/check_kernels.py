@@ -81,11 +81,11 @@ def products(
     group: int | None,
     rows: tuple[int, ...] = (1, 2, 4, 16, 32, 512),
     adding: tuple[bool, ...] = (False, True),
-    dispatch: Dispatch = Dispatch(multiprocessors=64),
+    dispatch: Dispatch | None = None,
 ) -> Iterator[KernelLaunch]:
     """Yield the launches of a matrix in such groups with so many rows: into a new buffer, added to what is there, and
     with the gate of an MLP."""
-    weights = matrix(group)
+    weights, dispatch = matrix(group), dispatch or Dispatch(multiprocessors=64)
     for count in rows:
         codes, y = Codes.of(count, weights), _empty((count, _N))
         for adds in adding:

@@ -20,13 +20,12 @@ _TESTED = (2, 11), (2, 14)
 _PROBE_CPU_S = 20.0
 _PROBE_SECONDS = 300.0
 _SIGNS_OF_C = ("C compiler", "fatal error:", "CalledProcessError")
-_USE_FP32 = "export LOCALLLM_DTYPE=fp32"
 
-# Below each: what a card lacks. Triton 3.7 compiles for all of them, but multiplies matrices without tensor cores below
-# sm_80; bf16 is emulated there: a V100 multiplies 9.6 TFLOPS in bf16, 14.0 in fp32.
+# Below each: what a card lacks, and what is done about it. bf16 is emulated below sm_80: a V100 multiplies 9.6 TFLOPS
+# in bf16, 14.0 in fp32.
 _LACKS = {
     (6, 1): "8-bit dot products",
-    (8, 0): "bf16 arithmetic (emulated, slower than fp32) and tensor cores in Triton's kernels",
+    (8, 0): "bf16, so that models compute in fp32, and prompts by torch's operators in fp16",
     (8, 9): "fp8",
 }
 
@@ -125,7 +124,7 @@ def check_capability(card: Gpu, build: TorchBuild) -> Finding:
         )
     lacks = [what for least, what in _LACKS.items() if capability < least]
     detail = f"{name} lacks {'; '.join(lacks)}" if lacks else f"{name}: bf16 and fp8 tensor cores"
-    return warn(detail, _USE_FP32) if capability < (8, 0) else ok(detail)
+    return ok(detail)
 
 
 def check_triton(cards: tuple[Gpu, ...], probe: Callable[[int], str] | None = None) -> Finding:

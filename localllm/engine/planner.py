@@ -94,7 +94,7 @@ class ModelPlanner:
         require_context(config, wanted.ctx)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
         dtype = dtype_name(wanted.weights if is_by_weights else wanted.dtype, device)
-        if wanted.kv == "auto" and wanted.dtype == "auto" and not is_by_weights:
+        if wanted.kv == wanted.dtype == "auto" and wanted.weights != "fp32":
             wanted = replace(wanted, kv="int8")  # also where fp32 was not asked for, but is what the GPU computes in
         packed = () if files is None else tuple(packed_recipes(files))
         weights = choose_recipe(wanted.weights, config, packed, dtype)

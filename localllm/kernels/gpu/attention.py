@@ -86,6 +86,13 @@ def _rows_at_once(rows: int, dense: PageLayout, device: torch.device) -> int:
     return min(rows, PREFILL_ROWS if dense.head_dim <= 128 else PREFILL_ROWS // 2)
 
 
+def _num_warps(rows: int, head_dim: int, *, is_wide: bool) -> int:
+    """is_wide: operands are in fp32, which need twice the warps, as many sums do."""
+    if rows == DECODE_ROWS:
+        return 8 if is_wide and head_dim > 64 else 4
+    return rows // 16 * (2 if head_dim > 128 else 1)
+
+
 def _tokens_at_once(rows: int) -> int:
     """Return the tokens of a page that a program of so many rows multiplies at once: of many rows, operands of more
     would take too many registers. The interpreter's sums, unlike those of tensor cores, depend on it: one for all."""
@@ -425,9 +432,9 @@ def attend(
             "TOKENS": _tokens_at_once(block),
             "HAS_SOFTCAP": softcap is not None, "HAS_WINDOW": reach != FAR.value,
         },
-        # Many sums need twice the warps. A step's program has one page; of many rows the next one is on its way, but
-        # with more features its place would leave too little for the queries.
-        num_warps=4 if block == DECODE_ROWS else block // 16 * (2 if dense.head_dim > 128 else 1),
+        # A step's program has one page; of many rows the next one is on its way, but with more features its place would
+        # leave too little for the queries.
+        num_warps=_num_warps(block, dense.head_dim, is_wide=is_wide),
         num_stages=2 if block > DECODE_ROWS and dense.head_dim <= 128 else 1,
     )  # fmt: skip
     merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None)
