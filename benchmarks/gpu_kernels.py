@@ -97,7 +97,7 @@ class Products:
 
         shape: [N, K].
         weights: int4 or int8.
-        few, many: numbers of rows for the packed kernels and for the library.
+        few, many: numbers of rows; torch's INT4 operator multiplies only the few.
         """
         on = choose_device(device)
         (N, K), skipped = shape, dict[str, str]()
@@ -149,16 +149,13 @@ def _sides(
     floats = torch.randn((most, K), device=device).bfloat16()
     ours, dispatch = _copies(matrix, device), product.dispatch_for(device)
     codes, y = _codes(floats[: max(few)].float(), matrix), torch.empty((max(few), N), device=device)
-    rounded = torch.empty((most, N), dtype=torch.bfloat16, device=device)
     dense = _dense(N, K, device)
     sides: dict[str, Callable[[], Work]] = {}
     for rows in few:
         sides[f"gemv {rows}"] = partial(_gemvs, ours, codes.first(rows), y[:rows], N)
         sides[f"gemm {rows}"] = partial(_gemms, ours, N, rows, dispatch.shape(matrix, rows))
-        sides[f"gemm16 {rows}"] = partial(_gemms, ours, N, rows, dispatch.shape(matrix, rows), 16)
     for rows in many:
-        library = [(floats[:rows], one, rounded[:rows]) for one in ours]
-        sides[f"library {rows}"] = partial(_each, product.multiply_dequantized, library)
+        sides[f"gemm {rows}"] = partial(_gemms, ours, N, rows, dispatch.shape(matrix, rows))
     for rows in (*few, *many):
         bf16 = [(floats[:rows], weight) for weight in dense]
         sides[f"bf16 {rows}"] = partial(_each, torch.nn.functional.linear, bf16)
@@ -169,8 +166,8 @@ def _sides(
     return sides
 
 
-def _codes(x: Tensor, matrix: PackedMatrix, bits: int = 8) -> Codes:
-    codes = Codes.empty(len(x), matrix.in_features, matrix.group, x.device, bits)
+def _codes(x: Tensor, matrix: PackedMatrix) -> Codes:
+    codes = Codes.of(len(x), matrix)
     to_codes(x, codes, x.shape[1]).run()
     return codes
 
@@ -188,12 +185,12 @@ def _gemvs(copies: Sequence[PackedMatrix], codes: Codes, y: Tensor, N: int) -> W
     return [gemv.gemv(codes, one, y, N).run for one in copies]
 
 
-def _gemms(copies: Sequence[PackedMatrix], N: int, rows: int, shape: ProgramShape, bits: int = 8) -> Work:
+def _gemms(copies: Sequence[PackedMatrix], N: int, rows: int, shape: ProgramShape) -> Work:
     """Products with codes of their own: how long a shape takes depends on their number, not on their values."""
     matrix, device = copies[0], copies[0].qweight.device
-    codes = _codes(torch.randn((rows, matrix.in_features), device=device), matrix, bits)
+    codes = _codes(torch.randn((rows, matrix.in_features), device=device), matrix)
     y = torch.empty((rows, N), device=device)
-    partial_sums = torch.empty((shape.parts, rows, N), device=device) if shape.parts > 1 else None
+    partial_sums = torch.empty((matrix.slices, rows, N), device=device) if shape.parts > 1 else None
     return [partial(run_all, gemm.gemm(codes, one, y, N, shape=shape, partial=partial_sums)) for one in copies]
 
 

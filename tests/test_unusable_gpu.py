@@ -3,14 +3,18 @@ helps."""
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from localllm.cli.checks_gpu import check_kernels
+from localllm.cli.checks_gpu import check_gpu, check_kernels
+from localllm.cli.checks_torch import check_torch, torch_build
 from localllm.engine import device
+from localllm.engine.kernel_check import note_device
+from localllm.engine.runner import operators_compute
 from localllm.errors import UsageError
 from tests.cli_support import run_cli, write_checkpoint
 
@@ -122,3 +126,53 @@ def test_a_driver_that_serves_no_torch_is_told(card, monkeypatch):
     with pytest.raises(UsageError) as caught:
         device.device_name("cuda")
     assert str(caught.value.fixes[0]).endswith("whl/cu126")
+
+
+# GPUs of other makers
+
+
+@pytest.fixture
+def amd(card, monkeypatch):
+    """An AMD card and the torch for it, which calls it CUDA as well."""
+    card.capability, card.architectures = (11, 0), ("gfx1030", "gfx1100")
+    monkeypatch.setattr(device, "torch_build", lambda: ("2.13.0+rocm6.4", "ROCm 6.4"))
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    return card
+
+
+def test_an_amd_card_computes_by_torchs_operators_and_they_say_why(amd):
+    """Not that Triton is missing, which has another name there, nor that it is of a generation without code."""
+    assert device.device_name("auto") == "cuda:0" and device.idle_gpu("auto") == ""
+    said: list[str] = []
+    note_device(torch.device("cuda", 0), [], pytest.fail, said.append)
+    assert said == [operators_compute("they are made for NVIDIA's GPUs, and this one is AMD's (ROCm 6.4.43482)")]
+    assert "ROCm" in check_kernels().detail
+
+
+def test_doctor_knows_a_build_for_amd(amd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    build = torch_build()
+    assert "ROCm 6.4" in check_torch(build).detail and "CPU build" not in check_torch(build).detail
+    finding = check_gpu((), build.devices, rocm=build.rocm)
+    assert finding.status == "ok" and "1 of AMD's, ROCm 6.4" in finding.detail and "NVML" not in finding.detail
+
+
+def test_a_build_for_amd_without_a_card_of_amds_leaves_torch_alone(amd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "gpus", lambda: ())
+    assert device.idle_gpu("auto") == "" and device.device_name("auto") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("machine", "built_for", "named"),
+    [(("darwin", "arm64"), "", "Apple's"), (("linux", "x86_64"), "xpu", "Intel's"), (("linux", "x86_64"), "", "")],
+)
+def test_the_cpu_computes_beside_apples_and_intels_gpus_and_says_so(machine, built_for, named, card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "torch_build", lambda: (f"2.13.0+{built_for or 'cpu'}", None))
+    monkeypatch.setattr(device, "gpus", lambda: ())
+    monkeypatch.setattr(sys, "platform", machine[0])
+    monkeypatch.setattr("platform.machine", lambda: machine[1])
+    assert (named in device.idle_gpu("auto")) if named else device.idle_gpu("auto") == ""
+    assert device.device_name("auto") == "cpu" and device.idle_gpu("cpu") == ""

@@ -12,25 +12,30 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product as combinations
 from pathlib import Path
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
-from localllm.kernels.gpu import activations, dequantize, rope, sample
+from localllm.kernels.gpu import activations, check_cases, embedding, rope, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS, AttentionHistory, attend, block_rows
 from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.check import FORMATS, GROUPS, Heads
+from localllm.kernels.gpu.check import BRIEF, launches_of
+from localllm.kernels.gpu.check_cases import FORMATS, GROUPS, Heads
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import Dispatch
+from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
@@ -50,10 +55,14 @@ _TYPES = {
     torch.int64: "*i64",
 }
 # These read what a token costs: weights, and the pages of keys and values.
-READERS = frozenset({"_gemv", "_gemm", "_attend", "_dequantize"})
+READERS = frozenset({"_gemv", "_gemm", "_attend"})
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
+# Of attention for many rows, by the flags with which Triton 3.7 calls the assembler (--regAllocOptLevel=2, for which
+# it names a fault of the assembler); without those flags nothing is spilled there.
+_PROMPT_SPILLS = {120: 112}
 _N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
 _HOST = torch.device("cpu")
+_logs: dict[int, str] = {}  # of the last assembly, by the thread
 BRIEF_FORMATS = (FORMATS[0], FORMATS[2])
 
 
@@ -67,25 +76,24 @@ def matrix(group: int | None) -> PackedMatrix:
 
 
 def products(
-    group: int | None, rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64), adding: tuple[bool, ...] = (False, True)
+    group: int | None, rows: tuple[int, ...] = (1, 2, 4, 16, 32, 512), adding: tuple[bool, ...] = (False, True)
 ) -> Iterator[KernelLaunch]:
-    """Yield the launches of a matrix in such groups with so many rows: into a new buffer, and added to what is
-    there."""
+    """Yield the launches of a matrix in such groups with so many rows: into a new buffer, added to what is there, and
+    with the gate of an MLP."""
     weights, dispatch = matrix(group), Dispatch(multiprocessors=64)
-    for count, adds, bits in combinations(rows, adding, (8, 16)):
-        codes = Codes.empty(count, _K, weights.group, _HOST, bits)
-        yield from dispatch.product(codes, weights, _empty((count, _N)), _N, None, adds=adds)
-
-
-def dequantized(group: int | None) -> KernelLaunch:
-    return dequantize.dequantize(matrix(group), _empty((_N, _K), torch.bfloat16), 0, _N // TILE, _N)
+    for count in rows:
+        codes, y = Codes.of(count, weights), _empty((count, _N))
+        for adds in adding:
+            yield from dispatch.product(codes, weights, y, _N, None, adds=adds)
+        gate = Gate(Codes.of(count, weights), "silu", _N // 2)
+        yield from dispatch.product(codes, weights, gate, _N, None, adds=False)
 
 
 def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[KernelLaunch]:
     """Yield the launches between the matrices of a model in such groups."""
     x, weight = _empty((2, 2 * _HIDDEN)), _empty((_HIDDEN,))
     floats = _empty((2, _HIDDEN), torch.bfloat16)
-    for codes in (Codes.empty(2, _HIDDEN, group, _HOST, bits) for bits in (8, 16)):
+    for codes in (Codes.empty(2, _HIDDEN, group, _HOST, bits) for bits in (8, 4)):
         yield activations.to_codes(x, codes, _HIDDEN)
         yield activations.to_codes(x, codes, _HIDDEN, weight=weight, eps=1e-5)
         yield activations.to_codes(x, codes, _HIDDEN, activation=activation)
@@ -97,7 +105,7 @@ def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[
 def tokens() -> Iterator[KernelLaunch]:
     """Yield the launches from token ids, and to them."""
     ids, x = _empty((2,), torch.int64), _empty((2, _HIDDEN))
-    yield dequantize.embed(_empty((_VOCAB // TILE, _HIDDEN // 4, TILE, 4), torch.int8), _empty((_VOCAB,)), ids, x, 1.0)
+    yield embedding.embed(_empty((_VOCAB // TILE, _HIDDEN // 4, TILE, 4), torch.int8), _empty((_VOCAB,)), ids, x, 1.0)
     room = sample.SampleRoom.empty(2, _VOCAB, _HOST)
     yield from sample.sample(_empty((2, _VOCAB)), ids, _empty((2,)), _empty((2,)), ids, room)
 
@@ -140,8 +148,7 @@ STEP_HEADS = (
 def launches_of_all(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     """One of every kernel in every format; briefly, in as few as have all of its ways."""
     for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
-        yield from products(group, (1, 4, 16, 32, 64), adding=(True,))
-        yield dequantized(group)
+        yield from products(group, (1, 4, 16, 32, 512), adding=(True,))
     for group in GROUPS[:1] if is_brief else GROUPS:
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")
@@ -154,6 +161,12 @@ def launches_of_all(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
         yield from attention(heads, is_step=True)
 
 
+def launches_of_check() -> list[KernelLaunch]:
+    """What the check compiles where a card is new, see `check.BRIEF`."""
+    with mock.patch.object(check_cases, "dispatch_for", lambda _device: Dispatch(multiprocessors=28)):  # an RTX 3060
+        return launches_of(_HOST, BRIEF)[0]
+
+
 def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
@@ -164,9 +177,19 @@ def variant(launch: KernelLaunch) -> str:
     return repr((launch.name, types, _constexprs(launch), launch.num_warps, launch.num_stages))
 
 
-def compiled_for(launch: KernelLaunch, capability: int) -> tuple[int, int]:
-    """Compile for sm_{capability}, with no card at hand; return the bytes that a thread stores beside the registers,
-    and the loads of 128 bits from global memory, one by one or to shared memory.
+class Compiled(NamedTuple):
+    """spilled_bytes: that a thread stores beside its registers. wide_loads: of 128 bits from global memory, one by one
+    or to shared memory."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    wide_loads: int
+    cubin: bytes
+
+
+def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
+    """Compile for sm_{capability}, with no card at hand.
 
     Raises triton.CompilationError, and RuntimeError where the machine code cannot be made or wants more shared memory
     than the card has.
@@ -179,14 +202,16 @@ def compiled_for(launch: KernelLaunch, capability: int) -> tuple[int, int]:
         attrs={(names.index(name),): [["tt.divisibility", _ALIGN]] for name in names if _is_aligned(launch, name)},
     )
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    _logs.pop(get_ident(), None)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx, shared_bytes = made.asm["ptx"], made.metadata.shared
     if shared_bytes > SHARED_BYTES[capability]:
         raise RuntimeError(f"{launch.name} wants {shared_bytes} bytes of sm_{capability}'s {SHARED_BYTES[capability]}")
-    spilled = re.search(r"(\d+) bytes spill stores", _assembled(ptx))
-    assert spilled is not None, "ptxas says what is spilled"
     wide_loads = re.findall(r"ld\.global[^;]*\.v4\.b32|ld\.global[^;]*\.v2\.b64|cp\.async\S* [^;]*, 0x10", ptx)
-    return int(spilled[1]), len(wide_loads)
+    said = _logs.pop(get_ident(), "") or _assembled(ptx)
+    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    assert registers is not None and spilled is not None, "ptxas says what a kernel takes"
+    return Compiled(int(registers[1]), int(spilled[1]), shared_bytes, len(wide_loads), made.asm["cubin"])
 
 
 def _constexprs(launch: KernelLaunch) -> dict[str, Any]:
@@ -221,8 +246,8 @@ def _is_aligned(launch: KernelLaunch, name: str) -> bool:
 
 
 def _assembled(ptx: str) -> str:
-    """Return what the assembler says of registers and spills. Triton brings two: the older one refuses newer
-    targets."""
+    """Return what the assembler says of registers and spills, where Triton has not just asked it. Triton brings two:
+    the older one refuses newer targets."""
     found = re.search(r"\.target (\S+)", ptx)
     assert found is not None, "every PTX names its target"
     folder, said = Path(triton.__file__).parent / "backends/nvidia/bin", ""
@@ -244,14 +269,20 @@ def faults(launch: KernelLaunch, capability: int) -> Iterator[str]:
     """The faults of one kernel for sm_{capability}."""
     named = f"sm_{capability}: {launch.name} {_shown(launch)}"
     try:
-        spilled_bytes, wide_loads = compiled_for(launch, capability)
+        compiled = compiled_for(launch, capability)
     except Exception as error:  # Triton raises what its compiler does
         yield f"{named}: {type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}"
         return
-    if spilled_bytes:
-        yield f"{named}: spills {spilled_bytes} bytes a thread"
-    if _reads_wide(launch) and not wide_loads:
+    if compiled.spilled_bytes > _allowed_spill(launch, capability):
+        yield f"{named}: spills {compiled.spilled_bytes} bytes a thread"
+    if _reads_wide(launch) and not compiled.wide_loads:
         yield f"{named}: no load of 128 bits"
+
+
+def _allowed_spill(launch: KernelLaunch, capability: int) -> int:
+    """Return the bytes that a thread may store beside its registers."""
+    is_prompt = launch.name == "_attend" and launch.constants["BLOCK_R"] > _WIDE_ROWS
+    return _PROMPT_SPILLS.get(capability, 0) if is_prompt else 0
 
 
 def _reads_wide(launch: KernelLaunch) -> bool:
@@ -265,7 +296,9 @@ def _shown(launch: KernelLaunch) -> str:
 def all_faults(launches: Iterable[KernelLaunch], capabilities: Iterable[int], threads: int) -> list[str]:
     """In the order of the launches. Half of a compilation is an assembler, which is a process of its own."""
     work = [(launch, capability) for launch in launches for capability in capabilities]
-    with ThreadPoolExecutor(threads) as pool:
+    triton.knobs.nvidia.dump_ptxas_log = True  # Triton prints it, on the thread that compiles
+    log = mock.patch.object(nvidia_compiler, "print", lambda said: _logs.update({get_ident(): said}), create=True)
+    with log, ThreadPoolExecutor(threads) as pool:
         try:
             return [fault for some in pool.map(lambda each: list(faults(*each)), work) for fault in some]
         except KeyboardInterrupt:
@@ -276,17 +309,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capabilities", type=int, nargs="+", choices=SHARED_BYTES, help="as 86 for sm_86")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="compilations at once")
-    parser.add_argument("--brief", action="store_true", help="each kernel in as few formats as have all of its ways")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--brief", action="store_true", help="each kernel in as few formats as have all of its ways")
+    some.add_argument("--check", action="store_true", help="what the check of a card compiles, and how long it takes")
     arguments = parser.parse_args()
     if arguments.threads < 1:
         parser.error(f"argument --threads: {arguments.threads} is not a number of threads")
     if is_interpreted():
         parser.error("what is interpreted is not compiled: unset TRITON_INTERPRET")
-    launches = list({variant(each): each for each in launches_of_all(is_brief=arguments.brief)}.values())
-    found = all_faults(launches, arguments.capabilities, arguments.threads)
+    chosen = launches_of_check() if arguments.check else launches_of_all(is_brief=arguments.brief)
+    launches = list({variant(each): each for each in chosen}.values())
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as empty:  # what Triton has kept says nothing of spills any more
+        triton.knobs.cache.dir = empty
+        found = all_faults(launches, arguments.capabilities, arguments.threads)
     print("\n".join(found))
-    count = len(launches) * len(arguments.capabilities)
-    print(f"triton {triton.__version__}: {count} compiled, {len(found)} faults")
+    count, wall_s, cpu_s = (
+        len(launches) * len(arguments.capabilities),
+        time.perf_counter() - started,
+        sum(os.times()[:4]),
+    )
+    print(f"triton {triton.__version__}: {count} compiled, {len(found)} faults; {wall_s:.0f} s, {cpu_s:.0f} s of CPU")
     sys.exit(bool(found))
 
 

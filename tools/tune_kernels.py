@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product as combinations
 from pathlib import Path
@@ -32,17 +32,15 @@ GROUP = 64
 _COPIED_BYTES = 256 << 20
 _ROUNDS = 5
 _ROWS = (2, 4, 8, 16)
-_ALLOWED_16 = 1.02
 _PROGRAMS, _STAGES = (1, 2, 4), (2, 3, 4, 6)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A matrix in so many copies, and 16 rows: in codes, and in 16 bits."""
+    """A matrix in so many copies, and 16 rows of codes."""
 
     copies: list[PackedMatrix]
     codes: Codes
-    wide: Codes
     y: Tensor
 
     @classmethod
@@ -50,22 +48,18 @@ class Trial:
         copies = [_matrix(N, K, device) for _ in range(max(2, _COPIED_BYTES // (N * K // 2)))]
         codes = Codes.empty(16, K, GROUP, device)
         codes.q.random_(-127, 128)
-        assert codes.scale is not None
         codes.scale.uniform_()
         codes.bias.uniform_()
-        wide = Codes.empty(16, K, GROUP, device, 16)
-        wide.q.normal_()
-        wide.bias.normal_()
-        return cls(copies, codes, wide, torch.empty((16, N), device=device))
+        return cls(copies, codes, torch.empty((16, N), device=device))
 
     def by_gemv(self, rows: int) -> Callable[[], None]:
         launches = [gemv.gemv(self.codes.first(rows), m, self.y[:rows], self.y.shape[1]) for m in self.copies]
         return partial(run_all, launches)
 
-    def by_gemm(self, rows: int, dispatch: Dispatch, bits: int = 8) -> Callable[[], None]:
-        x, N = (self.codes if bits == 8 else self.wide).first(rows), self.y.shape[1]
+    def by_gemm(self, rows: int, dispatch: Dispatch) -> Callable[[], None]:
+        x, N = self.codes.first(rows), self.y.shape[1]
         shape = dispatch.shape(self.copies[0], rows)
-        room = torch.empty((shape.parts, rows, N), device=self.y.device)
+        room = torch.empty((self.copies[0].slices, rows, N), device=self.y.device)
         launches = [
             launch for m in self.copies for launch in gemm.gemm(x, m, self.y[:rows], N, shape=shape, partial=room)
         ]
@@ -101,24 +95,7 @@ def tuned(device: torch.device) -> dict[str, object]:
         totals = {cut: totals[cut] + found[cut] for cut in cuts}
     best = min(cuts, key=lambda cut: totals[cut])
     most = max((rows for rows, is_gemv in _faster(device, trials, best) if is_gemv), default=1)
-    best = replace(best, gemv_rows=most)
-    bits = 16 if _is_16_as_fast(device, trials, best) else 8
-    return {
-        "activation_bits": bits, "gemv_rows": most, "programs": best.programs, "stages": best.stages,
-        "is_measured": True,
-    }  # fmt: skip
-
-
-def _is_16_as_fast(device: torch.device, trials: list[Trial], dispatch: Dispatch) -> bool:
-    """For one row and for 16, over all matrices: activations in 16 bits lose nothing, and may cost so little."""
-    as_fast = True
-    for rows in (1, 16):
-        own = Trial.by_gemv if rows <= dispatch.gemv_rows else partial(Trial.by_gemm, dispatch=dispatch)
-        found = [seconds(device, {8: own(t, rows), 16: t.by_gemm(rows, dispatch, 16)}) for t in trials]
-        times = {bits: sum(each[bits] for each in found) for bits in (8, 16)}
-        print(f"{rows} rows: activations in 8 bits {1e6 * times[8]:.0f} us, in 16 bits {1e6 * times[16]:.0f} us")
-        as_fast &= times[16] <= _ALLOWED_16 * times[8]
-    return as_fast
+    return {"gemv_rows": most, "programs": best.programs, "stages": best.stages, "is_measured": True}
 
 
 def _faster(device: torch.device, trials: list[Trial], dispatch: Dispatch) -> Iterator[tuple[int, bool]]:

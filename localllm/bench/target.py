@@ -12,7 +12,7 @@ from localllm.cache.kv_format import KVFormat, choose_format
 from localllm.config import format_bytes
 from localllm.engine.device import dtype_name
 from localllm.engine.engine import Engine
-from localllm.engine.events import ignore
+from localllm.engine.kernel_check import note_device, scope_of
 from localllm.engine.loader import LoadedModel, Watcher
 from localllm.engine.memory import HEADROOM, available_bytes, choose_device, choose_dtype, use_threads
 from localllm.engine.prefix_config import NO_REUSE
@@ -21,7 +21,7 @@ from localllm.errors import DoesNotFitError, Fix
 from localllm.hub import ModelFiles
 from localllm.models.decoder import Decoder
 from localllm.models.layout import model_bytes
-from localllm.models.load import Progress, load_decoder
+from localllm.models.load import load_decoder
 from localllm.models.shapes import Shape
 from localllm.offload.planner.plan import JobShape
 from localllm.quant.recipe import DEFAULT, RECIPES, Recipe, recipe
@@ -48,19 +48,21 @@ class BenchmarkTarget:
 
 
 def random_target(
-    shape: Shape, config: EngineConfig, workload: Workload, progress: Progress = ignore
+    shape: Shape, config: EngineConfig, workload: Workload, watcher: Watcher | None = None
 ) -> BenchmarkTarget:
     """Make a model of this shape in memory, with random weights and a tokenizer of one word an id.
 
     Raises DoesNotFitError where it does not fit whole.
     """
+    watcher = watcher or Watcher()
     if config.threads is not None:
         use_threads(config.threads)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype)
     weights = recipe(choose_recipe(config.weights, shape.config, (), dtype_name(config.dtype)))
     require_memory(shape, weights, config.kv, dtype, device, workload.kv_tokens)
+    note_device(device, [scope_of(shape.config, weights, config.kv, dtype)], watcher.measuring, watcher.noting)
     blocks = RandomBlocks(weights)
-    decoder = load_decoder(blocks, shape.config, weights, dtype=dtype, device=device, progress=progress)
+    decoder = load_decoder(blocks, shape.config, weights, dtype=dtype, device=device, progress=watcher.reading)
     tokenizer = word_tokenizer(shape.config.vocab_size)
     engine = Engine(LoadedModel(decoder, workload.ctx), tokenizer, kv=config.kv, reuse=NO_REUSE)
     return BenchmarkTarget(shape.name, engine, has_random_weights=True)

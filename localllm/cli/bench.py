@@ -111,8 +111,10 @@ def _measure_random(cli: CliContext, flags: Mapping[str, Any], workload: Workloa
 
     def load(config: EngineConfig) -> BenchmarkTarget:
         from localllm.bench.target import random_target
+        from localllm.engine.loader import Watcher
 
-        return random_target(shape, config, workload, line.update)
+        watcher = Watcher(reading=line.update, measuring=line.show, noting=line.interject)
+        return random_target(shape, config, workload, watcher)
 
     with line:
         return _measure(cli, load, workload, line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,8 +14,9 @@ from localllm.cli.checks_machine import process_limits
 from localllm.cli.findings import Finding, fail, ok, warn
 from localllm.config import format_bytes
 from localllm.engine.device import no_gpu
+from localllm.engine.events import ignore
 from localllm.offload.planner.nvml import Gpu, gpus, refusal, sm_name
-from localllm.repairs import install_driver, is_container, is_wsl
+from localllm.repairs import TRITON, install_driver, is_container, is_wsl
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
@@ -24,8 +26,9 @@ _COPY_SECONDS = 0.2
 _SEE_LINK = "sudo lspci -vv -d 10de: | grep -E 'LnkCap:|LnkSta:'"
 
 
-def check_gpu(cards: tuple[Gpu, ...], torch_devices: int, root: Path = Path("/")) -> Finding:
-    """Check that there are cards, and a driver that answers for them. root: of the file system."""
+def check_gpu(cards: tuple[Gpu, ...], torch_devices: int, root: Path = Path("/"), rocm: str = "") -> Finding:
+    """Check that there are cards, and a driver that answers for them. root: of the file system. rocm: its version, of
+    a torch for AMD's."""
     if cards:
         sizes = ["" if card.total_bytes is None else f"{format_bytes(card.total_bytes)}, " for card in cards]
         return ok(
@@ -34,6 +37,8 @@ def check_gpu(cards: tuple[Gpu, ...], torch_devices: int, root: Path = Path("/")
                 for card, size in zip(cards, sizes, strict=True)
             )
         )
+    if rocm and torch_devices:
+        return ok(f"{torch_devices} of AMD's, ROCm {rocm}")
     if find_spec("pynvml") is None and (torch_devices or _driver_version(root)):
         return warn(
             "nvidia-ml-py is not installed: nothing is known of the card", "pip install 'nvidia-ml-py>=12.560,<14'"
@@ -128,8 +133,8 @@ def check_pinned(trial: LinkTrial, limit_bytes: int | None = None, root: Path = 
     return ok(f"{detail}; under WSL Windows limits it" if wsl else detail)
 
 
-def check_kernels() -> Finding:
-    """Check that every kernel computes on the card what torch does."""
+def check_kernels(tell: Callable[[str], None] = ignore) -> Finding:
+    """Check that every kernel computes on the card what torch does, in all ways. tell: hears how far that is."""
     import torch
 
     from localllm.kernels.gpu import ready
@@ -142,8 +147,9 @@ def check_kernels() -> Finding:
     if reason := ready.fault(device):
         return warn(f"not used, torch's operators compute: {reason}", f"rm {shlex.quote(str(ready.kept_file()))}")
     started = time.perf_counter()
-    if reason := ready.check(device):
-        return warn(f"not used, torch's operators compute: {reason}", "rm -rf ~/.triton/cache && localllm doctor")
+    if reason := ready.check(device, ready.ALL, tell):
+        fix = TRITON if reason.startswith(ready.UNCOMPARED) else "rm -rf ~/.triton/cache && localllm doctor"
+        return warn(f"not used, torch's operators compute: {reason}", fix)
     return ok(f"right on this card, in {time.perf_counter() - started:.0f} s")
 
 

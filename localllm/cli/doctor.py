@@ -72,7 +72,7 @@ def all_checks(output: Output, measure: bool = False) -> Iterator[Check]:
     measure: what plans are predicted from is measured anew.
     """
     yield "python", lambda: ok(f"{platform.python_version()} ({platform.system()} {platform.machine()})")
-    yield from _compute_checks()
+    yield from _compute_checks(output)
     yield "bitsandbytes", lambda: check_package("bitsandbytes", "NF4 weights")
     yield "llvmlite", lambda: check_package("llvmlite", "CPU kernels")
     yield "cpu", machine.check_cpu
@@ -90,7 +90,7 @@ def all_checks(output: Output, measure: bool = False) -> Iterator[Check]:
     yield "terminal", lambda: check_terminal(output)
 
 
-def _compute_checks() -> Iterator[Check]:
+def _compute_checks(output: Output) -> Iterator[Check]:
     """torch, and what there is to be said of each card: nothing where there is none."""
     from localllm.offload.planner.nvml import gpus
 
@@ -98,7 +98,7 @@ def _compute_checks() -> Iterator[Check]:
     build = torch_build()
     trial_of = cache(try_link if build.devices else lambda _card: LinkTrial())
     yield "torch", lambda: check_torch(build)
-    yield "gpu", lambda: check_gpu(cards, build.devices)
+    yield "gpu", lambda: check_gpu(cards, build.devices, rocm=build.rocm)
     if cards:
         yield "driver", lambda: check_driver(cards, build)
     yield "triton", lambda: check_triton(cards)
@@ -110,7 +110,12 @@ def _compute_checks() -> Iterator[Check]:
     if cards:
         yield "pinned", lambda: check_pinned(trial_of(cards[0]))
     if build.devices:
-        yield "kernels", check_kernels
+        yield "kernels", lambda: _check_kernels(output)
+
+
+def _check_kernels(output: Output) -> Finding:
+    with output.progress("kernels") as line:
+        return check_kernels(lambda text: line.show(f"kernels: {text}"))
 
 
 # The installation

@@ -18,7 +18,7 @@ from localllm.engine.memory import (
     out_of_memory,
 )
 from localllm.errors import CardFaultError, Fix, UsageError
-from localllm.kernels.gpu.ready import keep_fault, why_not
+from localllm.kernels.gpu.ready import check_once, keep_fault, why_not
 from localllm.offload.measurements.measurement import device_measured, measured
 from localllm.offload.planner.machine import KERNELS, Card, CardMemory, CardRates, Machine, Memory
 from localllm.offload.planner.plan import GIB
@@ -43,6 +43,7 @@ def card_machine(
 
     Raises UsageError for a cap above what exists, DoesNotFitError where the card has no memory for a measurement.
     """
+    check_once(device, say)
     try:
         with uncapped_allocator(device):  # the plan before has nothing to do with a measurement
             profile = measured(kept_profile(), recipe.name, recipe.blocks, dtype, say)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Fix, UsageError
 from localllm.offload.planner.nvml import gpus, sm_name
 from localllm.offload.planner.profile import torch_build
+from localllm.present import is_there
 
 if TYPE_CHECKING:
     import torch
 
 LEAST_CAPABILITY = (5, 0)  # of which any torch that can be installed has code
+_ROCM = "ROCm"
 DTYPES = {"auto": "bf16", "bf16": "bf16", "fp32": "fp32"}
 
 
@@ -78,20 +82,22 @@ def _runs(code: str, capability: tuple[int, int]) -> bool:
 
 def no_gpu(*, tries: bool = True) -> NoGpu | None:
     """Return None where torch computes on a GPU. tries: an operator is run on it, for which CUDA makes a context."""
-    version, cuda = torch_build()
-    if cuda is None:
+    version, built_for = torch_build()
+    if built_for is None:
         return _unseen(f"torch {version} is a CPU build")
-    if "torch" not in sys.modules and not _has_driver():
+    if "torch" not in sys.modules and not _has_driver(built_for):
         return _unseen(f"torch {version} finds no driver of a GPU")
     torch = importlib.import_module("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of several lines, of what is told here in one
         if not torch.cuda.is_available():
             return _unseen(f"torch {version} sees no GPU that its driver can use")
-        return _unusable(torch, version, tries=tries)
+        return _unusable(torch, version, built_for, tries=tries)
 
 
-def _has_driver() -> bool:
+def _has_driver(built_for: str) -> bool:
+    if built_for.startswith(_ROCM):
+        return is_there(Path("/dev/kfd"))
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -103,17 +109,21 @@ def _unseen(why: str) -> NoGpu:
     """torch sees no card, but the driver may know one."""
     cards = () if "CUDA_VISIBLE_DEVICES" in os.environ else gpus()  # hidden by someone who knows
     if not cards:
-        return NoGpu(why)
+        version, _ = torch_build()
+        is_apples = sys.platform == "darwin" and platform.machine() == "arm64"
+        other = "Apple's GPU" if is_apples else "Intel's GPU" if version.endswith("+xpu") else ""
+        return NoGpu("localllm computes on GPUs of NVIDIA and AMD only" if other else why, other)
     from localllm.repairs import install_torch
 
     install = Fix.advice(install_torch(cards[0].compute_capability, cards[0].driver_cuda))
     return NoGpu(why, cards[0].name or "an NVIDIA GPU", (install, *NoGpu.fixes))
 
 
-def _unusable(torch: Any, version: str, *, tries: bool) -> NoGpu | None:
+def _unusable(torch: Any, version: str, built_for: str, *, tries: bool) -> NoGpu | None:
     index = torch.cuda.current_device()
     card, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    architectures = torch.cuda.get_arch_list()
+    # AMD's are named otherwise, and of some that are not named the code of others runs.
+    architectures = [] if built_for.startswith(_ROCM) else torch.cuda.get_arch_list()
     if architectures and not has_code(architectures, capability):
         from localllm.repairs import install_torch
 

@@ -21,8 +21,9 @@ from localllm.cache.prefix import PrefixCache
 from localllm.engine.card import fault_of, faults_told
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import Event, FinishedEvent, ignore
+from localllm.engine.kernel_check import note_device, scope_of
 from localllm.engine.kv_allocator import KVAllocator
-from localllm.engine.loader import DraftModel, LoadedModel, Loading, Watcher, note_device
+from localllm.engine.loader import DraftModel, LoadedModel, Loading, Watcher
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.planner import ModelPlanner
 from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
@@ -133,8 +134,10 @@ class Engine(StepLoop):
         contents = hub.contents(files.directory)
         model_config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
-        note_device(planner.torch_device, watcher)
         draft = DraftModel.of(speculate.draft_model, tokenizer, planner)
+        scopes = [scope_of(model_config, planner.recipe, config.kv, planner.torch_dtype)]
+        scopes += [] if draft is None else [draft.check_scope]
+        note_device(planner.torch_device, scopes, watcher.measuring, watcher.noting)
         if note := dense_heads_note(config.kv, model_config.head_dim, planner.dtype):
             watcher.noting(note)
         planner = planner if draft is None else replace(planner, draft=draft.shape)

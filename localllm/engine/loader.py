@@ -17,17 +17,18 @@ from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.card import cap_allocator
 from localllm.engine.events import ignore
+from localllm.engine.kernel_check import scope_of
 from localllm.engine.memory import is_out_of_memory, out_of_memory
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.planner import DraftShape, ModelPlanner, has_card
 from localllm.engine.residency import Residency
-from localllm.engine.runner import BATCH_ROWS, operators_compute
+from localllm.engine.runner import BATCH_ROWS
 from localllm.engine.speculative.drafter import ModelDrafter
 from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import FETCH_ANEW, DoesNotFitError, Fix, ModelNotFoundError, TokenizerError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
-from localllm.kernels.gpu.ready import is_known, why_not
+from localllm.kernels.gpu.ready import CheckScope
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
@@ -89,6 +90,10 @@ class DraftModel:
         config = load_config(files.directory)
         recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), planner.dtype)]
         return cls(files, config, recipe, planner.torch_dtype, planner.torch_device, planner.wanted.kv)
+
+    @property
+    def check_scope(self) -> CheckScope:
+        return scope_of(self.config, self.recipe, self.kv, self.dtype)
 
     @property
     def shape(self) -> DraftShape:
@@ -295,13 +300,3 @@ class Loading:
                 replace(self.planner, weights=DEFAULT).search(config).best()
                 error.fix = Fix.flag("--weights", "int4")
             raise
-
-
-def note_device(device: torch.device, watcher: Watcher) -> None:
-    """Check our kernels where a GPU is new to them, and tell where they cannot be used."""
-    if not has_card(device):
-        return
-    if not is_known(device):
-        watcher.measuring("checking the kernels on this graphics card, once")
-    if reason := why_not(device):
-        watcher.noting(operators_compute(reason))

@@ -41,10 +41,8 @@ _STEP_BYTES = 16 << 20  # one that holds more than usual, started again, holds s
 
 DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
 # Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
-# matrices still fits into the caches.
+# matrices still fits into the caches. On a GPU that is the length of the chunks that are graphs.
 BATCH_ROWS = 512
-# On a GPU all weights are unpacked for each of them: for 512 tokens of an INT4 model that is a third of the time.
-DEVICE_BATCH_ROWS = 2048
 
 
 def model_shape(
@@ -65,7 +63,6 @@ def model_shape(
     kv_format = choose_format(kv, config.head_dim, item_bytes)
     kv_sizes = kv_format.sizes(config.num_kv_heads, config.head_dim, item_bytes)
     is_native = device == "cpu" and runs_natively(config, recipe, dtype)
-    most_rows = DEVICE_BATCH_ROWS if has_gpu else BATCH_ROWS
     return ModelShape(
         name=name,
         weights=recipe.name,
@@ -81,7 +78,7 @@ def model_shape(
         state_bytes=config.hidden_size * (4 if is_native else item_bytes),
         logits_bytes=config.vocab_size * 4,
         # The operators' sums change with the number of rows: another one is taken only where this one does not fit.
-        batch_rows=tuple(dict.fromkeys(max(most_rows >> halvings, MAX_ROWS) for halvings in range(9))),
+        batch_rows=tuple(dict.fromkeys(max(BATCH_ROWS >> halvings, MAX_ROWS) for halvings in range(9))),
         is_tied=config.tie_word_embeddings,
         can_split=can_be_split(config, recipe),
         packing=packing,

@@ -206,7 +206,8 @@ class ModelRunner:
 
         has_step = self.cpu_program is not None or self.gpu_program is not None
         is_single_call = see is None and has_step and sum(map(len, batches)) <= SINGLE_CALL_ROWS
-        logits = self._logits(batches, num_tokens, None if is_single_call else between_blocks)
+        on_block = None if is_single_call else between_blocks
+        logits = self._logits(batches, num_tokens, on_block, sees_each=see is not None)
         if advances:
             for chunk in chunks:
                 chunk.kv.advance(chunk.num_tokens)
@@ -232,14 +233,20 @@ class ModelRunner:
         return logits, torch.cat(states)
 
     def _logits(
-        self, batches: Sequence[Batch], num_tokens: int, on_block: Callable[[Block, Tensor], None] | None
+        self,
+        batches: Sequence[Batch],
+        num_tokens: int,
+        on_block: Callable[[Block, Tensor], None] | None,
+        *,
+        sees_each: bool = True,
     ) -> Tensor:
-        """num_tokens: without drafted ones, which change nothing of who computes the others."""
+        """num_tokens: without drafted ones, which change nothing of who computes the others. sees_each: whether
+        on_block must see what each block has computed."""
         is_many = self.prefill_model is not self.model and num_tokens >= self.many_rows
         gpu_program = self._gpu_prefill if is_many else self.gpu_program
         if gpu_program is not None:
             try:
-                return gpu_program.logits(batches, on_block)
+                return gpu_program.logits(batches, on_block, sees_each=sees_each)
             except Exception as error:
                 self._give_up_kernels(error)
         if is_many:

@@ -1,8 +1,9 @@
 """A test whether Triton compiles here: a kernel for the card's capability, then C that Python can load.
 
 The second is what Triton launches its kernels with: it needs a C compiler and Python's headers, which no package of
-Python brings along. No GPU is touched. Run as a program of its own, `python -m localllm.kernels.triton_probe 86`, for
-a compiler that crashes takes its process with it; exit code 0 says that both work.
+Python brings along. Without them `gpu.ctypes_driver` launches. No GPU is touched. Run as a program of its own, `python
+-m localllm.kernels.triton_probe 86`, for a compiler that crashes takes its process with it; exit code 0 says that both
+work.
 """
 
 from __future__ import annotations

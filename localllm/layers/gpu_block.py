@@ -1,7 +1,7 @@
 """Attention and MLP blocks on a GPU by fused kernels: what `Block` computes by operators, with a residual in fp32.
 
-A matrix of few rows is multiplied with activations in INT8, or in bf16, that the norm or the gate before it wrote; of
-many rows, and in other formats, by the library, with activations in the model's dtype.
+A packed matrix is multiplied with activations in INT8 that the norm, the gate or the attention before it wrote; one in
+another format by the library, with activations in the model's dtype.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu import activations, product
+from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import attend, block_rows
-from localllm.kernels.gpu.attention_merge import new_parts
+from localllm.kernels.gpu.attention_merge import can_code, new_parts
+from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, rope_store
+from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.gpu_tables import GpuTables
@@ -42,35 +45,56 @@ class GpuForward:
 
 def multiply(
     linear: Linear,
-    x: Tensor,
+    x: Tensor | Codes,
     dtype: torch.dtype,
     *,
     norm: RMSNorm | None = None,
     activation: str = "",
     into: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], through the norm, or x [M, 2 K], gated, times the matrix: [M, N], fp32 where it is packed and M small,
-    else `dtype`. into fp32 [M, N]: is added to, and returned."""
+    """x [M, K], through the norm, or x [M, 2 K], gated, or codes for the matrix, times the matrix: [M, N], fp32 where
+    it is packed, else `dtype`. into fp32 [M, N]: is added to, and returned."""
+    if linear.packed is None:
+        assert isinstance(x, Tensor)
+        return _multiply_floats(linear, x, dtype, norm, activation, into)
+    codes = x if isinstance(x, Codes) else _coded(x, linear, norm, activation)
+    y = torch.empty((len(codes.q), linear.out_features), device=codes.q.device) if into is None else into
+    product.multiply(codes, linear.packed, y, linear.out_features, linear.bias, adds=into is not None)
+    return y
+
+
+def _coded(x: Tensor, linear: Linear, norm: RMSNorm | None = None, activation: str = "") -> Codes:
+    """Return the codes for this matrix."""
+    assert linear.packed is not None
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    rows, features, matrix = len(x), linear.in_features, linear.packed
-    if matrix is not None and rows <= product.MOST_ROWS:
-        codes = product.new_codes(rows, matrix)
-        activations.to_codes(x, codes, features, weight=weight, eps=eps, activation=activation).run()
-        y = torch.empty((rows, linear.out_features), device=x.device) if into is None else into
-        product.multiply(codes, matrix, y, linear.out_features, linear.bias, adds=into is not None)
-        return y
+    codes = Codes.of(len(x), linear.packed)
+    activations.to_codes(x, codes, linear.in_features, weight=weight, eps=eps, activation=activation).run()
+    return codes
+
+
+def _multiply_floats(
+    linear: Linear, x: Tensor, dtype: torch.dtype, norm: RMSNorm | None, activation: str, into: Tensor | None
+) -> Tensor:
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    rows, features = len(x), linear.in_features
     # The library sums in another order for other numbers of rows: with one number for all, a row's bits stay.
     padded = max(rows, product.FEW_ROWS)
     floats = (torch.zeros if padded > rows else torch.empty)((padded, features), dtype=dtype, device=x.device)
     activations.to_floats(x, floats[:rows], features, weight=weight, eps=eps, activation=activation).run()
-    if matrix is None:
-        y = linear.format.linear(floats, linear.tensors, linear.out_features, linear.bias)[:rows]
-    else:
-        y = torch.empty((rows, linear.out_features), dtype=dtype, device=x.device)
-        product.multiply_dequantized(floats, matrix, y)
-        if linear.bias is not None:
-            y += linear.bias
+    y = linear.format.linear(floats, linear.tensors, linear.out_features, linear.bias)[:rows]
     return y if into is None else into.add_(y)
+
+
+def _gated(body: MLP, x: Tensor, norm: RMSNorm | None) -> Codes | None:
+    """Return the input of the second matrix, where the first one's product can end in it: both are packed, and the gate
+    ends with a tile."""
+    wide, down = body.gate_up_proj, body.down_proj
+    if wide.packed is None or down.packed is None or down.in_features % TILE:
+        return None
+    codes = Codes.of(len(x), down.packed)
+    gate = Gate(codes, body.activation_name, down.in_features)
+    product.multiply(_coded(x, wide, norm), wide.packed, gate, wide.out_features, wide.bias, adds=False)
+    return codes
 
 
 def run_block(
@@ -79,8 +103,12 @@ def run_block(
     """x fp32 [M, hidden] += norm_out(body(norm_in(x)))."""
     into = x if norm_out is None else None
     if isinstance(body, MLP):
-        wide = multiply(body.gate_up_proj, x, forward.dtype, norm=norm_in)
-        y = multiply(body.down_proj, wide, forward.dtype, activation=body.activation_name, into=into)
+        codes = _gated(body, x, norm_in)
+        if codes is None:
+            wide = multiply(body.gate_up_proj, x, forward.dtype, norm=norm_in)
+            y = multiply(body.down_proj, wide, forward.dtype, activation=body.activation_name, into=into)
+        else:
+            y = multiply(body.down_proj, codes, forward.dtype, into=into)
     else:
         qkv = multiply(body.qkv_proj, x, forward.dtype, norm=norm_in)
         y = multiply(body.o_proj, _mixed(body, qkv, forward), forward.dtype, into=into)
@@ -88,8 +116,9 @@ def run_block(
         activations.to_floats(y, x, x.shape[1], weight=norm_out.weight, eps=norm_out.eps, adds=True).run()
 
 
-def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor:
-    """qkv [M, (H + 2 KH) D] -> fp32 [M, H D]; keys and values go to their pages."""
+def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor | Codes:
+    """qkv [M, (H + 2 KH) D] -> fp32 [M, H D], or its codes for the matrix that follows; keys and values go to their
+    pages."""
     shape, tables = body.shape, forward.tables
     H, KH, D, M = shape.num_heads, shape.num_kv_heads, shape.head_dim, len(qkv)
     group, row = forward.places[shape.layer]
@@ -107,7 +136,9 @@ def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor:
         eps=0.0 if q_norm is None else q_norm.eps,
     )
     q = torch.empty((M, H, D), device=qkv.device)
-    mixed = torch.empty((M, H * D), device=qkv.device)
+    packed = body.o_proj.packed
+    is_coded = packed is not None and can_code(D, packed)
+    mixed = Codes.of(M, packed) if packed is not None and is_coded else torch.empty((M, H * D), device=qkv.device)
     rope_store(qkv.view(M, H + 2 * KH, D), q, tokens, rope, tables.dense, tables.coded, row).run()
     launches = attend(
         q,

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from localllm.kernels.gpu.attention import SECTION_PAGES, AttentionHistory, block_rows, tasks_of
+from localllm.kernels.gpu.attention import AttentionHistory, block_rows, tasks_of
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
@@ -25,8 +25,8 @@ from localllm.layers.segment import KVStore, Segment
 
 _ALIGN = 16
 _STAGES = 4  # of the host's memory: a step's tables are written while the copies of two before may be on their way
-_LEAST_PAGES, _MORE_PAGES = 4, 4
-# Up to FEW_ROWS, pages are shared out over programs; of more rows each task has all of its pages.
+_LEAST_PAGES, _MORE_PAGES = 4, 2
+# Up to FEW_ROWS, pages are shared out over programs; of more rows a program has all of its task's pages.
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TableShape:
 
     @property
     def sections(self) -> int:
-        return max(1, -(-self.pages // SECTION_PAGES)) if self.rows <= FEW_ROWS else 1
+        return self.pages if self.rows <= FEW_ROWS else 1
 
     @property
     def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -206,16 +206,14 @@ class GpuTables:
 
 def table_shape(batch: Batch, rows: int, pages: int, groups: int, task_tokens: int) -> TableShape:
     """Return the shape of tables for this batch in so many rows, and for others whose sequences have at most so many
-    pages. With few rows it serves any batch that has no more rows; with many, those that are cut alike."""
+    pages: it serves any batch that has no more rows, of one segment where this one has one."""
     frequencies = tuple(
         rotary.rotary_dim // 2 if rotary.depends_on_length else 0 for rotary in batch.rotaries
     )  # fmt: skip
-    if rows <= FEW_ROWS:  # a task has a row at least
+    if rows <= FEW_ROWS or len(batch.segments) > 1:  # a task has a row at least
         return TableShape(rows, rows, rows, pages, groups, frequencies)
-    tasks = sum(
-        len(list(tasks_of(0, 0, segment.past, segment.end - segment.begin, task_tokens))) for segment in batch.segments
-    )
-    return TableShape(rows, len(batch.segments), tasks, pages, groups, frequencies)
+    # A task ends with its page, too.
+    return TableShape(rows, 1, rows // task_tokens + rows // PAGE_TOKENS + 2, pages, groups, frequencies)
 
 
 def table_pages(num_tokens: int) -> int:

@@ -9,7 +9,8 @@ many there are: batches and the verification of drafts give the bits of a single
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu import product, sample
-from localllm.kernels.gpu.dequantize import embed
+from localllm.kernels.gpu.embedding import embed
 from localllm.kernels.kv_page import pages_of
 from localllm.kernels.page_locked import page_locked
 from localllm.layers.attention import Attention
@@ -34,6 +35,9 @@ from localllm.quant.dense import Dense
 from localllm.quant.int8 import Int8
 
 _COPIES = 4  # of drawn tokens on the host, as many as forwards can be on their way
+_LOGIT_ROWS = 64  # of the head at once
+_MOST_PADDED = 64  # rows up to which a graph is padded to a power of two
+CHUNK_ROWS = 512  # of a long prompt's chunks
 
 OnBlock = Callable[[Block, Tensor], None]
 
@@ -66,13 +70,12 @@ class _Rows:
 
 
 class _Room:
-    """The buffers that forwards of one shape read and write."""
+    """The buffers that forwards of one shape read and write. Logits are of a step's rows."""
 
-    def __init__(self, rows: _Rows, tables: GpuTables) -> None:
+    def __init__(self, tables: GpuTables, x: Tensor, rows: _Rows) -> None:
         count = tables.shape.rows
-        self.tables = tables
-        self.x, self.logits, self.drawn = rows.x[:count], rows.logits[:count], rows.drawn[:count]
-        self.sampling = rows.sampling
+        self.tables, self.x = tables, x
+        self.logits, self.drawn, self.sampling = rows.logits[:count], rows.drawn[:count], rows.sampling
         self.graphs: dict[int, Any] = {}
 
 
@@ -110,12 +113,16 @@ class GpuProgram:
         """Return whether a forward needs nothing of the host, once it has begun, from the token to the token."""
         return len(self._runs) == 1 and self._runs[0].is_ours and not self._runs[0].is_streamed
 
-    def logits(self, batches: Sequence[Batch], on_block: OnBlock | None = None) -> Tensor:
-        """fp32 [R, V]. batches: on the host."""
-        is_few = len(batches) == 1 and len(batches[0]) <= product.FEW_ROWS and on_block is None
-        if is_few and self.has_pages([segment.kv for segment in batches[0].segments]):
+    def logits(self, batches: Sequence[Batch], on_block: OnBlock | None = None, *, sees_each: bool = True) -> Tensor:
+        """fp32 [R, V]. batches: on the host. on_block: called behind each block, or, unless it sees what each has
+        computed, behind several."""
+        if len(batches) == 1 and not (on_block is not None and sees_each):
             batch = batches[0]
-            return self._few(batch, ()).logits[batch.logit_rows.to(self.device)]
+            if self.has_pages([segment.kv for segment in batch.segments]):
+                if len(batch) <= product.FEW_ROWS:
+                    return self._few(batch, ()).logits[batch.logit_rows.to(self.device)]
+                if (rows := graph_rows(len(batch))) is not None:
+                    return self._long(batch, rows, on_block)
         return self._many(batches, on_block)
 
     def draw(self, batch: Batch, draws: Sequence[Draw], previous: Tensor | None = None) -> Drawn:
@@ -151,25 +158,51 @@ class GpuProgram:
         self.decoder.stream.begin()
         draws_now = bool(draws) or self._captures  # one graph serves both: a token that nobody asked for takes 20 us
         for index, run in enumerate(runs):
-            if run.is_streamed:
-                (stage,) = run.stages
-                with self.decoder.stream.held(stage.name if isinstance(stage, Block) else stage):
-                    self._run(index, run, room, forward, draws_now)
-            else:
-                self._run(index, run, room, forward, draws_now)
+            with self._held(run):
+                self._run(index, run, room, forward, draws=draws_now)
         return room
+
+    def _long(self, batch: Batch, rows: int, on_block: OnBlock | None) -> Tensor:
+        """Compute more rows than a step has. Logits are wanted of few of them: the head is in no graph."""
+        runs = _without_head(self._runs)
+        room = self._room(batch, rows, ())
+        forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype)
+        self.decoder.stream.begin()
+        for index, run in enumerate(runs):
+            with self._held(run):
+                self._run(index, run, room, forward, draws=False)
+            for block in run.stages:
+                if on_block is not None and isinstance(block, Block):
+                    on_block(block, room.x[: len(batch)])
+        with self.decoder.stream.held(HEAD):
+            wanted = room.x[moved(batch.logit_rows, self.device)]
+            return torch.cat([self._head(part) for part in torch.split(wanted, _LOGIT_ROWS)])
 
     def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _Room:
         """Return the room for a batch, with its tables filled."""
         layouts = batch.segments[0].kv.layouts
         shape, tokens = self._shape(batch, rows, table_pages(_longest(batch)))
-        room = self._graphs.room(
-            self.name_in_graphs, (shape, layouts), lambda: _Room(self._rows, GpuTables(shape, self.device, layouts))
-        )
+
+        def new_room() -> _Room:
+            size = (rows, self.decoder.config.hidden_size)
+            x = self._rows.x[:rows] if rows <= product.FEW_ROWS else torch.zeros(size, device=self.device)
+            return _Room(GpuTables(shape, self.device, layouts), x, self._rows)
+
+        room = self._graphs.room(self.name_in_graphs, (shape, layouts), new_room)
         room.tables.fill(batch, self._groups(batch), tokens, draws)
         return room
 
-    def _run(self, index: int, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:
+    @contextmanager
+    def _held(self, run: _Run) -> Iterator[None]:
+        """Inside, a streamed block is in its place."""
+        if not run.is_streamed:
+            yield
+            return
+        (stage,) = run.stages
+        with self.decoder.stream.held(stage.name if isinstance(stage, Block) else stage):
+            yield
+
+    def _run(self, index: int, run: _Run, room: _Room, forward: GpuForward, *, draws: bool) -> None:
         graph = room.graphs.get(index)
         if graph is not None:
             graph.replay()
@@ -228,7 +261,7 @@ class GpuProgram:
                         on_block(block, x)
         wanted = torch.cat([x[moved(b.logit_rows, self.device)] for b, x in zip(batches, states, strict=True)])
         with decoder.stream.held(HEAD):
-            return torch.cat([self._head(part) for part in torch.split(wanted, product.MOST_ROWS)])
+            return torch.cat([self._head(part) for part in torch.split(wanted, _LOGIT_ROWS)])
 
     def _shape(self, batch: Batch, rows: int, pages: int) -> tuple[TableShape, int]:
         """Return the shape of a batch's tables, and the most tokens of a task."""
@@ -321,6 +354,19 @@ def _joined(runs: Iterable[_Run]) -> list[_Run]:
         else:
             joined.append(run)
     return joined
+
+
+def _without_head(runs: Sequence[_Run]) -> list[_Run]:
+    stages = [tuple(stage for stage in run.stages if stage != HEAD) for run in runs]
+    return [replace(run, stages=some) for run, some in zip(runs, stages, strict=True) if some]
+
+
+def graph_rows(count: int) -> int | None:
+    """Return the rows of the graph for a forward of more than a step's: enough for 64, or a whole chunk. None for
+    other numbers, as a graph for each would take more memory than it is worth."""
+    if count <= _MOST_PADDED:
+        return 1 << (count - 1).bit_length()
+    return count if count == CHUNK_ROWS else None
 
 
 def _longest(batch: Batch) -> int:

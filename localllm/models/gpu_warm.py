@@ -17,10 +17,10 @@ from localllm.layers.batch import Batch, Draw
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.segment import KVStore, Segment
 from localllm.models.decoder import ALL_RESIDENT, Block, Decoder
-from localllm.models.gpu_program import GpuProgram, is_ours
+from localllm.models.gpu_program import CHUNK_ROWS, GpuProgram, is_ours
 
 _ROWS = tuple(1 << i for i in range(product.FEW_ROWS.bit_length()))  # of forwards that draw
-_MANY_ROWS = (product.MOST_ROWS // 2, product.MOST_ROWS, product.MOST_ROWS + 1)
+_MANY_ROWS = (32, 64, 128, 256, CHUNK_ROWS)  # columns are shared out over programs by their number
 _FAR = 256  # tokens, behind which attention is shared out over programs
 TOKENS = _FAR + _MANY_ROWS[-1]  # of the sequence that it is done with
 

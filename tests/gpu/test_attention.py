@@ -11,7 +11,8 @@ from torch import Tensor
 
 from localllm.cache.kv_format import KV_FORMATS, KVFormat
 from localllm.kernels import kv_page
-from localllm.kernels.gpu.attention import PREFILL_ROWS, SECTION_PAGES, attend, block_rows, tasks_of
+from localllm.kernels.gpu.activations import Codes, to_codes
+from localllm.kernels.gpu.attention import PREFILL_ROWS, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -31,7 +32,6 @@ def in_turn(*cases: object) -> list[tuple[KVFormat, object]]:
     return list(zip(itertools.cycle(BOTH_KINDS), cases, strict=False))
 
 
-SECTION_TOKENS = SECTION_PAGES * PAGE_TOKENS
 # Of fp32 sums of some hundred products; on a card, where operands are bf16, see the docstring of `attend`.
 TOLERANCE = 2e-5
 
@@ -45,15 +45,16 @@ def run(
     sections: int | None = None,
     rows: int | None = None,
     empty_tasks: int = 0,
-) -> Tensor:
-    """sections: as many as the longest segment has, where it is not said. Returns [M, H * D]."""
+    out: Tensor | Codes | None = None,
+) -> Tensor | Codes:
+    """sections: as many as the longest segment has pages, where it is not said. Returns [M, H * D]."""
     M, H, D = q.shape
     rows = rows or block_rows(H // forward.KH, is_prefill=False)
-    sections = sections or max(slot for _, slot in forward.rows) // SECTION_TOKENS + 1
+    sections = sections or max(slot for _, slot in forward.rows) // PAGE_TOKENS + 1
     parts = new_parts(sections, M, H, D)
     for tensor in (parts.mixed, parts.peaks, parts.totals):
         tensor.fill_(NAN)
-    out = torch.full((M, H * D), NAN)
+    out = torch.full((M, H * D), NAN) if out is None else out
     history = forward.history(rows // (H // forward.KH), empty_tasks=empty_tasks)
     launches = attend(
         q, out, forward.tokens(), history, parts, *forward.layouts, LAYER,
@@ -81,7 +82,7 @@ def check(forward: Forward, H: int, **options: object) -> None:
     assert mixed[real:].isnan().all()  # of padding nothing is written
 
 
-@pytest.mark.parametrize(("kv_format", "length"), in_turn(1, 64, 63, 65, 300, 1 + SECTION_TOKENS))
+@pytest.mark.parametrize(("kv_format", "length"), in_turn(1, 64, 63, 65, 300, 257))
 def test_a_token_attends_to_its_history(kv_format, length):
     check(Forward(kv_format, KH=1, D=64, pasts=[length - 1], counts=[1]), H=4)
 
@@ -133,9 +134,9 @@ def test_a_long_prompt_is_read_in_larger_tasks_and_a_window_hides_what_lies_befo
 def test_a_row_has_the_same_bits_alone_and_among_others(kv_format, window):
     many = Forward(kv_format, KH=1, D=64, pasts=[40, 270, 600], counts=[3, 9, 1], window=window)
     q = prepared(many, H=4)
-    together = run(many, q, sections=4)
+    together = run(many, q, sections=16)
     for row in (0, 3, 11, 12):
-        assert torch.equal(run(*alone(many, q, row), sections=3), together[row : row + 1])
+        assert torch.equal(run(*alone(many, q, row)), together[row : row + 1])
 
 
 def alone(many: Forward, q: Tensor, row: int) -> tuple[Forward, Tensor]:
@@ -147,10 +148,26 @@ def alone(many: Forward, q: Tensor, row: int) -> tuple[Forward, Tensor]:
 
 
 @pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-def test_one_section_gives_the_bits_of_many(kv_format):
-    forward = Forward(kv_format, KH=1, D=64, pasts=[190], counts=[3])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, 1.5)], ids=["all", "a capped window"])
+@pytest.mark.usefixtures("products_row_by_row")
+def test_a_prompts_row_has_the_bits_of_a_step(kv_format, window, softcap):
+    """One program for all pages of many rows, and one for each page of a few."""
+    forward = Forward(kv_format, KH=1, D=64, pasts=[190, 0], counts=[30, 5], window=window)
     q = prepared(forward, H=4)
-    assert torch.equal(run(forward, q, sections=1), run(forward, q, sections=5))
+    together = run(forward, q, softcap=softcap, sections=1, rows=PREFILL_ROWS)
+    for first in (0, 1, 2, 29, 33):
+        assert torch.equal(run(*alone(forward, q, first), softcap=softcap), together[first : first + 1])
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_codes_for_the_next_matrix_are_those_of_the_floats(group):
+    forward = Forward(KV_FORMATS["k8v4"], KH=1, D=64, pasts=[130], counts=[3], padding=1)
+    q = prepared(forward, H=4)
+    expected, found = (Codes.empty(4, 256, group, q.device) for _ in range(2))
+    to_codes(run(forward, q), expected, 256).run()
+    run(forward, q, out=found)
+    for part in (lambda codes: codes.q[:3], lambda codes: codes.scale[:, :3], lambda codes: codes.bias[:, :3]):
+        assert torch.equal(part(found), part(expected))
 
 
 @pytest.mark.parametrize("part", [1, 3], ids=["key", "value"])

@@ -212,19 +212,19 @@ def test_where_a_cards_memory_runs_out_graphs_go_before_anything_else(tmp_path, 
     engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
     engine.runner.graphs, engine.runner.gpu_program = graphs, GpuProgram(engine.model, graphs)
     expected, rows = generated(engine, ids(20), 3), engine.runner.batch_rows
-    assert graphs.num_rooms == 1
-    right, left_to_fail = GpuProgram._many, 1
+    assert graphs.num_rooms == 2  # of the prompt, and of steps
+    right, left_to_fail = GpuProgram._long, 1
 
-    def many(program: GpuProgram, *arguments: Any) -> Tensor:
+    def long(program: GpuProgram, *arguments: Any) -> Tensor:
         nonlocal left_to_fail
         if left_to_fail:
             left_to_fail -= 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         return right(program, *arguments)
 
-    monkeypatch.setattr(GpuProgram, "_many", many)
+    monkeypatch.setattr(GpuProgram, "_long", long)
     assert generated(engine, ids(20, seed=1), 3) and engine.runner.batch_rows == rows
-    assert graphs.num_rooms == 1 and graphs.num_captured == 2
+    assert graphs.num_rooms == 2 and graphs.num_captured == 4
     left_to_fail = 2
     assert generated(engine, ids(20), 3) == expected
     assert engine.runner.batch_rows < rows

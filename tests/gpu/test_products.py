@@ -12,11 +12,11 @@ from torch import Tensor
 
 from localllm.kernels import reference
 from localllm.kernels.gpu.activations import Codes, to_codes
-from localllm.kernels.gpu.dequantize import dequantize
 from localllm.kernels.gpu.gemm import ProgramShape, gemm
 from localllm.kernels.gpu.gemv import gemv
 from localllm.kernels.gpu.launch import run_all
-from localllm.kernels.gpu.product import Dispatch, _tables, multiply_dequantized
+from localllm.kernels.gpu.product import Dispatch, _tables
+from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.tile16 import PackedMatrix
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
@@ -39,14 +39,13 @@ class Matrix:
     def expected(self, x: Tensor) -> Tensor:
         """Of the codes that the kernel made: fp64."""
         codes = self.codes(x)
-        assert codes.scale is not None
-        grouped = codes.q.view(len(x), -1, codes.group)
+        grouped, scale = codes.in_order().view(len(x), -1, codes.group), codes.scale.T
         if isinstance(self.form, Int8):
-            return reference.int8_product(grouped, codes.scale, **self.tensors, out_features=self.N)
-        return reference.int4_product(grouped, codes.scale, **self.tensors, out_features=self.N)
+            return reference.int8_product(grouped, scale, **self.tensors, out_features=self.N)
+        return reference.int4_product(grouped, scale, **self.tensors, out_features=self.N)
 
-    def codes(self, x: Tensor, bits: int = 8) -> Codes:
-        codes = Codes.empty(len(x), self.packed.in_features, self.packed.group, x.device, bits)
+    def codes(self, x: Tensor) -> Codes:
+        codes = Codes.of(len(x), self.packed)
         to_codes(x, codes, self.K).run()
         return codes
 
@@ -56,7 +55,10 @@ class Matrix:
         return y
 
     def by_gemm(self, x: Tensor, shape: ProgramShape, **rest: Tensor) -> Tensor:
-        y, partial = torch.full((len(x), self.N), torch.nan), torch.full((shape.parts, len(x), self.N), torch.nan)
+        y, partial = (
+            torch.full((len(x), self.N), torch.nan),
+            torch.full((self.packed.slices, len(x), self.N), torch.nan),
+        )
         run_all(gemm(self.codes(x), self.packed, y, self.N, shape=shape, partial=partial, **rest))
         return y
 
@@ -86,10 +88,12 @@ def test_dot_products_of_bytes_are_the_reference_for_any_shape(weights, rows, N,
     ("weights", "shape", "rows", "N", "K"),
     every_other(
         [
-            ("int4-g32", ProgramShape(64, 1), 5, 40, 300),
-            ("int8", ProgramShape(64, 1), 5, 70, 300),
-            ("int8", ProgramShape(32, 4), 17, 20, 1100),
-            ("int4-g128", ProgramShape(32, 4), 17, 20, 1100),
+            ("int4-g32", ProgramShape(64, 16), 5, 40, 300),
+            ("int8", ProgramShape(64, 16), 5, 70, 300),
+            ("int8", ProgramShape(32, 32, 4), 17, 20, 1100),
+            ("int4-g128", ProgramShape(32, 32, 4), 17, 20, 1100),
+            ("int4-g64", ProgramShape(128, 64), 150, 140, 700),
+            ("int8", ProgramShape(128, 64, 8), 70, 20, 700),
         ]
     ),
 )
@@ -105,32 +109,7 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(weights):
     matrix, x = Matrix(32, 600, weights), torch.randn(6, 600)
     alone = torch.cat([matrix.by_gemv(x[i : i + 1]) for i in range(6)])
     assert torch.equal(matrix.by_gemv(x), alone)
-    assert torch.equal(matrix.by_gemm(x, ProgramShape(64, 2)), alone)
-
-
-@pytest.mark.usefixtures("products_row_by_row")
-@pytest.mark.parametrize("weights", ["int4-g32", "int4-g64", "int8"])
-def test_activations_in_16_bits_lose_nothing(weights):
-    """Of what they had in bf16; and up to 16 rows have the bits that each has alone."""
-    matrix, x = Matrix(40, 500, weights), torch.randn(9, 500).bfloat16()
-    expected = x.double() @ matrix.form.dequantize(matrix.tensors, 40, 500).double().T
-    found = {}
-    for rows in (9, 1):
-        y = torch.full((9, 40), torch.nan)
-        for first in range(0, 9, rows):
-            codes = matrix.codes(x[first : first + rows].float(), 16)
-            run_all(Dispatch(64).product(codes, matrix.packed, y[first : first + rows], 40, None, adds=False))
-        assert error(y, expected) < TOLERANCE
-        found[rows] = y
-    assert torch.equal(found[1], found[9])
-
-
-def test_what_is_no_number_stays_so_in_16_bits():
-    matrix, x = Matrix(20, 300, "int4-g64"), torch.randn(3, 300)
-    x[1, 77], x[2, 299] = torch.nan, torch.inf
-    y = torch.full((3, 20), torch.nan)
-    run_all(Dispatch(64).product(matrix.codes(x, 16), matrix.packed, y, 20, None, adds=False))
-    assert y[0].isfinite().all() and not y[1:].isfinite().any()
+    assert torch.equal(matrix.by_gemm(x, ProgramShape(64, 16, 2)), alone)
 
 
 @pytest.mark.parametrize("weights", ["int4-g64", "int8"])
@@ -147,33 +126,34 @@ def test_a_bias_and_what_is_there_are_added(weights, rows):
 def test_a_nan_reaches_every_output_of_its_row_and_no_other():
     matrix, x = Matrix(20, 300, "int4-g64"), torch.randn(6, 300)
     x[1, 77], x[4, 299] = torch.nan, torch.inf
-    for found in (matrix.by_gemv(x), matrix.by_gemm(x, ProgramShape(32, 2))):
+    for found in (matrix.by_gemv(x), matrix.by_gemm(x, ProgramShape(32, 16, 2))):
         assert found[[1, 4]].isnan().all() and found[[0, 2, 3, 5]].isfinite().all()
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_dequantized_weights_are_those_of_the_format(weights):
-    matrix = Matrix(40, 300, weights)
-    expected = matrix.form.dequantize(matrix.tensors, 40, 300)
-    out = torch.full((48, 300), torch.nan)
-    dequantize(matrix.packed, out, 0, 3, 40).run()
-    assert torch.equal(out[:40], expected)
-    dequantize(matrix.packed, out, 1, 1, 40).run()
-    assert torch.equal(out[:16], expected[16:32])
-
-
-def test_many_rows_are_multiplied_slab_by_slab(monkeypatch):
-    monkeypatch.setattr("localllm.kernels.gpu.product.SLAB_WEIGHTS", 16 * 300)
-    matrix, x = Matrix(40, 300, "int4-g64"), torch.randn(70, 300)
-    y = torch.full((70, 40), torch.nan)
-    multiply_dequantized(x, matrix.packed, y)
-    assert error(y, x.double() @ matrix.form.dequantize(matrix.tensors, 40, 300).double().T) < TOLERANCE
+@pytest.mark.parametrize(
+    ("weights", "codes_for", "rows"),
+    every_other(
+        [("int4-g64", "int4-g64", 3), ("int8", "int8", 7), ("int4-g32", "int4-g128", 1), ("int4-g64", "int8", 70)]
+    ),
+)
+@pytest.mark.parametrize("features", [48, 112])
+def test_a_product_ends_in_the_codes_of_its_gate(weights, codes_for, rows, features):
+    """As a launch of its own makes them, whichever kernel ends it."""
+    matrix, x, bias = Matrix(2 * features, 300, weights), torch.randn(rows, 300), torch.randn(2 * features)
+    following = Matrix(8, features, codes_for).packed
+    right = Codes.of(rows, following)
+    to_codes(matrix.by_gemv(x, bias=bias), right, features, activation="silu").run()
+    for dispatch in (Dispatch(1, gemv_rows=100), Dispatch(1, gemv_rows=0), Dispatch(64, gemv_rows=0)):
+        found = Codes.of(rows, following)
+        found.q.fill_(99)
+        gate = Gate(found, "silu", features)
+        run_all(dispatch.product(matrix.codes(x), matrix.packed, gate, 2 * features, bias, adds=False))
+        assert all(torch.equal(getattr(found, part), getattr(right, part)) for part in ("q", "scale", "bias"))
 
 
 def test_tables_of_cards_hold_what_a_dispatch_has():
     for table in _tables().values():
         dispatch = Dispatch(64, **table)
-        assert dispatch.activation_bits in (8, 16)
         assert 1 <= dispatch.gemv_rows <= 64 and dispatch.programs >= 1 and dispatch.stages >= 1
     assert {"sm_80", "sm_86", "sm_89", "sm_90", "sm_120"} <= set(_tables())
 
@@ -187,15 +167,9 @@ def test_a_card_is_tuned_by_what_was_faster(monkeypatch):
     def played(_device: torch.device, sides: dict[object, object]) -> dict[object, float]:
         if set(sides) == {0, 1}:
             return {0: next(gemv_seconds), 1: 1.0}
-        if set(sides) == {8, 16}:
-            return {8: 1.0, 16: next(wide_seconds)}
         return {cut: cut.programs + abs(cut.stages - 3) for cut in sides}  # type: ignore[attr-defined]
 
     monkeypatch.setattr(tune_kernels, "seconds", played)
-    for played_wide, bits in (((1.01, 0.9), 16), ((0.9, 1.1), 8)):
-        wide_seconds = iter(played_wide)
-        gemv_seconds = iter((0.5, 0.9, 1.1, 2.0))
-        found = tune_kernels.tuned(torch.device("cpu"))
-        assert found == {
-            "activation_bits": bits, "gemv_rows": 4, "programs": 1, "stages": 3, "is_measured": True
-        }  # fmt: skip
+    gemv_seconds = iter((0.5, 0.9, 1.1, 2.0))
+    found = tune_kernels.tuned(torch.device("cpu"))
+    assert found == {"gemv_rows": 4, "programs": 1, "stages": 3, "is_measured": True}

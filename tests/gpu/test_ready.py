@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,32 +14,48 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.compiler import CompilationError
 from triton.runtime.errors import OutOfResources
 
+from localllm import repairs
 from localllm.cli import checks_gpu
 from localllm.cli.checks_gpu import check_kernels
-from localllm.engine.loader import Watcher, note_device
-from localllm.kernels.gpu import check, gemm, ready
+from localllm.engine.kernel_check import note_device, scope_of
+from localllm.kernels.gpu import check, check_cases, gemm, ready
 from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.attention import PREFILL_ROWS
+from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.gpu.product_end import Gate
+from localllm.kernels.gpu.ready import ALL, BRIEF, CheckScope
 from localllm.kernels.tile16 import PackedMatrix
+from localllm.models.shapes import find_shape
+from localllm.quant.recipe import RECIPES
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """capability: of a card that is not here; says: its check, each time that it runs."""
-    told = SimpleNamespace(capability=(8, 6), says="", asked=0)
+    """capability: of a card that is not here; says: its check, each time that it runs, after `steps`; hangs: it says
+    nothing more; scopes: in which it was run."""
+    told = SimpleNamespace(capability=(8, 6), says="", steps=(), hangs=False, scopes=[])
 
-    def checked(_device: torch.device) -> str:
-        told.asked += 1
-        return str(told.says)
+    def run_within(command: list[str], *_: Any, hear: Any, **limits: float) -> SimpleNamespace:
+        told.scopes.append(CheckScope(tuple(command[4:])))
+        for step in told.steps:
+            hear(f"{ready.PROGRESS} {step}")
+        if told.hangs:
+            raise TimeoutError(f"{limits['wait_s']:.0f} seconds")
+        return SimpleNamespace(
+            returncode=int(bool(told.says)), stdout=f"so far: 1 of 2 compared\n{told.says}", stderr=""
+        )
 
     properties = SimpleNamespace(name="a card", major=8, minor=6)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: told.capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(ready, "_checked", checked)
+    monkeypatch.setattr(ready, "run_within", run_within)
+    monkeypatch.setattr(ready, "_failures", {})
     monkeypatch.setattr(checks_gpu, "no_gpu", lambda: None)
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     ready.why_not.cache_clear()
@@ -46,32 +63,92 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleName
     ready.why_not.cache_clear()
 
 
+def in_another_process() -> None:
+    ready._failures.clear()
+    ready.why_not.cache_clear()
+
+
 def anew() -> str:
     """As another process would ask."""
-    ready.why_not.cache_clear()
+    in_another_process()
     return ready.why_not(CARD)
 
 
 def test_a_check_is_made_once(card):
-    assert not ready.is_known(CARD)
-    assert anew() == "" and anew() == "" and card.asked == 1
-    assert ready.is_known(CARD)
+    assert anew() == "" and anew() == "" and card.scopes == [BRIEF]
+    ready.check_once(CARD, pytest.fail)
+    assert len(card.scopes) == 1
 
 
 def test_a_wrong_kernel_is_remembered_and_a_want_of_memory_is_not(card):
     card.says = "torch.OutOfMemoryError: CUDA out of memory"
-    assert "out of memory" in anew() and "out of memory" in anew() and card.asked == 2
+    assert "out of memory" in anew() and "out of memory" in anew() and len(card.scopes) == 2
+    assert "out of memory" in ready.why_not(CARD) and len(card.scopes) == 2  # in one process it is asked once
     card.says = "WRONG: gemv of int8, error 1.0e+00, at most 2e-06"
-    assert anew().startswith("WRONG: gemv") and anew().startswith("WRONG: gemv") and card.asked == 3
+    assert anew().startswith("WRONG: gemv") and anew().startswith("WRONG: gemv") and len(card.scopes) == 3
 
 
-def test_a_check_that_does_not_end_is_tried_again_an_hour_later(card, monkeypatch):
-    """Each try may take five minutes."""
-    card.says = "their check gave no answer within 300 seconds"
-    assert anew() == anew() == card.says and card.asked == 1
+def test_a_check_that_ends_in_another_way_is_tried_again_an_hour_later(card, monkeypatch):
+    card.says = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert anew() == anew() == card.says and len(card.scopes) == 1
     card.says, now = "", time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3700)
-    assert anew() == "" and anew() == "" and card.asked == 2
+    assert anew() == "" and anew() == "" and len(card.scopes) == 2
+
+
+def test_a_compilation_that_is_given_up_is_tried_at_the_next_start(card):
+    """What was compiled is kept by Triton, so that this one gets further. A kernel that hangs the card is not."""
+    card.hangs, card.steps = True, ("41 of 81 compiled",)
+    assert "compiled for too long" in anew() and "300 seconds" in anew() and len(card.scopes) == 2
+    assert "compiled for too long" in ready.why_not(CARD) and len(card.scopes) == 2
+    card.steps = ("81 of 81 compiled", "0 of 161 compared", "17 of 161 compared")
+    assert "17 of 161 compared, then nothing" in anew() and "17 of 161" in anew() and len(card.scopes) == 3
+
+
+def test_whoever_loads_a_model_hears_how_far_it_is(card):
+    card.steps = ("1 of 2 compiled", "2 of 2 compiled", "5 of 5 compared")
+    heard: list[str] = []
+    note_device(CARD, [BRIEF], heard.append, pytest.fail)
+    begin = "checking the kernels on this graphics card, once"
+    assert heard == [begin, *(f"{begin}: {step}" for step in card.steps)]
+
+
+def test_whoever_hears_of_it_may_end_it_and_nothing_is_kept_then(card):
+    def stop(text: str) -> None:
+        raise InterruptedError(text)
+
+    card.steps = ("1 of 2 compiled",)
+    with pytest.raises(InterruptedError):
+        ready.check_once(CARD, stop)
+    assert anew() == "" and len(card.scopes) == 1
+
+
+def uses(**changes: Any) -> CheckScope:
+    config = replace(find_shape("gemma-2-2b").config, **changes)
+    return scope_of(config, RECIPES["int4-g32"], "k8v4", torch.bfloat16)
+
+
+def test_a_model_is_checked_in_the_ways_in_which_it_is_computed(card):
+    """Once in each, and one that is wrong is enough: `doctor` has them tried anew."""
+    sizes = check.sizes_of(json.loads(uses().arguments[1]))
+    assert sizes.groups == (None, 32)
+    assert [(heads.keys, heads.values, heads.window, heads.softcap) for heads in sizes.attention] == [
+        ("int8", "int4", None, 5.0), ("int8", "int4", 300, 5.0)
+    ]  # fmt: skip
+    for scope in (uses(), uses(num_heads=16), uses()):
+        in_another_process()
+        ready.check_once(CARD, lambda _text: None, scope)
+    assert card.scopes == [uses(), uses(num_heads=16)] and anew() == ""
+    card.says = "WRONG: attention"
+    ready.check_once(CARD, lambda _text: None, uses(num_heads=2))
+    assert anew() == "WRONG: attention" and len(card.scopes) == 3
+    card.says = ""
+    ready.check(CARD)
+    assert anew() == "" and card.scopes[3:] == [ALL]
+    for scope in (uses(), uses(num_heads=2)):
+        in_another_process()
+        ready.check_once(CARD, lambda _text: None, scope)
+    assert card.scopes[4:] == [uses(num_heads=2)]
 
 
 def test_what_failed_in_a_process_is_not_tried_again_in_it(card, monkeypatch):
@@ -81,7 +158,7 @@ def test_what_failed_in_a_process_is_not_tried_again_in_it(card, monkeypatch):
     ready.give_up(CARD, "RuntimeError: out of resource")
     assert ready.why_not(CARD) == "RuntimeError: out of resource"
     monkeypatch.setattr(ready, "_failures", {})
-    assert anew() == "" and card.asked == 1
+    assert anew() == "" and len(card.scopes) == 1
 
 
 def test_a_fault_of_the_card_is_kept_until_something_is_another_version(card, monkeypatch):
@@ -89,7 +166,9 @@ def test_a_fault_of_the_card_is_kept_until_something_is_another_version(card, mo
     assert anew() == ""
     ready.keep_fault(CARD, "with a model they ended in a fault of the GPU")
     assert anew() == "with a model they ended in a fault of the GPU" and ready.check(CARD) == ""
-    assert anew() == "with a model they ended in a fault of the GPU" and ready.is_known(CARD)
+    assert anew() == "with a model they ended in a fault of the GPU"
+    in_another_process()
+    ready.check_once(CARD, pytest.fail)
     finding = check_kernels()
     assert finding.status == "warn" and "with a model" in finding.detail
     assert finding.fix == f"rm {ready.kept_file()}"
@@ -103,13 +182,13 @@ def test_a_fault_of_the_card_is_kept_until_something_is_another_version(card, mo
 def test_other_kernels_are_checked_anew(card, monkeypatch):
     anew()
     monkeypatch.setattr(ready, "_source", lambda: "another")
-    assert anew() == "" and card.asked == 2
+    assert anew() == "" and len(card.scopes) == 2
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", "{", '{"x": 3}'])
 def test_a_damaged_file_is_as_none(card, tmp_path, damaged):
     (tmp_path / "gpu_kernels.json").write_text(damaged, encoding="utf-8")
-    assert anew() == "" and anew() == "" and card.asked == 1
+    assert anew() == "" and anew() == "" and len(card.scopes) == 1
     kept = list(json.loads((tmp_path / "gpu_kernels.json").read_text(encoding="utf-8")).values())
     assert kept[-1]["found"] == ""
 
@@ -119,46 +198,64 @@ def test_cards_that_are_too_old_and_machines_without_triton_are_told(card, monke
     assert "of compute capability 7.0, they need" in anew()
     card.capability = (8, 6)
     monkeypatch.setattr(ready, "_triton", lambda: "")
-    assert anew() == "triton is not installed" and card.asked == 0
-    monkeypatch.setattr(ready, "_triton", lambda: "3.6.0")
-    monkeypatch.setattr(ready.sysconfig, "get_paths", lambda _scheme: {"include": "nowhere"})
-    assert "python3-dev" in anew() and card.asked == 0
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
-    assert anew() == "triton finds no C compiler: install gcc" and card.asked == 0
+    assert anew() == "triton is not installed" and len(card.scopes) == 0
     assert "NVIDIA" in ready.missing(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("lacking", "command"), [("a C compiler", "install -y gcc"), ("Python's headers", "-dev")])
+def test_without_a_compiler_the_kernels_are_used_and_if_they_fail_it_is_named(lacking, command, card, monkeypatch):
+    """Our own launcher is checked as they are."""
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, *_: "/usr/bin/apt-get" if name == "apt-get" else which(name))
+    monkeypatch.delenv("CC", raising=False)
+    if lacking == "a C compiler":
+        monkeypatch.setenv("PATH", "")
+    else:
+        monkeypatch.setattr(ready.sysconfig, "get_paths", lambda _scheme: {"include": "nowhere"})
+    assert anew() == "" and len(card.scopes) == 1
+    card.says = "WRONG: gemv of int8, error nan, at most 2e-06"
+    ready.check(CARD)
+    said: list[str] = []
+    note_device(CARD, [BRIEF], pytest.fail, said.append)
+    assert len(said) == 1 and f"own launcher needs {lacking}" in said[0] and command in said[0]
 
 
 def test_one_line_says_that_operators_compute(card):
     said: list[str] = []
-    watcher = Watcher(measuring=lambda text: said.append(f"measuring: {text}"), noting=said.append)
-    note_device(CARD, watcher)
-    assert said == ["measuring: checking the kernels on this graphics card, once"]
-    note_device(CARD, watcher)
-    note_device(torch.device("cpu"), watcher)
-    assert len(said) == 1
+    for device in (CARD, CARD, CPU):
+        note_device(device, [BRIEF], lambda _text: None, said.append)
+    assert said == [] and len(card.scopes) == 1
     card.capability = (6, 1)
     ready.why_not.cache_clear()
-    note_device(CARD, watcher)
-    assert len(said) == 2 and said[1].startswith("torch's operators compute") and "6.1" in said[1]
+    note_device(CARD, [BRIEF], lambda _text: None, said.append)
+    assert len(said) == 1 and said[0].startswith("torch's operators compute") and "6.1" in said[0]
 
 
 def test_the_doctor_checks_anew(card):
-    assert check_kernels().status == check_kernels().status == "ok" and card.asked == 2
+    assert check_kernels().status == check_kernels().status == "ok" and len(card.scopes) == 2
     card.says = "WRONG: something"
     assert check_kernels().status == "warn" and "WRONG: something" in check_kernels().detail
     card.capability = (6, 1)
     assert check_kernels().status == "ok" and "not used" in check_kernels().detail
 
 
+def test_the_doctor_names_what_mends_a_triton_that_compiles_nothing(card):
+    card.says = "not compared: _gemm: PTXASError: `ptxas` failed with error code 1"
+    finding = check_kernels()
+    assert finding.status == "warn" and "_gemm" in finding.detail and finding.fix == repairs.TRITON
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(
-    "sizes", [check.SMALL, replace(check.SMALL, attention=check.ATTENTION, groups=(32, 64, 128))], ids=["one", "all"]
+    "sizes",
+    [check_cases.SMALL, replace(check_cases.SMALL, attention=check_cases.ATTENTION, groups=(32, 64, 128))],
+    ids=["one", "all"],
 )
 def test_every_kernel_is_right_in_the_interpreter(sizes):
     """The check itself; and it finds what is wrong."""
     torch.manual_seed(0)
-    found = list(check.cases(torch.device("cpu"), sizes))
+    found = list(check_cases.cases(torch.device("cpu"), sizes))
     assert len(found) > 40 and [case.line() for case in found if not case.is_right] == []
 
 
@@ -167,40 +264,57 @@ def test_the_check_finds_a_kernel_that_does_nothing(broken, monkeypatch):
     nothing = SimpleNamespace(run=lambda: None)
     some: Any
     if broken == "gemv":
-        monkeypatch.setattr(check.gemv, "gemv", lambda *_, **__: nothing)
-        some = check._products(CPU, 64, check.SMALL)
+        monkeypatch.setattr(check_cases.gemv, "gemv", lambda *_, **__: nothing)
+        some = check_cases._products(CPU, 64, check_cases.SMALL)
     elif broken == "rows":
-        monkeypatch.setattr(check.activations, "to_floats", lambda *_, **__: nothing)
-        some = check._between(CPU, check.SMALL)
+        monkeypatch.setattr(check_cases.activations, "to_floats", lambda *_, **__: nothing)
+        some = check_cases._between(CPU, check_cases.SMALL)
     else:
-        monkeypatch.setattr(check.sample, "sample", lambda *_: [])
-        some = check._drawn(CPU)
+        monkeypatch.setattr(check_cases.sample, "sample", lambda *_: [])
+        some = check_cases._drawn(CPU)
     assert any(not case.is_right for case in some)
 
 
-TINY = replace(check.SMALL, row_counts=(1,), attention=())
+TINY = replace(check_cases.SMALL, row_counts=(1,), attention=())
 
 
 def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
-    """By a hundredth of a percent, of codes and in 16 bits."""
+    """By a hundredth of a percent, as floats and as codes."""
     right = gemm.gemm
 
-    def wrong(x: Codes, matrix: PackedMatrix, y: Tensor, *rest: Any, **options: Any) -> list[Any]:
-        return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: y.mul_(1.0001))]
+    def wrong(x: Codes, matrix: PackedMatrix, y: Tensor | Gate, *rest: Any, **options: Any) -> list[Any]:
+        result = y.codes.scale if isinstance(y, Gate) else y
+        return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: result.mul_(1.0001))]
 
     monkeypatch.setattr(gemm, "gemm", wrong)
-    cases = list(check._products(CPU, 64, TINY))
+    cases = list(check_cases._products(CPU, 64, TINY))
     assert {case.name for case in cases if not case.is_right} >= {
-        "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "gemm of int4-g64 and 16 bits, 1 rows"
+        "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "a gate of int4-g64, 7 rows, 0 programs: bits"
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("products_row_by_row")
+@pytest.mark.parametrize("factor", [1.0, 1.000001])
+def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(factor, monkeypatch):
+    attend = check_cases.attend
+
+    def scaled(q: Tensor, out: Tensor, *rest: Any, **options: Any) -> list[Any]:
+        is_prompt = options["rows"] == PREFILL_ROWS
+        end = SimpleNamespace(run=lambda: out.mul_(factor if is_prompt else 1.0))
+        return [*attend(q, out, *rest, **options), end]
+
+    monkeypatch.setattr(check_cases, "attend", scaled)
+    *others, bits = check_cases._attention(CPU, check_cases.Heads("int8", "int4", 64, 4, 2))
+    assert all(case.is_right for case in others)
+    assert bits.name.endswith("bits of steps") and bits.is_right == (factor == 1)
 
 
 @pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}])
 def test_the_check_finds_attention_that_is_a_little_wrong(wrong, monkeypatch):
     """A scale of 0.13 instead of 0.125, and a window where there is none."""
-    attend = check.attend
-    monkeypatch.setattr(check, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
-    case = next(check._attention(CPU, check.Heads("int8", "int4", 64, 2, 1)))
+    attend = check_cases.attend
+    monkeypatch.setattr(check_cases, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
+    case = next(check_cases._attention(CPU, check_cases.Heads("int8", "int4", 64, 2, 1)))
     assert not case.is_right
 
 
@@ -210,8 +324,54 @@ def test_a_kernel_that_a_card_does_not_take_is_left_and_the_others_are_checked(c
     def refuses(*_: Any, **__: Any) -> None:
         raise OutOfResources(200_000, 101_376, "shared memory")
 
-    monkeypatch.setattr(check, "attend", refuses)
-    found = list(check.cases(CPU, replace(check.SMALL, groups=())))
+    monkeypatch.setattr(check_cases, "attend", refuses)
+    found = list(check_cases.cases(CPU, replace(check_cases.SMALL, groups=())))
     left = [case for case in found if case.error is None]
     assert len(left) == 1 and all(case.is_right for case in found) and len(found) > 10
     assert left[0].line().startswith("left: attention of int8/int4 pages") and "shared memory" in left[0].line()
+
+
+FEW = replace(check_cases.SMALL, groups=(), attention=(check_cases.Heads("int8", "int4", 64, 2, 1),))
+
+
+def end_of_the_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[object, list[str]]:
+    """(exit code, lines without those of how far it is) of the program, with a few cases of the interpreter."""
+    monkeypatch.setattr(check, "_device", lambda _name: CPU)
+    monkeypatch.setattr(check, "BRIEF", FEW)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    with pytest.raises(SystemExit) as ended:
+        check.main(["cuda:0", "--brief"])
+    lines = capsys.readouterr().out.splitlines()
+    return bool(ended.value.code), [line for line in lines if not line.startswith(ready.PROGRESS)]
+
+
+def test_a_card_on_which_nothing_could_be_compared_is_not_right(monkeypatch, capsys):
+    """As where ptxas is broken: each case is left, and none is wrong."""
+
+    def fails(_launch: KernelLaunch) -> None:
+        raise CompilationError("", None, "ptxas: not found")
+
+    monkeypatch.setattr(KernelLaunch, "_run", fails)
+    failed, lines = end_of_the_check(monkeypatch, capsys)
+    named = {line.split()[2].rstrip(":") for line in lines if line.startswith(ready.UNCOMPARED)}
+    assert failed and lines[-1].startswith(ready.UNCOMPARED) and "ptxas" in lines[-1]
+    assert named >= {"_to_codes", "_to_floats", "_embed", "_rope_store", "_attend", "_merge", "_winner"}
+
+
+@pytest.mark.usefixtures("products_row_by_row")
+def test_a_kernel_that_no_case_compared_is_named_beside_others_that_are_right(monkeypatch, capsys):
+    launch = KernelLaunch._run
+
+    def run(self: KernelLaunch) -> None:
+        if self.name == "_merge":
+            raise OutOfResources(200_000, 101_376, "shared memory")
+        launch(self)
+
+    assert end_of_the_check(monkeypatch, capsys)[0] is False
+    monkeypatch.setattr(KernelLaunch, "_run", run)
+    failed, lines = end_of_the_check(monkeypatch, capsys)
+    assert failed and any(line.startswith("ok:") for line in lines)
+    uncompared = [line.split(": ")[1] for line in lines if line.startswith(ready.UNCOMPARED)]
+    assert sorted(uncompared) == ["_attend", "_merge", "_rope_store"]  # as what they compute is compared together
+    assert "shared memory" in lines[-1]

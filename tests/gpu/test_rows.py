@@ -12,7 +12,7 @@ from localllm.engine.request import SamplingParams
 from localllm.engine.sampler import PlainDraw, sample
 from localllm.kernels import int8, reference
 from localllm.kernels.gpu.activations import Codes, to_codes, to_floats
-from localllm.kernels.gpu.dequantize import embed
+from localllm.kernels.gpu.embedding import embed
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.sample import NOT_FINITE, SampleRoom
 from localllm.kernels.gpu.sample import sample as sample_launches
@@ -55,22 +55,35 @@ def test_a_gate_is_that_of_the_layer_at_both_ends_too(activation: str) -> None:
     torch.testing.assert_close(y.double(), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("group", "bits"), [(32, 4), (64, 4), (128, 4), (64, 8)])
 @pytest.mark.parametrize("kind", ["plain", "norm", "gated"])
-def test_codes_are_the_references(kind: str, group: int) -> None:
+def test_codes_are_the_references(kind: str, group: int, bits: int) -> None:
     features, weight = 300, torch.rand(300)
     x = torch.randn(3, 2 * features) * torch.tensor([[1.0], [1e-3], [0.0]])
-    padded = -(-features // group) * group
-    codes = Codes(torch.full((3, padded), 99, dtype=torch.int8), *torch.full((2, 3, padded // group), torch.nan))
+    codes = Codes.empty(3, -(-features // group) * group, group, x.device, bits)
+    for part, poison in ((codes.q, 99), (codes.scale, torch.nan), (codes.bias, torch.nan)):
+        part.fill_(poison)
     options = {"norm": {"weight": weight, "eps": EPS}, "gated": {"activation": "silu"}, "plain": {}}[kind]
     to_codes(x, codes, features, **options).run()  # type: ignore[arg-type]
     floats = torch.full((3, features), torch.nan)
     to_floats(x, floats, features, **options).run()  # type: ignore[arg-type]
     q, scale = reference.int8_activations(floats, group)
-    differ = (codes.q - q.view(3, -1)).abs()  # where a value is half a step from either, as torch divides otherwise
+    differ = (
+        codes.in_order() - q.view(3, -1)
+    ).abs()  # where a value is half a step from either, as torch divides otherwise
     assert differ.max() <= 1 and differ.sum() <= 1
-    torch.testing.assert_close(codes.scale, scale)
-    torch.testing.assert_close(codes.bias, codes.scale * codes.q.view(3, -1, group).sum(-1))
+    torch.testing.assert_close(codes.scale.T, scale)
+    torch.testing.assert_close(codes.bias, codes.scale * codes.in_order().view(3, -1, group).sum(-1).T)
+
+
+def test_codes_for_int4_stand_as_the_nibbles_of_a_word_do() -> None:
+    codes, x = Codes.empty(1, 32, 32, torch.device("cpu")), torch.arange(32.0)[None]
+    to_codes(x, codes, 32).run()
+    low = [k for k in range(32) if k % 8 < 4]
+    high = [k for k in range(32) if k % 8 >= 4]
+    steps = torch.tensor([low + high]) * (127 / 31)
+    assert torch.equal(codes.q, steps.round().to(torch.int8))
+    assert codes.in_order().tolist() == [sorted(codes.q[0].tolist())]
 
 
 def test_embedded_tokens_are_the_rows_of_the_matrix() -> None:

@@ -135,6 +135,17 @@ def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_p
     assert torch.equal(together, alone[:1].expand(3, -1))
 
 
+@pytest.mark.usefixtures("products_row_by_row")
+@pytest.mark.parametrize(("family", "weights", "kv"), [("qwen3", "int4-g64", "int8"), ("llama", "int8", "bf16")])
+def test_a_prompts_rows_have_a_steps_bits_in_chunks_of_any_size(family, weights, kv, tmp_path):
+    """So a prefix that is found equals one that is computed, whatever is left of a prompt."""
+    write_checkpoint(tmp_path, family, layers=1)
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights, kv=kv))
+    token_ids = ids(137)
+    whole = logits(engine, by_kernels(engine.model), token_ids, [137])
+    assert torch.equal(logits(engine, by_kernels(engine.model), token_ids, [64, 40, 17, 13, 2, 1]), whole)
+
+
 def test_blocks_that_the_host_computes_stand_between_ours(tmp_path):
     """Of a device that is not a device of ours, as a block on the host is to one on a card."""
     write_checkpoint(tmp_path, "llama", layers=3)

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels import int8, kv_page, noise, reference, tile16
-from localllm.kernels.gpu import activations, attention, dequantize, product, rope, sample
+from localllm.kernels.gpu import activations, attention, embedding, product, rope, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory
+from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.tile16 import PackedMatrix
@@ -47,16 +48,18 @@ def _to_codes(
     activation: str = "",
 ) -> None:
     values = _prepared(x, features, weight, eps, activation)
-    values = functional.pad(values, (0, codes.q.shape[1] - features))
-    if codes.scale is None:
-        codes.q.copy_(values)
-        codes.bias.copy_(codes.q.double().view(len(x), -1, codes.group).sum(-1))
-        return
+    _write_codes(values, codes)
+
+
+def _write_codes(values: Tensor, codes: Codes) -> None:
+    values = functional.pad(values, (0, codes.q.shape[1] - values.shape[1]))
     q, scale = reference.int8_activations(values, codes.group)
     scale += (values * 0).view(q.shape).sum(-1)  # what is no number is none in its group's scale
-    codes.q.copy_(q.flatten(1))
-    codes.scale.copy_(scale)
-    codes.bias.copy_(scale * q.sum(-1))
+    codes.scale.copy_(scale.T)
+    codes.bias.copy_((scale * q.sum(-1)).T)
+    if codes.bits == 4:
+        q = q.view(len(q), -1, codes.group // 8, 2, 4).transpose(2, 3)
+    codes.q.copy_(q.reshape(codes.q.shape))
 
 
 def _to_floats(
@@ -76,36 +79,33 @@ def _to_floats(
 
 
 def _multiply(
-    _: SimulatedCard, x: Codes, matrix: PackedMatrix, y: Tensor, out_features: int, bias: Tensor | None, *, adds: bool
+    _: SimulatedCard,
+    x: Codes,
+    matrix: PackedMatrix,
+    y: Tensor | Gate,
+    out_features: int,
+    bias: Tensor | None,
+    *,
+    adds: bool,
 ) -> None:
     M, groups = len(x.q), matrix.groups
     weights = (int8.unpack if matrix.bits == 8 else tile16.unpack)(matrix.qweight)
-    q = x.q.double().view(M, groups, 1, -1)
+    q = x.in_order().double().view(M, groups, 1, -1)
     dots = (q @ weights.double().view(len(weights), groups, -1).permute(1, 2, 0)).squeeze(2)  # [M, groups, N]
-    scales = torch.ones(M, groups, 1) if x.scale is None else x.scale.unsqueeze(-1)
+    scales = x.scale.T.unsqueeze(-1)
     if matrix.bias is None:
         product = (dots * scales * matrix.scale.view(-1)).sum(1)
     else:
         scale, least = (tile16.unpack_groups(tensor).double().T for tensor in (matrix.scale, matrix.bias))
-        product = (dots * scales * scale + x.bias.double().unsqueeze(-1) * least).sum(1)
+        product = (dots * scales * scale + x.bias.T.double().unsqueeze(-1) * least).sum(1)
     product = product[:, :out_features]
-    into = y[:, :out_features]
     if bias is not None:
         product = product + bias
+    if isinstance(y, Gate):
+        _write_codes(_prepared(product.float(), y.features, None, 0.0, y.activation), y.codes)
+        return
+    into = y[:, :out_features]
     into.copy_(product + into if adds else product)
-
-
-def _dequantize(
-    _: SimulatedCard, matrix: PackedMatrix, out: Tensor, first_tile: int, tiles: int, out_features: int
-) -> None:
-    part = slice(first_tile, first_tile + tiles)
-    rows = min(out_features - first_tile * tile16.TILE, tiles * tile16.TILE)
-    q, scale = matrix.qweight[part], matrix.scale[part]
-    if matrix.bias is None:
-        weights = int8.dequantize(q, scale, rows, out.shape[1], torch.float32)
-    else:
-        weights = tile16.dequantize(q, scale, matrix.bias[part], rows, out.shape[1], torch.float32)
-    out[:rows].copy_(weights)
 
 
 def _embed(_: SimulatedCard, qweight: Tensor, scale: Tensor, token_ids: Tensor, x: Tensor, factor: float) -> None:
@@ -167,7 +167,7 @@ def _rotated(x: Tensor, norm: Tensor | None, positions: Tensor, rope: Rope) -> T
 def _attend(
     card: SimulatedCard,
     q: Tensor,
-    out: Tensor,
+    out: Tensor | Codes,
     tokens: TokenTables,
     history: AttentionHistory,
     _parts: object,
@@ -180,6 +180,7 @@ def _attend(
     softcap: float | None = None,
     rows: int = 0,
 ) -> None:
+    all_mixed = out if isinstance(out, Tensor) else torch.zeros(out.q.shape)
     for first, count, segment, _ in history.tasks.tolist():
         positions = tokens.positions[first : first + count].tolist()
         if not positions or positions[-1] < 0:
@@ -197,7 +198,9 @@ def _attend(
             softcap=softcap,
         )
         mixed = mixed.float() if coded is None else kv_page.rotated(mixed)
-        out[first : first + count] = mixed.flatten(1)
+        all_mixed[first : first + count] = mixed.flatten(1)
+    if isinstance(out, Codes):
+        _write_codes(all_mixed, out)
 
 
 def _seen(
@@ -250,8 +253,7 @@ def _sample(
 REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     activations.to_codes: _to_codes,
     activations.to_floats: _to_floats,
-    dequantize.dequantize: _dequantize,
-    dequantize.embed: _embed,
+    embedding.embed: _embed,
     rope.rope_store: _rope_store,
     attention.attend: _attend,
     sample.sample: _sample,

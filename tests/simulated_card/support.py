@@ -44,7 +44,7 @@ def on_simulated_card(
             patch.setattr(torch._C, name, value, raising=False)
         patch.setattr(torch.cuda.graph, "default_capture_stream", None)
         patch.setattr(ready, "missing", lambda device: "" if device.type == "cuda" else "they are made for NVIDIA GPUs")
-        patch.setattr(ready, "_checked", lambda _device: "")
+        patch.setattr(ready, "_checked", lambda *_: "")
         if not is_measured:
             replace_everywhere(kept_profile, lambda: _profile(card.config), patch)
         replace_everywhere(torch_build, lambda: (torch.__version__.partition("+")[0], "13.0"), patch)

@@ -82,7 +82,7 @@ def test_graphs_go_first_where_the_card_is_full_and_their_memory_comes_back(pack
         assert generated(engine, PROMPT[:-1], 1)
         assert engine.runner.batch_rows == rows and list(placed.blocks) == blocks(packed, "resident")
         assert card.memory.taken_bytes["graphs"] == graphs.num_rooms * graph_bytes
-        assert generated(engine, PROMPT, 6) == expected and graphs.num_rooms == 1
+        assert generated(engine, PROMPT, 6) == expected and graphs.num_rooms == 2  # of the prompt, and of steps
 
 
 def test_no_more_graphs_are_kept_than_a_plan_counts(packed, simulated_card):

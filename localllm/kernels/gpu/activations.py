@@ -1,8 +1,8 @@
 """The input of a matrix, made in one launch from what came before: a norm, a gate, or nothing.
 
 Into INT8 codes for the packed formats, as `reference.int8_activations` has them: symmetric, one scale for a row and a
-group of columns. A NaN or an infinity makes its group's scale a NaN: nothing hides it. Or into bf16 for those, with the
-sum of each group. Or into floats, for the other formats.
+group of columns. A NaN or an infinity makes its group's scale a NaN: nothing hides it. Or into floats, for the other
+formats. Other kernels that end a row write its codes themselves, by the same functions.
 """
 
 from __future__ import annotations
@@ -15,44 +15,58 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.tile16 import PackedMatrix
 
 _BLOCK = 1024  # columns of a program where no norm asks for the whole row
+# Of more than a few rows, the tensor cores' kernel reads the scales of two side by side.
+_FEW, _ALIGN = 4, 16
 _COLUMNS_A_WARP = 1024  # of a row that is normalised: 32 values a thread
 
 
 @dataclass(frozen=True)
 class Codes:
-    """q int8 or bf16 [M, K]; scale and bias fp32 [M, K / G]: x = scale * q, and bias = scale * the sum of q, by which a
-    weight's own bias is multiplied. bf16 has no scale."""
+    """q int8 [M, K]; scale and bias fp32 [K / G, M]: x = scale * q, and bias = scale * the sum of q, by which a
+    weight's own bias is multiplied.
+
+    bits: of the weights that they are multiplied with. For INT4 the columns of a group stand as those of a packed word
+    do: four of each eight, which are low nibbles there, fill the first half of the group, the others the second.
+    """
 
     q: Tensor
-    scale: Tensor | None
+    scale: Tensor
     bias: Tensor
+    bits: int
 
     @property
     def group(self) -> int:
-        return self.q.shape[1] // self.bias.shape[1]
-
-    @property
-    def bits(self) -> int:
-        return 8 * self.q.itemsize
+        return self.q.shape[1] // len(self.scale)
 
     @classmethod
-    def empty(cls, rows: int, columns: int, group: int, device: torch.device, bits: int = 8) -> Codes:
-        """columns: a multiple of the group. bits: 8 or 16."""
-        groups, dtype = columns // group, torch.int8 if bits == 8 else torch.bfloat16
-        return cls(
-            torch.empty((rows, columns), dtype=dtype, device=device),
-            torch.empty((rows, groups), device=device) if bits == 8 else None,
-            torch.empty((rows, groups), device=device),
-        )
+    def empty(cls, rows: int, columns: int, group: int, device: torch.device, bits: int = 4) -> Codes:
+        """columns: a multiple of the group."""
+        q = torch.empty((rows, columns), dtype=torch.int8, device=device)
+        stride = rows if rows <= _FEW else -(-rows // _ALIGN) * _ALIGN
+        scale, bias = torch.empty((2, columns // group, stride), device=device)[..., :rows]
+        return cls(q, scale, bias, bits)
+
+    @classmethod
+    def of(cls, rows: int, matrix: PackedMatrix) -> Codes:
+        """Return a buffer for the rows that this matrix is multiplied with."""
+        return cls.empty(rows, matrix.in_features, matrix.group, matrix.qweight.device, matrix.bits)
 
     def first(self, rows: int) -> Codes:
-        return Codes(self.q[:rows], None if self.scale is None else self.scale[:rows], self.bias[:rows])
+        return Codes(self.q[:rows], self.scale[:, :rows], self.bias[:, :rows], self.bits)
+
+    def in_order(self) -> Tensor:
+        """Return the codes int8 [M, K] with column k of x at k."""
+        if self.bits == 8:
+            return self.q
+        halves = self.q.view(len(self.q), -1, 2, self.group // 8, 4)
+        return halves.transpose(2, 3).reshape(self.q.shape)
 
 
 @triton.jit
-def _activated(gate, ACTIVATION: tl.constexpr):
+def activated(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         y = gate / (1 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
@@ -62,6 +76,28 @@ def _activated(gate, ACTIVATION: tl.constexpr):
         u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         y = 0.5 * gate * (2 - 2 / (tl.exp(2 * u) + 1))
     return y
+
+
+@triton.jit
+def code_place(column, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """Where the code of a column is in its row of `Codes`."""
+    if BITS == 8:
+        return column
+    inside = column % GROUP
+    return column - inside + inside // 4 % 2 * (GROUP // 2) + inside // 8 * 4 + inside % 4
+
+
+@triton.jit
+def coded(values):
+    """fp32 [A, GROUP] -> codes int8 [A, GROUP], their scales and biases fp32 [A]. Maxima, and sums of whole numbers,
+    are exact: no layout of threads changes a bit."""
+    peak = tl.max(tl.abs(values), axis=1)
+    inverse = tl.where(peak < 1e-30, 0.0, 127 / tl.maximum(peak, 1e-30))
+    # Adding 1.5 * 2^23 rounds to whole numbers, to the even one of two as near.
+    codes = tl.fma(values, tl.broadcast_to(inverse[:, None], values.shape), 12582912.0) - 12582912.0
+    not_a_number = tl.sum(values * 0.0, axis=1)  # 0 unless one of them is not finite; a maximum would not tell
+    scale = tl.where(peak < 1e-30, 0.0, peak * (1.0 / 127)) + not_a_number
+    return codes.to(tl.int8), scale, scale * tl.sum(codes, axis=1)
 
 
 @triton.jit
@@ -75,37 +111,24 @@ def _prepared(x, weight, x_stride, features, columns, row, eps, KIND: tl.constex
         values = values * tl.load(weight + columns, mask=is_there, other=0)
     if KIND == "gated":
         up = tl.load(x + row * x_stride + features + columns, mask=is_there, other=0).to(tl.float32)
-        values = _activated(values, ACTIVATION) * up
+        values = activated(values, ACTIVATION) * up
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["code_stride"])
 def _to_codes(
-    x, weight, q, x_scale, x_bias, x_stride, features, padded, eps,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, weight, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     values = _prepared(x, weight, x_stride, features, columns, row, eps, KIND, ACTIVATION)
-    values = tl.reshape(values, (BLOCK // GROUP, GROUP))
+    q, scale, bias = coded(tl.reshape(values, (BLOCK // GROUP, GROUP)))
     groups = first // GROUP + tl.arange(0, BLOCK // GROUP)
-    at = row * (padded // GROUP) + groups
-    is_group = groups < padded // GROUP
-    if x_scale is None:
-        codes = values.to(q.dtype.element_ty)
-        bias = tl.sum(codes.to(tl.float32), axis=1)
-    else:
-        peak = tl.max(tl.abs(values), axis=1)
-        inverse = tl.where(peak < 1e-30, 0.0, 127 / tl.maximum(peak, 1e-30))
-        # Adding 1.5 * 2^23 rounds to whole numbers, to the even one of two as near.
-        codes = values * inverse[:, None] + 12582912.0 - 12582912.0
-        not_a_number = tl.sum(values * 0.0, axis=1)  # 0 unless one of them is not finite; a maximum would not tell
-        scale = tl.where(peak < 1e-30, 0.0, peak * (1.0 / 127)) + not_a_number
-        tl.store(x_scale + at, scale, mask=is_group)
-        bias = scale * tl.sum(codes, axis=1)
-        codes = codes.to(tl.int8)
-    tl.store(x_bias + at, bias, mask=is_group)
-    tl.store(q + row * padded + columns, tl.reshape(codes, (BLOCK,)), mask=columns < padded)
+    at, is_group = groups * code_stride + row, groups < padded // GROUP
+    tl.store(code_scale + at, scale, mask=is_group)
+    tl.store(code_bias + at, bias, mask=is_group)
+    tl.store(codes + row * padded + code_place(columns, GROUP, BITS), tl.reshape(q, (BLOCK,)), mask=columns < padded)
 
 
 @triton.jit
@@ -141,10 +164,11 @@ def to_codes(
         _to_codes,
         (len(x), triton.cdiv(padded, block)),
         {
-            "x": x, "weight": weight, "q": codes.q, "x_scale": codes.scale, "x_bias": codes.bias,
-            "x_stride": x.stride(0), "features": features, "padded": padded, "eps": float(eps),
+            "x": x, "weight": weight, "codes": codes.q, "code_scale": codes.scale, "code_bias": codes.bias,
+            "x_stride": x.stride(0), "code_stride": codes.scale.stride(0), "features": features, "padded": padded,
+            "eps": float(eps),
         },
-        {"BLOCK": block, "GROUP": codes.group, "KIND": kind, "ACTIVATION": activation},
+        {"BLOCK": block, "GROUP": codes.group, "BITS": codes.bits, "KIND": kind, "ACTIVATION": activation},
         num_warps=_num_warps(block),
     )  # fmt: skip
 

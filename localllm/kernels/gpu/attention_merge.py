@@ -1,4 +1,5 @@
-"""The last step of attention on a GPU: what the programs of one row have found, put together and turned back."""
+"""The last step of attention on a GPU: what the programs of one row have found, put together page by page and turned
+back, as floats or as codes for the matrix that follows."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels import kv_page
+from localllm.kernels.gpu.activations import Codes, code_place, coded
 from localllm.kernels.gpu.launch import KernelLaunch
-from localllm.kernels.gpu.rope import GROUP, TokenTables, hadamard
+from localllm.kernels.gpu.rope import GROUP, PAGE, TokenTables, hadamard
+from localllm.kernels.tile16 import PackedMatrix
 
 NOTHING = tl.constexpr(-1e30)  # a maximum over no key: finite, so that differences of it are
-_BLOCK_SECTIONS = 32  # on their way at once: of 8k tokens
+_AHEAD = 16  # pages on their way at once: 8 KB of heads of 128
 
 
 @dataclass(frozen=True)
@@ -36,46 +39,89 @@ def new_parts(sections: int, rows: int, heads: int, head_dim: int, device: torch
     return Parts(torch.empty(sections, rows, heads, head_dim, device=device), stats[0], stats[1])
 
 
-@triton.jit(do_not_specialize=["window", "num_rows"])
+@triton.jit
+def appended(tiles, tile):
+    return tiles + (tile,)
+
+
+@triton.jit
+def with_page(mixed, peak, total, page_mixed, page_peak, page_total):
+    """Rows with a page put to what they have: mixed [R, features], peak and total [R]. Each operation is rounded where
+    it stands: in whatever kernel, the sum has the same bits."""
+    highest = tl.maximum(peak, page_peak)
+    old, new = tl.exp2(peak - highest), tl.exp2(page_peak - highest)
+    mixed = tl.fma(mixed, tl.broadcast_to(old[:, None], mixed.shape), page_mixed * new[:, None])
+    return mixed, highest, tl.fma(total, old, page_total * new)
+
+
+@triton.jit
+def _store_codes(
+    values, out, code_scale, code_bias, token, first, features, code_stride,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """values fp32 [GROUPS, GROUP]: the columns from `first` on, of so many, of a token."""
+    q, scale, bias = coded(values)
+    at = (first // GROUP + tl.arange(0, GROUPS)) * code_stride + token
+    tl.store(code_scale + at, scale)
+    tl.store(code_bias + at, bias)
+    column = first + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(out + token * features + code_place(column, GROUP, BITS), q)
+
+
+@triton.jit(do_not_specialize=["window", "num_rows", "code_stride"])
 def _merge(
-    part, peaks, totals, out, positions, window, num_rows,
-    H: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, SECTION_TOKENS: tl.constexpr, BLOCK_S: tl.constexpr,
-    IS_TURNED: tl.constexpr,
+    part, peaks, totals, out, code_scale, code_bias, positions, window, num_rows, code_stride,
+    H: tl.constexpr, D: tl.constexpr, FEATURES: tl.constexpr, SECTION_PAGES: tl.constexpr, AHEAD: tl.constexpr,
+    IS_TURNED: tl.constexpr, CODE_GROUP: tl.constexpr, CODE_BITS: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token)
     if position < 0:
         return
-    begin = tl.maximum(position - window + 1, 0) // SECTION_TOKENS
-    end = position // SECTION_TOKENS + 1
-    feature = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    section_tokens: tl.constexpr = SECTION_PAGES * PAGE
+    begin = tl.maximum(position - window + 1, 0) // section_tokens
+    count = position // section_tokens + 1 - begin
+    feature = tl.arange(0, FEATURES)[None, :]
     mask = feature < D
-    peak, total = tl.full((), NOTHING, tl.float32), tl.full((), 0.0, tl.float32)
-    mixed = tl.zeros((GROUPS, GROUP), tl.float32)
-    # Blocks begin at multiples of their length: a row's sums have one order, whatever its window.
-    for first in range(begin // BLOCK_S * BLOCK_S, end, BLOCK_S):
-        section = first + tl.arange(0, BLOCK_S)
-        is_there = (section >= begin) & (section < end)
-        row = (section.to(tl.int64) * num_rows + token) * H + head
-        some = tl.load(part + row[:, None, None] * D + feature, mask=is_there[:, None, None] & mask, other=0.0)
-        their_peaks = tl.load(peaks + row, mask=is_there, other=NOTHING)
-        their_totals = tl.load(totals + row, mask=is_there, other=0.0)
-        highest = tl.maximum(peak, tl.max(their_peaks))
-        old, new = tl.exp2(peak - highest), tl.exp2(their_peaks - highest)
-        total = total * old + tl.sum(their_totals * new)
-        mixed = mixed * old + tl.sum(some * new[:, None, None], 0)
-        peak = highest
-    mixed = mixed / total
+    peak, total = tl.full((1,), NOTHING, tl.float32), tl.zeros((1,), tl.float32)
+    mixed = tl.zeros((1, FEATURES), tl.float32)
+    for first in range(0, count, AHEAD):
+        some, own_peaks, own_totals = (), (), ()
+        for i in tl.static_range(AHEAD):
+            section, is_there = begin + first + i, first + i < count
+            if IS_TURNED:  # the first page, which is dense, comes last
+                section = tl.where(begin == 0, (first + i + 1) % count, section)
+            row = (section.to(tl.int64) * num_rows + token) * H + head + tl.arange(0, 1)
+            some = appended(some, tl.load(part + row[:, None] * D + feature, mask=is_there & mask, other=0.0))
+            own_peaks = appended(own_peaks, tl.load(peaks + row, mask=is_there, other=NOTHING))
+            own_totals = appended(own_totals, tl.load(totals + row, mask=is_there, other=0.0))
+        for i in tl.static_range(AHEAD):
+            mixed, peak, total = with_page(mixed, peak, total, some[i], own_peaks[i], own_totals[i])
+    mixed = mixed / total[:, None]
     if IS_TURNED:
-        mixed = hadamard(mixed)
-    tl.store(out + (token * H + head) * D + feature, mixed, mask=mask)
+        mixed = tl.reshape(hadamard(tl.reshape(mixed, (FEATURES // GROUP, GROUP))), (1, FEATURES))
+    if CODE_GROUP > 0:
+        values = tl.reshape(mixed, (FEATURES // CODE_GROUP, CODE_GROUP))
+        _store_codes(
+            values, out, code_scale, code_bias, token, head * D, H * D, code_stride,
+            FEATURES // CODE_GROUP, CODE_GROUP, CODE_BITS,
+        )  # fmt: skip
+    else:
+        tl.store(out + (token * H + head) * D + feature, mixed, mask=mask)
+
+
+def can_code(head_dim: int, matrix: PackedMatrix) -> bool:
+    """Return whether a head has whole groups of the codes for this matrix."""
+    return head_dim % matrix.group == 0 and head_dim == triton.next_power_of_2(head_dim)
 
 
 def merge(
-    parts: Parts, out: Tensor, tokens: TokenTables, window: int, *, section_tokens: int, is_turned: bool
+    parts: Parts, out: Tensor | Codes, tokens: TokenTables, window: int, *, section_pages: int, is_turned: bool
 ) -> KernelLaunch:
-    """out fp32 [M, H * D]: of a row of the sections that it sees."""
+    """out fp32 [M, H * D], or its codes: of a row of the sections that it sees."""
     _, M, H, D = parts.mixed.shape
+    codes = out if isinstance(out, Codes) else None
+    assert codes is None or codes.q.shape[1] == H * D
     return KernelLaunch(
         kernel=_merge,
         grid=(M, H),
@@ -83,19 +129,23 @@ def merge(
             "part": parts.mixed,
             "peaks": parts.peaks,
             "totals": parts.totals,
-            "out": out,
+            "out": out.q if isinstance(out, Codes) else out,
+            "code_scale": None if codes is None else codes.scale,
+            "code_bias": None if codes is None else codes.bias,
             "positions": tokens.positions,
             "window": window,
             "num_rows": M,
+            "code_stride": 0 if codes is None else codes.scale.stride(0),
         },
         constants={
             "H": H,
             "D": D,
-            "GROUPS": triton.next_power_of_2(triton.cdiv(D, kv_page.GROUP)),
-            "SECTION_TOKENS": section_tokens,
-            # The same for any number of sections but one, as sums are in its order.
-            "BLOCK_S": 1 if parts.sections == 1 else _BLOCK_SECTIONS,
+            "FEATURES": max(kv_page.GROUP, triton.next_power_of_2(D)),
+            "SECTION_PAGES": section_pages,
+            "AHEAD": 1 if parts.sections == 1 else _AHEAD,
             "IS_TURNED": is_turned,
+            "CODE_GROUP": 0 if codes is None else codes.group,
+            "CODE_BITS": 0 if codes is None else codes.bits,
         },
-        num_warps=1 if parts.sections == 1 else 4,
+        num_warps=1,
     )

@@ -1,377 +1,78 @@
-"""Every kernel beside its reference on random inputs: `python -m localllm.kernels.gpu.check cuda:0`.
+"""Runs `check_cases`: what they launch is compiled first, on threads; then all of it runs, and is compared.
 
-A program of its own, see `ready`. Exit code 0 says that all are right; its last line, which is not.
+A program of its own, see `ready`: `python -m localllm.kernels.gpu.check cuda:0`. Exit code 0 says that every kernel
+was compared and none was wrong; its last line, which was not.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import json
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from triton.errors import TritonError
 
-from localllm.kernels import int8, paged_attention, reference, tile16
-from localllm.kernels.gpu import activations, dequantize, gemm, gemv, sample
-from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import SECTION_PAGES, AttentionHistory, attend, block_rows, tasks_of
-from localllm.kernels.gpu.attention_merge import new_parts
-from localllm.kernels.gpu.gemm import ProgramShape
-from localllm.kernels.gpu.launch import run_all
-from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
-from localllm.kernels.gpu.ready import WRONG
-from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
-from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
-from localllm.kernels.noise import gumbel_noise, noise_key
-from localllm.kernels.paged_attention import LayerPages
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.gpu.check_cases import GROUPS, Case, CheckSizes, Heads, cases
+from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interpreted, recorded
+from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways
 
-EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
-ROUNDED = 5e-3  # where bf16 is multiplied
-SUMMED = 2e-5  # tensor cores do not round the sums of floats, they cut them
-_LAYER = 1
-_EPS = 1e-5
-FORMATS: tuple[tuple[Coding, Coding], ...] = (("dense", "dense"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
-GROUPS = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
+# Every kernel, in the ways of a usual model. One that is loaded is checked in its own.
+BRIEF = CheckSizes(groups=(GROUPS[0], None), attention=(Heads(),))
 
 
-@dataclass(frozen=True)
-class Heads:
-    """A way of attention that models have. keys, values: how their pages are coded."""
+class Outcome(NamedTuple):
+    """uncompared: a line for each kernel that no case compared, with the reason."""
 
-    keys: Coding = "int8"
-    values: Coding = "int8"
-    head_dim: int = 128
-    heads: int = 32
-    kv_heads: int = 8
-    window: int | None = None
-    softcap: float | None = None
-    has_norms: bool = False
-    rotary: float = 1.0  # of a head's features, the share that RoPE turns
-    dtype: torch.dtype = torch.bfloat16
-
-    def __str__(self) -> str:
-        differs = [f"{f.name} {v}" for f in fields(self)[3:] if (v := getattr(self, f.name)) != f.default]
-        return ", ".join([f"{self.keys}/{self.values} pages, heads of {self.head_dim}", *differs])
-
-
-ATTENTION = (
-    *(Heads(keys, values, head_dim) for head_dim in (64, 128) for keys, values in FORMATS),
-    Heads("int8", "int8", heads=3, kv_heads=3),
-    Heads("int8", "int4", window=300),
-    Heads("dense", "dense", window=300, softcap=5.0),
-    Heads("int4", "int4", 256, 4, 1, softcap=5.0),
-    Heads("int8", "int8", 96, 12, 2),
-    Heads("dense", "dense", 80, 6, 2),
-    Heads("int8", "int8", has_norms=True, rotary=0.5),
-    Heads("dense", "dense", 64, dtype=torch.float32),
-)
-
-
-@dataclass(frozen=True)
-class CheckSizes:
-    """The sizes that are tried: a matrix [N, K] in groups of each length, or in INT8 (None), times so many rows."""
-
-    N: int = 200
-    K: int = 2100
-    row_counts: tuple[int, ...] = (1, 2, 4, 7, 16, 20, 33, 64)
-    groups: tuple[int | None, ...] = (*GROUPS, None)
-    attention: tuple[Heads, ...] = ATTENTION
-
-
-# For the interpreter, where all of it takes minutes.
-SMALL = CheckSizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),))
-
-
-class Case(NamedTuple):
-    """error: of the norm of what is right; NaN where the kernel left something unwritten, None where this card does not
-    take it. A model that needs such a one finds that out when it is loaded."""
-
-    name: str
-    error: float | None
-    tolerance: float
+    cases: list[Case]
+    uncompared: list[str]
 
     @property
     def is_right(self) -> bool:
-        return self.error is None or self.error <= self.tolerance  # false of a NaN
+        return not self.uncompared and all(case.is_right for case in self.cases)
 
-    def line(self) -> str:
-        if self.error is None:
-            return f"left: {self.name}"
-        state = "ok:" if self.is_right else WRONG
-        return f"{state} {self.name}, error {self.error:.1e}, at most {self.tolerance:.0e}"
-
-
-def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Case]:
-    for group in sizes.groups:
-        yield from _taken(f"products in groups of {group}", _products(device, group, sizes))
-        yield from _taken(f"dequantized groups of {group}", _dequantized(device, group, sizes))
-    yield from _taken("norms and gates", _between(device, sizes))
-    yield from _taken("an embedding", _embedded(device, sizes))
-    yield from _taken("drawn tokens", _drawn(device))
-    for heads in sizes.attention:
-        yield from _taken(f"attention of {heads}", _attention(device, heads))
+    def lines(self) -> list[str]:
+        """Return a line for each case: last what is not right, worst last."""
+        right, wrong = ([case.line() for case in self.cases if case.is_right is kind] for kind in (True, False))
+        return [*right, *self.uncompared, *wrong]
 
 
-def _taken(what: str, some: Iterator[Case]) -> Iterator[Case]:
-    try:
-        yield from some
-    except TritonError as error:  # more shared memory than there is, say; not what the driver says of a launch
-        yield Case(f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", None, 0)
+def sizes_of(ways: Ways) -> CheckSizes:
+    """Return what is tried for a model that is computed in these ways."""
+    heads = (Heads(**{**one, "dtype": getattr(torch, one["dtype"])}) for one in ways["attention"])
+    return CheckSizes(groups=tuple(ways["groups"]), attention=tuple(heads))
 
 
-def _error(found: Tensor, right: Tensor) -> float:
-    found, right = found.double().cpu(), right.double().cpu()
-    return float((found - right).norm() / right.norm())
+def launches_of(device: torch.device, sizes: CheckSizes) -> tuple[list[KernelLaunch], int]:
+    """Return what the cases launch, without a launch, and how many cases there are: what takes longest to compile,
+    attention, is first. The references take a second."""
+    torch.manual_seed(0)
+    with recorded(runs=False) as launches:
+        count = sum(1 for _ in cases(device, sizes))
+    return launches[::-1], count
 
 
-def _poisoned(*shape: int, device: torch.device) -> Tensor:
-    return torch.full(shape, torch.nan, device=device)
-
-
-def _matrix(device: torch.device, group: int | None, sizes: CheckSizes) -> PackedMatrix:
-    tiles = -(-sizes.N // tile16.TILE)
-    if group is None:
-        codes = torch.randint(-127, 128, (tiles * tile16.TILE, -(-sizes.K // 64) * 64), dtype=torch.int8)
-        return PackedMatrix(int8.pack(codes).to(device), torch.rand((tiles, tile16.TILE), device=device) / 127, None)
-    groups = -(-sizes.K // group)
-    qweight = tile16.pack(torch.randint(0, 16, (tiles * tile16.TILE, groups * group), dtype=torch.uint8))
-    scale = torch.rand((tiles, groups, tile16.TILE)).half()
-    return PackedMatrix(qweight.to(device), scale.to(device), (-7.5 * scale).half().to(device))
-
-
-def _expected(x: Codes, matrix: PackedMatrix, out_features: int) -> Tensor:
-    assert x.scale is not None
-    grouped, x_scale = x.q.cpu().view(len(x.q), -1, x.group), x.scale.cpu()
-    tensors = [None if part is None else part.cpu() for part in (matrix.qweight, matrix.scale, matrix.bias)]
-    qweight, scale, bias = tensors
-    assert qweight is not None and scale is not None
-    if bias is None:
-        return reference.int8_product(grouped, x_scale, qweight, scale, out_features)
-    return reference.int4_product(grouped, x_scale, qweight, scale, bias, out_features)
-
-
-def _products(device: torch.device, group: int | None, sizes: CheckSizes) -> Iterator[Case]:
-    """Both kernels; each of few rows must have the bits that it has alone."""
-    matrix, x = _matrix(device, group, sizes), torch.randn((64, sizes.K), device=device)
-    codes = Codes.empty(64, matrix.in_features, matrix.group, device)
-    activations.to_codes(x, codes, sizes.K).run()
-    right = _expected(codes, matrix, sizes.N)
-    alone = _poisoned(1, sizes.N, device=device)
-    gemv.gemv(codes.first(1), matrix, alone, sizes.N).run()
-    named = "int8" if group is None else f"int4-g{group}"
-    for rows in sizes.row_counts:
-        found = {"gemv": _poisoned(rows, sizes.N, device=device)}
-        gemv.gemv(codes.first(rows), matrix, found["gemv"], sizes.N).run()
-        for parts in (1, 4):
-            shape = dispatch_for(device).shape(matrix, rows)
-            y, partial = _poisoned(rows, sizes.N, device=device), _poisoned(parts, rows, sizes.N, device=device)
-            shaped = ProgramShape(shape.weight_rows, parts, shape.num_warps, shape.num_stages)
-            run_all(gemm.gemm(codes.first(rows), matrix, y, sizes.N, shape=shaped, partial=partial))
-            found[f"gemm in {parts}"] = y
-        for kernel, y in found.items():
-            yield Case(f"{kernel} of {named}, {rows} rows", _error(y, right[:rows]), EXACT)
-            differ = float((y[:1] != alone).sum())
-            yield Case(f"{kernel} of {named}, {rows} rows: bits of the first", differ, 0)
-    yield from _added(matrix, codes, right, named, sizes)
-    yield from _in_16_bits(matrix, x, named, sizes)
-
-
-def _added(matrix: PackedMatrix, codes: Codes, right: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
-    """With a bias, to what is there, of every kernel."""
-    bias = torch.randn(sizes.N, device=codes.q.device)
-    for rows, gemv_rows in ((3, 4), (7, 0), (64, 0)):
-        there = torch.randn((rows, sizes.N), device=codes.q.device)
-        expected, y = right[:rows] + bias.double().cpu() + there.double().cpu(), there.clone()
-        dispatch = replace(dispatch_for(y.device), multiprocessors=rows, gemv_rows=gemv_rows)
-        run_all(dispatch.product(codes.first(rows), matrix, y, sizes.N, bias, adds=True))
-        kernel = "gemv" if gemv_rows else "gemm"
-        yield Case(f"{kernel} of {named} added to {rows} rows", _error(y, expected), EXACT)
-
-
-def _in_16_bits(matrix: PackedMatrix, x: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
-    """Beside the rounded activations times the weights, in fp64."""
-    codes = Codes.empty(64, matrix.in_features, matrix.group, x.device, 16)
-    activations.to_codes(x, codes, sizes.K).run()
-    weights = _weights(matrix, matrix.tiles * tile16.TILE, matrix.in_features)[: sizes.N]
-    right = codes.q.double().cpu() @ weights.double().cpu().T
-    alone = _poisoned(1, sizes.N, device=x.device)
-    for rows in sizes.row_counts:
-        y, dispatch = _poisoned(rows, sizes.N, device=x.device), dispatch_for(x.device)
-        run_all(dispatch.product(codes.first(rows), matrix, y, sizes.N, None, adds=False))
-        yield Case(f"gemm of {named} and 16 bits, {rows} rows", _error(y, right[:rows]), SUMMED)
-        if rows == 1:
-            alone = y
-        if rows <= FEW_ROWS:
-            differ = float((y[:1] != alone).sum())
-            yield Case(f"gemm of {named} and 16 bits, {rows} rows: bits of the first", differ, 0)
-
-
-def _weights(matrix: PackedMatrix, rows: int, columns: int) -> Tensor:
-    if matrix.bias is None:
-        return int8.dequantize(matrix.qweight, matrix.scale, rows, columns, torch.float32)
-    return tile16.dequantize(matrix.qweight, matrix.scale, matrix.bias, rows, columns, torch.float32)
-
-
-def _dequantized(device: torch.device, group: int | None, sizes: CheckSizes) -> Iterator[Case]:
-    matrix, out = _matrix(device, group, sizes), _poisoned(sizes.N, sizes.K, device=device)
-    dequantize.dequantize(matrix, out, 0, matrix.tiles, sizes.N).run()
-    right = _weights(matrix, sizes.N, sizes.K)
-    yield Case(f"dequantized {'int8' if group is None else f'int4-g{group}'}", _error(out, right), EXACT)
-
-
-def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
-    x, weight = torch.randn((3, 2 * sizes.K), device=device), torch.rand(sizes.K, device=device)
-    wide = x.double()
-    first, second = wide[:, : sizes.K], wide[:, sizes.K :]
-    normed = first * torch.rsqrt(first.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
-    tanh = torch.nn.functional.gelu(first, approximate="tanh")
-    right: dict[str, tuple[Tensor, dict[str, Any]]] = {
-        "a norm": (normed, {"weight": weight, "eps": 1e-5}),
-        "silu": (torch.nn.functional.silu(first) * second, {"activation": "silu"}),
-        "gelu": (torch.nn.functional.gelu(first) * second, {"activation": "gelu"}),
-        "gelu_tanh": (tanh * second, {"activation": "gelu_tanh"}),
-        "rows": (first, {}),
-    }
-    for name, (expected, options) in right.items():
-        y, codes = _poisoned(3, sizes.K, device=device), Codes.empty(3, -(-sizes.K // 64) * 64, 64, device)
-        activations.to_floats(x, y, sizes.K, **options).run()
-        yield Case(f"{name} as floats", _error(y, expected), EXACT * 10)
-        activations.to_codes(x, codes, sizes.K, **options).run()
-        assert codes.scale is not None
-        values = codes.q.view(3, -1, 64).double() * codes.scale.double().unsqueeze(-1)
-        steps = codes.scale.repeat_interleave(64, 1)
-        half_steps = ((values.flatten(1)[:, : sizes.K] - expected) / steps[:, : sizes.K]).abs()
-        yield Case(f"{name} as codes, in steps", float(half_steps.max()), 0.51)
-        yield Case(f"{name}: sums of codes", _error(codes.bias, values.sum(-1)), EXACT * 10)
-        halves = Codes.empty(3, -(-sizes.K // 64) * 64, 64, device, 16)
-        activations.to_codes(x, halves, sizes.K, **options).run()
-        yield Case(f"{name} in 16 bits", _error(halves.q[:, : sizes.K], expected), ROUNDED)
-        sums = halves.q.double().view(3, -1, 64).sum(-1)
-        yield Case(f"{name} in 16 bits: sums", _error(halves.bias, sums), EXACT * 10)
-
-
-def _embedded(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
-    matrix, ids = _matrix(device, None, sizes), torch.tensor([3, 0, sizes.N - 1], device=device)
-    x = _poisoned(3, sizes.K, device=device)
-    dequantize.embed(matrix.qweight, matrix.scale, ids, x, 2.0).run()
-    yield Case("an embedding", _error(x, 2 * int8.rows(matrix.qweight, matrix.scale, ids, sizes.K)), EXACT)
-
-
-def _drawn(device: torch.device) -> Iterator[Case]:
-    """A greedy row, one of NaN, one with noise, and one of noise among the likeliest."""
-    logits, ids = torch.randn((4, 5000), device=device), torch.arange(5000)
-    logits[1, 4000] = torch.nan
-    tokens, room = torch.full((4,), -7, device=device), sample.SampleRoom.empty(4, 5000, device)
-    keys = [noise_key(seed, 17) for seed in range(4)]
-    temperatures = torch.tensor([0.0, 1.0, 0.9, 2.0], device=device)
-    thresholds = torch.tensor([-torch.inf, -torch.inf, -torch.inf, -0.5], device=device)
-    run_all(sample.sample(logits, torch.tensor(keys, device=device), temperatures, thresholds, tokens, room))
-    scores = (logits - logits.amax(1, keepdim=True)).cpu() / temperatures.cpu().unsqueeze(1)
-    noisy = [scores[row].double() + gumbel_noise(keys[row], ids) for row in (2, 3)]
-    likely = noisy[1].masked_fill(scores[3] < -0.5, -torch.inf)
-    right = [int(logits[0].argmax()), sample.NOT_FINITE, int(noisy[0].argmax()), int(likely.argmax())]
-    yield Case("drawn tokens", float(tokens.tolist() != right), 0)
-
-
-def _attention(device: torch.device, heads: Heads) -> Iterator[Case]:
-    """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages."""
-    H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
-    for count, is_prefill in ((5, False), (70, True)):
-        pages = _Pages(device, heads, past=702, count=count)
-        qkv = torch.randn((count, H + 2 * KH, D), device=device)
-        inv_freq = torch.rand((1, int(D * heads.rotary) // 2), device=device) * 0.1
-        q_norm, k_norm = torch.rand((2, D), device=device) if heads.has_norms else (None, None)
-        q, k, v = torch.split(qkv, [H, KH, KH], dim=1)
-        angles = torch.arange(702, 702 + count, device=device)[:, None, None].float() * inv_freq
-        q, k = (_turned(_normed(x, norm), angles) for x, norm in ((q, q_norm), (k, k_norm)))
-        right = pages.copied().attended(q, k, v)
-        rope, rows = Rope(inv_freq, 1.0, q_norm, k_norm, _EPS), block_rows(H // KH, is_prefill=is_prefill)
-        found = pages.by_kernels(qkv, rope, rows, is_prefill=is_prefill)
-        tolerance = ROUNDED if heads.dtype is torch.bfloat16 else SUMMED
-        yield Case(f"attention of {heads}, {count} rows", _error(found, right), tolerance)
-
-
-def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS) * weight
-
-
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    """RoPE: x [T, heads, D], angles [T, 1, half of what is turned]."""
-    half, cos, sin = angles.shape[-1], angles.cos(), angles.sin()
-    first, second = x[..., :half], x[..., half : 2 * half]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
-
-
-class _Pages:
-    """One sequence's pages of two layers, with random tokens in them and room for `count` more."""
-
-    def __init__(self, device: torch.device, heads: Heads, *, past: int, count: int) -> None:
-        self.device, self.heads, self.past, self.count = device, heads, past, count
-        is_dense, of = heads.keys == "dense", (heads.kv_heads, heads.head_dim)
-        self.dense = PageLayout(*of, "dense", "dense", heads.dtype)
-        self.coded = None if is_dense else PageLayout(*of, heads.keys, heads.values, heads.dtype)
-        total = -(-(past + count) // PAGE_TOKENS)
-        layouts = [self.dense] + [self.coded or self.dense] * (total - 1)
-        self.pages = [self._page(layout) for layout in layouts]
-        first = past // PAGE_TOKENS
-        self.own = self.pages[first:] if is_dense else [self._page(self.dense) for _ in range(total - first)]
-        written = torch.randn((2, past, *of), device=device)
-        for begin in range(0, past, PAGE_TOKENS):
-            number, part = begin // PAGE_TOKENS, written[:, begin : begin + PAGE_TOKENS]
-            own = self.own[0] if number == first else self._page(self.dense) if number else self.pages[0]
-            own = self.pages[number] if is_dense else own
-            layer = LayerPages(self.dense, self.coded, number, [self.pages[number][_LAYER]], [own[_LAYER]])
-            paged_attention.write(layer, begin, part[0], part[1])
-
-    def _page(self, layout: PageLayout) -> Tensor:
-        return torch.zeros((2, layout.layer_bytes), dtype=torch.uint8, device=self.device)
-
-    def copied(self) -> _Pages:
-        """Return pages of the same content, as tokens were written."""
-        other = copy.copy(self)
-        other.pages = [page.clone() for page in self.pages]
-        first = self.past // PAGE_TOKENS
-        other.own = other.pages[first:] if self.coded is None else [page.clone() for page in self.own]
-        return other
-
-    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend by torch's operators, in fp32: [T, H * D]."""
-        pages, own = ([page[_LAYER] for page in some] for some in (self.pages, self.own))
-        layer = LayerPages(self.dense, self.coded, 0, pages, own)
-        paged_attention.write(layer, self.past, k, v)
-        scale, window, softcap = q.shape[-1] ** -0.5, self.heads.window, self.heads.softcap
-        mixed = paged_attention.paged_attention(q, layer, self.past, scale=scale, window=window, softcap=softcap)
-        return mixed.flatten(1)
-
-    def by_kernels(self, qkv: Tensor, rope: Rope, rows: int, *, is_prefill: bool) -> Tensor:
-        T, H, D = self.count, self.heads.heads, qkv.shape[-1]
-        positions = torch.arange(self.past, self.past + T)
-        numbers = positions // PAGE_TOKENS
-        first = self.past // PAGE_TOKENS
-        own = torch.tensor([self.own[number - first].data_ptr() for number in numbers.tolist()])
-        addresses = torch.tensor([page.data_ptr() for page in self.pages])
-        coded = torch.where(numbers > 0, addresses[numbers], 0) if self.coded is not None else torch.zeros_like(own)
-        strides = torch.full((T,), self.dense.layer_bytes)
-        tables = TokenTables(*(x.to(self.device) for x in (positions.int(), own, strides, coded)))
-        tasks = list(tasks_of(0, 0, self.past, T, rows // (H // self.heads.kv_heads)))
-        history = AttentionHistory(
-            torch.tensor(tasks, dtype=torch.int32, device=self.device),
-            addresses.unsqueeze(0).to(self.device),
-        )
-        q, out = (_poisoned(T, *shape, device=self.device) for shape in ((H, D), (H * D,)))
-        rope_store(qkv, q, tables, rope, self.dense, self.coded, _LAYER).run()
-        sections = 1 if is_prefill else -(-len(self.pages) // SECTION_PAGES)
-        parts = new_parts(sections, T, H, D, self.device)
-        options = {"window": self.heads.window, "softcap": self.heads.softcap, "rows": rows, "scale": D**-0.5}
-        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, **options))
-        return out
+def checked(device: torch.device, sizes: CheckSizes, tell: Callable[[str], None]) -> Outcome:
+    """Compile and compare. tell: hears how far that is."""
+    launches, count = launches_of(device, sizes)
+    failed: dict[str, str] = {}
+    if not is_interpreted():
+        failed = compile_all(launches, lambda done, total: tell(f"{done} of {total} compiled"))
+    torch.manual_seed(0)
+    found, compared = list[Case](), set[str]()
+    tell(f"0 of {count} {COMPARED}")
+    with recorded(runs=True) as ran:
+        for case in cases(device, sizes):
+            found.append(case)
+            if case.error is not None:
+                compared.update(launch.name for launch in ran)
+            ran.clear()
+            tell(f"{len(found)} of {count} {COMPARED}")
+    left = next((case.name for case in found if case.error is None), "no case of it was run")
+    absent = [name for name in dict.fromkeys(launch.name for launch in launches) if name not in compared]
+    return Outcome(found, [f"{UNCOMPARED} {name}: {failed.get(name, left)}" for name in absent])
 
 
 def _device(name: str) -> torch.device:
@@ -381,19 +82,25 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m localllm.kernels.gpu.check",
+        description="Compile every kernel, and compare it with its reference on random inputs.",
+    )
     parser.add_argument("device", nargs="?", type=_device, default="cuda:0", help="cuda:0, as torch names it")
-    device = parser.parse_args().device
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--brief", action="store_true", help="only in the ways in which most models use them")
+    ways.add_argument("--ways", type=lambda text: sizes_of(json.loads(text)), help="only in these, of one model")
+    chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here that torch can use: localllm doctor says why")
-    torch.manual_seed(0)
-    torch.cuda.set_device(device)  # Triton launches on the current one
-    found = list(cases(device))
-    wrong = [case for case in found if not case.is_right]
-    for case in [case for case in found if case.is_right] + wrong:
-        print(case.line())  # noqa: T201
-    sys.exit(bool(wrong))
+    torch.set_num_threads(1)  # for small references: beside what compiles, more of them wait for each other
+    torch.cuda.set_device(chosen.device)  # Triton launches on the current one
+    end = "\r" if sys.stdout.isatty() else "\n"
+    sizes = BRIEF if chosen.brief else chosen.ways or CheckSizes()
+    outcome = checked(chosen.device, sizes, lambda text: print(PROGRESS, text, end=end, flush=True))  # noqa: T201
+    print("\n".join(outcome.lines()))  # noqa: T201
+    sys.exit(not outcome.is_right)
 
 
 if __name__ == "__main__":

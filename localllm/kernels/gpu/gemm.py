@@ -1,11 +1,9 @@
-"""y = x @ W.T on a GPU for 1 to 64 rows: packed weights times activations in INT8 or bf16 on the tensor cores.
+"""y = x @ W.T on a GPU for any number of rows: packed weights times activations in INT8 on the tensor cores.
 
-The weights are the left operand, 16 rows of W being what a tile of theirs and a tensor core both have; a group's codes
-are multiplied as they are, exactly, and what comes of it is scaled and added in `gemv`'s order, slice by slice. The
-columns may be shared out over programs, each with a run of slices; a second launch adds their sums up in that order.
-
-INT8 activations give `gemv`'s bits. Those in bf16, which that does not know, are multiplied exactly; a group's sum is
-then of floats, in the order of the tensor cores: the same for any row of up to 16, which is one program.
+The weights are the left operand, 16 rows of W being what a tile of theirs and a tensor core both have. A group's codes
+are multiplied as they are, exactly, and what comes of it is scaled and added in `gemv`'s order, slice by slice: a row
+has the bits that `gemv` gives it. The columns may be shared out over programs, each with a run of slices; a second
+launch adds the slices' sums up in that order.
 """
 
 from __future__ import annotations
@@ -18,140 +16,195 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.gemv import finished
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
-from localllm.kernels.gpu.levels import nibble, signed_byte
+from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, store_gated, tiles_of
 from localllm.kernels.tile16 import TILE, PackedMatrix
 
-MOST_ROWS = 64
+MAGIC_BITS = tl.constexpr(0x4B400000)  # of 1.5 * 2^23: with a whole number below 2^22 added, those of their sum
 _REDUCED = 256  # columns of a program of the second launch
 
 
 @dataclass(frozen=True)
 class ProgramShape:
-    """The rows of W that a program takes. parts: over which the slices are shared out, a power of two."""
+    """What a program has of W and of x. parts: over which the slices are shared out, a power of two."""
 
-    weight_rows: int = 32
+    weight_rows: int = 64
+    rows: int = 16
     parts: int = 1
     num_warps: int = 4
     num_stages: int = 3
 
 
 @triton.jit
-def _weight_codes(
-    qweight, first_tile, group, tiles, groups, TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr
-):
-    """int8 [TILES * 16, columns of the group]. qweight: as bytes, of no sign where BITS are 4."""
-    tile, byte = first_tile + tl.arange(0, TILES), tl.arange(0, WORDS * 64)
-    at = (tile[:, None].to(tl.int64) * groups + group) * (WORDS * 64) + byte[None, :]
-    codes = tl.load(qweight + at, mask=(tile < tiles)[:, None] & (group < groups), other=0)
-    codes = tl.reshape(codes, (TILES, WORDS, 16, 4))
-    if BITS == 4:
-        both = tl.join(codes & 15, codes >> 4)  # [TILES, WORDS, 16, 4, 2]
-        codes = tl.reshape(tl.permute(both, (0, 2, 1, 4, 3)), (TILES * 16, WORDS * 8))
-    else:
-        codes = tl.reshape(tl.permute(codes, (0, 2, 1, 3)), (TILES * 16, WORDS * 4))
-    return codes.to(tl.int8)
+def _nibbles(packed, ASM: tl.constexpr):
+    """The low and the high nibbles of bytes, int8."""
+    if ASM:  # four bytes at once: by the compiler, each would take a register
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $2, 0x0F0F0F0F; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0F0F0F0F;", "=r,=&r,r", [packed],
+            dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    return (packed & 15).to(tl.int8), (packed >> 4).to(tl.int8)
 
 
 @triton.jit
-def _floats(codes, BITS: tl.constexpr, OPERAND: tl.constexpr):
-    codes = codes.to(tl.int16)
-    return nibble(codes, 0, OPERAND) if BITS == 4 else signed_byte(codes, OPERAND)
+def _matrix_rows(words, TILES: tl.constexpr, WORDS: tl.constexpr, OPERAND: tl.constexpr):
+    """[TILES, WORDS * 64], as they are in a tile -> [TILES * 16, WORDS * 4]."""
+    words = tl.permute(tl.reshape(words, (TILES, WORDS, 16, 4)), (0, 2, 1, 3))
+    return tl.reshape(words, (TILES * 16, WORDS * 4)).to(OPERAND)
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "tiles", "out_features"])
-def _gemm(
-    qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, rows, groups, tiles, out_features, y_stride, part_stride,
-    TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SLICES: tl.constexpr, OWN_DEPTH: tl.constexpr, ADDS: tl.constexpr, IS_PART: tl.constexpr, OPERAND: tl.constexpr,
+@triton.jit
+def _x_codes(at, m, row_codes, is_m, first, COLUMNS: tl.constexpr, OPERAND: tl.constexpr):
+    """[COLUMNS, rows], from the column `first` on."""
+    place = m.to(tl.int64)[None, :] * row_codes + first + tl.arange(0, COLUMNS)[:, None]
+    return tl.load(at + place, mask=is_m, other=0).to(OPERAND)
+
+
+@triton.jit
+def _group_dot(
+    qweight, q, tile, m, is_tile, is_m, group, groups,
+    TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """OPERAND: int8 where the activations are; else they have no scale. A part has 2^OWN_DEPTH slices. IS_PART: y is
-    fp32 [parts, rows, ...], of sums that are not yet finished."""
-    first_tile, part = tl.program_id(0) * TILES, tl.program_id(1)
-    n = first_tile * 16 + tl.arange(0, TILES * 16)
-    m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, GROUP)
-    steps = (groups + SLICES - 1) // SLICES  # groups of a slice
+    """[TILES * 16, ROWS]: the sums of a group's products, whole numbers; of INT4 as the bits of 1.5 * 2^23 and them."""
+    sums_type: tl.constexpr = tl.int32 if OPERAND == tl.int8 else tl.float32
+    byte = tl.arange(0, WORDS * 64)
+    at = (tile.to(tl.int64) * groups + group)[:, None] * (WORDS * 64) + byte[None, :]
+    packed = tl.load(qweight + at, mask=is_tile[:, None], other=0)
+    columns: tl.constexpr = WORDS * 32 // BITS
+    first, half = group * columns, WORDS * 4
+    if BITS == 8:
+        x = _x_codes(q, m, groups * columns, is_m, first, columns, OPERAND)
+        return tl.dot(_matrix_rows(packed, TILES, WORDS, OPERAND), x, out_dtype=sums_type).to(tl.float32)
+    low, high = _nibbles(packed, OPERAND == tl.int8)
+    low, high = _matrix_rows(low, TILES, WORDS, OPERAND), _matrix_rows(high, TILES, WORDS, OPERAND)
+    dot = tl.full((TILES * 16, ROWS), MAGIC_BITS if OPERAND == tl.int8 else 0, sums_type)
+    if WORDS * 4 >= 32:  # as many columns as a tensor core takes
+        dot = tl.dot(low, _x_codes(q, m, groups * columns, is_m, first, WORDS * 4, OPERAND), dot, out_dtype=sums_type)
+        x = _x_codes(q, m, groups * columns, is_m, first + half, WORDS * 4, OPERAND)
+        dot = tl.dot(high, x, dot, out_dtype=sums_type)
+    else:
+        both = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (TILES * 16, columns))
+        x = _x_codes(q, m, groups * columns, is_m, first, columns, OPERAND)
+        dot = tl.dot(both, x, dot, out_dtype=sums_type)
+    return dot.to(tl.float32, bitcast=True) if OPERAND == tl.int8 else dot
+
+
+@triton.jit
+def _cleared(total, OPERAND: tl.constexpr):
+    """Zeros, which the compiler does not know for constants: it would choose between them and the total in every step,
+    an instruction for each number, instead of branching."""
+    if OPERAND == tl.int8:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, 0;", "=r,r", [total], dtype=tl.float32, is_pure=False, pack=1
+        )  # fmt: skip
+    return tl.zeros_like(total)
+
+
+@triton.jit
+def _scaled(dot, own, OPERAND: tl.constexpr):
+    """The sums of a group times a row's scale, rounded once: of a scale's eleven bits, 1.5 * 2^23 times it is exact."""
+    own = tl.broadcast_to(own, dot.shape)
+    if OPERAND == tl.int8:
+        return tl.fma(dot, own, own * -12582912.0)
+    return dot * own
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "tiles", "out_features", "features", "code_stride"])
+def _gemm(
+    qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, code_scale, code_bias,
+    rows, groups, tiles, out_features, features, x_stride, y_stride, part_stride, code_stride,
+    TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
+    OWN: tl.constexpr, ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """OWN: slices of a program; where those are not all, y is fp32 [SLICES, rows, ...], of sums that are not yet
+    finished. ACTIVATION: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
+    n = tl.reshape(tile[:, None] * 16 + tl.arange(0, 16)[None, :], (TILES * 16,))
     in_tile = (n // 16).to(tl.int64) * groups * 16 + n % 16
-    is_n, is_m = n < tiles * 16, m < rows
-    total = tl.zeros((TILES * 16, ROWS), tl.float32)
-    waiting = (total,) * (OWN_DEPTH + 1)  # sums of 1, 2, 4, ... slices, until their neighbours are summed
-    for t in range(steps << OWN_DEPTH):
-        index, step = t // steps, t % steps
-        group = step * SLICES + (part << OWN_DEPTH) + index
-        is_there = group < groups
-        codes = _weight_codes(qweight, first_tile, group, tiles, groups, TILES, WORDS, BITS)
-        x_at = m[None, :].to(tl.int64) * (groups * GROUP) + group * GROUP + column[:, None]
-        x = tl.load(q + x_at, mask=is_m[None, :] & is_there, other=0)
-        if OPERAND == tl.int8:
-            part_sum = tl.dot(codes, x, out_dtype=tl.int32).to(tl.float32)
-        else:
-            part_sum = tl.dot(_floats(codes, BITS, OPERAND), x.to(OPERAND), out_dtype=tl.float32)
-        total = tl.where(step == 0, 0.0, total)
-        if BITS == 4:
-            own = tl.load(scale + in_tile + group * 16, mask=is_n & is_there, other=0).to(tl.float32)
-            part_sum = part_sum * own[:, None]
-        if x_scale is None:
-            total = total + part_sum
-        else:
-            by = tl.load(x_scale + m * groups + group, mask=is_m & is_there, other=0)[None, :]
-            total = tl.fma(tl.broadcast_to(by, (TILES * 16, ROWS)), part_sum, total)
-        if BITS == 4:
-            own = tl.load(bias + in_tile + group * 16, mask=is_n & is_there, other=0).to(tl.float32)[:, None]
-            offset = tl.load(x_bias + m * groups + group, mask=is_m & is_there, other=0)[None, :]
-            offset = tl.broadcast_to(offset, (TILES * 16, ROWS))
-            total = tl.fma(offset, tl.broadcast_to(own, (TILES * 16, ROWS)), total)
-        if step == steps - 1:
-            waiting = _waiting_with(waiting, total, index, OWN_DEPTH)
-    out = waiting[OWN_DEPTH]
+    is_tile, is_n, is_m = tile < tiles, n < tiles * 16, m < rows
+    steps = (groups + SLICES - 1) // SLICES  # groups of a slice
+    total, sums = tl.zeros((TILES * 16, ROWS), tl.float32), tl.zeros((TILES * 16, ROWS), tl.float32)
     into = y + m[None, :].to(tl.int64) * y_stride + n[:, None]
     is_out = (n < out_features)[:, None] & is_m[None, :]
-    if IS_PART:
-        tl.store(into + part.to(tl.int64) * part_stride, out, mask=is_out)
-    else:
-        at, is_own = n[:, None], (n < out_features)[:, None]
-        out = finished(out, scale, linear_bias, at, into, is_own, is_out, BITS, ADDS)
-        tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
+    for t in range(steps * OWN):
+        own_slice, step = tl.program_id(2) * OWN + t // steps, t % steps
+        group = step * SLICES + own_slice
+        is_there = group < groups
+        own_n, own_m = is_n & is_there, (is_m & is_there)[None, :]
+        has_scale = ((m < x_stride) & is_there)[None, :]  # those of rows that are not there are, and may be anything
+        # Scales are asked for before the products, which take as long as the way from the second cache.
+        x_at, in_group = group * x_stride + m[None, :], in_tile + group * 16
+        by = tl.broadcast_to(tl.load(x_scale + x_at, mask=has_scale, other=0), total.shape)
+        if BITS == 4:
+            own = tl.load(scale + in_group, mask=own_n, other=0).to(tl.float32)[:, None]
+            offset = tl.broadcast_to(tl.load(x_bias + x_at, mask=has_scale, other=0), total.shape)
+            own_bias = tl.load(bias + in_group, mask=own_n, other=0).to(tl.float32)[:, None]
+        dot = _group_dot(
+            qweight, q, tile, m, is_tile & is_there, own_m, group, groups, TILES, ROWS, WORDS, BITS, OPERAND
+        )
+        if BITS == 4:
+            total = tl.fma(by, _scaled(dot, own, OPERAND), total)
+            total = tl.fma(offset, tl.broadcast_to(own_bias, total.shape), total)
+        else:
+            total = tl.fma(by, dot, total)
+        if step == steps - 1:
+            if OWN < SLICES:
+                tl.store(into + own_slice.to(tl.int64) * part_stride, total, mask=is_out)
+            else:
+                sums = sums + total
+            total = _cleared(total, OPERAND)
+    if OWN == SLICES:
+        at = n[:, None]
+        out = finished(sums, scale, linear_bias, at, at < out_features, BITS)
+        if ACTIVATION != "":
+            gate, up = tl.split(tl.permute(tl.reshape(out, (2, TILES * 8, ROWS)), (2, 1, 0)))
+            store_gated(
+                gate, up, m, column, is_m, features, y_stride, code_stride, y, code_scale, code_bias,
+                TILES * 8, ROWS, GROUP, CODE_BITS, ACTIVATION,
+            )  # fmt: skip
+        else:
+            store_finished(out, into, is_out, ADDS)
 
 
 @triton.jit
-def _waiting_with(waiting, total, index, DEPTH: tl.constexpr):
-    """A slice's sum is added to its left neighbour's, that pair's to the pair's on its left, and so on: as a binary
-    counter carries. What has no neighbour yet waits."""
-    carries = index >= 0
-    for level in tl.static_range(DEPTH):
-        is_right = ((index >> level) & 1) == 1
-        left = waiting[level]
-        waiting = waiting[:level] + (tl.where(carries & (is_right == 0), total, left),) + waiting[level + 1 :]
-        total = tl.where(carries & is_right, left + total, total)
-        carries = carries & is_right
-    return waiting[:DEPTH] + (tl.where(carries, total, waiting[DEPTH]),)
+def _slices_added(partial, scale, linear_bias, n, is_n, part_stride, SLICES: tl.constexpr, BITS: tl.constexpr):
+    """fp32 [1, columns], of the sums at `partial`."""
+    out = tl.zeros(n.shape, tl.float32)
+    for p in tl.static_range(SLICES):
+        out = out + tl.load(partial + p * part_stride + n, mask=is_n, other=0)
+    return finished(out, scale, linear_bias, n, is_n, BITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_features", "features", "code_stride"])
 def _parts_added(
-    partial, scale, linear_bias, y, out_features, y_stride, row_stride, part_stride,
-    PARTS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADDS: tl.constexpr,
+    partial, scale, linear_bias, y, code_scale, code_bias, out_features, features, y_stride, row_stride, part_stride,
+    code_stride,
+    SLICES: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADDS: tl.constexpr,
+    GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_out = n < out_features
-    parts = (tl.zeros((BLOCK,), tl.float32),) * PARTS
-    for p in tl.static_range(PARTS):
-        part = tl.load(partial + p * part_stride + row * row_stride + n, mask=is_out, other=0)
-        parts = parts[:p] + (part,) + parts[p + 1 :]
-    for level in tl.static_range(DEPTH):
-        for p in tl.static_range(PARTS >> (level + 1)):
-            parts = parts[:p] + (parts[2 * p] + parts[2 * p + 1],) + parts[p + 1 :]
-    into = y + row * y_stride + n
-    out = finished(parts[0], scale, linear_bias, n, into, is_out, is_out, BITS, ADDS)
-    tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    n = first + tl.arange(0, BLOCK)[None, :]
+    partial += row * row_stride
+    if ACTIVATION != "":
+        gate = _slices_added(partial, scale, linear_bias, n, n < features, part_stride, SLICES, BITS)
+        up = _slices_added(partial, scale, linear_bias, features + n, n < features, part_stride, SLICES, BITS)
+        m = tl.program_id(0) + tl.arange(0, 1)
+        store_gated(
+            gate, up, m, first, m >= 0, features, y_stride, code_stride, y, code_scale, code_bias,
+            BLOCK, 1, GROUP, CODE_BITS, ACTIVATION,
+        )  # fmt: skip
+    else:
+        into, is_out = y + row * y_stride + n, n < out_features
+        out = _slices_added(partial, scale, linear_bias, n, is_out, part_stride, SLICES, BITS)
+        store_finished(out, into, is_out, ADDS)
 
 
 def gemm(
     x: Codes,
     matrix: PackedMatrix,
-    y: Tensor,
+    y: Tensor | Gate,
     out_features: int,
     bias: Tensor | None = None,
     *,
@@ -159,45 +212,54 @@ def gemm(
     shape: ProgramShape = ProgramShape(),
     partial: Tensor | None = None,
 ) -> list[KernelLaunch]:
-    """Do as `gemv`, for up to MOST_ROWS rows. partial: fp32 [parts, >= M, >= out_features], where there are parts."""
-    rows, parts = len(x.q), shape.parts
-    each = max(16, triton.next_power_of_2(rows))
-    is_part = parts > 1
-    into = partial if is_part else y
-    assert into is not None, "parts need room for their sums"
-    assert parts <= matrix.slices, "a part has a slice at least"
-    finishing: dict[str, Tensor | int | None] = {
-        "scale": matrix.scale, "linear_bias": bias, "out_features": out_features,
-    }  # fmt: skip
-    constants = {"BITS": matrix.bits, "ADDS": adds}
-    product = KernelLaunch(
+    """Do as `gemv`, for any number of rows. partial: fp32 [slices, >= M, >= out_features], where there are parts."""
+    if shape.parts == 1:
+        return [_product(x, matrix, y, out_features, bias, shape, adds=adds)]
+    assert partial is not None, "parts need room for their sums"
+    assert shape.parts <= matrix.slices, "a part has a slice at least"
+    sums = _product(x, matrix, partial[0], out_features, None, shape, part_stride=partial.stride(0))
+    return [sums, _added(partial, len(x.q), matrix, y, out_features, bias, adds=adds)]
+
+
+def _product(
+    x: Codes, matrix: PackedMatrix, y: Tensor | Gate, out_features: int, bias: Tensor | None, shape: ProgramShape, *,
+    adds: bool = False, part_stride: int = 0,
+) -> KernelLaunch:  # fmt: skip
+    end, rows, programs = End.of(y), len(x.q), triton.cdiv(matrix.tiles * TILE, shape.weight_rows)
+    if isinstance(y, Gate):
+        programs = triton.cdiv(2 * y.features, shape.weight_rows)
+    return KernelLaunch(
         _gemm,
-        (triton.cdiv(matrix.tiles * TILE, shape.weight_rows), parts, triton.cdiv(rows, each)),
+        (triton.cdiv(rows, shape.rows), programs, shape.parts),
         {
-            **finishing, "qweight": matrix.qweight.view(torch.uint8 if matrix.bits == 4 else torch.int8),
-            "bias": matrix.bias, "q": x.q, "x_scale": x.scale, "x_bias": x.bias, "y": into, "rows": rows,
-            "groups": matrix.groups, "tiles": matrix.tiles, "y_stride": into.stride(-2), "part_stride": into.stride(0),
+            "qweight": matrix.qweight.view(torch.uint8 if matrix.bits == 4 else torch.int8), "scale": matrix.scale,
+            "bias": matrix.bias, "linear_bias": bias, "q": x.q, "x_scale": x.scale, "x_bias": x.bias,
+            "x_stride": x.scale.stride(0), "rows": rows, "groups": matrix.groups, "tiles": matrix.tiles,
+            "out_features": out_features, "part_stride": part_stride, **end.arguments,
         },
         {
-            **constants, "TILES": shape.weight_rows // TILE, "ROWS": each, "WORDS": matrix.words,
-            "GROUP": matrix.group, "SLICES": matrix.slices, "OWN_DEPTH": (matrix.slices // parts).bit_length() - 1,
-            "IS_PART": is_part,
-            "OPERAND": tl.float32 if is_interpreted() else tl.int8 if x.bits == 8 else tl.bfloat16,
+            "TILES": shape.weight_rows // TILE, "ROWS": shape.rows, "WORDS": matrix.words, "BITS": matrix.bits,
+            "SLICES": matrix.slices, "OWN": matrix.slices // shape.parts, "ADDS": adds, **end.constants,
+            "OPERAND": tl.float32 if is_interpreted() else tl.int8,
         },
         shape.num_warps,
         shape.num_stages,
     )  # fmt: skip
-    if not is_part:
-        return [product]
-    assert partial is not None
-    block = min(_REDUCED, triton.next_power_of_2(out_features))
-    added = KernelLaunch(
+
+
+def _added(
+    partial: Tensor, rows: int, matrix: PackedMatrix, y: Tensor | Gate, out_features: int, bias: Tensor | None, *,
+    adds: bool,
+) -> KernelLaunch:  # fmt: skip
+    """The sums of the slices in `partial`, finished as y."""
+    end, columns = End.of(y), y.codes.q.shape[1] if isinstance(y, Gate) else out_features
+    block = max(min(_REDUCED, triton.next_power_of_2(columns)), end.constants["GROUP"])
+    return KernelLaunch(
         _parts_added,
-        (rows, triton.cdiv(out_features, block)),
+        (rows, triton.cdiv(columns, block)),
         {
-            **finishing, "partial": partial, "y": y, "y_stride": y.stride(0), "row_stride": partial.stride(1),
-            "part_stride": partial.stride(0),
+            "partial": partial, "scale": matrix.scale, "linear_bias": bias, "out_features": out_features,
+            "row_stride": partial.stride(1), "part_stride": partial.stride(0), **end.arguments,
         },
-        {**constants, "PARTS": parts, "DEPTH": parts.bit_length() - 1, "BLOCK": block},
+        {"BLOCK": block, "BITS": matrix.bits, "SLICES": matrix.slices, "ADDS": adds, **end.constants},
     )  # fmt: skip
-    return [product, added]

@@ -1,8 +1,8 @@
 """y = x @ W.T on a GPU for few rows: packed weights times INT8 activations by 8-bit dot products (dp4a).
 
-A program has a tile of 16 rows of W. Its threads stand as SLICES x 16: slice s has the groups s, s + SLICES, ... of the
+A warp has a tile of 16 rows of W. Its threads stand as SLICES x 4: slice s has the groups s, s + SLICES, ... of the
 columns, four rows of W a thread, so that a group's sum of integers never leaves its thread, and each thread has all
-words of a group on their way at once. The slices are added up pairwise at the end.
+words of a group on their way at once. At the end the slices are added up one after the other.
 
 That order is a property of the matrix alone: a row of y has the same bits however many rows there are beside it, from
 here or from `gemm`, whose sums of integers are as exact and which adds the same floats in the same order. Every
@@ -18,9 +18,14 @@ from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, store_gated, tiles_of
+from localllm.kernels.tile16 import TILE, PackedMatrix
 
 MOST_ROWS = 4  # of a program; more are further programs, for which the weights are in the second cache
+# Of a program, one a warp. ptxas gives a program of one warp the registers to have 8 KB of weights on their way, where
+# it gives one of four a third of them.
+_TILES = 1
+_GATED_TILES = 4  # of each half, at least: a group of codes
 
 
 @triton.jit
@@ -39,104 +44,127 @@ def _dot4(w, x, acc, IS_SIGNED: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _added_up(slices, SLICES: tl.constexpr, DEPTH: tl.constexpr):
-    """fp32 [16] of [SLICES, 16], SLICES = 2^DEPTH: neighbours first, in an order that no layout of threads changes."""
-    for level in tl.static_range(DEPTH):
-        pairs = tl.reshape(slices, (SLICES >> (level + 1), 2, 16))
-        even, odd = tl.split(tl.permute(pairs, (0, 2, 1)))
-        slices = even + odd
-    return tl.reshape(slices, (16,))
+def _added_up(slices, SLICES: tl.constexpr):
+    """fp32 [TILES, SLICES, 16]: in each slice the sum of all, added from the first to the last."""
+    total = tl.zeros(slices.shape, tl.float32)
+    at = tl.zeros(slices.shape, tl.int32)
+    for s in tl.static_range(SLICES):
+        total = total + tl.gather(slices, at + s, 1)
+    return total
 
 
 @triton.jit
-def finished(out, scale, linear_bias, n, into, is_n, is_out, BITS: tl.constexpr, ADDS: tl.constexpr):
-    """The sums over all columns, with what comes after them. n: the rows of W."""
-    base = tl.zeros(out.shape, tl.float32)
-    if linear_bias is not None:
-        base += tl.load(linear_bias + n, mask=is_n, other=0).to(tl.float32)
-    if BITS == 8:
-        own = tl.load(scale + n, mask=is_n, other=0)
-        out = tl.fma(out, tl.broadcast_to(own, out.shape), base)
-    else:
-        out = out + base
-    if ADDS:
-        out = out + tl.load(into, mask=is_out, other=0).to(tl.float32)
-    return out
+def _rows_of(tile, TILES: tl.constexpr, SLICES: tl.constexpr):
+    """The rows of W of these tiles, [TILES, SLICES, 16]."""
+    n = tile[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    return tl.broadcast_to(n, (TILES, SLICES, 16))
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "out_features"])
-def _gemv(
-    qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, rows, groups, out_features, y_stride,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr, DEPTH: tl.constexpr,
-    ADDS: tl.constexpr, ASM: tl.constexpr,
+@triton.jit
+def _sums(
+    qweight, scale, bias, q, x_scale, x_bias, first, tile, rows, tiles, groups, x_stride,
+    ROWS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
+    UNROLL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """q: the codes as words of four, [rows, groups * 64 / 4]. ROWS: from program_id(0) * ROWS on."""
-    first, tile = tl.program_id(0) * ROWS, tl.program_id(1).to(tl.int64)
+    """fp32 [TILES, SLICES, 16] for each of the ROWS from `first` on: the sums of their slices. tile [TILES]."""
     lanes, slices = tl.arange(0, 16), tl.arange(0, SLICES)
     x_words: tl.constexpr = WORDS * (8 // BITS)  # words of a group's codes
-    totals = (tl.zeros((SLICES, 16), tl.float32),) * ROWS
-    for begin in range(0, groups, SLICES):
+    totals = (tl.zeros((TILES, SLICES, 16), tl.float32),) * ROWS
+    is_tile = (tile < tiles)[:, None, None]
+    for begin in tl.range(0, groups, SLICES, loop_unroll_factor=UNROLL):
         group = begin + slices
-        is_there = group < groups
-        weights = qweight + (tile * groups + group[:, None]) * (WORDS * 16) + lanes[None, :]
-        dots = (tl.zeros((SLICES, 16), tl.int32),) * ROWS
+        is_group = group < groups
+        is_there = is_tile & is_group[None, :, None]
+        at = (tile.to(tl.int64) * groups)[:, None, None] + group[None, :, None]
+        weights = qweight + at * (WORDS * 16) + lanes[None, None, :]
+        dots = (tl.zeros((TILES, SLICES, 16), tl.int32),) * ROWS
         for j in tl.static_range(WORDS):
-            w = tl.load(weights + j * 16, mask=is_there[:, None], other=0)
+            w = tl.load(weights + j * 16, mask=is_there, other=0)
             for r in tl.static_range(ROWS):
-                x = q + (first + r).to(tl.int64) * groups * x_words + group * x_words
-                is_row = is_there & (first + r < rows)
+                x = q + (first + r).to(tl.int64) * groups * x_words + group * x_words + j
+                is_row = is_group & (first + r < rows)
+                low = tl.broadcast_to(tl.load(x, mask=is_row, other=0)[None, :, None], w.shape)
                 if BITS == 4:
-                    low = tl.load(x + 2 * j, mask=is_row, other=0)[:, None]
-                    high = tl.load(x + 2 * j + 1, mask=is_row, other=0)[:, None]
-                    dot = _dot4(w & 0x0F0F0F0F, tl.broadcast_to(low, (SLICES, 16)), dots[r], False, ASM)
-                    dot = _dot4((w >> 4) & 0x0F0F0F0F, tl.broadcast_to(high, (SLICES, 16)), dot, False, ASM)
+                    high = tl.broadcast_to(tl.load(x + WORDS, mask=is_row, other=0)[None, :, None], w.shape)
+                    dot = _dot4(w & 0x0F0F0F0F, low, dots[r], False, ASM)
+                    dot = _dot4((w >> 4) & 0x0F0F0F0F, high, dot, False, ASM)
                 else:
-                    codes = tl.load(x + j, mask=is_row, other=0)[:, None]
-                    dot = _dot4(w, tl.broadcast_to(codes, (SLICES, 16)), dots[r], True, ASM)
+                    dot = _dot4(w, low, dots[r], True, ASM)
                 dots = dots[:r] + (dot,) + dots[r + 1 :]
-        at = (tile * groups + group[:, None]) * 16 + lanes[None, :]
+        at = at * 16 + lanes[None, None, :]
         for r in tl.static_range(ROWS):
-            x_at = (first + r) * groups + group
-            is_row = is_there & (first + r < rows)
-            by = tl.load(x_scale + x_at, mask=is_row, other=0)[:, None]
+            x_at = group * x_stride + first + r
+            is_row = is_group & (first + r < rows)
+            by = tl.load(x_scale + x_at, mask=is_row, other=0)[None, :, None]
             part = dots[r].to(tl.float32)
             if BITS == 4:
-                part = part * tl.load(scale + at, mask=is_there[:, None], other=0).to(tl.float32)
-            total = tl.fma(tl.broadcast_to(by, (SLICES, 16)), part, totals[r])
+                part = part * tl.load(scale + at, mask=is_there, other=0).to(tl.float32)
+            total = tl.fma(tl.broadcast_to(by, part.shape), part, totals[r])
             if BITS == 4:
-                offset = tl.load(x_bias + x_at, mask=is_row, other=0)[:, None]
-                own = tl.load(bias + at, mask=is_there[:, None], other=0).to(tl.float32)
-                total = tl.fma(tl.broadcast_to(offset, (SLICES, 16)), own, total)
+                offset = tl.load(x_bias + x_at, mask=is_row, other=0)[None, :, None]
+                own = tl.load(bias + at, mask=is_there, other=0).to(tl.float32)
+                total = tl.fma(tl.broadcast_to(offset, own.shape), own, total)
             totals = totals[:r] + (total,) + totals[r + 1 :]
-    n = tile * 16 + lanes
+    return totals
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "groups", "out_features", "features", "x_stride", "code_stride"])
+def _gemv(
+    qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, code_scale, code_bias,
+    rows, tiles, groups, out_features, features, x_stride, y_stride, code_stride,
+    ROWS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
+    ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    UNROLL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """q: the codes as words of four, [rows, groups * 64 / 4]. ROWS: from program_id(0) * ROWS on. ACTIVATION: of a gate
+    of so many features, whose codes go to y; half of the tiles are the gate's then."""
+    first = tl.program_id(0) * ROWS
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
+    sums = _sums(
+        qweight, scale, bias, q, x_scale, x_bias, first, tile, rows, tiles, groups, x_stride,
+        ROWS, TILES, WORDS, BITS, SLICES, UNROLL, ASM,
+    )  # fmt: skip
+    n = _rows_of(tile, TILES, SLICES)
+    is_n = n < out_features
     for r in tl.static_range(ROWS):
-        is_out = (n < out_features) & (first + r < rows)
-        into = y + (first + r).to(tl.int64) * y_stride + n
-        out = _added_up(totals[r], SLICES, DEPTH)
-        out = finished(out, scale, linear_bias, n, into, n < out_features, is_out, BITS, ADDS)
-        tl.store(into, out.to(y.dtype.element_ty), mask=is_out)
+        m = first + r
+        out = finished(_added_up(sums[r], SLICES), scale, linear_bias, n, is_n, BITS)
+        if ACTIVATION != "":
+            halves = tl.reshape(tl.max(out, axis=1), (2, 1, TILES * 8))  # all slices have the same
+            gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+            m += tl.arange(0, 1)
+            store_gated(
+                gate, up, m, column, m < rows, features, y_stride, code_stride, y, code_scale, code_bias,
+                TILES * 8, 1, GROUP, CODE_BITS, ACTIVATION,
+            )  # fmt: skip
+        else:
+            into = y + m.to(tl.int64) * y_stride + n
+            is_out = is_n & (m < rows) & (tl.arange(0, SLICES) == 0)[None, :, None]
+            store_finished(out, into, is_out, ADDS)
 
 
 def gemv(
-    x: Codes, matrix: PackedMatrix, y: Tensor, out_features: int, bias: Tensor | None = None, *, adds: bool = False
-) -> KernelLaunch:
+    x: Codes, matrix: PackedMatrix, y: Tensor | Gate, out_features: int, bias: Tensor | None = None, *,
+    adds: bool = False,
+) -> KernelLaunch:  # fmt: skip
     """x: of M rows, in INT8 codes in the matrix's groups. y [M, >= out_features] of any float type, in rows of any
-    stride; bias fp32 [out_features]; adds: to what is in y."""
-    rows = len(x.q)
-    assert x.scale is not None
-    each = min(MOST_ROWS, triton.next_power_of_2(rows))
+    stride; adds: to what is in y. Or a gate, for which codes are written. bias fp32 [out_features]."""
+    rows, end = len(x.q), End.of(y)
+    each, tiles, covered = min(MOST_ROWS, triton.next_power_of_2(rows)), _TILES, matrix.tiles
+    if isinstance(y, Gate):
+        tiles, covered = 2 * max(_GATED_TILES, y.codes.group // TILE), 2 * triton.cdiv(y.features, TILE)
     return KernelLaunch(
         _gemv,
-        (triton.cdiv(rows, each), matrix.tiles),
+        (triton.cdiv(rows, each), triton.cdiv(covered, tiles)),
         {
             "qweight": matrix.qweight if matrix.bits == 4 else matrix.qweight.view(torch.int32).squeeze(-1),
             "scale": matrix.scale, "bias": matrix.bias, "linear_bias": bias, "q": x.q.view(torch.int32),
-            "x_scale": x.scale, "x_bias": x.bias, "y": y, "rows": rows, "groups": matrix.groups,
-            "out_features": out_features, "y_stride": y.stride(0),
+            "x_scale": x.scale, "x_bias": x.bias, "x_stride": x.scale.stride(0), "rows": rows, "tiles": matrix.tiles,
+            "groups": matrix.groups, "out_features": out_features, **end.arguments,
         },
         {
-            "ROWS": each, "WORDS": matrix.words, "BITS": matrix.bits, "SLICES": matrix.slices,
-            "DEPTH": matrix.slices.bit_length() - 1, "ADDS": adds, "ASM": not is_interpreted(),
+            "ROWS": each, "TILES": tiles, "WORDS": matrix.words, "BITS": matrix.bits, "SLICES": matrix.slices,
+            "ADDS": adds, "UNROLL": 2 if rows == 1 else 1, "ASM": not is_interpreted(), **end.constants,
         },
-        num_warps=max(1, matrix.slices // 8),
+        num_warps=tiles,
     )  # fmt: skip

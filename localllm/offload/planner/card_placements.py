@@ -28,7 +28,7 @@ _KV_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the layers whose keys and values 
 _LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for handing over
 _FEWER_ROWS = 512  # at once, where the most are too many for a small card
 _STEP_ROWS = 16  # of a step at most: of many sequences, or of the last tokens of one prompt
-_SECTION_TOKENS = 256  # of the pages of one sequence
+_LEAST_SECTIONS, _SECTION_TOKENS = 4, 64  # of attention: pages of one sequence
 _ENDS = 8  # launches of a step beside its blocks': the embedding, the head, and what draws a token
 _ROWS_WORTH = 0.95  # fewer tokens at once are taken only where decoding gets so much faster
 
@@ -390,10 +390,10 @@ def graph_bytes(shape: ModelShape, card: CardMemory) -> int:
 
 
 def _sections(ctx: int) -> int:
-    """Return the number of sections into which a GPU's attention splits the pages: 1, 4, 16, 64, ... of 256 tokens."""
-    sections = 1
+    """Return the number of pages that a GPU's attention has room for: 4, 8, 16, ..."""
+    sections = _LEAST_SECTIONS
     while sections * _SECTION_TOKENS < ctx:
-        sections *= 4
+        sections *= 2
     return sections
 
 

@@ -222,11 +222,12 @@ def machine_key() -> str:
 
 
 def torch_build() -> tuple[str, str | None]:
-    """Return torch's version, and that of its CUDA, None where it has none. Does not import torch."""
+    """Return torch's version, and that of its CUDA, or "ROCm 6.4"; None where it has neither. Does not import torch."""
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
     named = runpy.run_path(str(Path(found.origin).with_name("version.py")))
-    return named["__version__"], named["cuda"]
+    hip = named.get("hip")
+    return named["__version__"], named["cuda"] or (f"ROCm {hip}" if hip else None)
 
 
 def _usual_threads() -> int:
