@@ -29,8 +29,8 @@ torch.cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=77)
 
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
-from localllm.kernels.gpu import check  # noqa: E402
-from localllm.kernels.gpu.check_run import launches_of  # noqa: E402
+from localllm.kernels.gpu import check_cases  # noqa: E402
+from localllm.kernels.gpu.check import launches_of  # noqa: E402
 from localllm.kernels.gpu.ctypes_driver import CtypesDriver  # noqa: E402
 from localllm.kernels.gpu.launch import KernelLaunch  # noqa: E402
 
@@ -69,8 +69,8 @@ def error_of(act: Any) -> str:
 def main() -> None:
     theirs, ours = CudaDriver(), CtypesDriver()
     driver.set_active(theirs)
-    few = replace(check.SMALL, groups=(), attention=())
-    all_kinds = replace(check.SMALL, groups=(64,), row_counts=(1,))
+    few = replace(check_cases.SMALL, groups=(), attention=())
+    all_kinds = replace(check_cases.SMALL, groups=(64,), row_counts=(1,))
     launches, _ = launches_of(torch.device("cpu"), all_kinds if "all" in sys.argv else few)
     differing, seen, both = list[str](), set[str](), (theirs, ours)
     for launch in launches:

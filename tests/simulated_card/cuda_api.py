@@ -155,9 +155,7 @@ def functions(card: SimulatedCard) -> dict[str, Any]:
         "get_device_properties": _of_device(properties),
         "get_device_capability": _of_device(config.capability),
         "get_arch_list": lambda: [f"sm_{config.capability[0]}{config.capability[1]}"],
-        "Stream": lambda *_, **__: CudaStream(card, card.timeline.new_stream()),
-        "Event": lambda enable_timing=False, **rest: CudaEvent(card, enable_timing, **rest),
-        "CUDAGraph": lambda *_, **__: Graph(card),
+        **_classes(card),
         "graph_pool_handle": card.new_pool,
         "is_current_stream_capturing": lambda: card.capture is not None and card.current is card.capture.stream,
         "stream": stream,
@@ -174,6 +172,24 @@ def functions(card: SimulatedCard) -> dict[str, Any]:
         "get_per_process_memory_fraction": lambda _device=None: memory.fraction,
         "cudart": lambda: Cudart(card),
     }
+
+
+def _classes(card: SimulatedCard) -> dict[str, type]:
+    """They stay classes: libraries that are imported on the card name them in annotations."""
+
+    class NewStream(CudaStream):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__(card, card.timeline.new_stream())
+
+    class NewEvent(CudaEvent):
+        def __init__(self, enable_timing: bool = False, **modes: bool) -> None:
+            super().__init__(card, enable_timing, **modes)
+
+    class NewGraph(Graph):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__(card)
+
+    return {"Stream": NewStream, "Event": NewEvent, "CUDAGraph": NewGraph}
 
 
 def driver_functions(card: SimulatedCard) -> dict[str, Any]:

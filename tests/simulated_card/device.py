@@ -193,7 +193,16 @@ class SimulatedCard:
             raise RuntimeError("Triton Error [CUDA]: out of memory")
         reads = [span(tensor) for tensor in arguments if not self._is_here(tensor)]
         self.enqueue(run, seconds=self.config.launch_s, reads=reads)
-        if number == self._faults.illegal_access:
+        if self.capture is not None and self.current is self.capture.stream:
+            self.capture.launches += 1
+            self.counts["launches"] -= 1  # it is none before it is replayed
+        elif number == self._faults.illegal_access:
+            self.is_lost = True
+
+    def count_replayed(self, launches: int) -> None:
+        first = self.counts["launches"]
+        self.counts["launches"] += launches
+        if self._faults.illegal_access in range(first, first + launches):
             self.is_lost = True
 
     def _is_loaded(self, name: str) -> bool:
@@ -239,7 +248,7 @@ class Graph:
         self._card = card
         self.steps: list[Callable[[], object]] = []
         self.reads: list[tuple[int, int]] = []
-        self.seconds = 0.0
+        self.seconds, self.launches = 0.0, 0
         self.stream: Stream | None = None
         self.thread = 0
         self.is_void = False
@@ -279,6 +288,7 @@ class Graph:
                 step()
 
         card.enqueue(run, seconds=self.seconds, reads=self.reads)
+        card.count_replayed(self.launches)
 
     def pool(self) -> Hashable:
         return self._pool
