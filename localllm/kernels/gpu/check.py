@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.cuda.set_device(chosen.device)  # Triton launches on the current one
     end = "\r" if sys.stdout.isatty() else "\n"
     sizes = BRIEF if chosen.brief else chosen.ways or CheckSizes()
-    dtype = torch.float32 if lacks_bf16(chosen.device) else None
+    dtype = torch.float32 if lacks_bf16(chosen.device) and not chosen.ways else None  # a model's ways name their own
     sizes = sizes_for(sizes, dispatch_for(chosen.device).most_rows, dtype)
     outcome = checked(chosen.device, sizes, lambda text: print(PROGRESS, text, end=end, flush=True))  # noqa: T201
     print("\n".join(outcome.lines()))  # noqa: T201
