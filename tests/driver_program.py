@@ -43,7 +43,7 @@ class Launched:
         metadata = compiled.metadata._replace(**changes)
         self.loaded = own.utils.load_binary(compiled.name, compiled.kernel, metadata.shared, 0)
         self.launcher = own.launcher_cls(compiled.src, metadata)
-        values = {**launch.arguments, **launch.constants}
+        values = {**launch.arguments, **launch.constants_on(86)}
         grid = [*launch.grid, 1, 1][:3]
         packed = (metadata.num_warps, metadata.num_ctas, metadata.shared)
         arguments = [values.get(name) for name in launch.kernel.arg_names]
@@ -75,7 +75,7 @@ def main() -> None:
     differing, seen, both = list[str](), set[str](), (theirs, ours)
     for launch in launches:
         compiled = launch.kernel.warmup(
-            grid=launch.grid, **launch.arguments, **launch.constants, num_warps=launch.num_warps, num_stages=2
+            grid=launch.grid, **launch.arguments, **launch.constants_on(86), **launch.options_on(86)
         )
         if compiled.hash in seen:
             continue

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import REPOSITORY
 
 pytest.importorskip("triton")
+from localllm.kernels.gpu import launch
 
 PROGRAM = """
 import json, torch, triton
@@ -30,7 +32,7 @@ class Driver:  # of a card that compiles, and runs nothing
     def get_current_target(self): return GPUTarget("cuda", 86, 32)
 
 @triton.jit
-def wrong(x, SIZE: tl.constexpr):
+def wrong(x, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
     tl.store(x + tl.arange(0, SIZE), 0.0)
 
 driver.set_active(Driver())
@@ -58,3 +60,31 @@ def test_what_a_check_launches_is_compiled_first_and_what_cannot_be_is_named(tmp
     assert num_cases > 10 and {"_to_codes", "_to_floats", "_embed", "_winner"} < set(names)
     assert list(failed) == ["wrong"] and "CompilationError" in failed["wrong"]
     assert again == []  # nothing is compiled twice
+
+
+class Kernel:
+    """Keeps what it is launched with."""
+
+    def __init__(self) -> None:
+        self.taken: list[dict] = []
+
+    def __getitem__(self, _grid):
+        return lambda **arguments: self.taken.append(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "overlaps"),
+    [(120, 12080, True), (90, 12040, True), (90, 12020, False), (89, 13000, False)],
+)
+def test_kernels_overlap_where_card_and_driver_know_it_and_wait_then(arch, version, overlaps, monkeypatch):
+    card = SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda: SimpleNamespace(arch=arch))
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=card))
+    monkeypatch.setattr(launch, "_driver_version", lambda: version)
+    monkeypatch.setattr(launch, "_choose_driver", lambda: None)
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    launch._capability.cache_clear()
+    kernel = Kernel()
+    launch.KernelLaunch(kernel, (1,), {"x": None}, {"SIZE": 3}).run()
+    launch._capability.cache_clear()
+    (taken,) = kernel.taken
+    assert (taken["OVERLAPS"], taken["launch_pdl"]) == (overlaps, overlaps) and taken["SIZE"] == 3

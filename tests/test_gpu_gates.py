@@ -19,28 +19,39 @@ OLDER = Path(os.environ.get("LOCALLLM_OLDER_TRITON", REPOSITORY / ".venv" / "tri
 
 PLANTED = """
 import sys, torch, triton, triton.language as tl
-from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from tools.check_kernels import faults
 
 @triton.jit
-def wrong(x, SIZE: tl.constexpr):
+def wrong(x, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
     tl.store(x + tl.arange(0, SIZE), 0.0)
 
 @triton.jit
-def crowded(x, y, SIZE: tl.constexpr):
+def crowded(x, y, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
     a, b = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     tile = tl.load(x + a * SIZE + b)
     tl.store(y + a * SIZE + b, tl.dot(tile, tl.dot(tile, tile).to(tl.float16)))
 
 @triton.jit
-def _gemv(x, y, SIZE: tl.constexpr):
+def _gemv(x, y, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
     at = tl.arange(0, SIZE) * 3
     tl.store(y + at, tl.load(x + at))
 
+@triton.jit
+def early(x, y, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
+    values = tl.load(x + tl.arange(0, SIZE))
+    after_previous(OVERLAPS)
+    tl.store(y + tl.arange(0, SIZE), values)
+
+@triton.jit
+def in_time(x, y, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
+    after_previous(OVERLAPS)
+    tl.store(y + tl.arange(0, SIZE), tl.load(x + tl.arange(0, SIZE)))
+
 x, y = torch.empty(1 << 18, dtype=torch.float16), torch.empty(1 << 18)
-for kernel, size in ((wrong, 3), (crowded, 128), (_gemv, 1024)):
+for kernel, size, card in ((wrong, 3, 89), (crowded, 128, 89), (_gemv, 1024, 89), (early, 64, 90), (in_time, 64, 90)):
     arguments = {"x": x} if kernel is wrong else {"x": x, "y": y}
-    print("; ".join(faults(KernelLaunch(kernel, (1,), arguments, {"SIZE": size}), 89)) or "nothing found")
+    print("; ".join(faults(KernelLaunch(kernel, (1,), arguments, {"SIZE": size}), card)) or "nothing found")
 """
 
 
@@ -88,10 +99,11 @@ def test_the_oldest_triton_compiles_them_too(card):
 def test_the_gate_names_what_was_planted(tmp_path):
     script = tmp_path / "planted.py"
     script.write_text(PLANTED, encoding="utf-8")
-    wrong, crowded, narrow = run(str(script)).stdout.splitlines()
+    wrong, crowded, narrow, early, in_time = run(str(script)).stdout.splitlines()
     assert "power of 2" in wrong
     assert "spills" in crowded or "wants" in crowded
     assert "no load of 128 bits" in narrow
+    assert "does not wait" in early and in_time == "nothing found"
 
 
 @pytest.mark.parametrize(

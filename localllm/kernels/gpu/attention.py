@@ -24,7 +24,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention_merge import NOTHING, Parts, appended, merge, with_page
-from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
 from localllm.kernels.gpu.levels import nibble, signed_byte
 from localllm.kernels.gpu.rope import (
     GROUP,
@@ -331,8 +331,9 @@ def _attend(
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DENSE: tl.constexpr,
     KEY_SCALES: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_SCALES: tl.constexpr, CODED_HEAD: tl.constexpr,
     OPERAND: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, SECTION: tl.constexpr,
-    TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPS)
     task, kv_head, section = tasks + tl.program_id(0) // BLOCKS * 4, tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = H // KH
     is_coded: tl.constexpr = KEYS != "dense"

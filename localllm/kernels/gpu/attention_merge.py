@@ -12,7 +12,7 @@ from torch import Tensor
 
 from localllm.kernels import kv_page
 from localllm.kernels.gpu.activations import Codes, code_place, coded
-from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.gpu.rope import GROUP, PAGE, TokenTables, hadamard
 from localllm.kernels.tile16 import PackedMatrix
 
@@ -72,8 +72,9 @@ def _store_codes(
 def _merge(
     part, peaks, totals, out, code_scale, code_bias, positions, window, num_rows, code_stride,
     H: tl.constexpr, D: tl.constexpr, FEATURES: tl.constexpr, SECTION_PAGES: tl.constexpr, AHEAD: tl.constexpr,
-    IS_TURNED: tl.constexpr, CODE_GROUP: tl.constexpr, CODE_BITS: tl.constexpr,
+    IS_TURNED: tl.constexpr, CODE_GROUP: tl.constexpr, CODE_BITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token)
     if position < 0:

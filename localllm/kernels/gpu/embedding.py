@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 
 _COLUMNS = 1024  # of a program
 
 
 @triton.jit(do_not_specialize=["words"])
-def _embed(qweight, scale, token_ids, x, words, features, factor, BLOCK: tl.constexpr):
+def _embed(qweight, scale, token_ids, x, words, features, factor, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    after_previous(OVERLAPS)
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.maximum(tl.load(token_ids + row), 0).to(tl.int64)  # below 0 none was drawn: no row is read for it
     tile, lane = token // 16, token % 16

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
 from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, store_gated, tiles_of
 from localllm.kernels.tile16 import TILE, PackedMatrix
 
@@ -115,10 +115,11 @@ def _gemm(
     rows, groups, tiles, out_features, features, x_stride, y_stride, part_stride, code_stride,
     TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
     OWN: tl.constexpr, ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OPERAND: tl.constexpr,
+    OPERAND: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """OWN: slices of a program; where those are not all, y is fp32 [SLICES, rows, ...], of sums that are not yet
     finished. ACTIVATION: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then."""
+    after_previous(OVERLAPS)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
     n = tl.reshape(tile[:, None] * 16 + tl.arange(0, 16)[None, :], (TILES * 16,))
@@ -182,8 +183,9 @@ def _parts_added(
     partial, scale, linear_bias, y, code_scale, code_bias, out_features, features, y_stride, row_stride, part_stride,
     code_stride,
     SLICES: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADDS: tl.constexpr,
-    GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPS)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     n = first + tl.arange(0, BLOCK)[None, :]
     partial += row * row_stride

@@ -14,11 +14,18 @@ from functools import cache
 from typing import Any
 
 import numpy
+import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton import AsyncCompileMode
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 _MOST_THREADS = 16  # of what compiles: a third of it is Python, which takes turns
+# From this compute capability on, a kernel may be launched before the one before it has ended; in a graph, if the
+# driver is of CUDA 12.4 or newer.
+_OVERLAPPING, _LEAST_DRIVER = 90, 12040
 
 
 def is_interpreted() -> bool:
@@ -28,8 +35,8 @@ def is_interpreted() -> bool:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """kernel: a `triton.jit` function; arguments: its tensors and numbers, by name, None for what there is none of;
-    constants: its constexprs."""
+    """kernel: a `triton.jit` function that calls `after_previous` first; arguments: its tensors and numbers, by name,
+    None for what there is none of; constants: its constexprs."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -41,6 +48,15 @@ class KernelLaunch:
     @property
     def name(self) -> str:
         return str(self.kernel.fn.__name__)
+
+    def constants_on(self, capability: int) -> dict[str, Any]:
+        """Return the constexprs for sm_{capability}; 0 is the interpreter."""
+        return {**self.constants, "OVERLAPS": capability >= _OVERLAPPING}
+
+    def options_on(self, capability: int) -> dict[str, Any]:
+        """Return Triton's options for sm_{capability}."""
+        overlaps = capability >= _OVERLAPPING
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "launch_pdl": overlaps}
 
     def run(self) -> None:
         record = _record.get()
@@ -54,18 +70,40 @@ class KernelLaunch:
     def compile(self) -> None:
         """Compile it for the current device, where that has not been done."""
         _choose_driver()
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        self.kernel.warmup(grid=self.grid, **self.arguments, **self.constants, **options)
+        card = _capability(driver.active.get_current_device())
+        self.kernel.warmup(grid=self.grid, **self.arguments, **self.constants_on(card), **self.options_on(card))
 
     def _run(self) -> None:
         call = self.kernel[self.grid]
         if not is_interpreted():
             _choose_driver()
-            call(**self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+            card = _capability(driver.active.get_current_device())
+            call(**self.arguments, **self.constants_on(card), **self.options_on(card))
             return
         with numpy.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's numpy, of a NaN, which a card computes
-            call(**self.arguments, **self.constants)
+            call(**self.arguments, **self.constants_on(0))
+
+
+@triton.jit
+def after_previous(OVERLAPS: tl.constexpr):
+    """Wait until what was launched before is done and can be read, and let what is launched next come meanwhile, as far
+    as there is room ("programmatic dependent launch"). Nothing that another kernel writes may be read before, and
+    nothing may be written. Each kernel waits, so that all that were launched before are done, not only the last."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@cache
+def _capability(_device: int) -> int:
+    """Return 86 for 8.6, of the device that is the current one. With an old driver kernels do not overlap."""
+    capability = int(driver.active.get_current_target().arch)
+    return capability if capability < _OVERLAPPING or _driver_version() >= _LEAST_DRIVER else _OVERLAPPING - 1
+
+
+def _driver_version() -> int:
+    return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]  # in builds for CUDA
 
 
 @cache

@@ -1,6 +1,6 @@
 """Queries and keys normalised and rotated, keys and values written into the KV pages, on a GPU.
 
-A program has one head of one token, as a tile [D / 32, 32]: what norm, RoPE, Hadamard rotation and rounding mix stays
+A program has one head of one token, as a tile [D / 32, 32]: what the Hadamard rotation and rounding mix stays
 in one warp. The formulas are those of `layers.norm`, `layers.rotary` and `kv_page`.
 """
 
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels import kv_page
-from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.kv_page import PageLayout
 
 PAGE = tl.constexpr(kv_page.PAGE_TOKENS)
@@ -138,7 +138,9 @@ def _rope_store(
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, ROTARY: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, DENSE: tl.constexpr,
     KEY_SCALES: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_SCALES: tl.constexpr, CODED_HEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPS)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + row)
     if position < 0:
@@ -229,5 +231,5 @@ def rope_store(
             "ROTARY": 2 * rope.inv_freq.shape[1],
             **page_constants(dense, coded),
         },
-        num_warps=1,
+        num_warps=2 if D > 128 else 1,
     )

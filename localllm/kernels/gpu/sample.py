@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 
 BLOCK = 2048  # logits of a program
 NOT_FINITE = -1  # instead of a token, where a logit is a NaN or an infinity
@@ -38,7 +38,8 @@ class SampleRoom:
 
 
 @triton.jit(do_not_specialize=["vocab_size", "stride", "blocks"])
-def _block_peaks(logits, peaks, vocab_size, stride, blocks, BLOCK: tl.constexpr):
+def _block_peaks(logits, peaks, vocab_size, stride, blocks, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    after_previous(OVERLAPS)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocab_size
@@ -61,8 +62,9 @@ def _gumbel(key, token):
 @triton.jit(do_not_specialize=["vocab_size", "stride", "blocks"])
 def _block_winners(
     logits, peaks, keys, temperatures, thresholds, best, winners, vocab_size, stride, blocks,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPS)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, all_blocks = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
     own_peaks = tl.load(peaks + row * blocks + all_blocks, mask=all_blocks < blocks, other=float("-inf"))
@@ -82,7 +84,8 @@ def _block_winners(
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _winner(peaks, best, winners, tokens, blocks, BLOCKS: tl.constexpr):
+def _winner(peaks, best, winners, tokens, blocks, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr):
+    after_previous(OVERLAPS)
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     at, is_block = row * blocks + block, block < blocks
     values = tl.load(best + at, mask=is_block, other=float("-inf"))
