@@ -32,6 +32,7 @@ _CHOSEN = ("flag", "environment", "file")
 _MENDING = " To fix it: "  # as `server.errors` writes it
 _REPLY_S = 30.0  # for what the server answers at once
 _AGAIN_S = 0.5  # between two questions whether a model is loaded
+_MOST_TRIES = 20  # to reach an engine that the server says it has
 
 
 class _LocalConnection(HTTPConnection):
@@ -167,12 +168,24 @@ class ServerEngine(EnginePeer):
 
     def connect(self) -> socket.socket:
         """Connect to the engine, when it is loaded. Raises EngineGoneError, and what the server refuses."""
+        why = ""
+        for _ in range(_MOST_TRIES):
+            reply = self._reply()
+            try:
+                sock = connected(Path(reply["socket"]))
+            except OSError as error:  # the engine has just ended, which the server is about to learn
+                why = str(error)
+                time.sleep(_AGAIN_S)
+                continue
+            self.pid = listener_pid(sock) if sys.platform == "linux" else int(reply["pid"])
+            return sock
+        raise EngineGoneError("the server's engine cannot be reached", why=why, fix="localllm stop")
+
+    def _reply(self) -> Any:
+        """Return the server's reply, when the engine is loaded."""
         while True:
             try:
-                reply = self._server.ask("POST", "/attach", {**self._wanted, "waits": True})
-                sock = connected(Path(reply["socket"]))
-                self.pid = listener_pid(sock) if sys.platform == "linux" else int(reply["pid"])
-                return sock
+                return self._server.ask("POST", "/attach", {**self._wanted, "waits": True})
             except OSError:
                 why = "it has ended while it loaded the model"
                 raise EngineGoneError("the server cannot be reached", why=why, fix="ask again") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,10 +20,11 @@ import pytest
 from localllm.config import load_settings
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Request, SamplingParams
-from localllm.errors import EngineStuckError, ModelChangedError
+from localllm.errors import EngineGoneError, EngineStuckError, ModelChangedError
+from localllm.runtime import server_client
 from localllm.runtime.engine_client import RenewedClient
 from localllm.runtime.selection import locate, with_defaults
-from localllm.runtime.server_client import attached
+from localllm.runtime.server_client import Server, ServerEngine, attached
 from localllm.runtime.watchdog import Patience
 from tests.cli_support import environment, start_cli, write_checkpoint
 from tests.patience import PATIENCE_S, wait_for
@@ -329,3 +331,19 @@ def test_settings_are_those_of_the_server_that_runs(home: Home) -> None:
     urls = json.loads(home.localllm("ps", "--json").stdout)["urls"]
     told = json.loads(home.localllm("connect", "aider", "--json").stdout)
     assert told["url"] in urls and told["server"] == "ready"
+
+
+def test_an_engine_that_has_just_ended_is_asked_for_again(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The server gives its socket until it learns of the end."""
+    monkeypatch.setattr(server_client, "_AGAIN_S", 0.0)
+    sockets = iter([tmp_path / "ended", tmp_path / "next"])
+    monkeypatch.setattr(Server, "ask", lambda *_: {"socket": str(next(sockets)), "pid": os.getpid()})
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "next"))
+        listener.listen()
+        engine = ServerEngine(Server(tmp_path / "server"), {})
+        engine.connect().close()
+    assert engine.pid == os.getpid()
+    monkeypatch.setattr(Server, "ask", lambda *_: {"socket": str(tmp_path / "ended")})
+    with pytest.raises(EngineGoneError, match="engine cannot be reached"):
+        engine.connect()

@@ -30,25 +30,15 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _prepared(x: Tensor, features: int, weight: Tensor | None, eps: float, activation: str) -> Tensor:
+def _prepared(x: Tensor, features: int, weight: Tensor | None = None, eps: float = 0.0, activation: str = "") -> Tensor:
     values = x[:, :features].float()
     if weight is not None:
         return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight
     return _ACTIVATIONS[activation](values) * x[:, features : 2 * features].float() if activation else values
 
 
-def _to_codes(
-    _: SimulatedCard,
-    x: Tensor,
-    codes: Codes,
-    features: int,
-    *,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    activation: str = "",
-) -> None:
-    values = _prepared(x, features, weight, eps, activation)
-    _write_codes(values, codes)
+def _to_codes(_: SimulatedCard, x: Tensor, codes: Codes, features: int, **options: Any) -> None:
+    _write_codes(_prepared(x, features, **options), codes)
 
 
 def _write_codes(values: Tensor, codes: Codes) -> None:
@@ -62,18 +52,8 @@ def _write_codes(values: Tensor, codes: Codes) -> None:
     codes.q.copy_(q.reshape(codes.q.shape))
 
 
-def _to_floats(
-    _: SimulatedCard,
-    x: Tensor,
-    y: Tensor,
-    features: int,
-    *,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    activation: str = "",
-    adds: bool = False,
-) -> None:
-    values = _prepared(x, features, weight, eps, activation)
+def _to_floats(_: SimulatedCard, x: Tensor, y: Tensor, features: int, *, adds: bool = False, **options: Any) -> None:
+    values = _prepared(x, features, **options)
     into = y[:, :features]
     into.copy_(values + into.float() if adds else values)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -11,9 +11,11 @@ import torch
 
 from localllm.kernels import kv_page
 from localllm.kernels.gpu import product, ready
+from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.placement import BlockPlacement
 from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile, kept_profile, torch_build
 from localllm.quant.recipe import RECIPES
+from tests.engine_support import generated
 from tests.simulated_card.cuda_api import driver_functions, functions
 from tests.simulated_card.device import DEVICE, CardConfig, SimulatedCard
 from tests.simulated_card.kernels import interpret, replace_everywhere, use_references
@@ -88,3 +90,25 @@ PLACEMENTS: dict[str, Callable[[int], str]] = {
 
 def blocks(packed: Packed, placement: str) -> list[BlockPlacement]:
     return packed.blocks(PLACEMENTS[placement])
+
+
+PROMPT = tuple(range(3, 21))  # more rows than a step has
+
+
+def text(packed: Packed, placed: OffloadedModel, count: int) -> list[int]:
+    """Return what the model writes behind the prompt, by the program that it began with."""
+    engine = packed.engine(placed)
+    program = engine.runner.gpu_program
+    token_ids = generated(engine, PROMPT, count, temperature=0.9, seed=5)
+    assert engine.runner.gpu_program is program, "nothing was given up"
+    return token_ids
+
+
+def texts_of_the_cpu(models: Mapping[str, Packed], count: int) -> dict[str, list[int]]:
+    """Return what each model writes on the CPU alone, by its format."""
+    texts = {}
+    for weights, packed in models.items():
+        with packed.opened() as placed:
+            placed.place(blocks(packed, "resident"), 8)
+            texts[weights] = text(packed, placed, count)
+    return texts

@@ -11,9 +11,8 @@ from localllm.engine.request import Request, SamplingParams
 from tests.engine_support import answered, generated
 from tests.simulated_card.device import DEVICE, CardConfig
 from tests.simulated_card.streams import SCHEDULES
-from tests.simulated_card.support import PLACEMENTS, blocks
+from tests.simulated_card.support import PLACEMENTS, PROMPT, blocks, text, texts_of_the_cpu
 
-PROMPT = tuple(range(3, 21))  # more rows than a step has
 LATE = [schedule for schedule in SCHEDULES if schedule != "eager"]
 
 
@@ -21,23 +20,9 @@ def wish(max_tokens, seed=5):
     return SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=seed, ignore_eos=True)
 
 
-def text(packed, placed):
-    engine = packed.engine(placed)
-    program = engine.runner.gpu_program
-    token_ids = generated(engine, PROMPT, 6, temperature=0.9, seed=5)
-    assert engine.runner.gpu_program is program, "nothing was given up"
-    return token_ids
-
-
 @pytest.fixture(scope="module")
 def expected(packed_models):
-    """By the CPU alone."""
-    texts = {}
-    for weights, packed in packed_models.items():
-        with packed.opened() as placed:
-            placed.place(blocks(packed, "resident"), 8)
-            texts[weights] = text(packed, placed)
-    return texts
+    return texts_of_the_cpu(packed_models, 6)
 
 
 @pytest.mark.parametrize("weights", ["int4-g32", "int8"])
@@ -48,7 +33,7 @@ def test_the_text_is_that_of_the_cpu(schedule, placement, weights, packed_models
     with simulated_card(CardConfig(schedule)) as card, packed.opened(DEVICE) as placed:
         placed.place(blocks(packed, placement), 8)
         assert placed.wait_until_pinned() or placement == "resident"
-        assert text(packed, placed) == expected[weights]
+        assert text(packed, placed, 6) == expected[weights]
         assert card.counts["replays"]
 
 

@@ -86,34 +86,24 @@ def test_a_wait_that_is_missing_changes_the_text(plant, schedule, placement, pac
         assert found(packed, simulated_card, schedule, placement).token_ids != right.token_ids
 
 
-def a_capture_synchronizes(patch: pytest.MonkeyPatch) -> None:
-    launch = GpuProgram._launch
-
-    def launched(program: GpuProgram, *arguments: Any) -> None:
-        launch(program, *arguments)
-        torch.cuda.synchronize()
-
-    patch.setattr(GpuProgram, "_launch", launched)
-
-
-def a_capture_reads_a_number(patch: pytest.MonkeyPatch) -> None:
+def a_capture_also(act: Callable[[Any], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """act: is called with the room behind what is launched."""
     launch = GpuProgram._launch
 
     def launched(program: GpuProgram, run: Any, room: Any, *arguments: Any) -> None:
         launch(program, run, room, *arguments)
-        room.drawn[0].item()
+        act(room)
 
-    patch.setattr(GpuProgram, "_launch", launched)
+    return lambda patch: patch.setattr(GpuProgram, "_launch", launched)
 
 
-def a_capture_sends_pageable_memory(patch: pytest.MonkeyPatch) -> None:
-    launch = GpuProgram._launch
+a_synchronization = a_capture_also(lambda _room: torch.cuda.synchronize())
+a_number_is_read = a_capture_also(lambda room: room.drawn[0].item())
 
-    def launched(program: GpuProgram, run: Any, room: Any, *arguments: Any) -> None:
-        launch(program, run, room, *arguments)
-        room.drawn.copy_(torch.zeros(len(room.drawn), dtype=torch.int64), non_blocking=True)
 
-    patch.setattr(GpuProgram, "_launch", launched)
+pageable_memory_is_sent = a_capture_also(
+    lambda room: room.drawn.copy_(torch.zeros(len(room.drawn), dtype=torch.int64), non_blocking=True)
+)
 
 
 def a_kernel_reads_pageable_memory(patch: pytest.MonkeyPatch) -> None:
@@ -126,9 +116,9 @@ def blocks_are_let_go_while_they_are_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 RULES = [
-    (a_capture_synchronizes, "resident", "a synchronization in a capture"),
-    (a_capture_reads_a_number, "resident", "item() in a capture"),
-    (a_capture_sends_pageable_memory, "resident", "a copy of pageable memory in a capture"),
+    (a_synchronization, "resident", "a synchronization in a capture"),
+    (a_number_is_read, "resident", "item() in a capture"),
+    (pageable_memory_is_sent, "resident", "a copy of pageable memory in a capture"),
     (a_kernel_reads_pageable_memory, "resident", "embed is given pageable memory"),
     (blocks_are_let_go_while_they_are_copied, "streamed", "memory is unregistered that work on its way reads"),
 ]

@@ -9,24 +9,14 @@ from __future__ import annotations
 import pytest
 
 from tests.checkpoints import write_checkpoint
-from tests.engine_support import generated
 from tests.packed_support import pack
 from tests.simulated_card.device import DEVICE, CardConfig
-from tests.simulated_card.support import PLACEMENTS, blocks
+from tests.simulated_card.support import PLACEMENTS, blocks, text, texts_of_the_cpu
 from tests.test_device_placement import Packed
 
 pytestmark = pytest.mark.slow
 FORMATS = ("int4-g32", "int8")
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 64}
-PROMPT = tuple(range(3, 21))
-
-
-def text(packed, placed):
-    engine = packed.engine(placed)
-    program = engine.runner.gpu_program
-    token_ids = generated(engine, PROMPT, 3, temperature=0.9, seed=5)
-    assert engine.runner.gpu_program is program, "nothing was given up"
-    return token_ids
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +28,7 @@ def small_models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(small_models):
-    """By the CPU alone."""
-    texts = {}
-    for weights, packed in small_models.items():
-        with packed.opened() as placed:
-            placed.place(blocks(packed, "resident"), 8)
-            texts[weights] = text(packed, placed)
-    return texts
+    return texts_of_the_cpu(small_models, 3)
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -55,5 +39,5 @@ def test_the_text_is_that_of_the_cpu(schedule, placement, weights, small_models,
     with simulated_card(CardConfig(schedule), "interpreted") as card, packed.opened(DEVICE) as placed:
         placed.place(blocks(packed, placement), 8)
         placed.wait_until_pinned()
-        assert text(packed, placed) == expected[weights]
+        assert text(packed, placed, 3) == expected[weights]
         assert card.counts["replays"]
