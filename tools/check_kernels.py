@@ -188,16 +188,16 @@ def launches_of_check(dispatch: Dispatch, dtype: torch.dtype | None = None) -> l
         return launches_of(_HOST, sizes_for(BRIEF, dispatch.most_rows, dtype))[0]
 
 
-def chosen_for(capability: int, *, is_brief: bool, is_check: bool) -> list[KernelLaunch]:
-    """Return what is compiled for a card, each variant once."""
+def chosen_for(capability: int, which: str) -> list[KernelLaunch]:
+    """Return what is compiled for a card, each variant once. which: an option's name, or "all"."""
     has_tensor_cores = capability >= 80  # that Triton multiplies with
     launches: Iterable[KernelLaunch]
-    if is_check:
+    if which == "check":
         dispatch = Dispatch(28) if has_tensor_cores else Dispatch(28, gemv_rows=FEW_ROWS, most_rows=FEW_ROWS)
         launches = launches_of_check(dispatch, None if has_tensor_cores else torch.float32)
     else:
-        launches = (launches_of_all if has_tensor_cores else launches_of_steps)(is_brief=is_brief)
-    return list({variant(each): each for each in launches}.values())
+        launches = (launches_of_all if has_tensor_cores else launches_of_steps)(is_brief=which != "all")
+    return list({each.name if which == "one_each" else variant(each): each for each in launches}.values())
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -367,8 +367,13 @@ def main() -> None:
     parser.add_argument("capabilities", type=int, nargs="+", choices=SHARED_BYTES, help="as 86 for sm_86")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="compilations at once")
     some = parser.add_mutually_exclusive_group()
-    some.add_argument("--brief", action="store_true", help="each kernel in as few formats as have all of its ways")
-    some.add_argument("--check", action="store_true", help="what the check of a card compiles, and how long it takes")
+    for name, told in (
+        ("--brief", "each kernel in as few formats as have all of its ways"),
+        ("--one-each", "each kernel in one of them"),
+        ("--check", "what the check of a card compiles, and how long it takes"),
+    ):
+        const = name.strip("-").replace("-", "_")
+        some.add_argument(name, action="store_const", dest="which", const=const, default="all", help=told)
     arguments = parser.parse_args()
     if arguments.threads < 1:
         parser.error(f"argument --threads: {arguments.threads} is not a number of threads")
@@ -377,7 +382,7 @@ def main() -> None:
     work = [
         (launch, capability)
         for capability in arguments.capabilities
-        for launch in chosen_for(capability, is_brief=arguments.brief, is_check=arguments.check)
+        for launch in chosen_for(capability, arguments.which)
     ]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as empty:  # what Triton has kept says nothing of spills any more

@@ -21,8 +21,9 @@ from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interprete
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16
 
-# Every kernel, in the ways of a usual model. One that is loaded is checked in its own.
-BRIEF = CheckSizes(groups=(GROUPS[0], None), attention=(Heads(),))
+# Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
+# numbers, as models have them: of others Triton compiles variants that nobody would use.
+BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),))
 
 
 class Outcome(NamedTuple):
