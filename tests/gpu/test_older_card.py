@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,17 +87,27 @@ class OnCard(Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize("rows", [16, 17])
-def test_more_rows_than_the_kernels_take_are_multiplied_in_fp16(rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "is_older", "way"), [(16, True, "by kernels"), (17, True, "in fp16"), (17, False, "as it is")]
+)
+def test_more_rows_than_the_kernels_take_are_multiplied_in_fp16(rows, is_older, way, monkeypatch):
+    """Of a card that has bf16, only what fp32 was asked for comes here."""
     matrix, taken = matrix_of(torch.randn(32, 128)), list[str]()
     monkeypatch.setattr(packed_linear.cpu_linear, "is_available", lambda: False)
     monkeypatch.setattr(packed_linear, "why_not", lambda _device: "")
-    monkeypatch.setattr(packed_linear, "lacks_bf16", lambda _device: True)
+    monkeypatch.setattr(packed_linear, "lacks_bf16", lambda _device: is_older)
     monkeypatch.setattr(packed_linear, "halved_linear", lambda *_: taken.append("in fp16"))
+    monkeypatch.setattr(packed_linear, "dequantized_linear", lambda *_: taken.append("as it is"))
     monkeypatch.setattr(product, "packed_linear", lambda *_: taken.append("by kernels"))
     monkeypatch.setattr(product, "dispatch_for", lambda _device: FEW)
     packed_linear.packed_linear(torch.randn(rows, 128).as_subclass(OnCard), matrix, 32)
-    assert taken == ["by kernels" if rows == 16 else "in fp16"]
+    assert taken == [way]
+
+
+def test_the_table_of_such_a_card_has_no_tensor_cores(monkeypatch):
+    properties = SimpleNamespace(major=7, minor=5, multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    assert product.dispatch_for.__wrapped__(CUDA) == FEW
 
 
 def test_a_prompt_is_computed_by_operators_and_a_step_by_kernels(tmp_path, monkeypatch):
@@ -125,3 +137,23 @@ def test_the_check_tries_what_such_a_card_launches(monkeypatch):
     names = {launch.name for launch in launches}
     assert "_gemv" in names and "_attend" in names and not names & {"_gemm", "_parts_added"} and count > 20
     assert check.sizes_for(check.BRIEF, Dispatch(1).most_rows) == check.BRIEF
+
+
+WAYS = json.dumps({"groups": [64], "attention": [{"keys": "int8", "dtype": "bfloat16"}]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"), [((), torch.float32), (("--brief",), torch.float32), (("--ways", WAYS), torch.bfloat16)]
+)
+def test_the_program_of_the_check_tries_no_more_and_a_models_own_dtype(arguments, dtype, capability, monkeypatch):
+    tried: list[check_cases.CheckSizes] = []
+    monkeypatch.setattr(check, "_device", lambda _name: CUDA)
+    monkeypatch.setattr(check, "dispatch_for", lambda _device: FEW)
+    monkeypatch.setattr(check, "checked", lambda _device, sizes, _tell: tried.append(sizes) or check.Outcome([], []))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    with pytest.raises(SystemExit):
+        check.main(["cuda:0", *arguments])
+    (sizes,) = tried
+    assert max(sizes.row_counts) <= 16 and {heads.dtype for heads in sizes.attention} == {dtype}
