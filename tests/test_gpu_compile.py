@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -60,6 +62,19 @@ def test_what_a_check_launches_is_compiled_first_and_what_cannot_be_is_named(tmp
     assert num_cases > 10 and {"_to_codes", "_to_floats", "_embed", "_winner"} < set(names)
     assert list(failed) == ["wrong"] and "CompilationError" in failed["wrong"]
     assert again == []  # nothing is compiled twice
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (6, 6), (64, 16)])
+def test_as_many_are_compiled_at_once_as_there_are_cores(cores: int, threads: int, monkeypatch: Any) -> None:
+    asked: list[int] = []
+
+    def pool(count: int) -> ThreadPoolExecutor:
+        asked.append(count)
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)), raising=False)
+    monkeypatch.setattr(launch, "ThreadPoolExecutor", pool)
+    assert launch.compile_all([], pytest.fail) == {} and asked == [threads]
 
 
 class Kernel:
