@@ -86,20 +86,31 @@ class Kernel:
     def __getitem__(self, _grid):
         return lambda **arguments: self.taken.append(arguments)
 
+    def warmup(self, **arguments) -> None:
+        self.taken.append(arguments)
+
 
 @pytest.mark.parametrize(
     ("arch", "version", "overlaps"),
     [(120, 12080, True), (90, 12040, True), (90, 12020, False), (89, 13000, False)],
 )
 def test_kernels_overlap_where_card_and_driver_know_it_and_wait_then(arch, version, overlaps, monkeypatch):
-    card = SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda: SimpleNamespace(arch=arch))
+    chosen: list[bool] = []
+    card = SimpleNamespace(
+        get_current_device=lambda: 0 if chosen else pytest.fail("no driver was chosen"),
+        get_current_target=lambda: SimpleNamespace(arch=arch),
+    )
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=card))
     monkeypatch.setattr(launch, "_driver_version", lambda: version)
-    monkeypatch.setattr(launch, "_choose_driver", lambda: None)
+    monkeypatch.setattr(launch, "_choose_driver", lambda: chosen.append(True))
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     launch._capability.cache_clear()
     kernel = Kernel()
-    launch.KernelLaunch(kernel, (1,), {"x": None}, {"SIZE": 3}).run()
+    variant = launch.KernelLaunch(kernel, (1,), {"x": None}, {"SIZE": 3})
+    variant.run()
+    variant.compile()
     launch._capability.cache_clear()
-    (taken,) = kernel.taken
+    taken, compiled = kernel.taken
+    assert len(chosen) == 2  # before either, as Triton's own driver may want a compiler
+    assert compiled == {**taken, "grid": (1,)}
     assert (taken["OVERLAPS"], taken["launch_pdl"]) == (overlaps, overlaps) and taken["SIZE"] == 3
