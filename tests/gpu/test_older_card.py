@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from localllm.engine import device
+from localllm.engine.kernel_check import scope_of
+from localllm.engine.memory import choose_dtype
 from localllm.engine.planner import ModelPlanner
 from localllm.engine.step_types import Chunk
 from localllm.kernels import int8, packed_linear
@@ -21,6 +23,7 @@ from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.packed_linear import halved_linear
 from localllm.kernels.tile16 import PackedMatrix
 from localllm.models.shapes import find_shape
+from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.gpu.test_step import Engine, by_kernels, by_operators, ids, logits
@@ -43,6 +46,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]
 
 def test_auto_is_never_a_type_that_is_emulated(capability):
     assert device.dtype_name("auto", "cuda:0") == "fp32" and device.dtype_name("auto", "cpu") == "bf16"
+    assert choose_dtype("auto", CUDA) is torch.float32 and choose_dtype("auto", CPU) is torch.bfloat16
     assert device.dtype_name("bf16", "cuda:0") == "bf16"
     assert "7.5" not in ready.missing(CUDA)
     ready.lacks_bf16.cache_clear()
@@ -137,6 +141,13 @@ def test_the_check_tries_what_such_a_card_launches(monkeypatch):
     names = {launch.name for launch in launches}
     assert "_gemv" in names and "_attend" in names and not names & {"_gemm", "_parts_added"} and count > 20
     assert check.sizes_for(check.BRIEF, Dispatch(1).most_rows) == check.BRIEF
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_models_own_ways_are_of_its_dtype(dtype):
+    scope = scope_of(find_shape("qwen3-8b").config, RECIPES["int4-g64"], "int8", dtype)
+    sizes = check.sizes_of(json.loads(scope.arguments[1]))
+    assert [heads.dtype for heads in sizes.attention] == [dtype]
 
 
 WAYS = json.dumps({"groups": [64], "attention": [{"keys": "int8", "dtype": "bfloat16"}]})
