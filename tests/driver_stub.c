@@ -51,7 +51,7 @@ EXPORT CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute att
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr pointer) {
-  *(CUdeviceptr *)value = pointer;
+  *(CUdeviceptr *)value = pointer + 16; /* the host's memory, which a card may see elsewhere */
   return attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {

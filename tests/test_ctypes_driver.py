@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -79,6 +81,43 @@ def test_a_parameter_of_another_size_would_be_found(stub, cache, tmp_path):
     script = tmp_path / "planted.py"
     script.write_text(f"{PLANTED}\nimport tests.driver_program\n", encoding="utf-8")
     assert run(stub, cache, str(script))["differing"] != []
+
+
+def launcher(kind: str = "i32", utils: Any = None, **differs: Any) -> Any:
+    """Of a kernel with one argument of this type."""
+    from localllm.kernels.gpu.ctypes_driver import _Launcher
+
+    usual = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False, "num_ctas": 1}
+    usual |= {"launch_pdl": False, "num_warps": 4, "shared": 0, "name": "kernel"}
+    return _Launcher(
+        utils or SimpleNamespace(), SimpleNamespace(signature={"x": kind}), SimpleNamespace(**usual | differs)
+    )
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        {"global_scratch_size": 8},
+        {"profile_scratch_size": 8},
+        {"launch_cooperative_grid": True},
+        {"num_ctas": 2},
+        {"kind": "tensordesc<fp16[64, 64]>"},
+    ],
+    ids=lambda needs: next(iter(needs)),
+)
+def test_a_kernel_that_needs_more_than_is_here_is_refused(needs):
+    launcher()
+    with pytest.raises(NotImplementedError, match="kernel can be launched with a C compiler only"):
+        launcher(**needs)
+
+
+def test_threads_that_launch_one_kernel_take_turns():
+    """The arguments of all are packed at one place."""
+    turns: list[bool] = []
+    utils = SimpleNamespace(launch=lambda *_: turns.append(launch._lock.locked()) or 0, require=lambda _status: None)
+    launch = launcher(utils=utils)
+    launch(1, 1, 1, 0, 0, None, None, None, None, 5)
+    assert turns == [True] and not launch._lock.locked()
 
 
 CHOSEN = """
