@@ -232,6 +232,17 @@ def test_without_a_compiler_the_kernels_are_used_and_if_they_fail_it_is_named(la
     assert len(said) == 1 and f"own launcher needs {lacking}" in said[0] and command in said[0]
 
 
+def test_a_compiler_is_named_neither_beside_another_reason_nor_where_one_is_set(card, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert ready.lacks_for_triton() == "a C compiler"
+    card.capability, said = (6, 1), list[str]()
+    note_device(CARD, [BRIEF], pytest.fail, said.append)
+    assert len(said) == 1 and "6.1" in said[0] and "launcher" not in said[0]
+    monkeypatch.setenv("CC", "/a/compiler")
+    assert ready.lacks_for_triton() != "a C compiler"
+
+
 def test_one_line_says_that_operators_compute(card):
     said: list[str] = []
     for device in (CARD, CARD, CPU):
