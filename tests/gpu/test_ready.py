@@ -197,6 +197,28 @@ def test_other_kernels_are_checked_anew(card, monkeypatch):
     assert anew() == "" and len(card.scopes) == 2
 
 
+def test_another_card_driver_or_torch_is_checked_anew(card, monkeypatch):
+    properties = SimpleNamespace(name="another card", major=8, minor=6)
+    others: list[tuple[Any, str, Any]] = [
+        (torch._C, "_cuda_getDriverVersion", lambda: 13010),
+        (torch, "__version__", "2.99"),
+        (torch.cuda, "get_device_properties", lambda _device: properties),
+    ]
+    assert anew() == "" and len(card.scopes) == 1
+    for number, (place, name, value) in enumerate(others, 2):
+        monkeypatch.setattr(place, name, value, raising=False)
+        assert anew() == anew() == "" and len(card.scopes) == number
+
+
+def test_what_was_not_compared_is_the_reason_unless_something_was_wrong(card):
+    """Whatever was said behind it."""
+    card.says = "not compared: _gemm: PTXASError\nok: gemv, error 0\nsomething else"
+    assert anew() == "not compared: _gemm: PTXASError"
+    ready.kept_file().unlink()
+    card.says = "WRONG: gemv\nnot compared: _gemm: PTXASError\nsomething else"
+    assert anew() == "WRONG: gemv"
+
+
 @pytest.mark.parametrize("damaged", ["", "[]", "{", '{"x": 3}'])
 def test_a_damaged_file_is_as_none(card, tmp_path, damaged):
     (tmp_path / "gpu_kernels.json").write_text(damaged, encoding="utf-8")
