@@ -21,8 +21,9 @@ from localllm.engine.request import Request
 from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step import StepLoop
-from localllm.errors import CardFaultError, EngineGoneError
+from localllm.errors import CardFaultError, EngineGoneError, LocalLLMError
 from localllm.models.offloaded_model import OffloadedModel
+from localllm.runtime import engine_process
 from localllm.runtime.engine_client import EngineClient, RenewedClient
 from localllm.runtime.engine_handle import EngineHandle, EnginePeer
 from localllm.runtime.engine_loader import Opening
@@ -66,6 +67,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Card:
 
     monkeypatch.setattr(ModelRunner, "forward", computed)
     monkeypatch.setattr(torch.cpu, "synchronize", lambda _device=None: gpu.require())
+    # Engines in threads of one process would listen at one address, and one would be a client of the one before.
+    monkeypatch.setattr(engine_process, "listening", lambda _path: _raise(LocalLLMError("nobody listens")))
     monkeypatch.setattr(card, "why_not", lambda _device: "")
     monkeypatch.setattr(card, "keep_fault", lambda _device, reason: gpu.verdicts.append(reason))
     return gpu
