@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleName
     told = SimpleNamespace(capability=(8, 6), says="", steps=(), hangs=False, scopes=[])
 
     def run_within(command: list[str], *_: Any, hear: Any, **limits: float) -> SimpleNamespace:
+        assert limits["cpu_s"] == math.inf  # what compiles on all cores uses any other up in no time
         told.scopes.append(CheckScope(tuple(command[4:])))
         for step in told.steps:
             hear(f"{ready.PROGRESS} {step}")
@@ -80,6 +82,11 @@ def test_a_check_is_made_once(card):
     assert anew() == "" and anew() == "" and card.scopes == [BRIEF]
     ready.check_once(CARD, pytest.fail)
     assert len(card.scopes) == 1
+
+
+def test_a_plan_before_any_model_checks_in_brief(card):
+    ready.check_once(CARD, lambda _text: None)
+    assert anew() == "" and card.scopes == [BRIEF]
 
 
 def test_a_wrong_kernel_is_remembered_and_a_want_of_memory_is_not(card):
@@ -419,6 +426,24 @@ def test_all_is_compiled_before_the_first_kernel_runs_and_each_step_is_told(monk
     count = len(outcome.cases)
     assert told == ["1 of 2 compiled", *(f"{done} of {count} compared" for done in range(count + 1))]
     assert outcome.uncompared == ["not compared: _embed: PTXASError: ptxas: not found"]
+
+
+def test_what_ran_before_a_case_that_was_left_counts_for_no_other(monkeypatch):
+    def some(_device: torch.device, _sizes: check_cases.CheckSizes) -> Iterator[check_cases.Case]:
+        for name, error in (("first", None), ("second", 0.0)):
+            KernelLaunch(SimpleNamespace(fn=SimpleNamespace(__name__=name)), (1,), {}).run()
+            yield check_cases.Case(f"a case of the {name}", error, 0)
+
+    monkeypatch.setattr(check, "cases", some)
+    monkeypatch.setattr(KernelLaunch, "_run", lambda _launch: None)
+    outcome = check.checked(CPU, TINY, lambda _text: None)
+    assert outcome.uncompared == ["not compared: first: a case of the first"]
+
+
+def test_what_was_wrong_is_said_last():
+    cases = [check_cases.Case(name, error, 0.5) for name, error in (("a", 1.0), ("b", 0.0), ("c", None))]
+    begins = [line.split(":")[0] for line in check.Outcome(cases, ["not compared: d"]).lines()]
+    assert begins == ["ok", "left", "not compared", "WRONG"]
 
 
 def test_what_takes_longest_to_compile_is_first():
