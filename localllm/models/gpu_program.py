@@ -24,7 +24,7 @@ from localllm.kernels.page_locked import page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
 from localllm.layers.gpu_block import GpuForward, multiply, run_block
-from localllm.layers.gpu_tables import GpuTables, LongStage, TableShape, table_pages, table_shape, task_tokens
+from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.segment import KVStore
@@ -99,7 +99,7 @@ class GpuProgram:
         self._graphs, self.name_in_graphs = graphs or Graphs(self.device), object()
         self._captures = graphs is not None and graphs.captures
         self._on_host = page_locked((_COPIES, product.FEW_ROWS), torch.int64, self.device)
-        self._long_stage = LongStage(self.device)
+        self._long_stage = HostStage(self.device)
         self._num_draws = 0
         self._joined_runs: tuple[_Run, ...] | None = None
 

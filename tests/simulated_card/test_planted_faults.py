@@ -61,6 +61,7 @@ def a_place_in_the_ring_is_written_early(patch: pytest.MonkeyPatch) -> None:
 
 def tables_have_one_stage(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gpu_tables, "_STAGES", 1)
+    patch.setattr(gpu_tables.HostStage, "wait", lambda _stage: None)
 
 
 def drawn_ids_are_read_early(patch: pytest.MonkeyPatch) -> None:
