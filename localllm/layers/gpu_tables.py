@@ -26,8 +26,10 @@ from localllm.layers.segment import KVStore, Segment
 _ALIGN = 16
 # Of the host's memory: the copies of two steps may still wait while the tables of a third are written.
 _STAGES = 4
+# Pages of a graph's tables, and by how much they grow. Up to FEW_ROWS, programs share out the pages that a table has
+# room for; of more rows a program has all of its task's pages, and room costs eight bytes a page.
 _LEAST_PAGES, _MORE_PAGES = 4, 2
-# Up to FEW_ROWS, pages are shared out over programs; of more rows a program has all of its task's pages.
+_LONG_PAGES, _MORE_LONG_PAGES = 64, 16
 
 
 @dataclass(frozen=True)
@@ -217,12 +219,12 @@ def table_shape(batch: Batch, rows: int, pages: int, groups: int, task_tokens: i
     return TableShape(rows, 1, rows // task_tokens + rows // PAGE_TOKENS + 2, pages, groups, frequencies)
 
 
-def table_pages(num_tokens: int) -> int:
-    """Return the pages of tables for a sequence of so many tokens and for longer ones: a graph is made for each such
-    number."""
-    pages = _LEAST_PAGES
+def table_pages(num_tokens: int, rows: int) -> int:
+    """Return the pages of tables for a sequence of so many tokens and for longer ones, in forwards of so many rows: a
+    graph is made for each such number."""
+    pages, more = (_LEAST_PAGES, _MORE_PAGES) if rows <= FEW_ROWS else (_LONG_PAGES, _MORE_LONG_PAGES)
     while pages < pages_of(num_tokens):
-        pages *= _MORE_PAGES
+        pages *= more
     return pages
 
 

@@ -59,14 +59,19 @@ class Drawn:
 
 
 class _Rows:
-    """The buffers that forwards of a few rows write: at the same addresses each time."""
+    """The buffers that forwards of all shapes write: at the same addresses each time."""
 
     def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
         device, vocab_size = decoder.device, decoder.head.out_features
         self.x = torch.zeros((product.FEW_ROWS, decoder.config.hidden_size), device=device)
         self.logits = torch.zeros((product.FEW_ROWS, vocab_size), device=device)
         self.drawn = torch.zeros(product.FEW_ROWS, dtype=torch.int64, device=device)
         self.sampling = sample.SampleRoom.empty(product.FEW_ROWS, vocab_size, device)
+
+    @cached_property
+    def long_x(self) -> Tensor:
+        return torch.zeros((CHUNK_ROWS, self._decoder.config.hidden_size), device=self._decoder.device)
 
 
 class _Room:
@@ -77,6 +82,7 @@ class _Room:
         self.tables, self.x = tables, x
         self.logits, self.drawn, self.sampling = rows.logits[:count], rows.drawn[:count], rows.sampling
         self.graphs: dict[int, Any] = {}
+        self.forwards = 0
 
 
 @dataclass(frozen=True)
@@ -183,15 +189,15 @@ class GpuProgram:
     def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _Room:
         """Return the room for a batch, with its tables filled."""
         layouts = batch.segments[0].kv.layouts
-        shape, tokens = self._shape(batch, rows, table_pages(_longest(batch)))
+        shape, tokens = self._shape(batch, rows, table_pages(_longest(batch), rows))
 
         def new_room() -> _Room:
-            size = (rows, self.decoder.config.hidden_size)
-            x = self._rows.x[:rows] if rows <= product.FEW_ROWS else torch.zeros(size, device=self.device)
-            return _Room(GpuTables(shape, self.device, layouts), x, self._rows)
+            x = self._rows.x if rows <= product.FEW_ROWS else self._rows.long_x
+            return _Room(GpuTables(shape, self.device, layouts), x[:rows], self._rows)
 
         room = self._graphs.room(self.name_in_graphs, (shape, layouts), new_room)
         room.tables.fill(batch, self._groups(batch), tokens, draws)
+        room.forwards += 1
         return room
 
     @contextmanager
@@ -210,7 +216,9 @@ class GpuProgram:
             graph.replay()
             return
         self._launch(run, room, forward, draws)
-        if index not in room.graphs and run.is_ours and self._captures and self._is_capturable(run):
+        # Many a prompt has one chunk of a shape, for which a graph would cost more than it saves.
+        comes_again = room.tables.shape.rows <= product.FEW_ROWS or room.forwards > 1
+        if index not in room.graphs and run.is_ours and self._captures and comes_again and self._is_capturable(run):
             room.graphs[index] = self._graphs.captured(partial(self._launch, run, room, forward, draws))
 
     def _launch(self, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:

@@ -16,7 +16,7 @@ from localllm.offload.placement import GRAPH_ROOMS, NEVER, BlockPlacement
 from localllm.offload.planner.costs import PASS_TOKENS, Costs, Work
 from localllm.offload.planner.fit_errors import parts
 from localllm.offload.planner.host_placements import LOGIT_ROWS, PROMPT_TOKENS
-from localllm.offload.planner.machine import KERNELS, Card, CardMemory, Machine
+from localllm.offload.planner.machine import SPLIT_KERNELS, Card, CardMemory, Machine
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
 from localllm.offload.planner.plan import Plan, can_be_packed
 from localllm.offload.streaming.ring import ring_bytes
@@ -385,7 +385,7 @@ class CardPlacements:
 
 def graph_bytes(shape: ModelShape, card: CardMemory) -> int:
     """Return what the driver takes for the graphs of a model's steps, wherever its blocks are, and of its drafts'."""
-    launches = KERNELS * (len(shape.blocks) + shape.draft_blocks) + _ENDS
+    launches = SPLIT_KERNELS * (len(shape.blocks) + shape.draft_blocks) + _ENDS
     return int(GRAPH_ROOMS * launches * card.graph_node_bytes)
 
 
