@@ -41,6 +41,7 @@ class Launched:
     def __init__(self, launch: KernelLaunch, compiled: Any, own: Any, **changes: Any) -> None:
         driver.set_active(own)
         metadata = compiled.metadata._replace(**changes)
+        ctypes.memset(TAKEN, 0, len(TAKEN))  # of the other driver, of what a function was allowed too
         self.loaded = own.utils.load_binary(compiled.name, compiled.kernel, metadata.shared, 0)
         self.launcher = own.launcher_cls(compiled.src, metadata)
         values = {**launch.arguments, **launch.constants_on(86)}

@@ -20,6 +20,7 @@ from localllm.engine import card
 from localllm.engine.request import Request
 from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner
+from localllm.engine.step import StepLoop
 from localllm.errors import CardFaultError, EngineGoneError
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.runtime import engine_process
@@ -106,6 +107,19 @@ def test_an_error_that_is_none_of_the_card_ends_one_request(gpu: Card, monkeypat
         *_, finished = engine.generate((5, 6, 7), SHORT)
     assert str(finished.error) == "something else" and not gpu.verdicts  # type: ignore[union-attr]
     assert generated(engine, (5, 6, 7), 4)
+    engine.close()
+
+
+def test_a_fault_that_shows_while_a_token_is_taken_ends_the_engine(gpu: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sampled(*_: Any) -> Any:
+        gpu.has_faulted = True
+        gpu.require()
+
+    engine = tiny()
+    monkeypatch.setattr(StepLoop, "_sampled", sampled)
+    with pytest.raises(CardFaultError):
+        list(engine.generate((5, 6, 7), SHORT))
+    assert len(gpu.verdicts) == 1
     engine.close()
 
 

@@ -42,13 +42,13 @@ def test_one_that_hangs_is_given_up_in_the_end_and_the_machine_is_named() -> Non
         run("import time; time.sleep(10**6)", wait_s=1)
 
 
-STEPS = "import time\nfor step in range(4):\n    time.sleep(1.1)\n    print('step', step, flush=True)"
+STEPS = "import time\nfor step in range(5):\n    time.sleep(1.1)\n    print('step', step, flush=True)"
 
 
 def test_one_that_says_how_far_it_is_has_its_limits_for_each_step() -> None:
     heard: list[str] = []
     ended = run_within([sys.executable, "-c", STEPS], os.environ, cpu_s=PATIENCE_S, wait_s=4, hear=heard.append)
-    assert heard == ended.stdout.splitlines() == [f"step {step}" for step in range(4)]
+    assert heard == ended.stdout.splitlines() == [f"step {step}" for step in range(5)]
 
 
 def test_whoever_hears_may_end_it_with_what_it_has_started() -> None:

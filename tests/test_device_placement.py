@@ -66,7 +66,7 @@ class Event:
     """Has come when its stream has done what was given to it before."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        self.is_timed = enable_timing
+        self.is_timed, self.sleeps = enable_timing, blocking
         alive.add(self)
 
     def record(self, stream: Stream) -> None:
@@ -218,6 +218,13 @@ def test_what_was_timed_is_forgotten_where_nobody_looks_at_the_clock(monkeypatch
         device.run_until(lambda: not device.compute.queue)
     assert len(alive) - before < 50
     assert stream.clock.wait_s == pytest.approx(0.6)  # a wait for each run, each of a millisecond
+
+
+def test_a_thread_that_waits_for_a_copy_takes_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(random.Random(0))
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: device)
+    lane = Lane(SECOND_CARD)
+    assert lane.mark().sleeps and lane.mark(lane.stream).sleeps
 
 
 FAMILIES = ["llama", "qwen2", "gemma2", "olmo2", "tiny"]

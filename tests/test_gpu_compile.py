@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,19 @@ def test_what_a_check_launches_is_compiled_first_and_what_cannot_be_is_named(tmp
     assert again == []  # nothing is compiled twice
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (6, 6), (64, 16)])
+def test_as_many_are_compiled_at_once_as_there_are_cores(cores: int, threads: int, monkeypatch: Any) -> None:
+    asked: list[int] = []
+
+    def pool(count: int) -> ThreadPoolExecutor:
+        asked.append(count)
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)), raising=False)
+    monkeypatch.setattr(launch, "ThreadPoolExecutor", pool)
+    assert launch.compile_all([], pytest.fail) == {} and asked == [threads]
+
+
 class Kernel:
     """Keeps what it is launched with."""
 
@@ -71,20 +86,31 @@ class Kernel:
     def __getitem__(self, _grid):
         return lambda **arguments: self.taken.append(arguments)
 
+    def warmup(self, **arguments) -> None:
+        self.taken.append(arguments)
+
 
 @pytest.mark.parametrize(
     ("arch", "version", "overlaps"),
     [(120, 12080, True), (90, 12040, True), (90, 12020, False), (89, 13000, False)],
 )
 def test_kernels_overlap_where_card_and_driver_know_it_and_wait_then(arch, version, overlaps, monkeypatch):
-    card = SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda: SimpleNamespace(arch=arch))
+    chosen: list[bool] = []
+    card = SimpleNamespace(
+        get_current_device=lambda: 0 if chosen else pytest.fail("no driver was chosen"),
+        get_current_target=lambda: SimpleNamespace(arch=arch),
+    )
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=card))
     monkeypatch.setattr(launch, "_driver_version", lambda: version)
-    monkeypatch.setattr(launch, "_choose_driver", lambda: None)
+    monkeypatch.setattr(launch, "_choose_driver", lambda: chosen.append(True))
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     launch._capability.cache_clear()
     kernel = Kernel()
-    launch.KernelLaunch(kernel, (1,), {"x": None}, {"SIZE": 3}).run()
+    variant = launch.KernelLaunch(kernel, (1,), {"x": None}, {"SIZE": 3})
+    variant.run()
+    variant.compile()
     launch._capability.cache_clear()
-    (taken,) = kernel.taken
+    taken, compiled = kernel.taken
+    assert len(chosen) == 2  # before either, as Triton's own driver may want a compiler
+    assert compiled == {**taken, "grid": (1,)}
     assert (taken["OVERLAPS"], taken["launch_pdl"]) == (overlaps, overlaps) and taken["SIZE"] == 3

@@ -4,11 +4,13 @@ helps."""
 from __future__ import annotations
 
 import sys
+import tomllib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from localllm.cli.checks_gpu import check_gpu, check_kernels
 from localllm.cli.checks_torch import check_torch, torch_build
@@ -16,7 +18,7 @@ from localllm.engine import device
 from localllm.engine.kernel_check import note_device
 from localllm.engine.runner import operators_compute
 from localllm.errors import UsageError
-from tests.cli_support import run_cli, write_checkpoint
+from tests.cli_support import REPOSITORY, run_cli, write_checkpoint
 
 HAS_CODE = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
@@ -158,6 +160,14 @@ def test_doctor_knows_a_build_for_amd(amd, monkeypatch):
     assert finding.status == "ok" and "1 of AMD's, ROCm 6.4" in finding.detail and "NVML" not in finding.detail
 
 
+def test_a_build_for_amd_needs_amds_driver(amd, monkeypatch):
+    """NVIDIA's, of a card beside it, is none for it."""
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: name)
+    for is_there in (True, False):
+        monkeypatch.setattr(device, "is_there", lambda path, found=is_there: found and str(path) == "/dev/kfd")
+        assert device._has_driver("ROCm 6.4") is is_there
+
+
 def test_a_build_for_amd_without_a_card_of_amds_leaves_torch_alone(amd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "gpus", lambda: ())
@@ -176,3 +186,15 @@ def test_the_cpu_computes_beside_apples_and_intels_gpus_and_says_so(machine, bui
     monkeypatch.setattr("platform.machine", lambda: machine[1])
     assert (named in device.idle_gpu("auto")) if named else device.idle_gpu("auto") == ""
     assert device.device_name("auto") == "cpu" and device.idle_gpu("cpu") == ""
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "is_wanted"),
+    [("linux", "x86_64", True), ("linux", "aarch64", True), ("darwin", "arm64", False)],
+)
+def test_triton_comes_along_where_nvidias_cards_are(system, machine, is_wanted):
+    """Beside ARM's cores, too: GB10, GH200."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (triton,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "triton"]
+    assert triton.marker is not None
+    assert triton.marker.evaluate({"sys_platform": system, "platform_machine": machine}) is is_wanted

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from localllm.engine import device
+from localllm.engine.kernel_check import scope_of
+from localllm.engine.memory import choose_dtype
 from localllm.engine.planner import ModelPlanner
 from localllm.engine.step_types import Chunk
 from localllm.kernels import int8, packed_linear
@@ -19,6 +23,7 @@ from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.packed_linear import halved_linear
 from localllm.kernels.tile16 import PackedMatrix
 from localllm.models.shapes import find_shape
+from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.gpu.test_step import Engine, by_kernels, by_operators, ids, logits
@@ -41,6 +46,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]
 
 def test_auto_is_never_a_type_that_is_emulated(capability):
     assert device.dtype_name("auto", "cuda:0") == "fp32" and device.dtype_name("auto", "cpu") == "bf16"
+    assert choose_dtype("auto", CUDA) is torch.float32 and choose_dtype("auto", CPU) is torch.bfloat16
     assert device.dtype_name("bf16", "cuda:0") == "bf16"
     assert "7.5" not in ready.missing(CUDA)
     ready.lacks_bf16.cache_clear()
@@ -85,17 +91,27 @@ class OnCard(Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize("rows", [16, 17])
-def test_more_rows_than_the_kernels_take_are_multiplied_in_fp16(rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "is_older", "way"), [(16, True, "by kernels"), (17, True, "in fp16"), (17, False, "as it is")]
+)
+def test_more_rows_than_the_kernels_take_are_multiplied_in_fp16(rows, is_older, way, monkeypatch):
+    """Of a card that has bf16, only what fp32 was asked for comes here."""
     matrix, taken = matrix_of(torch.randn(32, 128)), list[str]()
     monkeypatch.setattr(packed_linear.cpu_linear, "is_available", lambda: False)
     monkeypatch.setattr(packed_linear, "why_not", lambda _device: "")
-    monkeypatch.setattr(packed_linear, "lacks_bf16", lambda _device: True)
+    monkeypatch.setattr(packed_linear, "lacks_bf16", lambda _device: is_older)
     monkeypatch.setattr(packed_linear, "halved_linear", lambda *_: taken.append("in fp16"))
+    monkeypatch.setattr(packed_linear, "dequantized_linear", lambda *_: taken.append("as it is"))
     monkeypatch.setattr(product, "packed_linear", lambda *_: taken.append("by kernels"))
     monkeypatch.setattr(product, "dispatch_for", lambda _device: FEW)
     packed_linear.packed_linear(torch.randn(rows, 128).as_subclass(OnCard), matrix, 32)
-    assert taken == ["by kernels" if rows == 16 else "in fp16"]
+    assert taken == [way]
+
+
+def test_the_table_of_such_a_card_has_no_tensor_cores(monkeypatch):
+    properties = SimpleNamespace(major=7, minor=5, multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    assert product.dispatch_for.__wrapped__(CUDA) == FEW
 
 
 def test_a_prompt_is_computed_by_operators_and_a_step_by_kernels(tmp_path, monkeypatch):
@@ -125,3 +141,30 @@ def test_the_check_tries_what_such_a_card_launches(monkeypatch):
     names = {launch.name for launch in launches}
     assert "_gemv" in names and "_attend" in names and not names & {"_gemm", "_parts_added"} and count > 20
     assert check.sizes_for(check.BRIEF, Dispatch(1).most_rows) == check.BRIEF
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_models_own_ways_are_of_its_dtype(dtype):
+    scope = scope_of(find_shape("qwen3-8b").config, RECIPES["int4-g64"], "int8", dtype)
+    sizes = check.sizes_of(json.loads(scope.arguments[1]))
+    assert [heads.dtype for heads in sizes.attention] == [dtype]
+
+
+WAYS = json.dumps({"groups": [64], "attention": [{"keys": "int8", "dtype": "bfloat16"}], "activation": "silu"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"), [((), torch.float32), (("--brief",), torch.float32), (("--ways", WAYS), torch.bfloat16)]
+)
+def test_the_program_of_the_check_tries_no_more_and_a_models_own_dtype(arguments, dtype, capability, monkeypatch):
+    tried: list[check_cases.CheckSizes] = []
+    monkeypatch.setattr(check, "_device", lambda _name: CUDA)
+    monkeypatch.setattr(check, "dispatch_for", lambda _device: FEW)
+    monkeypatch.setattr(check, "checked", lambda _device, sizes, _tell: tried.append(sizes) or check.Outcome([], []))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    with pytest.raises(SystemExit):
+        check.main(["cuda:0", *arguments])
+    (sizes,) = tried
+    assert max(sizes.row_counts) <= 16 and {heads.dtype for heads in sizes.attention} == {dtype}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import shutil
@@ -90,8 +91,15 @@ def test_a_wrong_kernel_is_remembered_and_a_want_of_memory_is_not(card):
     assert anew().startswith("WRONG: gemv") and anew().startswith("WRONG: gemv") and len(card.scopes) == 3
 
 
-def test_a_check_that_ends_in_another_way_is_tried_again_an_hour_later(card, monkeypatch):
-    card.says = "RuntimeError: CUDA error: an illegal memory access was encountered"
+@pytest.mark.parametrize(
+    "says",
+    [
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "not compared: _gemm: PTXASError: `ptxas` failed with error code 1",
+    ],
+)
+def test_a_check_that_ends_in_another_way_is_tried_again_an_hour_later(says, card, monkeypatch):
+    card.says = says
     assert anew() == anew() == card.says and len(card.scopes) == 1
     card.says, now = "", time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3700)
@@ -168,7 +176,10 @@ def test_a_fault_of_the_card_is_kept_until_something_is_another_version(card, mo
     assert anew() == ""
     ready.keep_fault(CARD, "with a model they ended in a fault of the GPU")
     assert anew() == "with a model they ended in a fault of the GPU" and ready.check(CARD) == ""
-    assert anew() == "with a model they ended in a fault of the GPU"
+    now = time.time()
+    with monkeypatch.context() as later:
+        later.setattr(time, "time", lambda: now + 3e8)
+        assert anew() == "with a model they ended in a fault of the GPU"
     in_another_process()
     ready.check_once(CARD, pytest.fail)
     finding = check_kernels()
@@ -239,6 +250,12 @@ def test_the_doctor_checks_anew(card):
     assert check_kernels().status == "warn" and "WRONG: something" in check_kernels().detail
     card.capability = (6, 1)
     assert check_kernels().status == "ok" and "not used" in check_kernels().detail
+
+
+def test_the_doctor_tries_all_ways_and_tells_how_far_it_is(card):
+    card.steps = ("1 of 2 compiled",)
+    heard: list[str] = []
+    assert check_kernels(heard.append).status == "ok" and card.scopes == [ALL] and heard == ["1 of 2 compiled"]
 
 
 def test_the_doctor_names_what_mends_a_triton_that_compiles_nothing(card):
@@ -373,6 +390,61 @@ def end_of_the_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         check.main(["cuda:0", "--brief"])
     lines = capsys.readouterr().out.splitlines()
     return bool(ended.value.code), [line for line in lines if not line.startswith(ready.PROGRESS)]
+
+
+def test_all_is_compiled_before_the_first_kernel_runs_and_each_step_is_told(monkeypatch):
+    """And what was said of one that does not compile is the reason why nothing of it was compared."""
+    sizes, told, run = replace(check_cases.SMALL, groups=(), attention=()), list[str](), KernelLaunch._run
+
+    def compile_all(launches: list[KernelLaunch], progress: Any) -> dict[str, str]:
+        assert {launch.name for launch in launches} >= {"_embed", "_winner"}
+        progress(1, 2)
+        return {"_embed": "PTXASError: ptxas: not found"}
+
+    def runs(launch: KernelLaunch) -> None:
+        assert told[0] == "1 of 2 compiled"
+        if launch.name == "_embed":
+            raise CompilationError("", None, "another reason")
+        run(launch)
+
+    monkeypatch.setattr(check, "is_interpreted", lambda: False)
+    monkeypatch.setattr(check, "compile_all", compile_all)
+    monkeypatch.setattr(KernelLaunch, "_run", runs)
+    outcome = check.checked(CPU, sizes, told.append)
+    count = len(outcome.cases)
+    assert told == ["1 of 2 compiled", *(f"{done} of {count} compared" for done in range(count + 1))]
+    assert outcome.uncompared == ["not compared: _embed: PTXASError: ptxas: not found"]
+
+
+def test_what_takes_longest_to_compile_is_first():
+    launches, _ = check.launches_of(CPU, replace(FEW, groups=(None,)))
+    names = [launch.name for launch in launches]
+    assert names.index("_attend") < names.index("_gemv")
+
+
+def test_a_step_of_a_check_leaves_its_program_at_once(monkeypatch):
+    """Whoever reads it from the pipe gives up where nothing comes."""
+
+    class Pipe(io.StringIO):
+        arrived = ""
+
+        def flush(self) -> None:
+            self.arrived = self.getvalue()
+
+    def checked(_device: torch.device, _sizes: check_cases.CheckSizes, tell: Any) -> check.Outcome:
+        tell("1 of 2 compiled")
+        assert pipe.arrived == f"{ready.PROGRESS} 1 of 2 compiled\n"
+        return check.Outcome([], [])
+
+    pipe = Pipe()
+    monkeypatch.setattr("sys.stdout", pipe)
+    monkeypatch.setattr(check, "_device", lambda _name: CPU)
+    monkeypatch.setattr(check, "checked", checked)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    with pytest.raises(SystemExit):
+        check.main(["cuda:0", "--brief"])
 
 
 def test_a_card_on_which_nothing_could_be_compared_is_not_right(monkeypatch, capsys):

@@ -11,7 +11,10 @@ import torch
 
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import PagedKV
+from localllm.engine import engine as engine_module
 from localllm.engine.engine import Engine
+from localllm.engine.kernel_check import scope_of
+from localllm.engine.loader import Watcher
 from localllm.engine.runner import ModelRunner
 from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk
@@ -19,6 +22,7 @@ from localllm.kernels.gpu import product
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product import Dispatch
 from localllm.models.gpu_program import GpuProgram
+from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.kv_support import check_pages
@@ -74,6 +78,19 @@ def test_a_load_prepares_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ModelRunner, "warm_up", warm_up)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="bf16", kv="bf16"))
     assert [kv_format.name for kv_format in prepared] == ["bf16"]
+    engine.close()
+
+
+def test_a_load_has_the_models_own_ways_checked_and_tells_how_far_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(engine_module, "note_device", lambda *arguments: asked.append(arguments))
+    watcher = Watcher(measuring=lambda _text: None, noting=lambda _text: None)
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", weights="int8", kv="int8"), watcher=watcher)
+    scope = scope_of(engine.model.config, RECIPES["int8"], "int8", torch.bfloat16)
+    assert asked == [(torch.device("cpu"), [scope], watcher.measuring, watcher.noting)]
     engine.close()
 
 
