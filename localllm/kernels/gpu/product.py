@@ -55,6 +55,8 @@ class Dispatch:
         while parts < matrix.slices and programs * parts < self.programs * self.multiprocessors:
             parts *= 2
         stages = self.stages if each == 16 and weight_rows == 64 else 3
+        if each == _MOST_ROWS and matrix.group >= _LARGE_GROUP:
+            stages = 2  # a third takes registers that sm_120 has not
         return ProgramShape(weight_rows, each, parts, threads // _WARP, stages)
 
     def product(
