@@ -28,6 +28,8 @@ from localllm.runtime.engine_client import EngineClient, RenewedClient
 from localllm.runtime.engine_handle import EngineHandle, EnginePeer
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.engine_process import _serve
+from localllm.runtime.engine_server import EngineServer
+from localllm.runtime.engine_thread import EngineThread
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import Selection, locate, with_defaults
 from tests.cli_support import run_cli
@@ -214,6 +216,30 @@ def test_a_load_that_ends_in_a_fault_is_an_engine_that_is_gone(gpu: Card) -> Non
         with pytest.raises(EngineGoneError, match="gone"):
             client.wait_loaded(PATIENCE_S)
         assert isinstance(client.wait_ended(), EngineGoneError)
+    client.close()
+
+
+def test_who_asks_after_a_fault_and_before_the_end_of_the_process_hears_that_the_engine_is_gone(
+    gpu: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_ended = threading.Event()
+
+    def watch(engine: EngineThread, _server: EngineServer) -> None:
+        """Leave the process there."""
+        engine.wait_ended()
+        has_ended.set()
+
+    monkeypatch.setattr(engine_process, "_watch", watch)
+    client = served()
+    engine = client.wait_loaded(PATIENCE_S)
+    assert engine is not None
+    gpu.forwards = 0
+    client.submit(Request((5, 6, 7), SHORT))
+    assert has_ended.wait(PATIENCE_S)
+    for ask in (lambda: list(client.submit(Request((5, 6, 7), SHORT))), engine.status):
+        with pytest.raises(EngineGoneError) as caught:
+            ask()
+        assert ILLEGAL in caught.value.why and "tiny" in caught.value.why
     client.close()
 
 

@@ -61,7 +61,7 @@ def test_what_attention_leaves_for_its_last_step_is_in_the_ledger() -> None:
             )["activations"]
             for one in (shape, replace(shape, section_bytes=0))
         )
-        tables = TableShape(FEW_ROWS, FEW_ROWS, FEW_ROWS, table_pages(ctx), 1)
+        tables = TableShape(FEW_ROWS, FEW_ROWS, FEW_ROWS, table_pages(ctx, FEW_ROWS), 1)
         parts = new_parts(tables.sections, FEW_ROWS, config.num_heads, config.head_dim)
         assert with_them - without == sum(part.nbytes for part in (parts.mixed, parts.peaks, parts.totals))
 
@@ -88,9 +88,9 @@ def test_graphs_have_an_owner_and_those_of_a_draft_model_too() -> None:
     """As many as are kept, with a node for each launch; none where nothing is captured."""
     of = search("llama-3.1-8b", 24)
     node_bytes = of.best().ledger["vram"]["graphs"]
-    assert node_bytes == GRAPH_ROOMS * (2 * 32 * 5.5 + 8) * NODE_BYTES
+    assert node_bytes == GRAPH_ROOMS * (2 * 32 * 6.5 + 8) * NODE_BYTES
     drafting = replace(of, shape=replace(of.shape, draft_bytes=GIB, draft_blocks=32))
-    assert drafting.best().ledger["vram"]["graphs"] == GRAPH_ROOMS * (3 * 32 * 5.5 + 8) * NODE_BYTES
+    assert drafting.best().ledger["vram"]["graphs"] == GRAPH_ROOMS * (3 * 32 * 6.5 + 8) * NODE_BYTES
     assert of.machine.card is not None
     memory = replace(of.machine.card.memory, graph_node_bytes=0)
     without = replace(of, machine=replace(of.machine, card=replace(of.machine.card, memory=memory)))

@@ -48,7 +48,7 @@ def in_time(x, y, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
     tl.store(y + tl.arange(0, SIZE), tl.load(x + tl.arange(0, SIZE)))
 
 x, y = torch.empty(1 << 18, dtype=torch.float16), torch.empty(1 << 18)
-for kernel, size, card in ((wrong, 3, 89), (crowded, 128, 89), (_gemv, 1024, 89), (early, 64, 90), (in_time, 64, 90)):
+for kernel, size, card in ((wrong, 3, 89), (crowded, 256, 89), (_gemv, 1024, 89), (early, 64, 90), (in_time, 64, 90)):
     arguments = {"x": x} if kernel is wrong else {"x": x, "y": y}
     print("; ".join(faults(KernelLaunch(kernel, (1,), arguments, {"SIZE": size}), card)) or "nothing found")
 """

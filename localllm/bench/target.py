@@ -8,7 +8,7 @@ import torch
 
 from localllm.bench.random_model import RandomBlocks, word_tokenizer
 from localllm.bench.workload import Workload
-from localllm.cache.kv_format import KVFormat, choose_format
+from localllm.cache.kv_format import KVFormat, choose_format, wanted_format
 from localllm.config import format_bytes
 from localllm.engine.device import dtype_name
 from localllm.engine.engine import Engine
@@ -60,7 +60,7 @@ def random_target(
     device = choose_device(config.device)
     named, dtype = dtype_name(config.dtype, str(device)), choose_dtype(config.dtype, device)
     weights = recipe(choose_recipe(config.weights, shape.config, (), named))
-    kv = "int8" if config.kv == config.dtype == "auto" else config.kv  # as a model that is loaded has it
+    kv = wanted_format(config.kv, config.dtype, config.weights)
     require_memory(shape, weights, kv, dtype, device, workload.kv_tokens)
     note_device(device, [scope_of(shape.config, weights, kv, dtype)], watcher.measuring, watcher.noting)
     blocks = RandomBlocks(weights)

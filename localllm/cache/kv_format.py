@@ -65,9 +65,19 @@ KV_FORMATS = {
 }
 
 
+def wanted_format(kv: str, dtype: str, weights: str) -> str:
+    """Return the name for `choose_format` of what a user wants: settings of those names, "auto" where they say nothing.
+
+    Keys and values are INT8 where nobody has asked for fp32: also where a model computes in that by `--dtype auto`, on
+    a GPU that lacks bf16 (RTX 20, GTX 16, T4).
+    """
+    return "int8" if kv == dtype == "auto" and weights != "fp32" else kv
+
+
 def choose_format(name: str, head_dim: int, item_bytes: int) -> KVFormat:
-    """Return the format of this name. "auto" is INT8, and dense where the model computes in fp32: whoever asks for
-    that wants every bit. item_bytes: of a number of that. Heads that groups of 32 do not divide stay dense."""
+    """Return the format of this name (see `wanted_format`). "auto" is INT8, and dense where the model computes in fp32:
+    whoever asks for that wants every bit. item_bytes: of a number of what it computes in. Heads that groups of 32 do
+    not divide stay dense."""
     if name == "auto":
         name = "bf16" if item_bytes == 4 else "int8"
     return KV_FORMATS[name if head_dim % GROUP == 0 else "bf16"]

@@ -59,4 +59,5 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
         }
         for has_window in sorted({window is not None for window in config.windows})
     ]
-    return CheckScope.of(Ways(groups=sorted(groups, key=lambda group: group or 0), attention=attention))
+    in_order = sorted(groups, key=lambda group: group or 0)
+    return CheckScope.of(Ways(groups=in_order, attention=attention, activation=config.activation))

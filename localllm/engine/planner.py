@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from localllm.cache.kv_format import wanted_format
 from localllm.engine.device import DTYPES, device_name, dtype_name, has_cuda
 from localllm.engine.device import has_card as has_card
 from localllm.engine.placement import BATCH_ROWS, model_shape, process_memory, require_cap, require_context
@@ -94,8 +95,7 @@ class ModelPlanner:
         require_context(config, wanted.ctx)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
         dtype = dtype_name(wanted.weights if is_by_weights else wanted.dtype, device)
-        if wanted.kv == wanted.dtype == "auto" and wanted.weights != "fp32":
-            wanted = replace(wanted, kv="int8")  # also where fp32 was not asked for, but is what the GPU computes in
+        wanted = replace(wanted, kv=wanted_format(wanted.kv, wanted.dtype, wanted.weights))
         packed = () if files is None else tuple(packed_recipes(files))
         weights = choose_recipe(wanted.weights, config, packed, dtype)
         return cls(name, files, weights, dtype, device, wanted, job, say)

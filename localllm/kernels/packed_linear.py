@@ -31,8 +31,8 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Tensor:
 
 
 def halved_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Tensor:
-    """x [T, K] fp32 -> [T, out_features], multiplied in fp16, in which such a GPU has tensor cores: eight times as fast
-    as fp32. Each row is scaled to at most 1 before, so that nothing overflows: rounding to fp16 costs 2**-11."""
+    """x [T, K] fp32 -> [T, out_features], multiplied in fp16: a card with tensor cores does that eight times as fast as
+    fp32. Each row is scaled to at most 1 before, so that no activation overflows: rounding to fp16 costs 2**-11."""
     peaks = x.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     return dequantized_linear((x / peaks).half(), matrix, out_features).float().mul_(peaks)
 

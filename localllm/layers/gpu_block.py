@@ -137,7 +137,7 @@ def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor | Codes:
     )
     q = torch.empty((M, H, D), device=qkv.device)
     packed = body.o_proj.packed
-    is_coded = packed is not None and can_code(D, packed)
+    is_coded = packed is not None and can_code(D, packed.group)
     mixed = Codes.of(M, packed) if packed is not None and is_coded else torch.empty((M, H * D), device=qkv.device)
     rope_store(qkv.view(M, H + 2 * KH, D), q, tokens, rope, tables.dense, tables.coded, row).run()
     launches = attend(

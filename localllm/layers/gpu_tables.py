@@ -24,9 +24,12 @@ from localllm.layers.batch import Batch, Draw
 from localllm.layers.segment import KVStore, Segment
 
 _ALIGN = 16
-_STAGES = 4  # of the host's memory: a step's tables are written while the copies of two before may be on their way
+# Of the host's memory: the copies of two steps may still wait while the tables of a third are written.
+_STAGES = 4
+# Pages of a graph's tables, and by how much they grow. Up to FEW_ROWS, programs share out the pages that a table has
+# room for; of more rows a program has all of its task's pages, and room costs eight bytes a page.
 _LEAST_PAGES, _MORE_PAGES = 4, 2
-# Up to FEW_ROWS, pages are shared out over programs; of more rows a program has all of its task's pages.
+_LONG_PAGES, _MORE_LONG_PAGES = 64, 16
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,9 @@ def _padded(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGN) * _ALIGN
 
 
-class LongStage:
-    """The host's memory for the tables of long forwards, one after the other: locked once, as that takes the driver
-    longer than a forward's tables do."""
+class HostStage:
+    """Memory of the host from which tables are copied. It is page-locked once, as that takes the driver longer than the
+    tables of a forward do, and written again when its copy is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -97,17 +100,20 @@ class LongStage:
         self._copied: Any = None  # an event
 
     def of(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], once the tables before are copied from there."""
+        """uint8 [num_bytes]; waits for the copy before."""
+        self.wait()
+        if self._memory.nbytes < num_bytes:
+            self._memory = page_locked((max(num_bytes, 2 * self._memory.nbytes),), torch.uint8, self._device)
+        return self._memory[:num_bytes]
+
+    def wait(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        if self._memory.nbytes < num_bytes:
-            self._memory = page_locked((2 * num_bytes,), torch.uint8, self._device)
-        return self._memory[:num_bytes]
 
     def mark(self) -> None:
         """Remember that its copy has been given to the device."""
         if self._device.type == "cuda":
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(self._device))
 
 
@@ -119,21 +125,17 @@ class GpuTables:
         shape: TableShape,
         device: torch.device,
         layouts: tuple[PageLayout, PageLayout | None],
-        long_stage: LongStage | None = None,
+        stage: HostStage | None = None,
     ) -> None:
-        """layouts: of dense and of coded pages. long_stage: where they are written; by default in memory of their own,
-        for as many steps as may be on their way."""
+        """layouts: of dense and of coded pages. stage: where they are written; by default in memory of their own, of
+        which most forwards find a part that nothing is copied from any more."""
         self.shape, self.device = shape, device
         self.dense, self.coded = layouts
-        self._long_stage = long_stage
-        if long_stage is None:
-            memory = page_locked((_STAGES, shape.num_bytes), torch.uint8, device)
-        else:
-            memory = long_stage.of(shape.num_bytes)[None]
-        self._is_locked = (
-            memory.is_pinned()
-        )  # else it is written over before the device has it, if that is not waited for
-        self._stages = [(stage, {n: v.numpy() for n, v in shape.views(stage).items()}) for stage in memory]
+        stages = [HostStage(device) for _ in range(_STAGES)] if stage is None else [stage]
+        written = [(each, each.of(shape.num_bytes)) for each in stages]
+        self._stages = [
+            (each, memory, {n: v.numpy() for n, v in shape.views(memory).items()}) for each, memory in written
+        ]
         self._used = 0
         self._memory = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device)
         self.views = shape.views(self._memory)
@@ -160,9 +162,11 @@ class GpuTables:
 
     def fill(self, batch: Batch, groups: Sequence[int], task_tokens: int, draws: Sequence[Draw] = ()) -> None:
         """groups: those that have layers on the device. task_tokens: the most of a task. draws: how a token is to be
-        drawn from each row's logits, if any is. A copy is begun; nothing is waited for."""
-        stage, words = self._stages[self._used % len(self._stages)]
+        drawn from each row's logits, if any is. A copy is begun. Waits for no copy but that of as many forwards before
+        as there are stages."""
+        stage, memory, words = self._stages[self._used % len(self._stages)]
         self._used += 1
+        stage.wait()
         T = len(batch)
         words["token_ids"][:T] = batch.token_ids.numpy()
         words["token_ids"][T:] = 0
@@ -185,9 +189,8 @@ class GpuTables:
         for index, count in enumerate(self.shape.frequencies):
             if count:
                 words[f"frequencies{index}"][:T] = batch.rotaries[index].frequencies(batch.segments).numpy()
-        self._memory.copy_(stage, non_blocking=self._is_locked)
-        if self._long_stage is not None:
-            self._long_stage.mark()
+        self._memory.copy_(memory, non_blocking=memory.is_pinned())  # what is not pinned is copied before this returns
+        stage.mark()
 
     def _place(self, words: dict[str, numpy.ndarray], index: int, segment: Segment, group: int) -> None:
         """Write the addresses of a segment's pages of this group."""
@@ -216,12 +219,12 @@ def table_shape(batch: Batch, rows: int, pages: int, groups: int, task_tokens: i
     return TableShape(rows, 1, rows // task_tokens + rows // PAGE_TOKENS + 2, pages, groups, frequencies)
 
 
-def table_pages(num_tokens: int) -> int:
-    """Return the pages of tables for a sequence of so many tokens and for longer ones: a graph is made for each such
-    number."""
-    pages = _LEAST_PAGES
+def table_pages(num_tokens: int, rows: int) -> int:
+    """Return the pages of tables for a sequence of so many tokens and for longer ones, in forwards of so many rows: a
+    graph is made for each such number."""
+    pages, more = (_LEAST_PAGES, _MORE_PAGES) if rows <= FEW_ROWS else (_LONG_PAGES, _MORE_LONG_PAGES)
     while pages < pages_of(num_tokens):
-        pages *= _MORE_PAGES
+        pages *= more
     return pages
 
 

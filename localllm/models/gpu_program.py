@@ -24,7 +24,7 @@ from localllm.kernels.page_locked import page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
 from localllm.layers.gpu_block import GpuForward, multiply, run_block
-from localllm.layers.gpu_tables import GpuTables, LongStage, TableShape, table_pages, table_shape, task_tokens
+from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.segment import KVStore
@@ -59,14 +59,19 @@ class Drawn:
 
 
 class _Rows:
-    """The buffers that forwards of a few rows write: at the same addresses each time."""
+    """The buffers that forwards of all shapes write: at the same addresses each time."""
 
     def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
         device, vocab_size = decoder.device, decoder.head.out_features
         self.x = torch.zeros((product.FEW_ROWS, decoder.config.hidden_size), device=device)
         self.logits = torch.zeros((product.FEW_ROWS, vocab_size), device=device)
         self.drawn = torch.zeros(product.FEW_ROWS, dtype=torch.int64, device=device)
         self.sampling = sample.SampleRoom.empty(product.FEW_ROWS, vocab_size, device)
+
+    @cached_property
+    def long_x(self) -> Tensor:
+        return torch.zeros((CHUNK_ROWS, self._decoder.config.hidden_size), device=self._decoder.device)
 
 
 class _Room:
@@ -77,6 +82,7 @@ class _Room:
         self.tables, self.x = tables, x
         self.logits, self.drawn, self.sampling = rows.logits[:count], rows.drawn[:count], rows.sampling
         self.graphs: dict[int, Any] = {}
+        self.forwards = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class GpuProgram:
         self._graphs, self.name_in_graphs = graphs or Graphs(self.device), object()
         self._captures = graphs is not None and graphs.captures
         self._on_host = page_locked((_COPIES, product.FEW_ROWS), torch.int64, self.device)
-        self._long_stage = LongStage(self.device)
+        self._long_stage = HostStage(self.device)
         self._num_draws = 0
         self._joined_runs: tuple[_Run, ...] | None = None
 
@@ -183,15 +189,15 @@ class GpuProgram:
     def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _Room:
         """Return the room for a batch, with its tables filled."""
         layouts = batch.segments[0].kv.layouts
-        shape, tokens = self._shape(batch, rows, table_pages(_longest(batch)))
+        shape, tokens = self._shape(batch, rows, table_pages(_longest(batch), rows))
 
         def new_room() -> _Room:
-            size = (rows, self.decoder.config.hidden_size)
-            x = self._rows.x[:rows] if rows <= product.FEW_ROWS else torch.zeros(size, device=self.device)
-            return _Room(GpuTables(shape, self.device, layouts), x, self._rows)
+            x = self._rows.x if rows <= product.FEW_ROWS else self._rows.long_x
+            return _Room(GpuTables(shape, self.device, layouts), x[:rows], self._rows)
 
         room = self._graphs.room(self.name_in_graphs, (shape, layouts), new_room)
         room.tables.fill(batch, self._groups(batch), tokens, draws)
+        room.forwards += 1
         return room
 
     @contextmanager
@@ -210,7 +216,9 @@ class GpuProgram:
             graph.replay()
             return
         self._launch(run, room, forward, draws)
-        if index not in room.graphs and run.is_ours and self._captures and self._is_capturable(run):
+        # Many a prompt has one chunk of a shape, for which a graph would cost more than it saves.
+        comes_again = room.tables.shape.rows <= product.FEW_ROWS or room.forwards > 1
+        if index not in room.graphs and run.is_ours and self._captures and comes_again and self._is_capturable(run):
             room.graphs[index] = self._graphs.captured(partial(self._launch, run, room, forward, draws))
 
     def _launch(self, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:

@@ -12,7 +12,8 @@ from typing import Literal
 Tier = Literal["vram", "ram", "disk"]
 
 NEVER = 1 << 62  # rows that no forward has
-# Of shapes of a GPU's steps whose graphs are kept: five numbers of rows, and a context that grows over three of pages.
+# Of shapes of a GPU's forwards whose graphs are kept. A chat has those of one token, of a draft's rows, of a question's
+# rest (32 or 64) and of whole chunks, and its steps grow over two or three numbers of pages.
 GRAPH_ROOMS = 8
 # Of the blocks that rest on a device, so many move at once; fewer would be asked for again at the next step.
 _SHARE = 8

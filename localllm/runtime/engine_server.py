@@ -113,7 +113,7 @@ class ClientConnection:
                 tell = partial(self._tell, number)
                 self._streams[number] = self._engine.submit(protocol.read(Request, request), tell)
             except Exception as error:
-                self.send({"op": "broken", "id": number, "error": protocol.plain(error)})
+                self.send({"op": "broken", "id": number, "error": protocol.plain(_from_outside(error))})
 
     def _tell(self, number: int, item: Event | BaseException) -> None:
         """Send an event of a request, or what broke the engine, under the client's number. Where the process ends of
@@ -134,7 +134,7 @@ class ClientConnection:
         try:
             value = CALLS[name](self._loaded(0), argument)
         except Exception as error:
-            self.send({"op": "refused", "id": number, "error": protocol.plain(error)})
+            self.send({"op": "refused", "id": number, "error": protocol.plain(_from_outside(error))})
             return
         self.send({"op": "answered", "id": number, "value": protocol.plain(value)})
 

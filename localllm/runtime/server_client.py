@@ -172,13 +172,14 @@ class ServerEngine(EnginePeer):
         for _ in range(_MOST_TRIES):
             reply = self._reply()
             try:
-                sock = connected(Path(reply["socket"]))
+                with contextlib.ExitStack() as closing:
+                    sock = closing.enter_context(connected(Path(reply["socket"])))
+                    self.pid = listener_pid(sock) if sys.platform == "linux" else int(reply["pid"])
+                    closing.pop_all()
+                    return sock
             except OSError as error:  # the engine has just ended, which the server is about to learn
                 why = str(error)
                 time.sleep(_AGAIN_S)
-                continue
-            self.pid = listener_pid(sock) if sys.platform == "linux" else int(reply["pid"])
-            return sock
         raise EngineGoneError("the server's engine cannot be reached", why=why, fix="localllm stop")
 
     def _reply(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import shutil
@@ -374,6 +375,33 @@ def test_the_check_finds_attention_that_is_a_little_wrong(wrong, monkeypatch):
     monkeypatch.setattr(check_cases, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
     case = next(check_cases._attention(CPU, check_cases.Heads("int8", "int4", 64, 2, 1)))
     assert not case.is_right
+
+
+def test_the_check_finds_codes_of_attention_that_are_a_little_wrong(monkeypatch):
+    """They are what the next matrix of a usual model is given."""
+    attend = check_cases.attend
+
+    def wrong(q: Tensor, out: Tensor | Codes, *rest: Any, **options: Any) -> list[Any]:
+        ends = [SimpleNamespace(run=lambda: out.scale.mul_(1.0001))] if isinstance(out, Codes) else []
+        return [*attend(q, out, *rest, **options), *ends]
+
+    heads = check_cases.Heads("int8", "int4", 64, 2, 1)
+    for is_wrong in (False, True):
+        if is_wrong:
+            monkeypatch.setattr(check_cases, "attend", wrong)
+        floats, codes = itertools.islice(check_cases._attention(CPU, heads, (64,)), 2)
+        assert floats.is_right and codes.is_right is not is_wrong and codes.name.endswith("codes in 64")
+
+
+def test_the_brief_check_has_what_a_usual_model_launches():
+    launches, _ = check.launches_of(CPU, check.BRIEF)
+    merged = {(each.constants["CODE_GROUP"], each.constants["CODE_BITS"]) for each in launches if each.name == "_merge"}
+    gated = {
+        (each.constants["GROUP"], each.constants["CODE_BITS"], each.constants["ACTIVATION"])
+        for each in launches
+        if each.name == "_gemm" and each.constants["ACTIVATION"]
+    }
+    assert merged == {(0, 0), (64, 4), (64, 8)} and gated == {(64, 4, "silu"), (64, 8, "silu")}
 
 
 def test_a_kernel_that_a_card_does_not_take_is_left_and_the_others_are_checked(card, monkeypatch):

@@ -347,3 +347,24 @@ def test_an_engine_that_has_just_ended_is_asked_for_again(tmp_path: Path, monkey
     monkeypatch.setattr(Server, "ask", lambda *_: {"socket": str(tmp_path / "ended")})
     with pytest.raises(EngineGoneError, match="engine cannot be reached"):
         engine.connect()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the server says which process it is")
+def test_an_engine_that_ends_before_its_process_is_known_is_asked_for_again(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(server_client, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(Server, "ask", lambda *_: {"socket": str(tmp_path / "engine")})
+    asked: list[socket.socket] = []
+
+    def pid(sock: socket.socket) -> int:
+        asked.append(sock)
+        if len(asked) == 1:
+            raise OSError("the other end is gone")
+        return 1234
+
+    monkeypatch.setattr(server_client, "listener_pid", pid)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "engine"))
+        listener.listen()
+        engine = ServerEngine(Server(tmp_path / "server"), {})
+        engine.connect().close()
+    assert engine.pid == 1234 and len(asked) == 2 and asked[0].fileno() == -1

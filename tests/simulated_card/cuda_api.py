@@ -111,8 +111,41 @@ class Cudart:
 
 def functions(card: SimulatedCard) -> dict[str, Any]:
     """What takes the place of functions and classes of `torch.cuda`."""
-    memory, config = card.memory, card.config
+    return {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        **_device_functions(card),
+        **_classes(card),
+        **_stream_functions(card),
+        **_memory_functions(card),
+        "cudart": lambda: Cudart(card),
+    }
 
+
+def _device_functions(card: SimulatedCard) -> dict[str, Any]:
+    config = card.config
+    properties = SimpleNamespace(
+        name=card.name,
+        major=config.capability[0],
+        minor=config.capability[1],
+        multi_processor_count=config.multiprocessors,
+        total_memory=config.memory_bytes,
+        uuid=card.name,
+    )
+    return {
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _device: None,
+        "device": lambda _device: nullcontext(),
+        "get_device_name": _of_device(card.name),
+        "get_device_properties": _of_device(properties),
+        "get_device_capability": _of_device(config.capability),
+        "get_arch_list": lambda: [f"sm_{config.capability[0]}{config.capability[1]}"],
+    }
+
+
+def _stream_functions(card: SimulatedCard) -> dict[str, Any]:
     @contextmanager
     def stream(used: CudaStream) -> Iterator[None]:
         before, card.current = card.current, used.stream
@@ -120,6 +153,19 @@ def functions(card: SimulatedCard) -> dict[str, Any]:
             yield
         finally:
             card.current = before
+
+    return {
+        "graph_pool_handle": card.new_pool,
+        "is_current_stream_capturing": lambda: card.capture is not None and card.current is card.capture.stream,
+        "stream": stream,
+        "current_stream": lambda _device=None: CudaStream(card, card.current),
+        "default_stream": lambda _device=None: CudaStream(card, card.timeline.compute),
+        "synchronize": lambda _device=None: card.synchronize(),
+    }
+
+
+def _memory_functions(card: SimulatedCard) -> dict[str, Any]:
+    memory = card.memory
 
     def free_and_total(_device: object = None) -> tuple[int, int]:
         card.asked("mem_get_info()")
@@ -135,33 +181,7 @@ def functions(card: SimulatedCard) -> dict[str, Any]:
     def forget_peak(_device: object = None) -> None:
         memory.most_allocated_bytes = memory.allocated_bytes
 
-    properties = SimpleNamespace(
-        name=card.name,
-        major=config.capability[0],
-        minor=config.capability[1],
-        multi_processor_count=config.multiprocessors,
-        total_memory=config.memory_bytes,
-        uuid=card.name,
-    )
     return {
-        "_lazy_init": lambda: None,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda _device: None,
-        "device": lambda _device: nullcontext(),
-        "get_device_name": _of_device(card.name),
-        "get_device_properties": _of_device(properties),
-        "get_device_capability": _of_device(config.capability),
-        "get_arch_list": lambda: [f"sm_{config.capability[0]}{config.capability[1]}"],
-        **_classes(card),
-        "graph_pool_handle": card.new_pool,
-        "is_current_stream_capturing": lambda: card.capture is not None and card.current is card.capture.stream,
-        "stream": stream,
-        "current_stream": lambda _device=None: CudaStream(card, card.current),
-        "default_stream": lambda _device=None: CudaStream(card, card.timeline.compute),
-        "synchronize": lambda _device=None: card.synchronize(),
         "empty_cache": empty_cache,
         "mem_get_info": free_and_total,
         "memory_reserved": lambda _device=None: memory.reserved_bytes,
@@ -170,7 +190,6 @@ def functions(card: SimulatedCard) -> dict[str, Any]:
         "reset_peak_memory_stats": forget_peak,
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": lambda _device=None: memory.fraction,
-        "cudart": lambda: Cudart(card),
     }
 
 

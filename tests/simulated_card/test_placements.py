@@ -8,6 +8,7 @@ import pytest
 
 from localllm import TokenEvent
 from localllm.engine.request import Request, SamplingParams
+from localllm.engine.step_types import Chunk
 from tests.engine_support import answered, generated
 from tests.simulated_card.device import DEVICE, CardConfig
 from tests.simulated_card.streams import SCHEDULES
@@ -69,3 +70,24 @@ def test_answers_that_share_steps_are_those_that_they_are_alone(schedule, packed
         alone = [answered(packed.engine(placed), request)[0].token_ids for request in requests]
         together = [heard.token_ids for heard in answered(packed.engine(placed), *requests)]
         assert together == alone and [len(ids) for ids in alone] == [8, 7, 3]
+
+
+@pytest.mark.parametrize("schedule", LATE)
+def test_a_prompts_chunks_are_computed_from_tables_of_their_own_though_nobody_reads_between(
+    schedule, packed_models, simulated_card
+):
+    """As a draft model reads a prompt: nothing waits for a chunk before the next one's tables are written."""
+    packed, found = packed_models["int8"], []
+    token_ids = [3 + index % 50 for index in range(20 * 9)]
+    with simulated_card(CardConfig(schedule)), packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        engine = packed.engine(placed)
+        for reads in (False, True):
+            kv = engine.residency.new_kv(len(token_ids))
+            for _ in range(9):
+                logits = engine.runner.forward([Chunk(token_ids, kv, 20)])
+                if reads:
+                    logits.tolist()
+            found.append(logits.tolist())
+            kv.close()
+    assert found[0] == found[1]

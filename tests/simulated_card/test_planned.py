@@ -10,6 +10,7 @@ import pytest
 from localllm import Engine, EngineConfig
 from localllm.offload.measurements import device_rates, measurement, roofline
 from localllm.offload.placement import GRAPH_ROOMS
+from localllm.offload.planner.machine import SPLIT_KERNELS
 from localllm.offload.planner.profile import FormatRates
 from tests.engine_support import generated
 from tests.simulated_card.device import CardConfig
@@ -54,7 +55,7 @@ def test_graphs_are_measured_and_have_their_part_of_the_card(simulated_card, exp
         plan = engine.plan
         assert plan is not None and plan.is_whole
         graphs, limit = plan.ledger["vram"]["graphs"], plan.limits["vram"]
-        assert graphs == GRAPH_ROOMS * (5.5 * len(plan.shape.blocks) + 8) * NODE_BYTES
+        assert graphs == GRAPH_ROOMS * (SPLIT_KERNELS * len(plan.shape.blocks) + 8) * NODE_BYTES
         context = plan.ledger["vram"]["context"]
         assert card.memory.fraction == pytest.approx((limit - context - graphs) / config.memory_bytes)
         card.config = replace(config, graph_bytes=graphs // GRAPH_ROOMS)  # of the model, which has fewer

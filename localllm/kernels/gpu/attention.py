@@ -43,8 +43,9 @@ FAR = tl.constexpr(1 << 30)  # beyond every position
 COARSE_STEP = tl.constexpr(96.0)  # of a number of fp32 between 64 and 128, the last bit is worth 2^-17
 FINE_STEP = tl.constexpr(1.5 * 2.0**-12)  # and of this one 2^-35
 DECODE_ROWS, PREFILL_ROWS = 16, 128
-# The capabilities (H100, B200) whose tensor cores take 64 rows by an instruction of its own, with other sums.
-_WARP_GROUPS = (9, 10)
+# The capabilities (H100, B200) whose tensor cores take 64 rows by an instruction of its own, with other sums; fewer
+# rows are multiplied as elsewhere.
+WARP_GROUPS, FEW_PREFILL_ROWS = (9, 10), 32
 LOG2_E = math.log2(math.e)
 
 
@@ -79,24 +80,27 @@ def block_rows(group: int, *, is_prefill: bool) -> int:
 def _rows_at_once(rows: int, dense: PageLayout, device: torch.device) -> int:
     """Return the rows of a program: shared memory must hold their queries, and registers, as many as may be, their
     sums."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _WARP_GROUPS:
-        rows = min(rows, 32)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in WARP_GROUPS:
+        rows = min(rows, FEW_PREFILL_ROWS)
     if dense.dtype is torch.float32:
         return min(rows, DECODE_ROWS)
     return min(rows, PREFILL_ROWS if dense.head_dim <= 128 else PREFILL_ROWS // 2)
 
 
 def _num_warps(rows: int, head_dim: int, *, is_wide: bool) -> int:
-    """is_wide: operands are in fp32, which need twice the warps, as many sums do."""
+    """is_wide: operands are in fp32, which need twice the warps."""
     if rows == DECODE_ROWS:
         return 8 if is_wide and head_dim > 64 else 4
-    return rows // 16 * (2 if head_dim > 128 else 1)
+    return rows // 16  # with more of them, two would compute the same
 
 
-def _tokens_at_once(rows: int) -> int:
+def _tokens_at_once(rows: int, head_dim: int) -> int:
     """Return the tokens of a page that a program of so many rows multiplies at once: of many rows, operands of more
-    would take too many registers. The interpreter's sums, unlike those of tensor cores, depend on it: one for all."""
-    return PAGE_TOKENS if rows == DECODE_ROWS or is_interpreted() else 16
+    would take too many registers. Heads of 256 have too few in any case; more tokens take fewer instructions there. The
+    interpreter's sums, unlike those of tensor cores, depend on it: one for all."""
+    if rows == DECODE_ROWS or is_interpreted():
+        return PAGE_TOKENS
+    return 16 if head_dim <= 128 else 32
 
 
 @triton.jit
@@ -430,7 +434,7 @@ def attend(
         constants={
             **page_constants(dense, coded), "H": H, "OPERAND": tl.float32 if is_wide else tl.bfloat16,
             "BLOCKS": rows // block, "BLOCK_R": block, "SECTION": pages,
-            "TOKENS": _tokens_at_once(block),
+            "TOKENS": _tokens_at_once(block, dense.head_dim),
             "HAS_SOFTCAP": softcap is not None, "HAS_WINDOW": reach != FAR.value,
         },
         # A step's program has one page; of many rows the next one is on its way, but with more features its place would

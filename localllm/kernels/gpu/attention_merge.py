@@ -14,7 +14,6 @@ from localllm.kernels import kv_page
 from localllm.kernels.gpu.activations import Codes, code_place, coded
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.gpu.rope import GROUP, PAGE, TokenTables, hadamard
-from localllm.kernels.tile16 import PackedMatrix
 
 NOTHING = tl.constexpr(-1e30)  # a maximum over no key: finite, so that differences of it are
 _AHEAD = 16  # pages on their way at once: 8 KB of heads of 128
@@ -111,9 +110,9 @@ def _merge(
         tl.store(out + (token * H + head) * D + feature, mixed, mask=mask)
 
 
-def can_code(head_dim: int, matrix: PackedMatrix) -> bool:
-    """Return whether a head has whole groups of the codes for this matrix."""
-    return head_dim % matrix.group == 0 and head_dim == triton.next_power_of_2(head_dim)
+def can_code(head_dim: int, group: int) -> bool:
+    """Return whether a head has whole groups of a matrix's codes."""
+    return head_dim % group == 0 and head_dim == triton.next_power_of_2(head_dim)
 
 
 def merge(

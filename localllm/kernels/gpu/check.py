@@ -23,7 +23,7 @@ from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lac
 
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
 # numbers, as models have them: of others Triton compiles variants that nobody would use.
-BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),))
+BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),), ("silu",))
 
 
 class Outcome(NamedTuple):
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 def sizes_of(ways: Ways) -> CheckSizes:
     """Return what is tried for a model that is computed in these ways."""
     heads = (Heads(**{**one, "dtype": getattr(torch, one["dtype"])}) for one in ways["attention"])
-    return CheckSizes(groups=tuple(ways["groups"]), attention=tuple(heads))
+    return CheckSizes(groups=tuple(ways["groups"]), attention=tuple(heads), activations=(ways["activation"],))
 
 
 def sizes_for(sizes: CheckSizes, most_rows: int, dtype: torch.dtype | None = None) -> CheckSizes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from localllm.kernels import int8, paged_attention, reference, tile16
 from localllm.kernels.gpu import activations, embedding, gemm, gemv, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory, attend, block_rows, tasks_of
-from localllm.kernels.gpu.attention_merge import new_parts
+from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.launch import first_line, run_all
 from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
 from localllm.kernels.gpu.product_end import Gate
@@ -77,10 +78,17 @@ class CheckSizes:
     row_counts: tuple[int, ...] = (1, 2, 4, 7, 16, 20, 33, 100)
     groups: tuple[int | None, ...] = (*GROUPS, None)
     attention: tuple[Heads, ...] = ATTENTION
+    activations: tuple[str, ...] = ("silu", "gelu", "gelu_tanh")
 
 
 # For the interpreter, where all of it takes minutes.
 SMALL = CheckSizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),))
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 class Case(NamedTuple):
@@ -109,7 +117,7 @@ def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Ca
     yield from _taken("an embedding", _embedded(device, sizes))
     yield from _taken("drawn tokens", _drawn(device))
     for heads in sizes.attention:
-        yield from _taken(f"attention of {heads}", _attention(device, heads))
+        yield from _taken(f"attention of {heads}", _attention(device, heads, sizes.groups))
 
 
 def _taken(what: str, some: Iterator[Case]) -> Iterator[Case]:
@@ -197,17 +205,27 @@ def _gated(device: torch.device, group: int | None, named: str, sizes: CheckSize
     """Codes of a gate, from the end of the product that they follow: those that a launch of their own makes."""
     features = max(1, sizes.N // 2 // tile16.TILE) * tile16.TILE
     matrix = _matrix(device, group, replace(sizes, N=2 * features))
-    x, codes = torch.randn((7, sizes.K), device=device), Codes.of(7, matrix)
+    most, activation = max(7, *sizes.row_counts), sizes.activations[0]
+    x, codes = torch.randn((most, sizes.K), device=device), Codes.of(most, matrix)
     activations.to_codes(x, codes, sizes.K).run()
-    for rows, gemv_rows, programs in ((3, 4, 1), *(((7, 0, 0), (7, 0, 100)) if _has_gemm(device) else ())):
+    for rows, gemv_rows, programs in ((3, 4, 1), *(((most, 0, 0), (7, 0, 100)) if _has_gemm(device) else ())):
         wide, few = _poisoned(rows, 2 * features, device=device), codes.first(rows)
         gemv.gemv(few, matrix, wide, 2 * features).run()
-        right, found = (Codes.empty(rows, -(-features // 64) * 64, 64, device) for _ in range(2))
-        activations.to_codes(wide, right, features, activation="silu").run()
+        right, found = (_codes_for(group, rows, features, device) for _ in range(2))
+        activations.to_codes(wide, right, features, activation=activation).run()
         dispatch = replace(dispatch_for(device), gemv_rows=gemv_rows, programs=programs)
-        run_all(dispatch.product(few, matrix, Gate(found, "silu", features), 2 * features, None, adds=False))
-        differ = sum(float((getattr(found, part) != getattr(right, part)).sum()) for part in ("q", "scale", "bias"))
-        yield Case(f"a gate of {named}, {rows} rows, {programs} programs: bits", differ, 0)
+        run_all(dispatch.product(few, matrix, Gate(found, activation, features), 2 * features, None, adds=False))
+        yield Case(f"a gate of {named}, {rows} rows, {programs} programs: bits", _differing(found, right), 0)
+
+
+def _codes_for(group: int | None, rows: int, columns: int, device: torch.device) -> Codes:
+    """Return a buffer for the codes of a matrix in such groups."""
+    length = group or tile16.INT8_GROUP
+    return Codes.empty(rows, -(-columns // length) * length, length, device, 4 if group else 8)
+
+
+def _differing(found: Codes, right: Codes) -> float:
+    return sum(float((getattr(found, part) != getattr(right, part)).sum()) for part in ("q", "scale", "bias"))
 
 
 def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
@@ -215,13 +233,10 @@ def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
     wide = x.double()
     first, second = wide[:, : sizes.K], wide[:, sizes.K :]
     normed = first * torch.rsqrt(first.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
-    tanh = torch.nn.functional.gelu(first, approximate="tanh")
     right: dict[str, tuple[Tensor, dict[str, Any]]] = {
         "a norm": (normed, {"weight": weight, "eps": 1e-5}),
-        "silu": (torch.nn.functional.silu(first) * second, {"activation": "silu"}),
-        "gelu": (torch.nn.functional.gelu(first) * second, {"activation": "gelu"}),
-        "gelu_tanh": (tanh * second, {"activation": "gelu_tanh"}),
         "rows": (first, {}),
+        **{name: (_ACTIVATIONS[name](first) * second, {"activation": name}) for name in sizes.activations},
     }
     for name, (expected, options) in right.items():
         y, codes = _poisoned(3, sizes.K, device=device), Codes.empty(3, -(-sizes.K // 64) * 64, 64, device)
@@ -258,9 +273,10 @@ def _drawn(device: torch.device) -> Iterator[Case]:
     yield Case("drawn tokens", float(tokens.tolist() != right), 0)
 
 
-def _attention(device: torch.device, heads: Heads) -> Iterator[Case]:
+def _attention(device: torch.device, heads: Heads, groups: Iterable[int | None] = ()) -> Iterator[Case]:
     """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages. Each row of
-    a prompt must have the bits that it has in a step."""
+    a prompt must have the bits that it has in a step; codes for matrices in these groups, those of a launch of their
+    own."""
     H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
     for count, is_prefill in ((5, False), (70, True)):
         pages = _Pages(device, heads, past=702, count=count)
@@ -273,12 +289,19 @@ def _attention(device: torch.device, heads: Heads) -> Iterator[Case]:
         right = pages.copied().attended(q, k, v)
         rope, rows = Rope(inv_freq, 1.0, q_norm, k_norm, _EPS), block_rows(H // KH, is_prefill=is_prefill)
         in_steps = pages.copied()
-        found = pages.by_kernels(qkv, rope, rows, is_prefill=is_prefill)
+        found, stepwise = (_poisoned(count, H * D, device=device) for _ in range(2))
+        pages.by_kernels(qkv, rope, rows, found, is_prefill=is_prefill)
         tolerance = ROUNDED if heads.dtype is torch.bfloat16 else SUMMED
         yield Case(f"attention of {heads}, {count} rows", _error(found, right), tolerance)
         if is_prefill:
-            stepwise = in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), is_prefill=False)
+            in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), stepwise, is_prefill=False)
             yield Case(f"attention of {heads}, {count} rows: bits of steps", float((found != stepwise).sum()), 0)
+        for group in groups:
+            expected, codes = (_codes_for(group, count, H * D, device) for _ in range(2))
+            if can_code(D, codes.group):
+                activations.to_codes(found, expected, H * D).run()
+                pages.by_kernels(qkv, rope, rows, codes, is_prefill=is_prefill)
+                yield Case(f"attention of {heads}, {count} rows: codes in {group}", _differing(codes, expected), 0)
 
 
 def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -333,7 +356,7 @@ class _Pages:
         mixed = paged_attention.paged_attention(q, layer, self.past, scale=scale, window=window, softcap=softcap)
         return mixed.flatten(1)
 
-    def by_kernels(self, qkv: Tensor, rope: Rope, rows: int, *, is_prefill: bool) -> Tensor:
+    def by_kernels(self, qkv: Tensor, rope: Rope, rows: int, out: Tensor | Codes, *, is_prefill: bool) -> None:
         T, H, D = self.count, self.heads.heads, qkv.shape[-1]
         positions = torch.arange(self.past, self.past + T)
         numbers = positions // PAGE_TOKENS
@@ -348,10 +371,9 @@ class _Pages:
             torch.tensor(tasks, dtype=torch.int32, device=self.device),
             addresses.unsqueeze(0).to(self.device),
         )
-        q, out = (_poisoned(T, *shape, device=self.device) for shape in ((H, D), (H * D,)))
+        q = _poisoned(T, H, D, device=self.device)
         rope_store(qkv, q, tables, rope, self.dense, self.coded, _LAYER).run()
         sections = 1 if is_prefill else len(self.pages)
         parts = new_parts(sections, T, H, D, self.device)
         options = {"window": self.heads.window, "softcap": self.heads.softcap, "rows": rows, "scale": D**-0.5}
         run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, **options))
-        return out

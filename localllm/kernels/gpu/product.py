@@ -51,10 +51,14 @@ class Dispatch:
             weight_rows = max(weight_rows, 2 * gate.codes.group)
             each = min(each, _MOST_SUMS // weight_rows)
         threads = min(256, weight_rows * max(each, 32) // 32)
+        if each == 32 and weight_rows == 128:
+            threads = 256  # half of them need 255 registers, and on sm_90 by Triton 3.6 more
         programs, parts = triton.cdiv(matrix.tiles * TILE, weight_rows) * triton.cdiv(rows, each), 1
         while parts < matrix.slices and programs * parts < self.programs * self.multiprocessors:
             parts *= 2
         stages = self.stages if each == 16 and weight_rows == 64 else 3
+        if each == _MOST_ROWS and matrix.group >= _LARGE_GROUP:
+            stages = 2  # a third takes registers that sm_120 has not
         return ProgramShape(weight_rows, each, parts, threads // _WARP, stages)
 
     def product(

@@ -48,10 +48,11 @@ Tell = Callable[[str], object]
 
 class Ways(TypedDict):
     """How a model uses the kernels. groups: of its INT4 matrices, None for INT8; attention: by the fields of
-    `check.Heads`."""
+    `check.Heads`; activation: of its MLPs' gates."""
 
     groups: list[int | None]
     attention: list[dict[str, Any]]
+    activation: str
 
 
 @dataclass(frozen=True)

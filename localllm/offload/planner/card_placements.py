@@ -16,7 +16,7 @@ from localllm.offload.placement import GRAPH_ROOMS, NEVER, BlockPlacement
 from localllm.offload.planner.costs import PASS_TOKENS, Costs, Work
 from localllm.offload.planner.fit_errors import parts
 from localllm.offload.planner.host_placements import LOGIT_ROWS, PROMPT_TOKENS
-from localllm.offload.planner.machine import KERNELS, Card, CardMemory, Machine
+from localllm.offload.planner.machine import SPLIT_KERNELS, Card, CardMemory, Machine
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
 from localllm.offload.planner.plan import Plan, can_be_packed
 from localllm.offload.streaming.ring import ring_bytes
@@ -26,7 +26,6 @@ _RAM_STEP = 64 * _MIB
 _ALLOCATOR_BYTES = 2 * _MIB  # to which torch's allocator rounds a large run up
 _KV_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the layers whose keys and values are on the device
 _LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for handing over
-_FEWER_ROWS = 512  # at once, where the most are too many for a small card
 _STEP_ROWS = 16  # of a step at most: of many sequences, or of the last tokens of one prompt
 _LEAST_SECTIONS, _SECTION_TOKENS = 4, 64  # of attention: pages of one sequence
 _ENDS = 8  # launches of a step beside its blocks': the embedding, the head, and what draws a token
@@ -149,9 +148,7 @@ class CardPlacements:
     def _chunks(self, kv_tokens: int) -> list[tuple[int, int]]:
         """Return how many tokens are computed at once, and how many pass while blocks are copied once; best first."""
         *_, least = rows = self.shape.batch_rows
-        tried = dict.fromkeys(
-            min(count, rows[0], max(kv_tokens, least)) for count in (rows[0], _FEWER_ROWS, rows[len(rows) // 2])
-        )
+        tried = dict.fromkeys(min(count, max(kv_tokens, least)) for count in (rows[0], rows[len(rows) // 2]))
         passing = min(PASS_TOKENS, kv_tokens)
         return [*((count, max(count, passing)) for count in tried if count > least), (least, least)]
 
@@ -385,7 +382,7 @@ class CardPlacements:
 
 def graph_bytes(shape: ModelShape, card: CardMemory) -> int:
     """Return what the driver takes for the graphs of a model's steps, wherever its blocks are, and of its drafts'."""
-    launches = KERNELS * (len(shape.blocks) + shape.draft_blocks) + _ENDS
+    launches = SPLIT_KERNELS * (len(shape.blocks) + shape.draft_blocks) + _ENDS
     return int(GRAPH_ROOMS * launches * card.graph_node_bytes)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from localllm.offload.planner.calibration import Corrections
 
 OPERATORS = 24  # launches of a block: the device is given one operator after the other
-KERNELS = 5.5  # of a block, in a graph: seven of attention, four of an MLP
+KERNELS = 4.5  # of a block, in a step of one token: six of attention, three of an MLP
+SPLIT_KERNELS = 6.5  # where the columns of each matrix are shared out, as in graphs of more rows
 
 
 @dataclass(frozen=True)

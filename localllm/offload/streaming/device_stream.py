@@ -126,10 +126,9 @@ class DeviceStream:
         if self._disk is not None:
             self._disk.begin()
         self._lane.tally()  # events would gather where nobody looks at the clock
-        has_ended = self._next % max(1, len(self._runs)) == 0 and not any(
-            self._run(number).from_disk
-            for number in self._arrived  # of one that was given up before it computed any
-        )
+        # A forward that was given up at its start has taken runs from the disk already.
+        has_taken_from_disk = any(self._run(number).from_disk for number in self._arrived)
+        has_ended = self._next % max(1, len(self._runs)) == 0 and not has_taken_from_disk
         if self._lane.user is self and has_ended:
             self._end = self._next + len(self._runs)
             self._copy_ahead()  # what has been read meanwhile
