@@ -9,6 +9,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from localllm import Engine, EngineConfig, SamplingParams
 from localllm.config import load_settings
-from localllm.engine import card
+from localllm.engine import card, runner
 from localllm.engine.request import Request
 from localllm.engine.residency import Residency
 from localllm.engine.runner import ModelRunner
@@ -90,15 +91,28 @@ def test_a_fault_ends_the_engine_and_is_kept_with_the_models_name(gpu: Card) -> 
         said += token_ids(engine.generate((5, 6, 7), SHORT))
     assert "tiny" in caught.value.what and caught.value.why == ILLEGAL
     assert gpu.verdicts == [f"with tiny they ended in a fault of the GPU ({ILLEGAL})"]
+    assert "torch's operators compute then" in str(caught.value.fixes[0])
     engine.close()
+
+
+def test_kernels_are_not_given_up_for_this_process_where_the_card_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators would do no better, and the verdict is for other processes."""
+    given_up: list[object] = []
+    monkeypatch.setattr(runner, "give_up", lambda *arguments: given_up.append(arguments))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: _raise(RuntimeError(ILLEGAL)))
+    of_a_card = ModelRunner.__new__(ModelRunner)
+    of_a_card.model = SimpleNamespace(device=torch.device("cuda", 0))  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        of_a_card._give_up_kernels(RuntimeError("a launch failed"))
+    assert given_up == []
 
 
 def test_where_operators_computed_nothing_is_kept(gpu: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "why_not", lambda _device: "triton is not installed")
     engine, gpu.forwards = tiny(), 0
-    with pytest.raises(CardFaultError):
+    with pytest.raises(CardFaultError) as caught:
         list(engine.generate((5, 6, 7), SHORT))
-    assert not gpu.verdicts
+    assert not gpu.verdicts and str(caught.value.fixes[0]) == "run it again"
     engine.close()
 
 
