@@ -110,7 +110,7 @@ class Ferry:
             self._is_refused = not rooms.is_pinned()
             if self._is_refused:
                 return None
-            self._places = [(room, torch.cuda.Event()) for room in rooms]  # type: ignore[no-untyped-call]
+            self._places = [(room, torch.cuda.Event(blocking=True)) for room in rooms]  # type: ignore[no-untyped-call]
         self._used += 1
         room, copied = self._places[self._used % 2]
         return room[:num_bytes], copied

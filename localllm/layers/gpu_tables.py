@@ -113,7 +113,7 @@ class HostStage:
     def mark(self) -> None:
         """Remember that its copy has been given to the device."""
         if self._device.type == "cuda":
-            self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = self._copied or torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(self._device))
 
 

@@ -142,7 +142,7 @@ class GpuProgram:
         on_host.copy_(room.drawn[:rows], non_blocking=True)
         arrived = None
         if self.device.type == "cuda":
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread sleeps meanwhile
             arrived.record(torch.cuda.current_stream(self.device))
         return Drawn(room.drawn, on_host, arrived)
 

@@ -43,8 +43,8 @@ class CudaStream:
 
 
 class CudaEvent:
-    def __init__(self, card: SimulatedCard, enable_timing: bool = False, **_: bool) -> None:
-        self._card, self._is_timed = card, enable_timing
+    def __init__(self, card: SimulatedCard, enable_timing: bool = False, blocking: bool = False, **_: bool) -> None:
+        self._card, self._is_timed, self._sleeps = card, enable_timing, blocking
         self._work: Work | None = None
         self._capture: Graph | None = None  # in which it was recorded
 
@@ -71,6 +71,8 @@ class CudaEvent:
         return self._work is None or self._work.is_done
 
     def synchronize(self) -> None:
+        if not (self._sleeps or self._is_timed):  # what is timed is a measurement
+            self._card.broken_rules.append("a thread that waits for an event spins")
         self._card.asked("Event.synchronize()", in_capture=False)
         self._card.counts["synchronizations"] += 1
         self._card.timeline.finish(self._work)
