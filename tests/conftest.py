@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -254,3 +255,9 @@ def simulated_card(card_guard: None) -> Callable[..., AbstractContextManager[Any
     from tests.simulated_card.support import on_simulated_card
 
     return on_simulated_card
+
+
+@pytest.fixture
+def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of matrices in the interpreter: numpy's rows have other bits by where they stand, a card's have not."""
+    monkeypatch.setattr(numpy, "matmul", lambda a, b, dtype: numpy.stack([row @ b for row in a]).astype(dtype))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy
 import pytest
 
 pytest.importorskip("triton")
@@ -21,12 +20,6 @@ def language_patched_once() -> Iterator[None]:
 def types_looked_up_once() -> Iterator[None]:
     with interpreter.types_looked_up_once():
         yield
-
-
-@pytest.fixture
-def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of matrices in the interpreter: numpy's rows have other bits by where they stand, a card's have not."""
-    monkeypatch.setattr(numpy, "matmul", lambda a, b, dtype: numpy.stack([row @ b for row in a]).astype(dtype))
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.request import SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.packed_support import pack
 from tests.simulated_card.device import DEVICE, CardConfig
@@ -40,4 +42,28 @@ def test_the_text_is_that_of_the_cpu(schedule, placement, weights, small_models,
         placed.place(blocks(packed, placement), 8)
         placed.wait_until_pinned()
         assert text(packed, placed, 3) == expected[weights]
+        assert card.counts["replays"]
+
+
+def answer(engine, token_ids):
+    """Return (tokens that were found in the cache, tokens and their log-probabilities) of a short answer."""
+    wish = SamplingParams(max_tokens=3, temperature=0.9, seed=5, ignore_eos=True, logprobs=4)
+    events = list(engine.generate(token_ids, wish))
+    (end,) = [event for event in events if isinstance(event, FinishedEvent)]
+    tokens = [(event.token_id, event.logprob) for event in events if isinstance(event, TokenEvent)]
+    return end.usage.cached_tokens, tokens
+
+
+@pytest.mark.usefixtures("products_row_by_row")
+@pytest.mark.parametrize("length", [66, 97])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_prefix_that_is_found_gives_the_bits_of_one_that_is_computed(weights, length, small_models, simulated_card):
+    packed, prompt = small_models[weights], tuple(3 + index * 7 % 200 for index in range(length))
+    with simulated_card(CardConfig("lazy"), "interpreted") as card, packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        missed, expected = answer(packed.engine(placed), prompt)
+        engine = packed.engine(placed)
+        answer(engine, (*prompt[:65], 201))
+        found, tokens = answer(engine, prompt)
+        assert missed == 0 < found and tokens == expected and len(tokens) == 3
         assert card.counts["replays"]
