@@ -116,8 +116,8 @@ def write_byte_tokenizer(directory: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.pre_tokenizers import ByteLevel
 
-    alphabet = sorted(ByteLevel.alphabet(), key=_byte_of)
-    vocab = {character: _byte_of(character) for character in alphabet}
+    alphabet = sorted(ByteLevel.alphabet(), key=_BYTES.__getitem__)
+    vocab = {character: _BYTES[character] for character in alphabet}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -128,10 +128,11 @@ def write_byte_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(configuration), encoding="utf-8")
 
 
-def _byte_of(character: str) -> int:
-    """The byte that GPT-2's byte-level alphabet writes as this character."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    if ord(character) in printable:
-        return ord(character)
+def _bytes_by_character() -> dict[str, int]:
+    """The byte that each character of GPT-2's byte-level alphabet stands for."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in printable]
-    return hidden[ord(character) - 256]
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(hidden)}
+
+
+_BYTES = _bytes_by_character()

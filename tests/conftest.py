@@ -27,8 +27,15 @@ REPOSITORY = Path(__file__).parent.parent
 
 # A busy machine draws examples slowly and takes long over one, which says nothing of what is tested.
 CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("any machine", deadline=None, suppress_health_check=CHECKS)
+settings.register_profile("any machine", deadline=None, suppress_health_check=CHECKS, max_examples=100)
+settings.register_profile("quick", settings.get_profile("any machine"), max_examples=33)
 settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties are tried on a third of their examples where the slow tests do not run: see `thinning.examples`."""
+    if config.option.markexpr == "not slow":
+        settings.load_profile("quick")
 
 
 def pytest_collection_finish() -> None:

@@ -24,6 +24,7 @@ from localllm.errors import TemplateError, UsageError
 from localllm.text.chat_template import ChatInput, ChatTemplate, encode_chat, end_of_turn_id, parse_messages_file
 from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_byte_tokenizer
+from tests.thinning import examples
 
 Locate = Callable[[str], Path]
 Model = tuple[ChatTemplate, Tokenizer]
@@ -99,7 +100,7 @@ def test_no_message_can_forge_a_role(model: Model, form: str) -> None:
         assert text.strip() in tokenizer.decode(ids, skip_special=False)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_a_message_is_plain_text_between_the_special_tokens_of_the_template(model: Model, data: st.DataObject) -> None:
     _, tokenizer = model
@@ -111,7 +112,7 @@ def test_a_message_is_plain_text_between_the_special_tokens_of_the_template(mode
     assert encode_chat(template, tokenizer, ChatInput(user(text))) == [index, *tokenizer.encode(text), index]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_a_special_token_in_pieces_is_never_put_together(model: Model, data: st.DataObject) -> None:
     _, tokenizer = model

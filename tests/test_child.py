@@ -22,7 +22,7 @@ def test_what_it_said_and_how_it_ended_is_told() -> None:
 
 
 def test_one_that_waits_for_its_turn_is_not_given_up() -> None:
-    code, out, _ = run("import time; time.sleep(3); print('done')", cpu_s=2)
+    code, out, _ = run("import time; time.sleep(2); print('done')", cpu_s=1)
     assert (code, out) == (0, "done\n")
 
 
@@ -42,12 +42,12 @@ def test_one_that_hangs_is_given_up_in_the_end_and_the_machine_is_named() -> Non
         run("import time; time.sleep(10**6)", wait_s=1)
 
 
-STEPS = "import time\nfor step in range(5):\n    time.sleep(1.1)\n    print('step', step, flush=True)"
+STEPS = "import time\nfor step in range(5):\n    time.sleep(0.7)\n    print('step', step, flush=True)"
 
 
 def test_one_that_says_how_far_it_is_has_its_limits_for_each_step() -> None:
     heard: list[str] = []
-    ended = run_within([sys.executable, "-c", STEPS], os.environ, cpu_s=PATIENCE_S, wait_s=4, hear=heard.append)
+    ended = run_within([sys.executable, "-c", STEPS], os.environ, cpu_s=PATIENCE_S, wait_s=3, hear=heard.append)
     assert heard == ended.stdout.splitlines() == [f"step {step}" for step in range(5)]
 
 

@@ -28,6 +28,7 @@ from localllm.quant.recipe import RECIPES, recipe
 from localllm.settings import WEIGHTS
 from tests.cli_support import Result, fork_cli, run_cli, write_checkpoint, write_settings
 from tests.patience import PATIENCE_S
+from tests.thinning import every_other
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
@@ -288,7 +289,7 @@ def test_every_format_of_the_settings_is_a_recipe_and_the_other_way_round() -> N
     assert {recipe(name).name for name in WEIGHTS if name != "auto"} == set(RECIPES) - {"fp32"}
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "nf4", "int4-g32", "int4-g128", "int4-g64-rtn"])
+@pytest.mark.parametrize("weights", every_other(["int8", "nf4", "int4", "int4-g32", "int4-g64-rtn", "int4-g128"]))
 def test_a_first_use_packs_and_says_so_and_a_second_one_is_silent(model: Path, cache: Path, weights: str) -> None:
     first = ask(model, "--weights", weights)
     assert first.code == 0
@@ -305,7 +306,7 @@ def test_a_small_model_is_read_as_it_is_unless_asked(model: Path, cache: Path, w
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "nf4", "int4-g32"])
+@pytest.mark.parametrize("weights", every_other(["bf16", "int8", "int4", "nf4", "int4-g32"]))
 def test_the_built_in_model_runs_in_every_format(weights: str) -> None:
     if not (TINY_DIRECTORY / "model.safetensors").is_file():
         pytest.skip("localllm/tiny has no weights yet: python -m tools.train_tiny")

@@ -17,6 +17,7 @@ from localllm.text.detokenizer import Detokenizer
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
 from tests.cli_support import Result, run_cli, write_chain, write_sentencepiece
+from tests.thinning import examples
 
 Locate = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -114,7 +115,7 @@ def tokenizer(request: pytest.FixtureRequest, shared_data: Locate, small: Tokeni
 
 
 @settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -13,6 +13,7 @@ from tokenizers import decoders, models
 from localllm.text.detokenizer import Detokenizer
 from localllm.text.stop_strings import StopMatcher
 from localllm.text.tokenizer import Tokenizer
+from tests.thinning import examples
 
 FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
@@ -27,7 +28,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [*map(detokenizer.push, ids), detokenizer.finish()]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data())
 def test_a_special_token_that_is_shown_is_written_out_between_what_stands_around_it(
     tokenizer: Tokenizer, data: st.DataObject
@@ -49,7 +50,7 @@ def test_a_character_that_a_shown_token_cuts_off_does_not_go_on_behind_it(tokeni
     assert said == f"\ufffd{tokenizer.token_text(mark)}"
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data())
 def test_any_ids_give_in_pieces_what_they_give_as_a_whole(tokenizer: Tokenizer, data: st.DataObject) -> None:
     bytes_and_specials = st.sampled_from([*range(3, 259), *sorted(tokenizer.special_ids)])
@@ -57,7 +58,7 @@ def test_any_ids_give_in_pieces_what_they_give_as_a_whole(tokenizer: Tokenizer, 
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=FIXTURES)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=30))
 def test_no_piece_of_a_text_holds_a_broken_character(tokenizer: Tokenizer, text: str) -> None:
     given_out = pieces(tokenizer, tokenizer.encode(text))
@@ -110,7 +111,7 @@ def feed(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
     return text + matcher.finish(), False
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
     pieces=st.lists(st.text("ab", max_size=4), max_size=8),

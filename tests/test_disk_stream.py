@@ -22,6 +22,7 @@ from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.offload.streaming.page_map import can_map
 from localllm.offload.streaming.ring import Ring
 from tests.patience import PATIENCE_S
+from tests.thinning import examples
 
 PAGE = 4096
 
@@ -85,7 +86,7 @@ def opened(files: list[StreamedFile], *, maps: bool = True) -> Iterator[Opened]:
         it.stream.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data())
 def test_every_lap_sees_the_bytes_of_every_file(tmp_path_factory, pages, data):
     """Also after laps that were given up at any point, and with pieces so small that a run is of several."""

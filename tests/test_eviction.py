@@ -15,6 +15,7 @@ from localllm.chat.context import ContextMeter, evicted_text
 from localllm.errors import TemplateError
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.eviction import Evicted, answer_room, fit_turns, num_in_front, turn_starts, turns_too_many
+from tests.thinning import examples
 
 Messages = list[dict[str, Any]]
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -182,7 +183,7 @@ def templates(shared_data: Callable[[str], Path]) -> list[ChatTemplate]:
     return [ChatTemplate(source, special_tokens=special) for source in sources]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(sizes=ROLES, system=st.booleans(), share=st.floats(0.05, 1.2))
 def test_every_real_template_accepts_what_stays(
     templates: list[ChatTemplate], sizes: list[tuple[int, int]], system: bool, share: float

@@ -147,6 +147,7 @@ def test_a_plan_of_rates_that_are_known_needs_no_torch(tmp_path: Path) -> None:
     assert "torch" not in loaded_by(code, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_a_plan_has_to_measure_is_measured_without_torch_in_its_process(tmp_path: Path) -> None:
     code = """
     sys.argv = ["localllm", "plan", "mistral-7b", "--ram", "2GiB", "--device", "cpu"]

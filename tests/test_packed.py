@@ -44,7 +44,7 @@ from tests.packed_support import (
     small_checkpoint,
     spoil,
 )
-from tests.thinning import every_other
+from tests.thinning import examples, one_in
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: small_checkpoint(tmp_path_factory.mktemp(name), name))
 
 
-@pytest.mark.parametrize(("name", "weights"), every_other(PAIRS))
+@pytest.mark.parametrize(("name", "weights"), one_in(5, PAIRS))
 def test_a_decoder_from_a_packed_model_is_the_one_from_the_checkpoint(families, name, weights, tmp_path):
     family = families(name)
     pack(family, tmp_path / "p", weights)
@@ -372,7 +372,7 @@ def spoilt(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BLOCKS = [f"layers.{i}.{kind}" for i in range(4) for kind in ("attention", "mlp")]
 PLACES = {"place": st.floats(0, 1, exclude_max=True), "bit": st.integers(0, 7)}
-EACH = settings(max_examples=150, deadline=None)
+EACH = settings(max_examples=examples(150), deadline=None)
 
 
 @EACH

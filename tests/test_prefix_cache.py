@@ -33,6 +33,7 @@ from localllm.quant.recipe import recipe
 from tests.kv_support import check_pages, check_prefix
 from tests.packed_support import spoil
 from tests.patience import PATIENCE_S
+from tests.thinning import examples, thinned
 
 VOCAB, CTX, ANSWER = 160, 512, 5
 SHAPE: dict[str, Any] = {
@@ -122,7 +123,7 @@ MODELS = [*product(("llama", "windowed"), KV), ("odd", "int8")]
 
 
 @pytest.mark.parametrize(("model", "kv"), MODELS)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", thinned(TIERS, {"ram", "restarted"}.__contains__))
 def test_a_hit_gives_the_bits_of_a_miss_from_every_tier(kv, model, tier, folder):
     reuse, shared = reuse_of(tier, folder), tokens(300, seed=1)
     of = engine(kv, reuse, model)
@@ -446,7 +447,7 @@ class Chats(RuleBasedStateMachine):
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 TestChats = Chats.TestCase
-TestChats.settings = settings(max_examples=25, stateful_step_count=40, **COMMON)
+TestChats.settings = settings(max_examples=examples(25), stateful_step_count=40, **COMMON)
 
 
 class LongChats(Chats):

@@ -19,6 +19,7 @@ from safetensors.torch import save
 from localllm.errors import CheckpointError
 from localllm.models import safetensors_file
 from localllm.models.safetensors_file import SafetensorsFile
+from tests.thinning import examples
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -231,7 +232,7 @@ def assert_agrees_with_reference(data: bytes, path: Path) -> None:
         assert found == expected
 
 
-FUZZ = settings(max_examples=600, deadline=None)
+FUZZ = settings(max_examples=examples(600), deadline=None)
 
 
 @FUZZ

@@ -14,6 +14,7 @@ from localllm.engine.sampler import penalised, repetitions, sample, truncated
 from localllm.errors import UsageError
 from localllm.kernels.noise import gumbel_noise, noise_key
 from tests.choices.support import running
+from tests.thinning import examples
 
 NOTHING = float("-inf")
 
@@ -102,7 +103,7 @@ def test_a_nucleus_wider_than_the_first_candidates_is_exact() -> None:
 
 
 @given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_some_token_always_remains(values: list[float], data: st.DataObject) -> None:
     params = SamplingParams(
         temperature=data.draw(st.floats(0.01, 5)),
@@ -181,7 +182,7 @@ def naive_repetitions(tokens: list[int], allowed: int) -> dict[int, int]:
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_dry_finds_what_a_search_over_all_ends_finds(tokens: list[int], allowed: int) -> None:
     assert repetitions(tokens, allowed, frozenset()) == naive_repetitions(tokens, allowed)
 

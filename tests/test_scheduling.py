@@ -17,6 +17,7 @@ from localllm.engine.sequence import Sequence
 from localllm.engine.step_types import Limits
 from tests.cli_support import write_checkpoint
 from tests.engine_support import finish_reasons
+from tests.thinning import examples
 
 CHUNK = 16
 
@@ -129,7 +130,7 @@ def test_what_is_aborted_before_it_was_taken_in_is_not_computed(engine: Engine) 
     assert isinstance(event, FinishedEvent) and event.finish_reason == "cancelled" and not engine.has_work
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(-1, 1), st.integers(0, 4)), min_size=1, max_size=12))
 def test_whatever_comes_is_served_and_nothing_is_left(engine: Engine, asked: list[tuple[int, int, int]]) -> None:
     ids, ended = [], []

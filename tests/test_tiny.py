@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from localllm import Engine, FinishedEvent, SamplingParams, TokenEvent
+from localllm import Engine, SamplingParams
+from localllm.engine.request import Request
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.models.families import load_config
 from localllm.settings import EngineConfig
+from tests.engine_support import Heard, answered
 
 pytestmark = pytest.mark.skipif(
     not (TINY_DIRECTORY / "model.safetensors").exists(), reason="the built-in model is not in this tree"
@@ -19,13 +21,11 @@ def tiny() -> Engine:
     return Engine.load("tiny", EngineConfig(device="cpu"))
 
 
-def tale(tiny: Engine, request: str, seed: int) -> tuple[str, FinishedEvent]:
-    events = list(
-        tiny.generate([{"role": "user", "content": request}], SamplingParams(temperature=0.7, top_p=0.9, seed=seed))
-    )
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent)
-    return "".join(e.text for e in events if isinstance(e, TokenEvent | FinishedEvent)), finished
+def tales(tiny: Engine, request: str, count: int) -> list[Heard]:
+    """So many, each by a seed of its own, in one batch."""
+    prompt_ids = tuple(tiny.encode([{"role": "user", "content": request}]))
+    draws = [SamplingParams(temperature=0.7, top_p=0.9, seed=seed) for seed in range(count)]
+    return answered(tiny, *(Request(prompt_ids, draw, opens_turn=True) for draw in draws))
 
 
 def test_it_is_small_deep_and_grouped() -> None:
@@ -53,7 +53,7 @@ REQUESTS = [
     ids=[text for text, _ in REQUESTS],
 )
 def test_it_tells_a_whole_tale_about_what_was_named(tiny: Engine, request_text: str, named: tuple[str, ...]) -> None:
-    answers = [tale(tiny, request_text, seed) for seed in range(5)]
-    whole = [text for text, finished in answers if finished.finish_reason == "stop" and 40 <= len(text.split()) <= 400]
+    told = [heard.text for heard in tales(tiny, request_text, 5) if heard.finished.finish_reason == "stop"]
+    whole = [text for text in told if 40 <= len(text.split()) <= 400]
     assert len(whole) >= 4
     assert sum(all(name.lower() in text.lower() for name in named) for text in whole) >= 3

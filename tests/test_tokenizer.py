@@ -21,6 +21,7 @@ from localllm.text.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_byte_tokenizer
 from tests.cli_support import run_cli, write_checkpoint, write_sentencepiece
+from tests.thinning import examples
 
 Locate = Callable[[str], Path]
 
@@ -152,7 +153,7 @@ def test_a_text_after_a_special_token_is_given_no_space_that_only_the_first_is_g
     assert tokenizer.encode_pieces([("a<s>b", False)]) == list(map("▁ab<|s>".index, "▁a<s>b"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_pieces_have_the_ids_of_their_whole(tokenizer: Tokenizer, data: st.DataObject) -> None:
     special = st.sampled_from(sorted(tokenizer.special_texts)).map(lambda text: (text, True))

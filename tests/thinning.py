@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def thinned(cases: Iterable[Any], runs: Callable[[Any], bool]) -> list[Any]:
@@ -21,6 +22,11 @@ def every_other(cases: Iterable[Any]) -> list[Any]:
 def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
     """All cases, slow but for the first of each so many."""
     return [_slow(case) if number % count else case for number, case in enumerate(cases)]
+
+
+def examples(count: int) -> int:
+    """How many a property is tried on: so many where the slow tests run, else a third, as the profile has it."""
+    return -(-count * settings().max_examples // 100)
 
 
 def _slow(case: Any) -> Any:

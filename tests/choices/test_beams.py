@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from localllm.text.grammar.grammar import Grammar
 from tests.checkpoints import write_checkpoint
 from tests.choices.support import drawn, held_pages, require_whole, searched, words
 from tests.engine_support import Heard, answered, finish_reasons, steps
+from tests.thinning import every_other, thinned
 
 ENDS = frozenset({257, *range(7, 14)})  # of a model that knows nothing a single end comes too seldom
 
@@ -98,6 +100,7 @@ def engine(pair: Pair) -> Iterator[Engine]:
     require_whole(pair.engine)
 
 
+LENGTHS = [3, 64, 100]
 HOW = [
     {"beams": 2},
     {"beams": 4, "max_tokens": 24},
@@ -107,8 +110,11 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize("length", [3, 64, 100])
-@pytest.mark.parametrize("how", HOW, ids=str)
+# Each way once, and each length.
+OFTEN = list(zip(HOW, itertools.cycle(LENGTHS), strict=False))
+
+
+@pytest.mark.parametrize(("how", "length"), thinned(itertools.product(HOW, LENGTHS), OFTEN.__contains__), ids=str)
 def test_the_answer_is_that_of_transformers(pair: Pair, engine: Engine, how: dict[str, Any], length: int) -> None:
     request = searched(words(length, length), **{"max_tokens": 16, **how})
     assert answered(engine, request)[0].token_ids == pair.expected(request)
@@ -121,7 +127,7 @@ def test_penalties_change_what_is_searched_as_in_transformers(pair: Pair, engine
     assert plain != answered(engine, request)[0].token_ids == pair.expected(request)
 
 
-@pytest.mark.parametrize("family", ["mistral-windowed", "phi3-longrope", "gemma3", "llama-dynamic-rope"])
+@pytest.mark.parametrize("family", every_other(["mistral-windowed", "phi3-longrope", "gemma3", "llama-dynamic-rope"]))
 def test_of_other_families_too(tmp_path: Path, family: str) -> None:
     pair = pair_of(tmp_path, family)
     request = searched(words(28), beams=3, max_tokens=12 if family == "llama-dynamic-rope" else 30)

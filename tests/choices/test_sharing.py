@@ -23,6 +23,7 @@ from tests.choices.support import drawn, held_pages, require_whole, searched, wo
 from tests.cli_support import write_checkpoint
 from tests.engine_support import Heard, answered, finish_reasons, steps
 from tests.kv_support import check_pages
+from tests.thinning import examples, one_in
 
 CHUNK = 128
 PAGE = 64
@@ -84,7 +85,7 @@ def test_a_prompt_is_read_once_for_all_of_its_answers(opened: Opened, length: in
     assert len({tuple(each.token_ids) for each in heard}) == 5
 
 
-@pytest.mark.parametrize("length", [20, 64, 700])
+@pytest.mark.parametrize("length", one_in(3, [700, 20, 64]))
 def test_each_answer_is_the_one_that_its_request_has_alone(opened: Opened, length: int) -> None:
     requests = [drawn(words(length), seed, max_tokens=70) for seed in range(4)]
     alone = opened(reuse=NO_REUSE)
@@ -265,7 +266,7 @@ def alone(folder: Path) -> Iterator[Callable[[Request], Heard]]:
     engine.close()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(moves=MOVES)
 def test_whoever_comes_and_goes_every_answer_is_its_own_and_no_page_is_lost(
     busy: Engine, alone: Callable[[Request], Heard], moves: list[Request | int | None]

@@ -147,7 +147,7 @@ def require_kept(path: Path, told: str) -> None:
     assert len(contents) >= len([text for text in expected if text])
 
 
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_before_any_statement_loses_no_sentence_that_was_written(tmp_path: Path, step: int) -> None:
     statement, ended = 1, False
     while not ended:

@@ -20,6 +20,7 @@ from localllm.config import format_time
 from localllm.errors import HistoryError
 from localllm.history import GoneError, History, Recording, Session, schema, search, title_of
 from tests.history_support import ask, crashed, said
+from tests.thinning import examples
 
 # Against a model
 
@@ -200,7 +201,7 @@ class KeptAndModel(RuleBasedStateMachine):
 
 
 KeptAndModel.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(20), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestKeptAndModel = KeptAndModel.TestCase
 

@@ -15,6 +15,7 @@ from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.hub import HubSettings, describe, list_models, locate, pull
 from localllm.registry import shipped_registry
 from tests.fake_hub import COMMIT
+from tests.forks import in_child
 from tests.hub.support import SHARDS, make_folder, other_tools_snapshot, remove, single_model, use
 
 # Names and places
@@ -35,25 +36,30 @@ ATTACKS = [(pull, name) for name in HOSTILE] + list(zip(cycle((locate, describe,
 
 @pytest.mark.parametrize(("action", "name"), ATTACKS, ids=lambda value: getattr(value, "__name__", ascii(value)))
 def test_a_hostile_name_is_refused_before_anything_outside_the_cache_is_opened(fake, hub, action, name):
-    opened: list[str] = []
-    watched = threading.get_ident()
-
-    def audit(event: str, arguments: tuple[object, ...]) -> None:
-        if active and event in ("open", "os.rename", "os.remove", "shutil.rmtree") and threading.get_ident() == watched:
-            opened.append(str(arguments[0]))
-
     import localllm.hub.fetch  # noqa: F401 (its import opens files of ours, not of a model)
 
     of_the_registry = {str(shipped_registry()), str(user_directories().config / "models.toml")}
-    active = True
-    sys.addaudithook(audit)
-    try:
+
+    def attack() -> None:
+        """In a process of its own: an audit hook stays for the life of a process, and is called at every event."""
+        opened: list[str] = []
+        watched, is_watching = threading.get_ident(), True
+
+        def audit(event: str, arguments: tuple[object, ...]) -> None:
+            if not is_watching or threading.get_ident() != watched:
+                return
+            if event in ("open", "os.rename", "os.remove", "shutil.rmtree"):
+                opened.append(str(arguments[0]))
+
+        sys.addaudithook(audit)
         with pytest.raises(LocalLLMError) as caught:
             action(name)
-    finally:
-        active = False
-    assert [path for path in opened if not path.startswith(str(hub.cache_dir)) and path not in of_the_registry] == []
-    assert caught.value.exit_code in (2, 3) and "\x1b" not in caught.value.what + caught.value.why
+        is_watching = False
+        known = (path for path in opened if not path.startswith(str(hub.cache_dir)))
+        assert [path for path in known if path not in of_the_registry] == []
+        assert caught.value.exit_code in (2, 3) and "\x1b" not in caught.value.what + caught.value.why
+
+    assert in_child(attack) == 0
     assert fake.requests == []
 
 

@@ -26,7 +26,7 @@ from localllm.runtime.engine_client import RenewedClient
 from localllm.runtime.selection import locate, with_defaults
 from localllm.runtime.server_client import Server, ServerEngine, attached
 from localllm.runtime.watchdog import Patience
-from tests.cli_support import environment, start_cli, write_checkpoint
+from tests.cli_support import environment, fork_cli, start_cli, write_checkpoint
 from tests.patience import PATIENCE_S, wait_for
 from tests.server.support import Json, Patch
 from tests.server.test_cli_serve import Served
@@ -47,10 +47,14 @@ class Home:
         (self.blocked / "torch.py").write_text('raise ImportError("torch is not to be loaded")')
 
     def localllm(self, *arguments: str | Path, torch: bool = True, stdin: bytes = b"") -> Ended:
-        """torch: may be imported; where it may not, what runs all the same has attached."""
+        """torch: may be imported, and is here already, in a fork; where it may not, what runs all the same has
+        attached."""
+        if torch:
+            with fork_cli(self.path, *arguments, **PIPES) as process:
+                out, err = process.communicate(stdin, PATIENCE_S)
+            return subprocess.CompletedProcess(arguments, process.returncode, out, err)
         environ = environment(self.path)
-        if not torch:
-            environ["PYTHONPATH"] = f"{self.blocked}{os.pathsep}{environ['PYTHONPATH']}"
+        environ["PYTHONPATH"] = f"{self.blocked}{os.pathsep}{environ['PYTHONPATH']}"
         command = [sys.executable, "-m", "localllm", *map(str, arguments)]
         return subprocess.run(command, env=environ, cwd=self.path, capture_output=True, input=stdin, timeout=PATIENCE_S)
 
@@ -103,26 +107,30 @@ def test_run_has_the_servers_engine_answer_and_loads_nothing_itself(home: Home) 
     assert attached.stdout == alone.stdout != b"" and attached.stderr == b""
 
 
-def test_a_name_that_is_another_models_alias_there_is_not_that_model(home: Home, tmp_path: Path) -> None:
-    own = Home(tmp_path)
-    folder = write_checkpoint(tmp_path / "other")
-    with served_alone(tmp_path, folder, "--alias", "tiny", end=signal.SIGINT):
-        there, here = own.localllm(*ASK, torch=False), home.localllm(*ASK, torch=False)
+@pytest.fixture(scope="module")
+def renamed(tmp_path_factory: pytest.TempPathFactory, known_machine: Callable[[Path], None]) -> Iterator[Home]:
+    """With a server of a model that has other names there, one of them another model's."""
+    folder = tmp_path_factory.mktemp("user")
+    known_machine(folder / "cache")
+    teller = write_checkpoint(folder / "models" / "teller")
+    with served_alone(folder, teller, "--alias", "bard", "--alias", "tiny", end=signal.SIGINT):
+        yield Home(folder)
+
+
+def test_a_name_that_is_another_models_alias_there_is_not_that_model(home: Home, renamed: Home) -> None:
+    there, here = renamed.localllm(*ASK, torch=False), home.localllm(*ASK, torch=False)
     assert there.returncode == 0 and there.stdout == here.stdout
 
 
-def test_run_and_chat_know_a_model_by_the_names_that_the_server_has_for_it(tmp_path: Path) -> None:
-    own = Home(tmp_path)
-    folder = write_checkpoint(tmp_path / "models" / "teller")
+def test_run_and_chat_know_a_model_by_the_names_that_the_server_has_for_it(renamed: Home) -> None:
     asked = ("-p", "A tale.", "--max-tokens", "3")
-    with served_alone(tmp_path, folder, "--alias", "bard"):
-        for name in ("teller", "bard"):
-            answered = own.localllm("run", name, *asked, torch=False)
-            assert answered.returncode == 0 and answered.stderr == b""
-        chatted = own.localllm("chat", "bard", "--plain", "--max-tokens", "3", torch=False, stdin=b"A tale.\n")
-        assert chatted.returncode == 0 and chatted.stdout.strip()
-        assert own.localllm("run", "teller", *asked, "--no-attach").returncode == 3
-        assert b"did you mean" in own.localllm("run", "tinny", *asked).stderr
+    for name in ("teller", "bard"):
+        answered = renamed.localllm("run", name, *asked, torch=False)
+        assert answered.returncode == 0 and answered.stderr == b""
+    chatted = renamed.localllm("chat", "bard", "--plain", "--max-tokens", "3", torch=False, stdin=b"A tale.\n")
+    assert chatted.returncode == 0 and chatted.stdout.strip()
+    assert renamed.localllm("run", "teller", *asked, "--no-attach").returncode == 3
+    assert b"did you mean" in renamed.localllm("run", "tinny", *asked).stderr
 
 
 def test_a_refusal_is_the_same_as_without_a_server(home: Home) -> None:

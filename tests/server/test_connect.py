@@ -204,6 +204,7 @@ def require_tale(command: list[str], home: Path) -> None:
     assert ended.returncode == 0 and len(ended.stdout) > 10, ended.stderr
 
 
+@pytest.mark.slow
 def test_langchain_tells_a_tale_by_what_is_printed(server: Running, tmp_path: Path) -> None:
     printed = parts("langchain", "--url", server.url)[-1]
     require_tale([interpreter(installed("langchain-openai")), "-c", printed], tmp_path)
@@ -380,6 +381,7 @@ AIDER = ["aider", "--no-git", "--yes-always", "--no-check-update", "--analytics-
 OPENCODE = ["opencode", "run", "--title", "An owl"]
 
 
+@pytest.mark.slow
 @pytest.mark.supports("opencode-ai", "/v1/chat/completions", "answer, streamed")
 @pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: optional calls")
 @pytest.mark.supports("opencode-ai", "/v1/chat/completions", "tools: call, streamed", "tools: result sent back")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import socket
@@ -27,6 +28,7 @@ from tests.kv_support import check_prefix
 from tests.patience import PATIENCE_S
 from tests.server.conftest import Connect
 from tests.server.support import OWL, Json, Patch, Raw, Running, num_cancelled, running, wait_for
+from tests.thinning import thinned
 
 CHAT = "/v1/chat/completions"
 Stalled = list[http_server.HttpConnection]
@@ -113,8 +115,13 @@ def leave_in(connect: Connect, server: Running, phase: str, steps: Steps, *, str
         other.close()
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("phase", PHASES)
+# Each phase, now streamed and now not.
+OFTEN = list(zip(PHASES, itertools.cycle((True, False)), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("phase", "stream"), thinned(itertools.product(PHASES, (True, False)), OFTEN.__contains__), ids=str
+)
 @pytest.mark.parametrize("times", [2, pytest.param(40, marks=pytest.mark.slow)])
 def test_who_goes_is_not_computed_for(
     connect: Connect, endless: Running, phase: str, stream: bool, times: int, monkeypatch: Patch

@@ -9,6 +9,7 @@ import pytest
 
 from localllm.server.bodies import NO_EFFECT
 from tests.server.support import OWL, Json, Running
+from tests.thinning import every_other
 
 HEADER = "x-ignored-fields"
 GREEDY = {"temperature": 0, "seed": 1}
@@ -110,7 +111,7 @@ def named(value: Any) -> str:
     return str(sorted(value) if isinstance(value, set) else value)[:40]
 
 
-@pytest.mark.parametrize(("path", "body", "more", "names"), CASES, ids=named)
+@pytest.mark.parametrize(("path", "body", "more", "names"), every_other(CASES), ids=named)
 def test_what_changes_no_answer_is_taken_and_named(
     server: Running, path: str, body: Json, more: Json, names: set[str]
 ) -> None:

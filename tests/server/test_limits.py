@@ -267,7 +267,7 @@ def test_a_header_that_is_too_large_is_refused(connect: Connect, server: Running
 
 def test_a_running_answer_goes_on_while_others_ask_for_too_much(connect: Connect, server: Running) -> None:
     listener = connect(server)
-    listener.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 400, "logit_bias": {"2": -100, "0": -100}})
+    listener.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 160, "logit_bias": {"2": -100, "0": -100}})
     said, others = listener.read_until(b"data: "), list[Raw]()
     hostile = itertools.cycle(WRONG.values())
     while b"[DONE]" not in said:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -155,8 +156,9 @@ def test_a_parameter_of_the_library_that_is_null_is_none(client: openai.OpenAI, 
         server.answer(path, {**nulls, **body})
 
 
-def test_an_answer_may_be_sent_back(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(**{**GREEDY, "max_tokens": 600}) as stream:
+def test_an_answer_may_be_sent_back(client: openai.OpenAI, says: Says) -> None:
+    says("There was an owl.")
+    with client.chat.completions.stream(**GREEDY) as stream:
         parsed = stream.get_final_completion().choices[0].message
     for said in (parsed, answered(client).choices[0].message):
         assert text_of(answered(client, messages=[*OWL, said, {"role": "user", "content": "Go on."}]))
@@ -224,7 +226,8 @@ def test_a_model_is_known_by_its_names(client: openai.OpenAI, name: str) -> None
 
 @pytest.mark.supports("openai", "/v1/models", "list of models")
 @pytest.mark.supports("openai", "/v1/models/{model:path}", "one model")
-def test_the_models_are_listed(client: openai.OpenAI) -> None:
+def test_the_models_are_listed(client: openai.OpenAI, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))  # where no other test has packed a model
     assert [model.id for model in client.models.list()] == ["tiny", "teller"]
     assert client.models.retrieve("teller").id == "teller"
     with pytest.raises(openai.NotFoundError):

@@ -114,7 +114,7 @@ def test_what_was_said_before_comes_with_the_request(client: openai.OpenAI) -> N
     first = client.responses.create(**ASKED, max_output_tokens=8)
     said: Any = [{"role": "user", "content": ASKED["input"]}, *[item.model_dump() for item in first.output]]
     said.append({"role": "user", "content": [{"type": "input_text", "text": "Go on."}]})
-    reply = client.responses.create(**{**ASKED, "input": said})
+    reply = client.responses.create(**{**ASKED, "input": said}, max_output_tokens=8)
     assert reply.usage is not None and first.usage is not None
     assert reply.usage.input_tokens > first.usage.total_tokens
 

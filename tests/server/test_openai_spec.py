@@ -54,13 +54,13 @@ def spec(shared_data: Callable[[str], Path]) -> Spec:
 @pytest.mark.parametrize(
     ("schema", "path", "body"),
     [
-        ("CreateChatCompletionResponse", "/v1/chat/completions", CHAT),
+        pytest.param("CreateChatCompletionResponse", "/v1/chat/completions", CHAT, marks=pytest.mark.slow),
         ("CreateChatCompletionResponse", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2}),
         ("CreateChatCompletionResponse", "/v1/chat/completions", CALLED),
-        ("CreateCompletionResponse", "/v1/completions", TEXT),
+        pytest.param("CreateCompletionResponse", "/v1/completions", TEXT, marks=pytest.mark.slow),
         ("CreateCompletionResponse", "/v1/completions", {**TEXT, "logprobs": 2, "n": 2}),
         ("CreateEmbeddingResponse", "/v1/embeddings", {"model": "tiny", "input": ["a", "b"]}),
-        ("Response", "/v1/responses", {**ASKED, "max_output_tokens": 600}),
+        pytest.param("Response", "/v1/responses", {**ASKED, "max_output_tokens": 600}, marks=pytest.mark.slow),
         ("Response", "/v1/responses", {**ASKED, "top_logprobs": 2}),
         ("Response", "/v1/responses", CALLED_ITEM),
     ],

@@ -13,6 +13,7 @@ from jsonschema import validate
 
 from tests.server.support import OWL, Json, Running, Says
 from tests.server.tools_support import ANSWER, BROKEN, CALLED, CALLED_TWICE, OPENAI_TOOLS, ROOM, WEATHER, Animal
+from tests.thinning import every_other
 
 PATH = "/v1/chat/completions"
 GREEDY: Json = {"model": "tiny", "messages": OWL, "temperature": 0, "max_tokens": ROOM}
@@ -364,10 +365,10 @@ UNHELD: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("schema", UNHELD.values(), ids=UNHELD)
-def test_a_tool_to_which_no_call_can_be_held_fails_no_request_for_the_others(server: Running, schema: Any) -> None:
+@pytest.mark.parametrize("name", every_other(UNHELD))
+def test_a_tool_to_which_no_call_can_be_held_fails_no_request_for_the_others(server: Running, name: str) -> None:
     """Also where only the attempt to compile it tells."""
-    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    parameters = {"type": "object", "properties": {"a": UNHELD[name]}, "required": ["a"]}
     tools = [*OPENAI_TOOLS, function("bad", parameters=parameters)]
     for asked in ({"tool_choice": "required"}, {"parallel_tool_calls": False}, {"tool_choice": NAMED}):
         server.answer(PATH, {**GREEDY, "tools": tools, **asked})

@@ -31,8 +31,9 @@ def interpreter(environment: Path) -> str:
     return str(python) if python.exists() else "node"
 
 
-# One for each way of asking; the others speak to the server by the same packages of OpenAI, Anthropic and Ollama.
-OFTEN = {"ai-sdk", "langchain-anthropic", "llm-ollama", "openai-agents"}
+# It asks in JavaScript. The others take 7 to 12 s each, and ask by the packages of OpenAI, Anthropic and Ollama, which
+# the tests of each dialect use themselves.
+OFTEN = {"ai-sdk"}
 
 
 # Its checks are one test, as each start of a script takes seconds.

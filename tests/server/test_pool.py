@@ -150,7 +150,7 @@ def test_a_model_that_has_room_beside_the_others_leaves_them_alone(both: Running
 
 def test_a_model_that_answers_is_waited_for_and_then_makes_room(tight: Running, texts: Texts) -> None:
     with ThreadPoolExecutor() as threads:
-        with answering(tight, model="tiny") as lines:
+        with answering(tight, model="tiny", max_tokens=500) as lines:
             waiting = threads.submit(said, tight, "other")
             wait_for(lambda: tight.served.is_leaving or waiting.done())
             behind = threads.submit(said, tight, "tiny")  # it does not keep the other from its turn
@@ -277,7 +277,7 @@ def test_who_asks_a_model_while_it_is_looked_at_whether_it_may_leave_is_answered
         monkeypatch.setattr(Engine, "status", status)
         server.post("/v1/completions", {**TEXT, "keep_alive": 0})
         wait_for(looked.is_set)
-        with answering(server) as lines:
+        with answering(server, max_tokens=60) as lines:
             released.set()
             assert "data: [DONE]" in list(lines)
 
@@ -325,7 +325,7 @@ def test_an_engine_that_does_not_move_is_ended_and_who_waits_is_told(tight: Runn
                 told = "".join(lines)
             assert "does not move on" in told and "[DONE]" not in told
         else:
-            hold(tight, "tiny", still_s=8.0)
+            hold(tight, "tiny", still_s=4.0)
             waiting = threads.submit(tight.post, "/v1/completions", {**TEXT, "model": "tiny"})
             wait_for(lambda: tight.get("/health").status_code == 503 or waiting.done())
             assert not waiting.done()
@@ -361,7 +361,7 @@ def test_an_engine_that_computes_without_end_is_ended_and_one_that_comes_from_bl
 
     watchdog._effort = effort  # type: ignore[method-assign]
     watchdog.begin()
-    wait_for(lambda: num_looks == 200)
+    wait_for(lambda: num_looks >= 100)
     assert not convicted
     moves = False
     wait_for(lambda: bool(convicted))
@@ -405,7 +405,7 @@ def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changing]:
 def test_a_model_whose_files_are_being_written_keeps_no_other_from_being_loaded(
     other: Path, texts: Texts, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("localllm.runtime.model_pool._REST_WAIT_S", 3.0)
+    monkeypatch.setattr("localllm.runtime.model_pool._REST_WAIT_S", 1.5)
     folder = write_checkpoint(tmp_path / "copied")
     written, stop = threading.Event(), threading.Event()
 

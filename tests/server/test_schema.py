@@ -43,7 +43,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield server
 
 
-@pytest.mark.parametrize("num_cases", [6, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_cases", [3, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("label", "mode"), CASES, ids=str)
 def test_what_the_document_says_is_what_comes(small: Running, label: str, mode: GenerationMode, num_cases: int) -> None:
     statuses: set[int] = set()

@@ -19,6 +19,7 @@ from localllm.server.tools.tool_parser import ValueEnd, partial_object
 from localllm.server.tools.toolset import Tool, Toolset
 from localllm.text.tokenizer import Tokenizer
 from tests.server.support import Json
+from tests.thinning import examples
 
 BY_NAME = {syntax.name: syntax for syntax in (*TOOL_FORMATS, GENERIC)}
 NAMES = ("weather", "clock")
@@ -158,7 +159,7 @@ def test_what_is_no_call_is_text(family: str, text: str) -> None:
     splits=st.booleans(),
     is_cut=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_the_pieces_in_which_it_comes_make_no_difference(
     case: tuple[str, str], places: list[int], splits: bool, is_cut: bool
 ) -> None:
@@ -179,7 +180,7 @@ _MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag
     streams=st.booleans(),
     is_cut=st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_nothing_that_a_model_says_is_too_odd(
     family: str, pieces: list[str], places: list[int], streams: bool, is_cut: bool
 ) -> None:

@@ -16,6 +16,7 @@ from localllm.text.grammar.compiled import MAX_CACHED, Grammars
 from localllm.text.grammar.grammar import Grammar
 from localllm.text.tokenizer import Tokenizer
 from tests.structured.support import accepts, allowed, drawn, json_schema
+from tests.thinning import examples
 
 PERSON = json_schema({
     "type": "object",
@@ -68,7 +69,7 @@ def test_nothing_is_allowed_behind_what_the_grammar_forbids(shared: Grammars) ->
 
 
 @pytest.mark.parametrize("thoughts", [(), THOUGHT])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(moves=st.lists(st.tuples(st.sampled_from(["say", "back", "ask", "draft"]), st.integers(0, 10**6)), max_size=40))
 def test_any_order_of_saying_and_taking_back_equals_a_fresh_state(
     shared: Grammars, thoughts: tuple[tuple[str, str], ...], moves: list[tuple[str, int]]

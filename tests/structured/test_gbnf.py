@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 from localllm.errors import GrammarError
 from localllm.text.grammar.gbnf import as_lark, is_gbnf
 from tests.structured.support import BYTES
+from tests.thinning import examples
 
 JSON = r"""
 # A part of JSON: what `json.gbnf` of llama.cpp has
@@ -218,7 +219,7 @@ def language(rules: dict[str, Any]) -> Words:
     return words["root"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_a_grammar_without_recursion_takes_exactly_its_texts(data: st.DataObject) -> None:
     rules = {"a-1": data.draw(expressions(())), "A_1": data.draw(expressions(("a-1",)))}
@@ -228,7 +229,7 @@ def test_a_grammar_without_recursion_takes_exactly_its_texts(data: st.DataObject
     assert {text for text in TEXTS if takes(lark, text)} == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_a_recursive_grammar_takes_no_other_text_and_leaves_a_way_to_end(data: st.DataObject) -> None:
     names = ("root", "b")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from textual._context import visible_screen_stack
 from textual.app import App
 from textual.pilot import Pilot
 from textual.screen import Screen
@@ -298,6 +299,7 @@ def kept_titles() -> list[str]:
 
 def shown(app: App[Any]) -> str:
     """What is on the screen, as text."""
+    visible_screen_stack.set(app._background_screens)
     lines = app.screen._compositor.render_strips(app.size)
     return "\n".join("".join(segment.text for segment in line) for line in lines)
 

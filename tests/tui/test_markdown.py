@@ -17,6 +17,7 @@ from localllm.tui import markdown_render
 from localllm.tui.markdown_blocks import MarkdownLayout
 from localllm.tui.markdown_render import Highlighter, code_blocks, groups, parser, pieces
 from localllm.tui.widgets.document import DocumentBlock
+from tests.thinning import examples
 from tests.tui.support import FakeService, chatting, until
 
 PYTHON = [
@@ -37,7 +38,7 @@ def is_same(one: list[Content], other: list[Content]) -> bool:
     return len(one) == len(other) and all(map(Content.is_same, one, other))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.sampled_from(PYTHON), min_size=1, max_size=120), st.lists(st.integers(1, 400), max_size=20))
 def test_code_that_grows_is_coloured_as_it_is_at_once(rows: list[str], sizes: list[int]) -> None:
     code, end, found = "\n".join(rows), 0, Highlighter()
@@ -65,7 +66,7 @@ def test_of_long_code_that_grows_only_the_end_is_read_again(monkeypatch: pytest.
     assert sum(sizes) < 1.05 * sum(range(400, len(rows) + 1))  # 1.17 where its end is tried alone each time
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.sampled_from(["python", "js", "html", "c", "go", "make", "sh", "json", "pycon", "diff", "yaml", "", "no such"]),
     st.text(
@@ -235,7 +236,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(PARTS, st.lists(st.integers(1, 5), max_size=30), st.booleans())
 def test_a_thought_is_told_apart_in_whatever_pieces_it_comes(parts: list[str], sizes: list[int], is_in: bool) -> None:
     text = "".join(parts)
