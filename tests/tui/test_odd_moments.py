@@ -22,6 +22,7 @@ from localllm.tui.screens import models
 from localllm.tui.screens.dialogs import LineDialog
 from localllm.tui.widgets.chat_list import ChatList
 from tests.patience import PATIENCE_S
+from tests.thinning import every_other, one_in
 from tests.tui.support import (
     TEMPLATE,
     FakeEngine,
@@ -93,7 +94,7 @@ async def test_a_new_conversation_does_not_inherit_the_system_message_of_a_chat_
         await press(pilot, "ctrl+n", until=lambda: app.worker.session.dialogue.system == "Be brief.")
 
 
-@pytest.mark.parametrize("text", [" ", "\t", " \n"])
+@pytest.mark.parametrize("text", one_in(3, [" \n", " ", "\t"]))
 async def test_an_answer_of_blanks_can_be_opened_again(text: str) -> None:
     async with chatting(FakeService([[text]])) as (app, pilot):
         await say(pilot, "one")
@@ -327,7 +328,7 @@ async def test_a_folder_for_the_editor_that_there_is_not_is_told_of(monkeypatch:
         edited("text", {"EDITOR": "true"})
 
 
-@pytest.mark.parametrize("name", ["/", ".", "..", "", "a/.."])
+@pytest.mark.parametrize("name", one_in(5, ["a/..", "/", ".", "..", ""]))
 async def test_a_name_that_is_none_gets_an_ending_too(name: str) -> None:
     async with chatting() as (app, pilot):
         app.push_screen(LineDialog("export", name, endings=(".md", ".json")))
@@ -336,7 +337,7 @@ async def test_a_name_that_is_none_gets_an_ending_too(name: str) -> None:
         assert app.screen.query_one(Input).value.endswith("chat.md")
 
 
-@pytest.mark.parametrize(("is_there", "text"), [(False, "wrote "), (True, "a-2.md")])
+@pytest.mark.parametrize(("is_there", "text"), every_other([(True, "a-2.md"), (False, "wrote ")]))
 async def test_what_came_of_a_chat_is_told_where_its_list_was_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool, text: str
 ) -> None:

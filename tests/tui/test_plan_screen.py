@@ -32,6 +32,7 @@ from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanWish, PlanWork
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.bars import KeyBar
 from tests.patience import PATIENCE_S
+from tests.thinning import every_other
 from tests.tui.support import FakeService, assert_shown, chatting, press, say, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -247,7 +248,7 @@ async def test_r_goes_back_to_what_runs_now_and_enter_has_nothing_to_do_then() -
         assert app.screen is screen and "nothing is changed" in shown(app)
 
 
-@pytest.mark.parametrize("key", ["escape", "f2"])
+@pytest.mark.parametrize("key", every_other(["escape", "f2"]))
 async def test_leaving_changes_nothing(key: str) -> None:
     async with unapplied(FakePlanner()) as (app, pilot, screen):
         await settled(pilot, screen, "right")
@@ -352,7 +353,7 @@ async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
     assert len(service.loads) == 2
 
 
-@pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
+@pytest.mark.parametrize("theme", every_other(["textual-dark", "textual-light"]))
 async def test_a_small_screen_shows_the_sliders_and_the_prediction_and_scrolls_the_picture(theme: str) -> None:
     async with planning(FakePlanner(name="[bold]a\x1b[31m name"), theme=theme, size=(80, 24)) as (app, pilot, screen):
         assert_shown(app, "context", "RAM cap", "goal", "tok/s, bound by", "⏎ apply", "[bold]a", "26 in memory")

@@ -15,6 +15,7 @@ from localllm.engine.engine_info import EngineFacts
 from localllm.errors import LocalLLMError
 from localllm.tui import markdown_render, messages
 from localllm.tui.app import ChatApp
+from tests.thinning import every_other
 from tests.tui.support import FakeService, assert_shown, chatting, shown, until
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -65,7 +66,7 @@ def assert_intact(app: ChatApp) -> None:
     assert "f1 help" in shown(app).splitlines()[-1] and app.is_running and app.failure is None
 
 
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("first", every_other(range(4)))
 async def test_an_answer_a_question_a_title_an_error_and_a_name_are_shown_as_they_are(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
