@@ -7,11 +7,13 @@ import gc
 import os
 import shutil
 import signal
+import ssl
 
 os.environ["TRITON_INTERPRET"] = "1"  # what kernels are defined by: read when Triton is imported, by whichever test
 os.environ["OMP_NUM_THREADS"] = "1"  # a command that a test forks would wait for threads that were not forked with it
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,27 @@ def known_rates() -> Iterator[None]:
         patch.setattr(measurement, "_dram_gbs", lambda: 20.0)
         patch.setattr(measurement, "_disk_gbs", lambda _folder: 1.5)
         patch.setattr(other_work, "counted", lambda: other_work.Counted(0.0, 0.0, 0.0))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_read_once() -> Iterator[None]:
+    """Every client reads 150 certificates, 30 ms each time, and no test speaks TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_heaps_kept() -> Iterator[None]:
+    """What is freed by small models is little: to look for it in the heap of a whole run takes 20 ms a load. Where it
+    is measured, a process of its own loads the model."""
+    from localllm.engine import placement, weights
+    from localllm.models import convert
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (placement, weights, convert):
+            patch.setattr(module, "give_back_freed", lambda: None)
         yield
 
 
