@@ -94,7 +94,7 @@ def test_a_log_hears_of_the_progress_now_and_then(model: Path, file: Write, monk
 
 
 def test_answers_that_were_cut_unasked_are_told(tmp_path: Path, file: Write) -> None:
-    model = write_checkpoint(tmp_path / "model", context=1024)
+    model = write_checkpoint(tmp_path / "model", context=600)
     lines = ["the fox", {"prompt": "the owl", "max_tokens": 2}, {"prompt": "who", "max_tokens": 2000}]
     result = run_cli("run", model, "--batch", file(*lines))
     assert [line["finish_reason"] for line in answers(result)] == ["length"] * 3

@@ -257,14 +257,14 @@ def test_a_job_that_is_killed_goes_on_with_what_it_had(slow_model: Path, file: W
 def test_a_signal_ends_a_job_and_says_how_it_goes_on(
     number: signal.Signals, code: int, slow_model: Path, file: Write, start: Start
 ) -> None:
-    path = file(*PROMPTS * 3)
+    path = file(*PROMPTS * 2)
     process = start(slow_model, path)
     head = wait_for_lines(process, 2)
     process.send_signal(number)
     stopped = finish(process)
     assert stopped.code == code
-    told = re.fullmatch(r"interrupted; (\d+) of 18 answers are kept. To go on: the same command\n", stopped.err)
-    assert told and 2 <= int(told[1]) < 18
+    told = re.fullmatch(r"interrupted; (\d+) of 12 answers are kept. To go on: the same command\n", stopped.err)
+    assert told and 2 <= int(told[1]) < 12
     resumed = rerun(slow_model, path)
     assert resumed.code == 0 and resumed.out.startswith(head + stopped.out)
     assert was_there(resumed) == int(told[1])

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.support import Json, Running
+from tests.server.support import Json, Running, Says
 
 STORY = "Once upon a time"
 GREEDY: Json = {"model": "tiny", "prompt": STORY, "temperature": 0, "max_tokens": 20}
@@ -83,7 +83,8 @@ def test_a_response_has_one_message(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.supports("openai", "/v1/responses", "answer, streamed")
-def test_a_streamed_response_is_the_whole_one(client: openai.OpenAI) -> None:
+def test_a_streamed_response_is_the_whole_one(client: openai.OpenAI, says: Says) -> None:
+    says("There was an owl. It slept all day, and at night it flew. The end.")
     whole = client.responses.create(**ASKED).output_text
     with client.responses.stream(**ASKED) as stream:
         names = [event.type for event in stream]

@@ -13,6 +13,7 @@ from localllm.errors import GrammarError, LocalLLMError, UsageError
 from localllm.text.grammar.grammar import Grammar
 from tests.speculative.support import Said, answers, draft_with, said
 from tests.structured.support import json_schema, wish
+from tests.thinning import every_other
 
 SCHEMA = {
     "type": "object",
@@ -49,7 +50,7 @@ def finished(engine: Engine, request: Request) -> FinishedEvent:
     return last
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "skip", "ngram+skip"])
+@pytest.mark.parametrize("drafter", every_other(["ngram", "skip", "ngram+skip"]))
 def test_the_text_is_the_same_with_drafts_and_without(engine: Engine, drafter: str) -> None:
     wishes = [
         wish(engine, grammar, seed=seed, max_tokens=24, **SAMPLERS[sampler])
