@@ -211,7 +211,10 @@ def test_a_second_ctrl_c_leaves_at_once(model: Path, start: Start) -> None:
     assert process.returncode == 130
 
 
-def test_a_signal_that_the_main_thread_does_not_hear_ends_the_command_all_the_same() -> None:
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGINT], pytest.param([signal.SIGTERM, signal.SIGHUP], marks=pytest.mark.slow)]
+)
+def test_a_signal_that_the_main_thread_does_not_hear_ends_the_command_all_the_same(numbers: list[int]) -> None:
     deaf = """
 import hashlib
 from localllm.cli.interrupts import Interrupts
@@ -219,7 +222,6 @@ Interrupts().install()
 print("begun", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     processes = [subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) for _ in numbers]
     try:
         for process in processes:

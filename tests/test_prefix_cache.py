@@ -6,7 +6,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -122,8 +122,13 @@ TIERS, KV = ("pool", "ram", "disk", "restarted"), ("bf16", "int8", "k8v4", "int4
 MODELS = [*product(("llama", "windowed"), KV), ("odd", "int8")]
 
 
-@pytest.mark.parametrize(("model", "kv"), MODELS)
-@pytest.mark.parametrize("tier", thinned(TIERS, {"ram", "restarted"}.__contains__))
+# Each model in each format, and each tier.
+OFTEN = [(*model, tier) for model, tier in zip(MODELS, cycle((*TIERS, "ram")), strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("model", "kv", "tier"), thinned([(*model, tier) for model in MODELS for tier in TIERS], OFTEN.__contains__)
+)
 def test_a_hit_gives_the_bits_of_a_miss_from_every_tier(kv, model, tier, folder):
     reuse, shared = reuse_of(tier, folder), tokens(300, seed=1)
     of = engine(kv, reuse, model)

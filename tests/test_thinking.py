@@ -21,6 +21,7 @@ from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar.grammar import Grammar
 from tests.cli_support import Result, run_cli
 from tests.speaker import EFFORT, KEEPING, OPENING, SWITCHED, THINKS, write_speaker
+from tests.thinning import every_other
 
 Thinkers = dict[str, Path]
 THOUGHT, ANSWER = "Hm, an owl.", "Once upon a time."
@@ -61,9 +62,9 @@ def prompt_of(model: Path | str, *arguments: str | Path) -> str:
     return result.out.decode()
 
 
-@pytest.mark.parametrize("how", [(), ("--no-stream",), ("--best-of", "2"), ("--beams", "2"), ("--stats",)])
-def test_the_answer_alone_goes_to_stdout(thinker: Path, how: tuple[str, ...]) -> None:
-    result = run(thinker, *how)
+@pytest.mark.parametrize("how", every_other(["", "--no-stream", "--beams 2", "--stats", "--best-of 2"]))
+def test_the_answer_alone_goes_to_stdout(thinker: Path, how: str) -> None:
+    result = run(thinker, *how.split())
     assert (result.code, result.out.decode()) == (0, f"{ANSWER}\n"), result.err
     assert THOUGHT not in result.err
 
@@ -72,9 +73,9 @@ def test_of_several_answers_each_is_printed_alone(thinker: Path) -> None:
     assert run(thinker, "--n", "2").out.decode() == f"{ANSWER}\n---\n{ANSWER}\n"
 
 
-@pytest.mark.parametrize("how", [(), ("--n", "2"), ("--best-of", "2"), ("--beams", "2"), ("--beams", "2", "--n", "2")])
-def test_json_has_what_was_thought_beside_the_text(thinker: Path, how: tuple[str, ...]) -> None:
-    told = run(thinker, "--json", *how).json
+@pytest.mark.parametrize("how", every_other(["", "--best-of 2", "--n 2", "--beams 2", "--beams 2 --n 2"]))
+def test_json_has_what_was_thought_beside_the_text(thinker: Path, how: str) -> None:
+    told = run(thinker, "--json", *how.split()).json
     for answer in told.get("answers", [told])[:1] if "--beams" in how else told.get("answers", [told]):
         assert (answer["text"], answer["reasoning"]) == (ANSWER, THOUGHT)
         assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"]
