@@ -21,9 +21,13 @@ def language_patched_once() -> Iterator[None]:
     patch_language: Callable[[Any], Any] = interpreter._patch_lang
     done: set[tuple[bool, bool]] = set()  # which modules of it, in this launch
 
-    def patched(fn: Any) -> Any:
+    @cache
+    def modules_of(fn: Any) -> tuple[bool, bool]:
         known = fn.__globals__.values()
-        modules = (any(value is tl for value in known), any(value is tl.core for value in known))
+        return any(value is tl for value in known), any(value is tl.core for value in known)
+
+    def patched(fn: Any) -> Any:
+        modules = modules_of(fn)
         if modules in done:
             return interpreter._LangPatchScope()
         scope = patch_language(fn)
@@ -66,7 +70,9 @@ def _types_made_once(patch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not interpreter.interpreter_builder.options.debug
     core = tl.core
     make_block, init_tensor = core.block_type.__init__, core.tensor.__init__
+    broadcast = TritonSemantic.broadcast_impl_value
     blocks: dict[tuple[int, tuple[int, ...]], tl.block_type] = {}  # each holds its element's type, whose id it is
+    shapes: dict[tuple[int, ...], Any] = {}
 
     def init_block(block: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
         numbers = tuple(getattr(shape, "values", shape))
@@ -76,6 +82,7 @@ def _types_made_once(patch: pytest.MonkeyPatch) -> Iterator[None]:
         key = (id(element_ty), numbers)
         if key not in blocks:
             make_block(block, element_ty, shape)
+            block.shape = shapes.setdefault(numbers, block.shape)
             blocks[key] = block
         block.__dict__ = blocks[key].__dict__
 
@@ -92,6 +99,15 @@ def _types_made_once(patch: pytest.MonkeyPatch) -> Iterator[None]:
         tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
         tensor.shape, tensor.numel = shape_of
 
+    def as_one_shape(semantic: TritonSemantic, one: tl.tensor, other: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        shape, other_shape = (
+            getattr(each.type, "shape", None) for each in (one, other)
+        )  # one object of each, see above
+        if shape is other_shape:
+            return one, other
+        return broadcast(semantic, one, other)
+
+    patch.setattr(TritonSemantic, "broadcast_impl_value", as_one_shape)
     patch.setattr(core.block_type, "__init__", init_block)
     patch.setattr(core.block_type, "with_element_ty", with_element)
     patch.setattr(core.block_type, "to_ir", lambda block, _builder: block)
