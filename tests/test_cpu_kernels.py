@@ -36,6 +36,7 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.tile16 import PackedMatrix
 from tests.patience import PATIENCE_S
+from tests.thinning import every_other
 
 HOST_ISAS = cpu_isa.host_isas()
 pytestmark = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
@@ -300,7 +301,7 @@ def test_the_kernels_of_a_tape_run_one_after_another_on_all_threads(threads):
     assert a.tolist() == expected
 
 
-@pytest.mark.parametrize("limit", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}], ids=str)
+@pytest.mark.parametrize("limit", every_other([{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}]), ids=str)
 def test_a_team_that_is_smaller_than_was_asked_for_waits_for_nobody(limit):
     program = (
         "import torch; from localllm.quant.int8 import Int8; torch.set_num_threads(3); "

@@ -229,7 +229,7 @@ def test_a_thread_that_waits_for_a_copy_takes_no_core(monkeypatch: pytest.Monkey
 
 FAMILIES = ["llama", "qwen2", "gemma2", "olmo2", "tiny"]
 PROMPT = tuple(range(3, 45))
-OFTEN = {("llama", "fp32"), ("gemma2", "int8"), ("tiny", "int4-g32"), ("qwen2", "int4-g32")}
+OFTEN = {("llama", "fp32"), ("gemma2", "int8"), ("qwen2", "int4-g32")}
 MODELS = [
     pytest.param(model, marks=[pytest.mark.slow] * (model not in OFTEN), id="-".join(model))
     for model in itertools.product(FAMILIES, ("fp32", "int4-g32", "int8"))
