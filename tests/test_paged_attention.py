@@ -27,7 +27,6 @@ from tests.thinning import one_in
 
 native = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 every_isa = pytest.mark.parametrize("isa", host_isas(), ids=lambda isa: isa.name)
-every_format = pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=lambda kv_format: kv_format.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +136,18 @@ def _check_segment(segment: Segment, shape: Heads, qkv: Tensor, rotated: Tensor,
         _assert_close_codes(layout, ours, theirs)
 
 
+NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
+
+
 @native
-@every_format
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("kv_format", "bad"),
+    [
+        pytest.param(kv_format, bad, id=f"{bad}-{name}", marks=[pytest.mark.slow] * (i % 3 != j))
+        for i, (name, kv_format) in enumerate(KV_FORMATS.items())
+        for j, bad in enumerate(NOT_FINITE)
+    ],
+)
 def test_what_is_not_finite_is_not_finite_in_its_page(kv_format, bad: float) -> None:  # type: ignore[no-untyped-def]
     """Keys of the third token, values of the fifth: in the kernel's pages as in torch's, and in no other group."""
     shape, new = Heads(2, 1, 64, 0), 130
@@ -230,7 +238,11 @@ LIMITS, LENGTHS = [(None, None), (90, None), (None, 20.0), (70, 20.0)], [(0, 10)
 
 @pytest.mark.parametrize(
     ("kv_format", "window", "softcap", "past", "new"),
-    [(FORMATS[(i + j) % 4], *limits, *lengths) for i, limits in enumerate(LIMITS) for j, lengths in enumerate(LENGTHS)],
+    [  # half of them each time, which have all formats, limits and lengths
+        pytest.param(FORMATS[(i + j) % 4], *limits, *lengths, marks=[pytest.mark.slow] * ((i + j // 2) % 2))
+        for i, limits in enumerate(LIMITS)
+        for j, lengths in enumerate(LENGTHS)
+    ],
 )
 def test_attention_over_pages_is_that_over_their_keys(kv_format, window, softcap, past, new) -> None:  # type: ignore[no-untyped-def]
     """A query sees the first page and its own as they were written, all others as they are coded."""

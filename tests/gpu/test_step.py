@@ -141,15 +141,21 @@ def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_p
 
 @pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(
-    ("family", "weights", "kv"), every_other([("llama", "int8", "bf16"), ("qwen3", "int4-g64", "int8")])
+    ("family", "weights", "kv", "sizes"),
+    every_other(
+        [
+            ("llama", "int8", "bf16", [64, 17, 13, 2, 1]),
+            ("qwen3", "int4-g64", "int8", [64, 40, 17, 13, 2, 1]),  # behind a coded page
+        ]
+    ),
 )
-def test_a_prompts_rows_have_a_steps_bits_in_chunks_of_any_size(family, weights, kv, tmp_path):
+def test_a_prompts_rows_have_a_steps_bits_in_chunks_of_any_size(family, weights, kv, sizes, tmp_path):
     """So a prefix that is found equals one that is computed, whatever is left of a prompt."""
     write_checkpoint(tmp_path, family, layers=1, **SMALL)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights, kv=kv))
-    token_ids = ids(137)
-    whole = logits(engine, by_kernels(engine.model), token_ids, [137])
-    assert torch.equal(logits(engine, by_kernels(engine.model), token_ids, [64, 40, 17, 13, 2, 1]), whole)
+    token_ids = ids(sum(sizes))
+    whole = logits(engine, by_kernels(engine.model), token_ids, [sum(sizes)])
+    assert torch.equal(logits(engine, by_kernels(engine.model), token_ids, sizes), whole)
 
 
 def test_blocks_that_the_host_computes_stand_between_ours(tmp_path):
