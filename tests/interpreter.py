@@ -1,4 +1,4 @@
-"""Triton's interpreter, without three quarters of what it does over and over."""
+"""Triton's interpreter, without two thirds of what it does over and over."""
 
 from __future__ import annotations
 
