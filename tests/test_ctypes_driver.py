@@ -63,7 +63,7 @@ has_older = pytest.mark.skipif(not OLDER.exists(), reason=f"{OLDER} is absent")
     ("kinds", "least", "older"),
     [
         ("few", 10, None),
-        pytest.param("few", 10, OLDER, marks=has_older),
+        pytest.param("few", 10, OLDER, marks=[pytest.mark.slow, has_older]),
         pytest.param("all", 30, None, marks=pytest.mark.slow),
         pytest.param("all", 30, OLDER, marks=[pytest.mark.slow, has_older]),
     ],
@@ -120,25 +120,29 @@ def test_threads_that_launch_one_kernel_take_turns():
     assert turns == [True] and not launch._lock.locked()
 
 
+# Each choice is made in a fork of one process: an import of torch and Triton takes 1.5 s.
 CHOSEN = """
-import json, torch
+import json, os, torch
 from triton.runtime import driver
 torch.cuda.is_available = lambda: True
 from localllm.kernels.gpu.ctypes_driver import choose_driver
-choose_driver()
-print(json.dumps({"driver": type(driver.active).__name__}))
+found = {}
+for compiler, differs in {"works": {}, "fails": {"CC": "false"}, "absent": {"PATH": os.getcwd() + "/nowhere"}}.items():
+    ours, its = os.pipe()
+    if not os.fork():
+        os.environ.update(differs, TRITON_CACHE_DIR=os.path.join(os.environ["TRITON_CACHE_DIR"], compiler))
+        choose_driver()
+        os.write(its, type(driver.active).__name__.encode())
+        os._exit(0)
+    os.close(its)
+    found[compiler] = os.read(ours, 100).decode()
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(
-    ("compiler", "chosen"), [("works", "CudaDriver"), ("fails", "CtypesDriver"), ("absent", "CtypesDriver")]
-)
-def test_tritons_own_driver_is_used_where_it_can_be_compiled(compiler, chosen, stub, tmp_path, monkeypatch):
+def test_tritons_own_driver_is_used_where_it_can_be_compiled(stub, tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
-    if compiler == "fails":
-        monkeypatch.setenv("CC", "false")
-    elif compiler == "absent":
-        monkeypatch.setenv("PATH", str(tmp_path))
     script = tmp_path / "chosen.py"
     script.write_text(CHOSEN, encoding="utf-8")
-    assert run(stub, tmp_path, str(script)) == {"driver": chosen}
+    expected = {"works": "CudaDriver", "fails": "CtypesDriver", "absent": "CtypesDriver"}
+    assert run(stub, tmp_path, str(script)) == expected

@@ -229,7 +229,7 @@ def test_a_thread_that_waits_for_a_copy_takes_no_core(monkeypatch: pytest.Monkey
 
 FAMILIES = ["llama", "qwen2", "gemma2", "olmo2", "tiny"]
 PROMPT = tuple(range(3, 45))
-OFTEN = {("llama", "fp32"), ("gemma2", "int8"), ("tiny", "int4-g32"), ("qwen2", "int4-g32")}
+OFTEN = {("llama", "fp32"), ("gemma2", "int8"), ("qwen2", "int4-g32")}
 MODELS = [
     pytest.param(model, marks=[pytest.mark.slow] * (model not in OFTEN), id="-".join(model))
     for model in itertools.product(FAMILIES, ("fp32", "int4-g32", "int8"))
@@ -321,7 +321,7 @@ def test_drafts_change_no_text_wherever_blocks_are(packed: Packed, who: str) -> 
             oracle = Oracle({PROMPT: (*PROMPT, *expected)}, 0.8, packed.config.vocab_size)
             return Speculation(residency, oracle, (), 4, FixedCount)
 
-        everywhere = [mixed(seed) for seed in range(3)] if who == "skip" else []
+        everywhere = [mixed(0)] if who == "skip" else []
         for kinds in (lambda _index: "streamed", lambda _index: "computed", lambda _index: "split", *everywhere):
             for many_rows in (NEVER, 4):
                 placed.place(packed.blocks(kinds), many_rows)

@@ -123,18 +123,20 @@ def test_a_disk_that_vanishes_ends_the_answer_with_its_file_and_the_engine_goes_
 @pytest.mark.usefixtures("nothing_mapped")
 @pytest.mark.parametrize("kind", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_disk_that_gives_nothing_any_more_ends_the_answer_and_a_slow_one_does_not(kind, directory, monkeypatch):
-    monkeypatch.setattr(disk_stream, "STALLED_S", 3.0)  # a busy disk may pause for two seconds
+    monkeypatch.setattr(disk_stream, "STALLED_S", 30.0)  # a busy disk may pause for two seconds
     with streaming(kind, directory) as engine:
         expected = tokens(engine)
         disk = Disk(monkeypatch)
         disk.delay_s = 0.02
         assert tokens(engine) == expected
         disk.answers.clear()
+        monkeypatch.setattr(disk_stream, "STALLED_S", 0.4)  # it gives nothing, however long one waits
         for _ in range(2):
             with pytest.raises(CheckpointError, match=r"\.safetensors cannot be read") as caught:
                 tokens(engine)
             assert "has given nothing for" in caught.value.why
         disk.answers.set()
+        monkeypatch.setattr(disk_stream, "STALLED_S", 30.0)
         assert tokens(engine) == expected
 
 

@@ -78,7 +78,8 @@ def run_here(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("120", "--brief"),  # of consumers' cards the newest, with the least shared memory
+        ("120", "--one-each"),  # of consumers' cards the newest, with the least shared memory
+        pytest.param(("120", "--brief"), marks=pytest.mark.slow),
         pytest.param(("75", "--brief"), marks=pytest.mark.slow),
         pytest.param(("75", "80", "86", "89", "90", "120"), marks=pytest.mark.slow),
     ],

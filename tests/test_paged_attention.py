@@ -23,10 +23,10 @@ from localllm.kernels.paged_attention import paged_attention, write
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.segment import Segment
 from tests.kv_support import filled, random
+from tests.thinning import one_in
 
 native = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 every_isa = pytest.mark.parametrize("isa", host_isas(), ids=lambda isa: isa.name)
-every_format = pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=lambda kv_format: kv_format.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +97,17 @@ def rope_of(qkv: Tensor, shape: Heads) -> Tensor:
 
 
 FORMATS = list(KV_FORMATS.values())
-# Every shape with every run of segments, the formats in turn.
+# Every shape with every run of segments, the formats in turn; a third of them each time, which have all of each.
 CASES = [
     *(
-        (host_isas()[:1], FORMATS[(i + j) % 4], shape, some)
+        pytest.param(
+            host_isas()[:1], FORMATS[(i + j) % 4], shape, some, marks=[pytest.mark.slow] * ((2 * i + j) % 3 > 0)
+        )
         for i, shape in enumerate(SHAPES)
         for j, some in enumerate(SEGMENTS)
     ),
-    *product([host_isas()[:1]], FORMATS[:1], [ODD], SEGMENTS[1::2]),
-    *product([host_isas()[1:]], [KV_FORMATS["k8v4"]], SHAPES[:3], SEGMENTS[2:5]),
+    *one_in(3, product([host_isas()[:1]], FORMATS[:1], [ODD], SEGMENTS[1::2])),
+    *one_in(4, product([host_isas()[1:]], [KV_FORMATS["k8v4"]], SHAPES[:3], SEGMENTS[2:5])),
 ]
 
 
@@ -134,9 +136,18 @@ def _check_segment(segment: Segment, shape: Heads, qkv: Tensor, rotated: Tensor,
         _assert_close_codes(layout, ours, theirs)
 
 
+NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
+
+
 @native
-@every_format
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("kv_format", "bad"),
+    [
+        pytest.param(kv_format, bad, id=f"{bad}-{name}", marks=[pytest.mark.slow] * (i % 3 != j))
+        for i, (name, kv_format) in enumerate(KV_FORMATS.items())
+        for j, bad in enumerate(NOT_FINITE)
+    ],
+)
 def test_what_is_not_finite_is_not_finite_in_its_page(kv_format, bad: float) -> None:  # type: ignore[no-untyped-def]
     """Keys of the third token, values of the fifth: in the kernel's pages as in torch's, and in no other group."""
     shape, new = Heads(2, 1, 64, 0), 130
@@ -171,9 +182,18 @@ def _assert_close_codes(layout: kv_page.PageLayout, ours: Tensor, theirs: Tensor
         assert layout.is_dense or (own - other).abs().gt(1e-4).sum() <= own.numel() // 1000
 
 
+SHARED_OUT = [Heads(8, 2, 64, 64), Heads(8, 2, 64, 64, window=150), Heads(3, 3, 32, 32)]
+
+
 @native
-@every_format
-@pytest.mark.parametrize("shape", [Heads(8, 2, 64, 64), Heads(8, 2, 64, 64, window=150), Heads(3, 3, 32, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("kv_format", "shape"),
+    [
+        pytest.param(kv_format, shape, id=f"{shape}-{name}", marks=[pytest.mark.slow] * (i % 3 != j))
+        for i, (name, kv_format) in enumerate(KV_FORMATS.items())
+        for j, shape in enumerate(SHARED_OUT)
+    ],
+)
 def test_a_token_attends_with_the_same_bits_however_the_work_is_shared_out(kv_format, shape) -> None:  # type: ignore[no-untyped-def]
     """All new tokens at once, in threes, and one by one; with tasks of sections for many threads, or of all keys."""
     isa, past, new = host_isas()[0], 2100, 70
@@ -218,7 +238,11 @@ LIMITS, LENGTHS = [(None, None), (90, None), (None, 20.0), (70, 20.0)], [(0, 10)
 
 @pytest.mark.parametrize(
     ("kv_format", "window", "softcap", "past", "new"),
-    [(FORMATS[(i + j) % 4], *limits, *lengths) for i, limits in enumerate(LIMITS) for j, lengths in enumerate(LENGTHS)],
+    [  # half of them each time, which have all formats, limits and lengths
+        pytest.param(FORMATS[(i + j) % 4], *limits, *lengths, marks=[pytest.mark.slow] * ((i + j // 2) % 2))
+        for i, limits in enumerate(LIMITS)
+        for j, lengths in enumerate(LENGTHS)
+    ],
 )
 def test_attention_over_pages_is_that_over_their_keys(kv_format, window, softcap, past, new) -> None:  # type: ignore[no-untyped-def]
     """A query sees the first page and its own as they were written, all others as they are coded."""

@@ -30,9 +30,9 @@ from localllm.settings import EngineConfig
 from tests.engine_support import answered, generated, token_ids
 from tests.packed_support import small_checkpoint
 from tests.patience import PATIENCE_S
-from tests.thinning import one_in
+from tests.thinning import one_in, thinned
 
-FAMILIES = ["llama", "qwen2", "gemma2"]
+FAMILIES = thinned(["llama", "qwen2", "gemma2"], {"llama", "gemma2"}.__contains__)
 WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int4": torch.bfloat16, "int8": torch.float32}
 PROMPT = tuple(range(3, 63))
 

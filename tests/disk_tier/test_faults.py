@@ -80,11 +80,12 @@ def test_a_field_of_zeros_or_ones_is_detected(damaged, begin):
         damaged(begin, bytes(8))
 
 
-def test_two_thousand_flips_and_cuts_are_all_detected_and_mended(directory):
+@pytest.mark.parametrize("times", [500, pytest.param(2000, marks=pytest.mark.slow)])
+def test_flips_and_cuts_are_all_detected_and_mended(times, directory):
     keys, chance = chain(4), random.Random(0)
     with opened(directory) as tier:
         put(tier, keys)
-        for count in range(2000):
+        for count in range(times):
             index = chance.randrange(len(keys))
             damage(path_of(directory, keys[index]), path_of(directory, keys[index - 1]), chance)
             assert read(tier, keys[index:] if count % 50 else keys) == (0 if count % 50 else index)
@@ -314,7 +315,7 @@ def killed_at(count: int, moment: str) -> None:
         setattr(os, name, fatal(name, getattr(os, name)))
 
 
-@pytest.mark.parametrize("moment", ["before", "in", "after"])
+@pytest.mark.parametrize("moment", ["before", "in", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_kill_at_any_write_leaves_whole_pages_or_none(tmp_path, moment):
     first, second = chain(3, seed=1), chain(4, seed=2)
     for count in range(1, 200):

@@ -14,12 +14,13 @@ from localllm.engine.speculative.speculator import Speculation
 from localllm.models.gpu_program import GpuProgram
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
+from tests.gpu.test_step import SMALL
 from tests.speculative.support import draft_by_oracle, said
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    write_checkpoint(tmp_path, "llama", layers=2)
+    write_checkpoint(tmp_path, "llama", layers=2, **SMALL)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", weights="int8", dtype="fp32", speculate="off"))
     engine.runner.cpu_program, engine.runner.gpu_program = None, GpuProgram(engine.model)
     return engine

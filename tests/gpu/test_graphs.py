@@ -25,7 +25,7 @@ from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import generated
-from tests.gpu.test_step import by_operators, ids, sampling, texts
+from tests.gpu.test_step import SMALL, by_operators, ids, sampling, texts
 from tests.packed_support import pack
 from tests.test_device_placement import Packed
 
@@ -48,8 +48,8 @@ class Replaying(Graphs):
         return SimpleNamespace(replay=replay)
 
 
-def loaded(folder: Path, family: str, kv: str) -> Engine:
-    write_checkpoint(folder, family, layers=2)
+def loaded(folder: Path, family: str, kv: str, layers: int = 2) -> Engine:
+    write_checkpoint(folder, family, layers=layers, **(SMALL if family == "llama" else {}))
     engine = Engine.load(folder, EngineConfig(device="cpu", weights="fp32", kv=kv))
     engine.runner.cpu_program = None
     return engine
@@ -151,7 +151,7 @@ def drawn(engine: Engine, program: GpuProgram, num_rows: int, past: int) -> list
 def test_only_so_many_graphs_are_kept_and_they_are_those_that_were_used_last(tmp_path, monkeypatch):
     """A card holds them beside everything else, and a plan counts them."""
     monkeypatch.setattr(gpu_graphs, "GRAPH_ROOMS", 2)
-    engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
+    engine, graphs = loaded(tmp_path, "llama", "bf16", layers=1), Replaying()
     program = GpuProgram(engine.model, graphs)
     expected = {rows: drawn(engine, GpuProgram(engine.model), rows, 0) for rows in (1, 2, 4)}
     for rows in (1, 2, 4, 4, 2):  # the room of one row was the last used one two rooms ago
@@ -209,7 +209,7 @@ def test_what_a_smaller_decoder_has_captured_counts_and_goes_with_it(tmp_path):
 
 def test_where_a_cards_memory_runs_out_graphs_go_before_anything_else(tmp_path, monkeypatch):
     """The second time there are none, and fewer tokens are computed at once."""
-    engine, graphs = loaded(tmp_path, "llama", "bf16"), Replaying()
+    engine, graphs = loaded(tmp_path, "llama", "bf16", layers=1), Replaying()
     engine.runner.graphs, engine.runner.gpu_program = graphs, GpuProgram(engine.model, graphs)
     expected, rows = generated(engine, ids(20), 3), engine.runner.batch_rows
     assert graphs.num_rooms == 1  # of steps: a prompt's graph is made when its number of rows comes again

@@ -318,6 +318,9 @@ def test_every_kernel_is_right_in_the_interpreter(sizes):
     assert len(found) > 40 and [case.line() for case in found if not case.is_right] == []
 
 
+ONE_HEAD = check_cases.Heads("int8", "int4", 64, 1, 1)  # the interpreter takes as long for each
+
+
 @pytest.mark.parametrize("broken", ["gemv", "rows", "drawn"])
 def test_the_check_finds_a_kernel_that_does_nothing(broken, monkeypatch):
     nothing = SimpleNamespace(run=lambda: None)
@@ -373,7 +376,7 @@ def test_the_check_finds_attention_that_is_a_little_wrong(wrong, monkeypatch):
     """A scale of 0.13 instead of 0.125, and a window where there is none."""
     attend = check_cases.attend
     monkeypatch.setattr(check_cases, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
-    case = next(check_cases._attention(CPU, check_cases.Heads("int8", "int4", 64, 2, 1)))
+    case = next(check_cases._attention(CPU, ONE_HEAD))
     assert not case.is_right
 
 
@@ -385,7 +388,7 @@ def test_the_check_finds_codes_of_attention_that_are_a_little_wrong(monkeypatch)
         ends = [SimpleNamespace(run=lambda: out.scale.mul_(1.0001))] if isinstance(out, Codes) else []
         return [*attend(q, out, *rest, **options), *ends]
 
-    heads = check_cases.Heads("int8", "int4", 64, 2, 1)
+    heads = ONE_HEAD
     for is_wrong in (False, True):
         if is_wrong:
             monkeypatch.setattr(check_cases, "attend", wrong)
@@ -417,7 +420,7 @@ def test_a_kernel_that_a_card_does_not_take_is_left_and_the_others_are_checked(c
     assert left[0].line().startswith("left: attention of int8/int4 pages") and "shared memory" in left[0].line()
 
 
-FEW = replace(check_cases.SMALL, groups=(), attention=(check_cases.Heads("int8", "int4", 64, 2, 1),))
+FEW = replace(check_cases.SMALL, groups=(), attention=(ONE_HEAD,))
 
 
 def end_of_the_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[object, list[str]]:

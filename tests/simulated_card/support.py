@@ -11,6 +11,7 @@ import torch
 
 from localllm.kernels import kv_page
 from localllm.kernels.gpu import product, ready
+from localllm.models import gpu_warm
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.placement import BlockPlacement
 from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile, kept_profile, torch_build
@@ -47,6 +48,9 @@ def on_simulated_card(
         patch.setattr(torch.cuda.graph, "default_capture_stream", None)
         patch.setattr(ready, "missing", lambda device: "" if device.type == "cuda" else "they are made for NVIDIA GPUs")
         patch.setattr(ready, "_checked", lambda *_: "")
+        # Nothing is compiled here that differs by the number of rows, and all of them are two thirds of a load.
+        patch.setattr(gpu_warm, "_ROWS", (1, 2))
+        patch.setattr(gpu_warm, "_MANY_ROWS", (32,))
         if not is_measured:
             replace_everywhere(kept_profile, lambda: _profile(card.config), patch)
         replace_everywhere(torch_build, lambda: (torch.__version__.partition("+")[0], "13.0"), patch)

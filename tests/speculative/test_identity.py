@@ -42,11 +42,15 @@ from tests.speculative.support import (
     said,
     stats,
 )
-from tests.thinning import every_other
 
-# One of each sampler, drafter and placement, so that every two of them meet; half of these each time.
+# One of each sampler, drafter and placement, so that every two of them meet, with either model; each time another one
+# of each sampler in INT4 and in fp32, which have all drafters and placements.
 PAIRWISE = [
-    (sampler, DRAFTERS[(row + column) % 4], list(PLACEMENTS)[(row + 2 * column + row // 4) % 4], row)
+    pytest.param(
+        *(model, sampler, DRAFTERS[(row + column) % 4], list(PLACEMENTS)[(row + 2 * column + row // 4) % 4], row),
+        marks=[] if column == often else pytest.mark.slow,
+    )
+    for model, often in (("int4", 0), ("fp32", 2))
     for row, sampler in enumerate(SAMPLERS)
     for column in range(4)
 ]
@@ -96,7 +100,7 @@ def check(
     return stats(events).accepted
 
 
-@pytest.mark.parametrize(("sampler", "drafter", "placement", "seed"), every_other(PAIRWISE))
+@pytest.mark.parametrize(("engine", "sampler", "drafter", "placement", "seed"), PAIRWISE, indirect=["engine"])
 def test_the_text_is_that_of_plain_decoding(
     engine: Engine, plain: dict[str, Said], sampler: str, drafter: str, placement: str, seed: int
 ) -> None:
@@ -121,14 +125,15 @@ def test_each_drafter_is_right_sometimes(int4: Engine) -> None:
         assert accepted > 10, (drafter, placement)
 
 
-def test_a_batch_is_that_of_each_request_alone(int4: Engine) -> None:
+@pytest.mark.parametrize("placement", ["some", pytest.param("whole", marks=pytest.mark.slow)])
+def test_a_batch_is_that_of_each_request_alone(int4: Engine, placement: str) -> None:
     names = [*SAMPLERS, "greedy", "plain"]
     wishes = [request(int4, TALE[: 40 + 9 * i], seed=i, **SAMPLERS[name]) for i, name in enumerate(names)]
     alone = plainly(int4, *wishes)
-    for drafter, placement in itertools.product(DRAFTERS, ("whole", "some")):
+    for drafter in DRAFTERS:
         place(int4, placement)
         draft_with(int4, drafter, 4)
-        assert said(int4, *wishes) == alone, (drafter, placement)
+        assert said(int4, *wishes) == alone, drafter
 
 
 def test_as_many_requests_as_a_job_has_at_once(int4: Engine) -> None:
