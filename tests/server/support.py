@@ -167,8 +167,6 @@ def running(
     """load: how the engine comes to be; None: as `localllm serve` has it, but on a thread of this process unless
     `in_processes`. also: folders of other models. send_bytes: that the system keeps of what a
     client has not taken."""
-    if model == "tiny" and load is None and not in_processes:
-        settings = {"weights": "int8", **settings}  # packed once, it takes a tenth of the time for a token
     capacity = capacity or Capacity()
     resolved: ResolvedSettings = load_settings(settings, environ={})
     selection = with_defaults(resolved, hub.locate(str(model)))

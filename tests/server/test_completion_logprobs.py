@@ -30,7 +30,7 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def exact() -> Iterator[Running]:
-    with running("tiny", weights="auto", dtype="fp32") as server:
+    with running("tiny", dtype="fp32") as server:
         yield server
 
 

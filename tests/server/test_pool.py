@@ -589,8 +589,8 @@ def test_a_first_load_that_came_to_nothing_is_not_waited_for() -> None:
         return Engine.load("tiny")
 
     with running(load=load) as server:
-        wait_for(lambda: not failures and server.served.handle is None)
-        assert server.get("/health").status_code == 200
+        wait_for(lambda: not failures and server.get("/health").status_code == 200)
+        assert server.served.handle is None
         assert said(server, "tiny")
 
 
