@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.kv_page import PageLayout
-from localllm.kernels.page_locked import page_locked
+from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.offload.streaming.disk_read import PAGE_BYTES
 from localllm.offload.streaming.host_buffer import HUGE_PAGE_BYTES, host_buffer
 
@@ -110,7 +110,7 @@ class Ferry:
             self._is_refused = not rooms.is_pinned()
             if self._is_refused:
                 return None
-            self._places = [(room, torch.cuda.Event(blocking=True)) for room in rooms]  # type: ignore[no-untyped-call]
+            self._places = [(room, copy_event()) for room in rooms]
         self._used += 1
         room, copied = self._places[self._used % 2]
         return room[:num_bytes], copied

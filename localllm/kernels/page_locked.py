@@ -22,3 +22,10 @@ def page_locked(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         with suppress(RuntimeError):
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
     return torch.zeros(shape, dtype=dtype)
+
+
+def copy_event() -> torch.cuda.Event:
+    """Return an event for the end of a copy. A thread that waits for it sleeps: one that spins takes a whole core."""
+    import torch
+
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

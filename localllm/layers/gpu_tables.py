@@ -19,7 +19,7 @@ from localllm.kernels.gpu.attention import AttentionHistory, block_rows, tasks_o
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
-from localllm.kernels.page_locked import page_locked
+from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.batch import Batch, Draw
 from localllm.layers.segment import KVStore, Segment
 
@@ -113,7 +113,7 @@ class HostStage:
     def mark(self) -> None:
         """Remember that its copy has been given to the device."""
         if self._device.type == "cuda":
-            self._copied = self._copied or torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._copied = self._copied or copy_event()
             self._copied.record(torch.cuda.current_stream(self._device))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from localllm.kernels.gpu import product, sample
 from localllm.kernels.gpu.embedding import embed
 from localllm.kernels.kv_page import pages_of
-from localllm.kernels.page_locked import page_locked
+from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
 from localllm.layers.gpu_block import GpuForward, multiply, run_block
@@ -142,7 +142,7 @@ class GpuProgram:
         on_host.copy_(room.drawn[:rows], non_blocking=True)
         arrived = None
         if self.device.type == "cuda":
-            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread sleeps meanwhile
+            arrived = copy_event()
             arrived.record(torch.cuda.current_stream(self.device))
         return Drawn(room.drawn, on_host, arrived)
 

@@ -361,7 +361,7 @@ def test_an_engine_that_computes_without_end_is_ended_and_one_that_comes_from_bl
 
     watchdog._effort = effort  # type: ignore[method-assign]
     watchdog.begin()
-    wait_for(lambda: num_looks >= 100)
+    wait_for(lambda: num_looks >= 200)
     assert not convicted
     moves = False
     wait_for(lambda: bool(convicted))
