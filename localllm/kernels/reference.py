@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels import int8, tile16
+from localllm.kernels.router import RouterConfig
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,3 +81,45 @@ def int8_product(codes: Tensor, x_scale: Tensor, qweight: Tensor, scale: Tensor,
     dots = torch.einsum("ngk,tgk->tng", q, codes.double())
     y = torch.einsum("tng,tg->tn", dots, x_scale.double()) * scale.view(-1).double()
     return y[:, :out_features]
+
+
+def route(logits: Tensor, correction: Tensor | None, router: RouterConfig) -> tuple[Tensor, Tensor]:
+    """Choose experts as the router's row says. logits fp32 [T, E]; correction fp32 [E].
+
+    Returns experts int64 [T, top_k], best first, and their weights fp32 [T, top_k].
+    """
+    if router.scores == "sparsemixer":
+        return _sparsemixer(logits, router)
+    if router.scores == "chosen":
+        best, experts = logits.topk(router.top_k, dim=-1)
+        return experts, best.softmax(-1) * router.scale
+    scores = logits.softmax(-1) if router.scores == "softmax" else logits.sigmoid()
+    choice = scores if correction is None else scores + correction
+    experts = _within_groups(choice, router).topk(router.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if router.normalizes:
+        weights = weights / (weights.sum(-1, keepdim=True) + router.sum_epsilon).clamp(min=router.sum_floor)
+    return experts, weights * router.scale
+
+
+def _within_groups(choice: Tensor, router: RouterConfig) -> Tensor:
+    """Scores [T, E], zero in groups whose two best have a smaller sum than those of `top_groups` others
+    (DeepSeek-V3, arXiv:2412.19437)."""
+    if router.top_groups == router.groups:
+        return choice
+    grouped = choice.view(len(choice), router.groups, -1)  # [T, groups, E / groups]
+    kept = grouped.topk(2, dim=-1).values.sum(-1).topk(router.top_groups, dim=-1).indices
+    mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, kept, True)
+    return grouped.masked_fill(~mask.unsqueeze(-1), 0.0).view_as(choice)
+
+
+def _sparsemixer(logits: Tensor, router: RouterConfig) -> tuple[Tensor, Tensor]:
+    """Each choice is the largest logit that is left; its weight is its share among those left within jitter of it."""
+    experts, weights, left = [], [], logits
+    for _ in range(router.top_k):
+        best, chosen = left.max(-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().clamp(min=best) > 2 * router.jitter
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(1, chosen))
+        experts.append(chosen)
+        left = left.scatter(1, chosen, float("-inf"))
+    return torch.cat(experts, dim=1), torch.cat(weights, dim=1) * router.scale
