@@ -33,7 +33,7 @@ from localllm.engine.sampler import PlainDraw
 from localllm.hub import ModelFiles, locate
 from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.kv_page import PAGE_TOKENS
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.models.families import load_config, parse_config
 from localllm.models.gpu_program import GpuProgram
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes

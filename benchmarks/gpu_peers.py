@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from benchmarks.offload_accelerate import INSTALL
 from benchmarks.peers_protocol import UnavailableError, serve
 from localllm.engine.memory import choose_device
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.models.families import parse_config
 from localllm.offload.measurements.roofline import device_seconds, recorded
 
@@ -95,8 +95,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, linear: Linear, device: torch.device, length: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        hidden, wide, self.eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        attention, hidden, wide = config.attentions[0], config.hidden_size, config.mlps[0].intermediate_size
+        self.heads, self.kv_heads, self.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        self.eps = config.norm_eps
         self.qkv = linear((self.heads + 2 * self.kv_heads) * self.head_dim, hidden, device)
         self.out = linear(hidden, self.heads * self.head_dim, device)
         self.gate_up, self.down = linear(2 * wide, hidden, device), linear(hidden, wide, device)
@@ -142,9 +143,10 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(config, linear, device, length) for _ in range(layers))
         self.length = length
-        self.turns, self.hidden, self.eps = config.num_layers, config.hidden_size, config.rms_norm_eps
+        self.turns, self.hidden, self.eps = config.num_layers, config.hidden_size, config.norm_eps
         self.head = linear(config.vocab_size, self.hidden, device)
-        half = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+        head_dim = config.attentions[0].head_dim
+        half = torch.arange(0, head_dim, 2, device=device).float() / head_dim
         angles = torch.arange(tokens, device=device).float()[:, None] * (1e-6**half)[None]
         self.register_buffer("cos", angles.cos().bfloat16().unsqueeze(1))
         self.register_buffer("sin", angles.sin().bfloat16().unsqueeze(1))

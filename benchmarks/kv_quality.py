@@ -66,20 +66,20 @@ class RoundedAttention(Attention):
     are, those between rounded."""
 
     def __init__(self, body: Attention, rounding: Rounding) -> None:
-        super().__init__(body.shape, body.qkv_proj, body.o_proj, body.q_norm, body.k_norm)
+        super().__init__(body.config, body.layer, body.rotation, body.qkv_proj, body.o_proj, body.q_norm, body.k_norm)
         self.rounding = rounding
 
     def _mixed(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
         (segment,) = batch.segments
         assert segment.past == 0, "a window is one batch"
-        q, k = qk[:, : self.shape.num_heads], qk[:, self.shape.num_heads :]
+        q, k = qk[:, : self.config.num_heads], qk[:, self.config.num_heads :]
         keys, values = (
             (x.transpose(0, 1), self.rounding.of(x, coding).transpose(0, 1))
             for x, coding in ((k, self.rounding.keys), (v, self.rounding.values))
         )
         mixed = [
             attention(
-                q[begin : begin + PAGE_TOKENS], _seen(*keys, begin), _seen(*values, begin), scale=self.shape.scale
+                q[begin : begin + PAGE_TOKENS], _seen(*keys, begin), _seen(*values, begin), scale=self.config.scale
             )
             for begin in range(0, len(q), PAGE_TOKENS)
         ]
@@ -109,18 +109,18 @@ def put_outliers(decoder: Decoder, factor: float, num_pairs: int = NUM_PAIRS) ->
     choose = torch.Generator().manual_seed(0)
     for block in decoder.blocks:
         if isinstance(block.body, Attention):
-            _put_outliers(block.body, decoder.config.rotary_dim, factor, num_pairs, choose)
+            _put_outliers(block.body, factor, num_pairs, choose)
 
 
-def _put_outliers(body: Attention, rotary_dim: int, factor: float, num_pairs: int, choose: torch.Generator) -> None:
-    shape = body.shape
+def _put_outliers(body: Attention, factor: float, num_pairs: int, choose: torch.Generator) -> None:
+    config, half = body.config, body.config.rotary_dim // 2
     assert body.k_norm is None, "a norm would take the factor back"
-    heads = body.qkv_proj.tensors["weight"].view(-1, shape.head_dim, body.qkv_proj.in_features)
-    group = shape.num_heads // shape.num_kv_heads
-    for head in range(shape.num_kv_heads):
-        first = torch.randperm(rotary_dim // 2, generator=choose)[:num_pairs]
-        features = torch.cat((first, first + rotary_dim // 2))
-        heads[shape.num_heads + head, features] *= factor
+    heads = body.qkv_proj.tensors["weight"].view(-1, config.head_dim, body.qkv_proj.in_features)
+    group = config.num_heads // config.num_kv_heads
+    for head in range(config.num_kv_heads):
+        first = torch.randperm(half, generator=choose)[:num_pairs]
+        features = torch.cat((first, first + half))
+        heads[config.num_heads + head, features] *= factor
         for query in range(head * group, (head + 1) * group):
             heads[query, features] /= factor
 
@@ -190,18 +190,13 @@ def memory(contexts: Sequence[int] = CONTEXTS) -> list[dict[str, object]]:
     """Bytes beside those of bf16: of a page in the middle of a sequence, and of whole sequences. They are the same for
     every model whose heads have whole groups: a head's size, their number and that of layers are in both."""
     config = load_config(TINY_DIRECTORY)
-    shape = config.num_kv_heads, config.head_dim, 2
-    dense = KV_FORMATS["bf16"].sizes(*shape)
+    dense = KV_FORMATS["bf16"].sizes(config.kv_shapes, 2)
     rows: list[dict[str, object]] = []
     for name in CODED:
-        sizes = KV_FORMATS[name].sizes(*shape)
-        page = sizes.per_token(1) / dense.per_token(1)
-        rows.append({"kv": name, "page": page})
+        sizes = KV_FORMATS[name].sizes(config.kv_shapes, 2)
+        rows.append({"kv": name, "page": sizes.per_token / dense.per_token})
         for ctx in contexts:
-            own, other = (
-                ctx * each.per_token(config.num_layers) + each.per_sequence(config.num_layers)
-                for each in (sizes, dense)
-            )
+            own, other = (ctx * each.per_token + each.per_sequence for each in (sizes, dense))
             rows[-1][str(ctx)] = own / other
     return rows
 

@@ -33,9 +33,9 @@ from localllm.engine.step_types import Chunk
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.kernels import reference, tile16
 from localllm.kernels.tile16 import INT8_GROUP
+from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
-from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.layout import block_layouts, model_bytes

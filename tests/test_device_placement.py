@@ -36,8 +36,8 @@ from localllm.engine.step_types import StepCancelledError
 from localllm.errors import DoesNotFitError
 from localllm.hub import locate
 from localllm.kernels.cpu_gemv import MAX_ROWS
+from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import can_be_split
-from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 from localllm.models.load import DecoderParts
 from localllm.models.offloaded_model import OffloadedModel

@@ -62,7 +62,7 @@ def test_what_attention_leaves_for_its_last_step_is_in_the_ledger() -> None:
             for one in (shape, replace(shape, section_bytes=0))
         )
         tables = TableShape(FEW_ROWS, FEW_ROWS, FEW_ROWS, table_pages(ctx, FEW_ROWS), 1)
-        parts = new_parts(tables.sections, FEW_ROWS, config.num_heads, config.head_dim)
+        parts = new_parts(tables.sections, FEW_ROWS, config.attentions[0].num_heads, config.attentions[0].head_dim)
         assert with_them - without == sum(part.nbytes for part in (parts.mixed, parts.peaks, parts.totals))
 
 

@@ -6,12 +6,13 @@ import json
 import random
 import subprocess
 import sys
+from operator import attrgetter
 from typing import Any
 
 import pytest
 
 from localllm.errors import CheckpointError, UnsupportedModelError
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.models.families import FAMILIES, load_config, parse_config
 from tests.patience import PATIENCE_S
 
@@ -48,10 +49,11 @@ SMALL = {
 
 
 def shape_of(config: ModelConfig) -> tuple[Any, ...]:
-    c = config
+    c, a = config, config.attentions[0]
     return (
-        *(c.model_type, c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads, c.num_kv_heads),
-        *(c.head_dim, c.rotary_dim, c.max_position_embeddings, c.tie_word_embeddings, c.eos_token_ids),
+        *(c.model_type, c.vocab_size, c.hidden_size, c.mlps[0].intermediate_size, c.num_layers),
+        *(a.num_heads, a.num_kv_heads, a.head_dim, a.rotary_dim),
+        *(c.max_position_embeddings, c.tie_word_embeddings, c.eos_token_ids),
     )
 
 
@@ -97,46 +99,50 @@ def test_each_layer_of_a_real_config_has_its_window(name, windows, shared_data):
 
 def test_gemma3_rotates_local_and_global_layers_with_their_own_theta(shared_data):
     config = parse_config(json.loads(shared_data("configs/gemma3_1b_it.json").read_text()), "config.json")
-    assert [rope.theta for rope in config.ropes[:7]] == [1e4, 1e4, 1e4, 1e4, 1e4, 1e6, 1e4]
+    assert [each.rope.theta for each in config.attentions[:7]] == [1e4, 1e4, 1e4, 1e4, 1e4, 1e6, 1e4]
 
 
 def test_phi4_stretches_three_quarters_of_each_head_by_longrope(shared_data):
-    rope = parse_config(json.loads(shared_data("configs/phi-4.json").read_text()), "config.json").ropes[0]
+    rope = parse_config(json.loads(shared_data("configs/phi-4.json").read_text()), "config.json").attentions[0].rope
     assert (rope.kind, rope.factor, rope.original_max_position_embeddings) == ("longrope", 32.0, 4096)
     assert (len(rope.short_factor), len(rope.long_factor), rope.long_factor[-1]) == (48, 48, 47.77)
 
 
 def test_llama3_scaling_is_read_number_by_number(shared_data):
-    rope = parse_config(json.loads(shared_data("configs/llama3_2_1b.json").read_text()), "config.json").ropes[0]
+    rope = (
+        parse_config(json.loads(shared_data("configs/llama3_2_1b.json").read_text()), "config.json").attentions[0].rope
+    )
     assert (rope.kind, rope.theta, rope.original_max_position_embeddings) == ("llama3", 5e5, 8192)
     assert (rope.factor, rope.low_freq_factor, rope.high_freq_factor) == (32, 1, 4)
 
 
 TRAITS = {
-    "llama": {"attention_bias": False, "output_bias": False, "norm_placement": "pre", "qk_norm": None},
-    "mistral": {"attention_bias": False, "output_bias": False},
-    "qwen2": {"attention_bias": True, "output_bias": False, "qk_norm": None},
-    "qwen3": {"attention_bias": False, "qk_norm": "head", "head_dim": 128},
-    "phi3": {"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5},
+    "llama": {"mixer.has_bias": False, "mixer.has_output_bias": False, "norm_placement": "pre", "mixer.qk_norm": None},
+    "mistral": {"mixer.has_bias": False, "mixer.has_output_bias": False},
+    "qwen2": {"mixer.has_bias": True, "mixer.has_output_bias": False, "mixer.qk_norm": None},
+    "qwen3": {"mixer.has_bias": False, "mixer.qk_norm": "head", "mixer.head_dim": 128},
+    "phi3": {"mixer.has_bias": False, "feed_forward.has_bias": False, "norm_eps": 1e-5},
     "gemma2": {
         "norm_placement": "sandwich",
         "norm_weight_offset": 1.0,
         "embedding_scale": 8.0,
-        "attention_scale": 1 / 16,
-        "attention_softcap": 50.0,
+        "mixer.scale": 1 / 16,
+        "mixer.softcap": 50.0,
         "final_softcap": 30.0,
-        "activation": "gelu_tanh",
+        "feed_forward.activation": "gelu_tanh",
         "tie_word_embeddings": True,
     },
-    "gemma3_text": {"qk_norm": "head", "attention_softcap": None, "final_softcap": None, "norm_weight_offset": 1.0},
-    "olmo2": {"norm_placement": "post", "qk_norm": "full", "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    "gemma3_text": {"mixer.qk_norm": "head", "mixer.softcap": None, "final_softcap": None, "norm_weight_offset": 1.0},
+    "olmo2": {"norm_placement": "post", "mixer.qk_norm": "full", "norm_eps": 1e-5, "tie_word_embeddings": False},
 }
 
 
 @pytest.mark.parametrize("model_type", TRAITS)
 def test_a_family_has_its_traits_when_the_file_is_silent(model_type):
     config = parse(model_type)
-    assert {key: getattr(config, key) for key in TRAITS[model_type]} == TRAITS[model_type]
+    for name, value in TRAITS[model_type].items():
+        holder = config if hasattr(config, name) else config.layers[0]
+        assert attrgetter(name)(holder) == value, name
 
 
 def variations(model_type: str, seed: int) -> dict[str, Any]:
@@ -218,9 +224,8 @@ def test_keys_that_older_versions_wrote_mean_the_same_here(model_type, seed):
 
 # Our names and theirs, where those differ.
 ALIKE = {
-    "vocab_size": "", "hidden_size": "", "intermediate_size": "", "max_position_embeddings": "", "rms_norm_eps": "",
+    "vocab_size": "", "hidden_size": "", "max_position_embeddings": "", "norm_eps": "rms_norm_eps",
     "tie_word_embeddings": "", "bos_token_id": "", "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
 }  # fmt: skip
 
 
@@ -228,27 +233,32 @@ def assert_same(ours: ModelConfig, theirs: Any) -> None:
     for name in ALIKE:
         assert getattr(ours, name) == getattr(theirs, ALIKE[name] or name), name
     heads, eos = theirs.num_attention_heads, theirs.eos_token_id
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
+    for each in ours.attentions:
+        assert (each.num_heads, each.num_kv_heads, each.head_dim) == (heads, theirs.num_key_value_heads, head_dim)
+        assert each.has_output_bias == getattr(theirs, "attention_bias", False)
+        assert each.has_bias == (each.has_output_bias or theirs.model_type == "qwen2")
     assert ours.eos_token_ids == (() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
-    assert ours.output_bias == getattr(theirs, "attention_bias", False)
-    assert ours.attention_bias == (ours.output_bias or theirs.model_type == "qwen2")
-    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    (mlp,) = ours.mlps
+    assert mlp.intermediate_size == theirs.intermediate_size
+    assert mlp.has_bias == getattr(theirs, "mlp_bias", False)
     windowed = theirs.model_type in ("mistral", "phi3")
     usual = "sliding_attention" if windowed else "full_attention"
     kinds = getattr(theirs, "layer_types", None) or [usual] * ours.num_layers
     window = getattr(theirs, "sliding_window", None)
     assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
     capped = theirs.model_type == "gemma2"  # gemma 3's files have the key, its code never uses it
-    assert ours.attention_softcap == (theirs.attn_logit_softcapping if capped else None)
+    assert {each.softcap for each in ours.attentions} == {theirs.attn_logit_softcapping if capped else None}
     assert ours.final_softcap == getattr(theirs, "final_logit_softcapping", None)
     for layer, kind in enumerate(kinds):
         assert_same_rope(ours, layer, theirs, theirs.rope_parameters.get(kind, theirs.rope_parameters))
 
 
 def assert_same_rope(ours: ModelConfig, layer: int, theirs: Any, rope: dict[str, Any]) -> None:
-    mine = ours.ropes[layer]
+    attention = ours.attentions[layer]
+    mine = attention.rope
     assert (mine.kind, mine.theta) == (rope["rope_type"], rope["rope_theta"])
-    assert ours.rotary_dim == int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
+    assert attention.rotary_dim == int(attention.head_dim * rope.get("partial_rotary_factor", 1.0))
     if mine.kind in ("llama3", "yarn", "longrope"):
         assert mine.original_max_position_embeddings == rope["original_max_position_embeddings"]
         assert mine.factor == rope.get("factor", ours.max_position_embeddings / mine.original_max_position_embeddings)
@@ -264,23 +274,31 @@ def test_a_multimodal_gemma3_is_read_through_its_text_config():
     raw = {"vision_config": {"hidden_size": "never read"}, "text_config": text}
     raw |= {"model_type": "gemma3", "eos_token_id": [1, 106]}
     config = parse_config(raw, "config.json")
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert shape_of(config)[1:9] == (262208, 2560, 10240, 34, 8, 4, 256, 256)
     assert (config.windows[4], config.windows[5], config.eos_token_ids) == (1024, None, (1, 106))
-    assert (config.ropes[4].kind, config.ropes[5].kind, config.ropes[5].factor) == ("default", "linear", 8.0)
+    assert (config.attentions[4].rope.kind, config.attentions[5].rope.kind, config.attentions[5].rope.factor) == (
+        "default",
+        "linear",
+        8.0,
+    )
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
 def test_early_names_of_phi3s_scaling_mean_longrope(kind):
     scaling = {"type": kind, "short_factor": [1.0] * 8, "long_factor": [4] * 8}
     config = parse("phi3", rope_scaling=scaling, max_position_embeddings=8192)
-    assert (config.ropes[0].kind, config.ropes[0].factor, config.ropes[0].long_factor) == ("longrope", 2.0, (4.0,) * 8)
+    assert (
+        config.attentions[0].rope.kind,
+        config.attentions[0].rope.factor,
+        config.attentions[0].rope.long_factor,
+    ) == ("longrope", 2.0, (4.0,) * 8)
 
 
 def test_the_trained_length_beside_a_scaling_counts_before_the_one_inside_it():
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
-    assert parse("llama", rope_scaling=scaling).ropes[0].original_max_position_embeddings == 512
+    assert parse("llama", rope_scaling=scaling).attentions[0].rope.original_max_position_embeddings == 512
     beside = parse("llama", rope_scaling=scaling, original_max_position_embeddings=256)
-    assert beside.ropes[0].original_max_position_embeddings == 256
+    assert beside.attentions[0].rope.original_max_position_embeddings == 256
 
 
 @pytest.mark.parametrize(("key", "value"), [("dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")])
@@ -295,7 +313,7 @@ def test_a_dtype_may_be_as_the_tensors_are(key):
 
 
 def test_a_null_head_dim_is_hidden_size_over_heads():
-    assert parse("qwen3", head_dim=None).head_dim == 16
+    assert parse("qwen3", head_dim=None).attentions[0].head_dim == 16
 
 
 FIVE = {"eos_token_id": 5}

@@ -20,6 +20,7 @@ from localllm.kernels.cpu_linear import float_bits
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.paged_attention import paged_attention, write
+from localllm.kernels.sizes import KVShape
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.segment import Segment
 from tests.kv_support import filled, random
@@ -54,7 +55,7 @@ SEGMENTS = [[(0, 5)], [(300, 1)], [(510, 5)], [(0, 270)], [(10, 1), (1100, 1)], 
 def new_pages(kv_format: kv_page.Coding | object, shape: Heads, dtype: torch.dtype = torch.float32) -> KVPages:
     """Two layers. What no token has been written to is NaN: nothing may read it."""
     windows, devices = [shape.window] * 2, [HOST] * 2
-    return KVPages(kv_format, windows=windows, devices=devices, num_kv_heads=shape.KH, head_dim=shape.D, dtype=dtype)
+    return KVPages(kv_format, windows=windows, devices=devices, shapes=[KVShape(shape.KH, shape.D)] * 2, dtype=dtype)
 
 
 def segments_of(stores: Sequence[PagedKV], news: Sequence[int]) -> list[Segment]:
@@ -259,7 +260,7 @@ def test_attention_over_pages_is_that_over_their_keys(kv_format, window, softcap
         options = {"scale": 0.2, "window": window, "softcap": softcap}
         outs.append(paged_attention(q[begin:end], held, begin, **options))
         kv.advance(end - begin)
-    _, coded = kv_format.layouts(2, 64, torch.float32)
+    _, coded = kv_format.layouts(KVShape(2, 64), torch.float32)
     out = torch.cat(outs)
     for own in range(0, past + new, 64):
         read = [_as_read(coded, x, own, n) for n, x in enumerate((keys, values))]
@@ -295,6 +296,6 @@ def test_a_code_is_within_half_a_step_of_its_value(coding: kv_page.Coding) -> No
 def test_int4_pages_take_less_than_a_third_of_dense_ones() -> None:
     ratios = {}
     for name, kv_format in KV_FORMATS.items():
-        dense, coded = kv_format.layouts(8, 128, torch.bfloat16)
+        dense, coded = kv_format.layouts(KVShape(8, 128), torch.bfloat16)
         ratios[name] = (coded or dense).layer_bytes / dense.layer_bytes
     assert ratios == {"bf16": 1, "int8": 0.515625, "k8v4": 0.390625, "int4": 0.265625}

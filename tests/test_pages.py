@@ -23,6 +23,7 @@ from localllm.cache.prefix import PrefixCache
 from localllm.kernels import kv_page
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.kernels.paged_attention import write
+from localllm.kernels.sizes import KVShape
 from tests.cli_support import run_cli, write_checkpoint
 from tests.kv_support import check_pages, check_prefix
 
@@ -35,8 +36,7 @@ def new_pages(kv: str = "int4", windows: tuple[int | None, ...] = (None, None), 
         KV_FORMATS[kv],
         windows=windows,
         devices=[device] * len(windows),
-        num_kv_heads=KH,
-        head_dim=D,
+        shapes=[KVShape(KH, D)] * len(windows),
         dtype=torch.float32,
     )
 
@@ -312,7 +312,7 @@ def test_the_disk_and_the_kernels_mean_the_same_page():
 
 @pytest.mark.parametrize(("head_dim", "format_name"), [(64, "int4"), (80, "bf16"), (96, "int4"), (256, "int4")])
 def test_heads_that_groups_do_not_divide_stay_dense(head_dim, format_name):
-    assert choose_format("int4", head_dim, 2).name == format_name
+    assert choose_format("int4", [KVShape(2, 64), KVShape(2, head_dim)], 2).name == format_name
 
 
 @pytest.mark.parametrize(("kv", "most"), [("int8", 0.55), ("k8v4", 0.42), ("int4", 0.29)])
@@ -320,8 +320,8 @@ def test_a_sequence_of_8192_tokens_takes_this_much_of_bf16(kv, most):
     """With its dense pages: an 8B model's shape."""
 
     def num_bytes(name: str) -> int:
-        sizes = KV_FORMATS[name].sizes(8, 128, 2)
-        return 8192 * sizes.per_token(32) + sizes.per_sequence(32)
+        sizes = KV_FORMATS[name].sizes([KVShape(8, 128)] * 32, 2)
+        return 8192 * sizes.per_token + sizes.per_sequence
 
     assert num_bytes(kv) / num_bytes("bf16") <= most
 

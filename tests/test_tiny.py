@@ -33,7 +33,7 @@ def test_it_is_small_deep_and_grouped() -> None:
     assert sum(path.stat().st_size for path in TINY_DIRECTORY.iterdir()) <= 15 * 2**20
     assert config.model_type == "llama"
     assert config.num_layers >= 12
-    assert config.num_kv_heads < config.num_heads
+    assert all(each.num_kv_heads < each.num_heads for each in config.attentions)
     assert config.tie_word_embeddings
     assert config.max_position_embeddings >= 1024
 

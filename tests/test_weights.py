@@ -17,9 +17,9 @@ from localllm.engine.weights import choose_recipe
 from localllm.errors import CheckpointError, DoesNotFitError, ModelChangedError, UsageError
 from localllm.hub import locate
 from localllm.hub.packed import packed_directory, packed_recipes, source_id
+from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
-from localllm.models.config import ModelConfig
 from localllm.models.convert import convert
 from localllm.models.families import load_config
 from localllm.models.load import load_decoder

@@ -24,12 +24,12 @@ from localllm.offload.planner.profile import FormatRates, Profile, keep, machine
 ROOT = Path(__file__).parent.parent
 PACKAGE = "localllm"
 LIMITS = {
-    "longest function": 60,
+    "longest function": 57,
     "functions over 60 lines": 0,
     "circles of imports": 0,
     "repeated class names": 0,
     "modules of --version": 20,
-    "modules of plan": 87,
+    "modules of plan": 89,
 }
 
 # Runs a command; prints the modules that it imported and, where it is watched, the files that a step's calls are in.

@@ -233,11 +233,13 @@ def _greedy(num_tokens: int) -> SamplingParams:
 
 def _fill(kv: PagedKV, num_tokens: int) -> None:
     """Fill with random keys and values, the same few in every layer: attention to them takes as long as to any."""
-    layout, num_layers = kv.layouts[0], len(kv.pages.places)
-    noise = torch.randn((2, min(_FILL_TOKENS, num_tokens), layout.num_kv_heads, layout.head_dim))
+    layouts = [kv.layouts_of(layer)[0] for layer in range(len(kv.pages.places))]
+    shapes = {(layout.num_kv_heads, layout.head_dim) for layout in layouts}
+    noise = {shape: torch.randn((2, min(_FILL_TOKENS, num_tokens), *shape)) for shape in shapes}
     while kv.length < num_tokens:
         past, count = kv.length, min(_FILL_TOKENS, num_tokens - kv.length)
         kv.prepare(past + count)
-        for layer in range(num_layers):
-            write(kv.layer(layer, past, count), past, *(values[:count].to(layout.dtype) for values in noise))
+        for layer, layout in enumerate(layouts):
+            random = noise[layout.num_kv_heads, layout.head_dim][:, :count].to(layout.dtype)
+            write(kv.layer(layer, past, count), past, *random)
         kv.advance(count)

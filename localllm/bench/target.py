@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -86,10 +87,13 @@ def matrix_bytes(model: Decoder) -> int:
 def mean_kv_bytes(model: Decoder, kv_format: KVFormat, context: int, gen_tokens: int) -> int:
     """Keys and values that a step behind `context` tokens attends to, its own included, within each layer's window."""
     config = model.config
-    per_layer = kv_format.sizes(config.num_kv_heads, config.head_dim, model.dtype.itemsize).per_token(1)
     lengths = range(context + 1, context + 1 + gen_tokens)
-    keys = sum(min(window or length, length) for window in config.windows for length in lengths)
-    return per_layer * keys // gen_tokens
+    kinds = Counter(zip(config.windows, config.kv_shapes, strict=True))
+    total = 0
+    for (window, shape), layers in kinds.items():
+        keys = sum(min(window or length, length) for length in lengths)
+        total += layers * keys * kv_format.sizes([shape], model.dtype.itemsize).per_token
+    return total // gen_tokens
 
 
 def require_memory(
@@ -97,9 +101,9 @@ def require_memory(
 ) -> None:
     """Raises DoesNotFitError where the weights and the cache of all tokens do not fit into what is free."""
     config = shape.config
-    kv_format = choose_format(kv_name, config.head_dim, dtype.itemsize)
-    sizes = kv_format.sizes(config.num_kv_heads, config.head_dim, dtype.itemsize)
-    kv = kv_tokens * sizes.per_token(config.num_layers) + sizes.per_sequence(config.num_layers)
+    kv_format = choose_format(kv_name, config.kv_shapes, dtype.itemsize)
+    sizes = kv_format.sizes(config.kv_shapes, dtype.itemsize)
+    kv = kv_tokens * sizes.per_token + sizes.per_sequence
     needed, as_int4 = model_bytes(config, weights), model_bytes(config, RECIPES[DEFAULT])
     free = available_bytes(device)
     if needed + kv > HEADROOM * free:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localllm.errors import ContextOverflowError, Fix
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 
 
 @dataclass(frozen=True)

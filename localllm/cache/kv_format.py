@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from localllm.kernels.sizes import GROUP, PAGE_TOKENS, Coding, coding_bytes
+from localllm.kernels.sizes import GROUP, PAGE_TOKENS, Coding, KVShape, coding_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -16,18 +18,20 @@ DENSE_PAGES = 3  # of a sequence in a coded format: its first, and the one or tw
 
 
 class KVSizes(NamedTuple):
-    """Bytes of a layer's part of a page: of a dense one, and of a coded one where there are any."""
+    """Bytes of some layers' parts of a page: of a dense one, and of a coded one where there are any."""
 
     dense: int
     coded: int | None
 
-    def per_token(self, num_layers: int) -> int:
+    @property
+    def per_token(self) -> int:
         """Bytes of a token in the middle of a long sequence."""
-        return num_layers * (self.coded or self.dense) // PAGE_TOKENS
+        return (self.coded or self.dense) // PAGE_TOKENS
 
-    def per_sequence(self, num_layers: int) -> int:
+    @property
+    def per_sequence(self) -> int:
         """Bytes that a sequence takes beside its tokens: its dense pages, and the last one, which is not full."""
-        return num_layers * (self.dense if self.coded is None else DENSE_PAGES * self.dense + self.coded)
+        return self.dense if self.coded is None else DENSE_PAGES * self.dense + self.coded
 
 
 @dataclass(frozen=True)
@@ -36,25 +40,29 @@ class KVFormat:
     keys: Coding
     values: Coding
 
-    def sizes(self, num_kv_heads: int, head_dim: int, item_bytes: int) -> KVSizes:
-        """item_bytes: of a number of what the model computes in."""
+    def sizes(self, layers: Iterable[KVShape], item_bytes: int) -> KVSizes:
+        """Return the sizes of all these layers together. item_bytes: of a number of what the model computes in."""
+        shapes = Counter(layers)
 
-        def layer_bytes(keys: Coding, values: Coding) -> int:
-            parts = (coding_bytes(coding, head_dim, item_bytes) for coding in (keys, values))
-            return num_kv_heads * sum(map(sum, parts))
+        def page_bytes(keys: Coding, values: Coding) -> int:
+            return sum(
+                count * shape.num_heads * sum(coding_bytes(coding, shape.head_dim, item_bytes))
+                for shape, count in shapes.items()
+                for coding in (keys, values)
+            )
 
-        coded = None if self.keys == "dense" else layer_bytes(self.keys, self.values)
-        return KVSizes(layer_bytes("dense", "dense"), coded)
+        coded = None if self.keys == "dense" else page_bytes(self.keys, self.values)
+        return KVSizes(page_bytes("dense", "dense"), coded)
 
-    def layouts(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[PageLayout, PageLayout | None]:
+    def layouts(self, shape: KVShape, dtype: torch.dtype) -> tuple[PageLayout, PageLayout | None]:
         """Return the layouts of dense pages, and of coded ones where there are any. dtype: what the model computes
         in."""
         from localllm.kernels.kv_page import PageLayout
 
-        dense = PageLayout(num_kv_heads, head_dim, "dense", "dense", dtype)
+        dense = PageLayout(shape.num_heads, shape.head_dim, "dense", "dense", dtype)
         if self.keys == "dense":
             return dense, None
-        return dense, PageLayout(num_kv_heads, head_dim, self.keys, self.values, dtype)
+        return dense, PageLayout(shape.num_heads, shape.head_dim, self.keys, self.values, dtype)
 
 
 KV_FORMATS = {
@@ -74,17 +82,23 @@ def wanted_format(kv: str, dtype: str, weights: str) -> str:
     return "int8" if kv == dtype == "auto" and weights != "fp32" else kv
 
 
-def choose_format(name: str, head_dim: int, item_bytes: int) -> KVFormat:
+def choose_format(name: str, layers: Iterable[KVShape], item_bytes: int) -> KVFormat:
     """Return the format of this name (see `wanted_format`). "auto" is INT8, and dense where the model computes in fp32:
-    whoever asks for that wants every bit. item_bytes: of a number of what it computes in. Heads that groups of 32 do
-    not divide stay dense."""
+    whoever asks for that wants every bit. item_bytes: of a number of what it computes in. All stay dense where
+    groups of 32 do not divide the heads of a layer."""
     if name == "auto":
         name = "bf16" if item_bytes == 4 else "int8"
-    return KV_FORMATS[name if head_dim % GROUP == 0 else "bf16"]
+    return KV_FORMATS[name if _uncoded_head(layers) is None else "bf16"]
 
 
-def dense_heads_note(name: str, head_dim: int, dtype: str) -> str:
+def dense_heads_note(name: str, layers: Iterable[KVShape], dtype: str) -> str:
     """Return a line for a format that was asked for by name and that these heads cannot have, "" where they can."""
-    if name in ("auto", "bf16") or head_dim % GROUP == 0:
+    head_dim = _uncoded_head(layers)
+    if name in ("auto", "bf16") or head_dim is None:
         return ""
     return f"keys and values stay in {dtype}: {name} codes groups of {GROUP} features, a head here has {head_dim}"
+
+
+def _uncoded_head(layers: Iterable[KVShape]) -> int | None:
+    """Return the features of a head that groups of 32 do not divide; None where there is none."""
+    return next((shape.head_dim for shape in layers if shape.head_dim % GROUP), None)

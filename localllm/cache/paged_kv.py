@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localllm.cache.kv_format import DENSE_PAGES, KVFormat
 from localllm.cache.pages import HOST, Ferry, Page, PagePool
-from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of, window_groups
+from localllm.kernels.kv_page import PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
 from localllm.kernels.paged_attention import LayerPages
 
 # Tokens of a forward that a window's pages are reserved for; a longer one lets the pools grow meanwhile.
@@ -25,7 +25,7 @@ FORWARD_TOKENS = 2560
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers of one window, and their pools. coded: None where every page is dense."""
+    """The layers of one window and shape, and their pools. coded: None where every page is dense."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -68,24 +68,21 @@ class KVPages:
         *,
         windows: Sequence[int | None],
         devices: Sequence[torch.device],
-        num_kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[KVShape],
         dtype: torch.dtype,
     ) -> None:
-        """windows, devices: of each layer."""
+        """windows, devices, shapes: of each layer."""
         self.format = kv_format
-        dense, coded = kv_format.layouts(num_kv_heads, head_dim, dtype)
         ferry = Ferry()
-        self.groups = tuple(
-            LayerGroup(
-                window,
-                layers,
-                PagePool(dense, [devices[layer] for layer in layers], ferry),
-                None if coded is None else PagePool(coded, [devices[layer] for layer in layers], ferry),
-                PagePool(dense, [devices[layer] for layer in layers], ferry, is_shared=True),
-            )
-            for window, layers in window_groups(windows)
-        )
+
+        def new_group(layers: tuple[int, ...]) -> LayerGroup:
+            dense, coded = kv_format.layouts(shapes[layers[0]], dtype)
+            homes = [devices[layer] for layer in layers]
+            sealed = None if coded is None else PagePool(coded, homes, ferry)
+            shared = PagePool(dense, homes, ferry, is_shared=True)
+            return LayerGroup(windows[layers[0]], layers, PagePool(dense, homes, ferry), sealed, shared)
+
+        self.groups = tuple(map(new_group, layer_groups(windows, shapes)))
         # Of each layer: its group, and its number there.
         self.places = tuple(
             next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
@@ -203,7 +200,10 @@ class PagedKV:
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
-        group = self.pages.groups[0]
+        return self.layouts_of(0)
+
+    def layouts_of(self, layer: int) -> tuple[PageLayout, PageLayout | None]:
+        group = self.pages.groups[self.pages.places[layer][0]]
         return group.dense.layout, None if group.coded is None else group.coded.layout
 
     # What is reserved and given back

@@ -40,7 +40,7 @@ from localllm.engine.step_types import Limits
 from localllm.engine.validation import Prompt, encode_prompt, is_chat, require_fit, require_unchanged
 from localllm.errors import ContextOverflowError, DoesNotFitError, Fix, TemplateError, UsageError
 from localllm.hub.packed import source_id
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
@@ -80,7 +80,7 @@ class Engine(StepLoop):
         model, plan, self.ctx = loaded.decoder, loaded.plan, loaded.ctx
         self.contents, self.plan, self.fixes_for = "", plan, loaded.fixes_for
         self._held = loaded.held
-        self.kv_format = choose_format(kv, model.config.head_dim, model.dtype.itemsize)
+        self.kv_format = choose_format(kv, model.config.kv_shapes, model.dtype.itemsize)
         residency = Residency(
             model,
             self.kv_format,
@@ -138,7 +138,7 @@ class Engine(StepLoop):
         scopes = [scope_of(model_config, planner.recipe, planner.wanted.kv, planner.torch_dtype)]
         scopes += [] if draft is None else [draft.check_scope]
         note_device(planner.torch_device, scopes, watcher.measuring, watcher.noting)
-        if note := dense_heads_note(config.kv, model_config.head_dim, planner.dtype):
+        if note := dense_heads_note(config.kv, model_config.kv_shapes, planner.dtype):
             watcher.noting(note)
         planner = planner if draft is None else replace(planner, draft=draft.shape)
         with faults_told(planner.torch_device, files.name):

@@ -10,7 +10,7 @@ from localllm.errors import Fix
 
 if TYPE_CHECKING:
     from localllm.engine.request import Request
-    from localllm.models.config import ModelConfig
+    from localllm.models.architecture import ModelConfig
     from localllm.offload.planner.plan import Plan
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer

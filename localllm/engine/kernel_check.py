@@ -9,7 +9,8 @@ import torch
 from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
 from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
-from localllm.models.config import ModelConfig
+from localllm.layers.config import AttentionConfig
+from localllm.models.architecture import ModelConfig
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 from localllm.quant.recipe import Recipe
@@ -42,22 +43,31 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
     """Return what of the kernels a model uses. kv: as the setting; dtype: of its activations."""
     formats = (recipe.blocks, recipe.embedding)
     groups = {form.group if isinstance(form, Int4) else None for form in formats if isinstance(form, Int4 | Int8)}
-    kv_format = choose_format(kv, config.head_dim, dtype.itemsize)
+    kv_format = choose_format(kv, config.kv_shapes, dtype.itemsize)
     attention = [
         {
             "keys": kv_format.keys,
             "values": kv_format.values,
-            "head_dim": config.head_dim,
-            "heads": config.num_heads,
-            "kv_heads": config.num_kv_heads,
+            "head_dim": each.head_dim,
+            "heads": each.num_heads,
+            "kv_heads": each.num_kv_heads,
             # Within what is tried, and at a height that is felt: the kernels are the same for any.
-            "window": 300 if has_window else None,
-            "softcap": 5.0 if config.attention_softcap is not None else None,
-            "has_norms": config.qk_norm == "head",
-            "rotary": config.rotary_dim / config.head_dim,
+            "window": 300 if each.window is not None else None,
+            "softcap": 5.0 if each.softcap is not None else None,
+            "has_norms": each.qk_norm == "head",
+            "rotary": each.rotary_dim / each.head_dim,
             "dtype": str(dtype).removeprefix("torch."),
         }
-        for has_window in sorted({window is not None for window in config.windows})
+        for each in _kinds(config)
     ]
     in_order = sorted(groups, key=lambda group: group or 0)
-    return CheckScope.of(Ways(groups=in_order, attention=attention, activation=config.activation))
+    return CheckScope.of(Ways(groups=in_order, attention=attention, activation=config.mlps[0].activation))
+
+
+def _kinds(config: ModelConfig) -> Iterable[AttentionConfig]:
+    """Return one attention of each kind that the kernels tell apart, those without a window first."""
+    kinds = {
+        (each.window is not None, each.kv_shape, each.num_heads, each.rotary_dim): each
+        for each in reversed(config.attentions)
+    }
+    return [kinds[kind] for kind in sorted(kinds, key=lambda kind: kind[0])]

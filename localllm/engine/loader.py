@@ -29,8 +29,8 @@ from localllm.errors import FETCH_ANEW, DoesNotFitError, Fix, ModelNotFoundError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
 from localllm.kernels.gpu.ready import CheckScope
+from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import CheckpointBlocks
-from localllm.models.config import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import DecoderParts, Progress, load_decoder
@@ -121,7 +121,7 @@ class DraftModel:
                     device=self.device,
                     progress=watcher.reading,
                 )
-            kv_format = choose_format(self.kv, self.config.head_dim, self.dtype.itemsize)
+            kv_format = choose_format(self.kv, self.config.kv_shapes, self.dtype.itemsize)
             residency = Residency(decoder, kv_format, BATCH_ROWS)
             residency.warm_up(watcher.measuring)
         except (MemoryError, RuntimeError) as error:

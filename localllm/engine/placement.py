@@ -11,8 +11,8 @@ from localllm.config import format_bytes
 from localllm.errors import Fix, UsageError
 from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS
+from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import can_be_split, native_row_bytes, runs_natively
-from localllm.models.config import ModelConfig
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
 from localllm.offload.planner.machine import Memory
@@ -60,8 +60,9 @@ def model_shape(
     """
     item_bytes, has_gpu = ITEM_BYTES[DTYPE_NAMES[dtype]], device.startswith("cuda")
     blocks = [_block_shape(layout, recipe) for layout in block_layouts(config)]
-    kv_format = choose_format(kv, config.head_dim, item_bytes)
-    kv_sizes = kv_format.sizes(config.num_kv_heads, config.head_dim, item_bytes)
+    kv_format = choose_format(kv, config.kv_shapes, item_bytes)
+    kv_sizes = kv_format.sizes(config.kv_shapes, item_bytes)
+    widest_kv = max(kv_format.sizes([each], item_bytes).dense for each in set(config.kv_shapes))
     is_native = device == "cpu" and runs_natively(config, recipe, dtype)
     return ModelShape(
         name=name,
@@ -70,10 +71,10 @@ def model_shape(
         embed=blocks[0],
         blocks=tuple(blocks[1:-1]),
         head=blocks[-1],
-        kv_bytes_per_token=kv_sizes.per_token(config.num_layers),
-        kv_bytes_per_sequence=kv_sizes.per_sequence(config.num_layers),
+        kv_bytes_per_token=kv_sizes.per_token,
+        kv_bytes_per_sequence=kv_sizes.per_sequence,
         default_ctx=min(config.max_position_embeddings, DEFAULT_CTX),
-        row_bytes=kv_sizes.dense // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them
+        row_bytes=widest_kv // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them
         + (native_row_bytes(config, recipe) if is_native else _operator_row_bytes(config, item_bytes)),
         state_bytes=config.hidden_size * (4 if is_native else item_bytes),
         logits_bytes=config.vocab_size * 4,
@@ -82,7 +83,7 @@ def model_shape(
         is_tied=config.tie_word_embeddings,
         can_split=can_be_split(config, recipe),
         packing=packing,
-        section_bytes=4 * config.num_heads * (config.head_dim + 2) if has_gpu else 0,
+        section_bytes=max(4 * each.num_heads * (each.head_dim + 2) for each in config.attentions) if has_gpu else 0,
     )
 
 
@@ -90,11 +91,10 @@ def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, 
     """Return the same model with each format of keys and values that takes less, by its name, the largest first."""
     found, item_bytes = {}, ITEM_BYTES[DTYPE_NAMES[dtype]]
     for name in KV_FORMATS:
-        sizes = choose_format(name, config.head_dim, item_bytes).sizes(config.num_kv_heads, config.head_dim, item_bytes)
-        per_token = sizes.per_token(config.num_layers)
-        if sizes.coded is not None and per_token < shape.kv_bytes_per_token:
-            per_sequence = sizes.per_sequence(config.num_layers)
-            found[name] = replace(shape, kv=name, kv_bytes_per_token=per_token, kv_bytes_per_sequence=per_sequence)
+        sizes = choose_format(name, config.kv_shapes, item_bytes).sizes(config.kv_shapes, item_bytes)
+        if sizes.coded is not None and sizes.per_token < shape.kv_bytes_per_token:
+            smaller = replace(shape, kv=name, kv_bytes_per_token=sizes.per_token)
+            found[name] = replace(smaller, kv_bytes_per_sequence=sizes.per_sequence)
     return found
 
 
@@ -106,8 +106,9 @@ def _block_shape(layout: BlockLayout, recipe: Sizes) -> BlockShape:
 def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:
     """Return the bytes of a row at its widest: gate and up, one of them activated, and what came before, some of it in
     fp32."""
-    wide = 4 * config.intermediate_size + 6 * config.hidden_size
-    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim  # what its kernels take and give
+    wide = 4 * max(mlp.intermediate_size for mlp in config.mlps) + 6 * config.hidden_size
+    # What the kernels of attention take and give.
+    attention = 2 * max((each.num_heads + each.num_kv_heads) * each.head_dim for each in config.attentions)
     return wide * item_bytes + (3 * config.hidden_size + attention) * 4
 
 

@@ -16,7 +16,7 @@ from localllm.engine.placement import BATCH_ROWS, model_shape, process_memory, r
 from localllm.engine.weights import as_stored, choose_recipe, compact_form, is_unpacked
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_recipes
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.offload.planner.fit_errors import idle_vram
 from localllm.offload.planner.host_placements import LOGIT_ROWS
 from localllm.offload.planner.machine import NOTHING, Held, Machine, Memory, Rates

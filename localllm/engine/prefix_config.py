@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -94,6 +94,7 @@ def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:
         "dtype": dtype,
         "device": residency.device.type,
         "is_native": residency.runner.cpu_program is not None or residency.runner.gpu_program is not None,
-        "ropes": [asdict(rope) for rope in config.ropes],
-        "shape": [config.num_layers, config.num_kv_heads, config.head_dim, list(config.windows)],
+        "ropes": [asdict(each.rope) for each in config.attentions],
+        "shape": [[*astuple(shape)] for shape in config.kv_shapes],
+        "windows": list(config.windows),
     }

@@ -29,8 +29,7 @@ def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
         kv_format,
         windows=config.windows,
         devices=model.kv_devices,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        shapes=config.kv_shapes,
         dtype=model.dtype,
     )
 

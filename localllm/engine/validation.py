@@ -9,7 +9,7 @@ from typing import Any
 from localllm import hub
 from localllm.engine.request import Request, require_ids
 from localllm.errors import Fix, ModelChangedError, UsageError
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.text.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.text.eviction import overflow_error
 from localllm.text.tokenizer import Tokenizer

@@ -11,9 +11,9 @@ from localllm.engine.placement import process_memory, require_cap
 from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, source_id
+from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import CheckpointBlocks, held_bytes, stored_config
 from localllm.models.checkpoint import Checkpoint
-from localllm.models.config import ModelConfig
 from localllm.models.families import load_config
 from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.packed_file import needs_conversion

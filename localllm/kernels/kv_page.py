@@ -18,6 +18,7 @@ from torch import Tensor
 from localllm.kernels.sizes import GROUP as GROUP
 from localllm.kernels.sizes import PAGE_TOKENS as PAGE_TOKENS
 from localllm.kernels.sizes import Coding as Coding
+from localllm.kernels.sizes import KVShape as KVShape
 from localllm.kernels.sizes import coding_bytes
 
 INT4_ZERO = 7.5  # 16 levels lie symmetrically around zero, none on it: 12 % less error than 15 with one
@@ -174,9 +175,7 @@ def _joined(pages: Tensor) -> Tensor:
     return pages.transpose(0, 1).reshape(KH, P * tokens, D)
 
 
-def window_groups(windows: Sequence[int | None]) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-    """Layers that see equally far back, with that window: their pages are needed, and let go, together."""
-    return tuple(
-        (window, tuple(layer for layer, own in enumerate(windows) if own == window))
-        for window in dict.fromkeys(windows)
-    )
+def layer_groups(windows: Sequence[int | None], shapes: Sequence[KVShape]) -> tuple[tuple[int, ...], ...]:
+    """Return the layers that see equally far back and keep as much: their pages are needed, and let go, together."""
+    kinds = [*zip(windows, shapes, strict=True)]
+    return tuple(tuple(layer for layer, own in enumerate(kinds) if own == kind) for kind in dict.fromkeys(kinds))

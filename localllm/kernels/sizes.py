@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 TILE = 16  # rows
@@ -25,6 +26,14 @@ TOKEN_WORDS = ("pages", "own_page", "own_stride", "position")
 # Rows of a segment count from its first token, heads of a group first. part: the first of the task's rows in `parts`,
 # where other tasks have the other sections; -1 where it has them all.
 TASK_WORDS = ("first_token", "first_row", "rows", "first_section", "end_section", "part")
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one layer keeps of a token: keys and values of so many heads of so many features."""
+
+    num_heads: int
+    head_dim: int
 
 
 def units(in_features: int) -> int:

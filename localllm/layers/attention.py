@@ -10,7 +10,7 @@ from torch import Tensor
 
 from localllm.kernels.paged_attention import paged_attention, write
 from localllm.layers.batch import Batch
-from localllm.layers.config import AttentionShape
+from localllm.layers.config import AttentionConfig
 from localllm.layers.linear import Linear
 from localllm.layers.native_attention import is_native
 from localllm.layers.norm import RMSNorm
@@ -19,7 +19,11 @@ from localllm.layers.rotary import rotate
 
 @dataclass(eq=False)
 class Attention:
-    shape: AttentionShape
+    """rotation: index into Batch.rotations."""
+
+    config: AttentionConfig
+    layer: int
+    rotation: int
     qkv_proj: Linear
     o_proj: Linear
     q_norm: RMSNorm | None = None
@@ -35,28 +39,32 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        shape, T = self.shape, len(batch)
-        H, KH, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        config, T = self.config, len(batch)
+        H, KH, D = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = self.qkv_proj(x).view(T, H + 2 * KH, D)
-        qk = self._normalised(qkv[:, : H + KH])
-        qk = rotate(qk, *batch.rotations[shape.rotation])
+        if config.clip is not None:
+            qkv = qkv.clamp(-config.clip, config.clip)
+        qk = qkv[:, : H + KH]
+        qk = qk if config.rotates_first else self._normalised(qk)
+        qk = rotate(qk, *batch.rotations[self.rotation])
+        qk = self._normalised(qk) if config.rotates_first else qk
         return self.o_proj(self._mixed(qk, qkv[:, H + KH :], batch).reshape(T, H * D))
 
     def _mixed(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotated queries and keys [T, H + KH, D], values [T, KH, D]; these go to their pages. Returns [T, H, D]."""
         if is_native(batch.segments, qk):
             together = torch.cat((qk.float(), v.float()), dim=1)
-            return batch.native_attention(self.shape.num_heads)(together, self.shape).to(qk.dtype)
+            return batch.native_attention(self.config, self.layer)(together, self.config, self.layer).to(qk.dtype)
         return self._mixed_by_operators(qk, v, batch)
 
     def _mixed_by_operators(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        mixed, shape = [], self.shape  # [T_i, H, D] each
+        mixed, config = [], self.config  # [T_i, H, D] each
         for segment in batch.segments:
             rows = slice(segment.begin, segment.end)
-            q, k = qk[rows, : shape.num_heads], qk[rows, shape.num_heads :]
-            pages = segment.kv.layer(shape.layer, segment.past, segment.end - segment.begin)
+            q, k = qk[rows, : config.num_heads], qk[rows, config.num_heads :]
+            pages = segment.kv.layer(self.layer, segment.past, segment.end - segment.begin)
             write(pages, segment.past, k, v[rows])
-            options: dict[str, Any] = {"scale": shape.scale, "window": shape.window, "softcap": shape.softcap}
+            options: dict[str, Any] = {"scale": config.scale, "window": config.window, "softcap": config.softcap}
             mixed.append(paged_attention(q, pages, segment.past, **options))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
@@ -64,8 +72,8 @@ class Attention:
         """qk [T, H + KH, D] through the norms of queries and keys, where the family has them."""
         if self.q_norm is None or self.k_norm is None:
             return qk
-        q, k = qk[:, : self.shape.num_heads], qk[:, self.shape.num_heads :]
-        if not self.shape.norm_each_head:
+        q, k = qk[:, : self.config.num_heads], qk[:, self.config.num_heads :]
+        if self.config.qk_norm == "full":
             q_flat, k_flat = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))
             return torch.cat((q_flat, k_flat), dim=1).view(qk.shape)
         return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from localllm.kernels.sizes import KVShape
+from localllm.layers.config import AttentionConfig
 from localllm.layers.native_attention import NativeAttention
 from localllm.layers.rotary import Rotary
 from localllm.layers.segment import Segment
@@ -36,7 +38,7 @@ class Batch:
     segments: tuple[Segment, ...]
     logit_rows: Tensor  # [R] int64, ascending, none twice: the rows whose logits are wanted
     rotaries: tuple[Rotary, ...]  # the model's
-    _native: dict[int, NativeAttention] = field(default_factory=dict, compare=False, repr=False)
+    _native: dict[tuple[int, KVShape], NativeAttention] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -46,11 +48,12 @@ class Batch:
         """cos, sin [T, 1, rotary_dim] of each of the RoPEs, for all layers: a kernel of a GPU makes its own."""
         return tuple(rotary(self.positions, self.segments) for rotary in self.rotaries)
 
-    def native_attention(self, heads: int) -> NativeAttention:
-        """Return the compiled attention; its tables are made once for all layers with so many query heads."""
-        if heads not in self._native:
-            self._native[heads] = NativeAttention(self.segments, heads)
-        return self._native[heads]
+    def native_attention(self, config: AttentionConfig, layer: int) -> NativeAttention:
+        """Return the compiled attention; its tables are made once for all layers with such heads."""
+        key = config.num_heads, config.kv_shape
+        if key not in self._native:
+            self._native[key] = NativeAttention(self.segments, config.num_heads, layer)
+        return self._native[key]
 
     def on(self, device: torch.device) -> Batch:
         """The same batch with its tensors there; the keys and values stay where they are."""

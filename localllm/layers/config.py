@@ -1,10 +1,13 @@
-"""The shape of attention, and how positions rotate queries and keys. Plain data: no torch."""
+"""What a layer computes: attention, a feed-forward. Plain data: no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from localllm.kernels.sizes import KVShape
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -29,13 +32,47 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
-class AttentionShape:
-    layer: int
+class AttentionConfig:
+    """Attention of one layer.
+
+    rotary_dim: the leading features of a head that rotate; the others pass.
+    window: keys that a query sees, itself included; None: all.
+    qk_norm: over each head's features, or over all heads' together (`full`).
+    rotates_first: queries and keys rotate before they are normalised.
+    clip: bounds the magnitude of queries, keys and values as they are projected.
+    """
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope: RopeConfig
+    rotary_dim: int
     scale: float
-    rotation: int  # index into Batch.rotations
     window: int | None = None
     softcap: float | None = None
-    norm_each_head: bool = True  # qwen3, gemma3; olmo2 normalises the features of all heads together
+    qk_norm: Literal["head", "full"] | None = None
+    rotates_first: bool = False
+    clip: float | None = None
+    has_bias: bool = False  # of q, k, v
+    has_output_bias: bool = False
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.num_kv_heads, self.head_dim)
+
+    @property
+    def qkv_features(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def mixed_features(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """down(activation(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    has_bias: bool = False

@@ -119,17 +119,17 @@ def run_block(
 def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor | Codes:
     """qkv [M, (H + 2 KH) D] -> fp32 [M, H D], or its codes for the matrix that follows; keys and values go to their
     pages."""
-    shape, tables = body.shape, forward.tables
-    H, KH, D, M = shape.num_heads, shape.num_kv_heads, shape.head_dim, len(qkv)
-    group, row = forward.places[shape.layer]
+    config, tables = body.config, forward.tables
+    H, KH, D, M = config.num_heads, config.num_kv_heads, config.head_dim, len(qkv)
+    group, row = forward.places[body.layer]
     tokens, history = tables.tokens[group], tables.histories[group]
-    if body.q_norm is not None and body.k_norm is not None and not shape.norm_each_head:
+    if body.q_norm is not None and body.k_norm is not None and config.qk_norm == "full":
         for norm, part in ((body.q_norm, qkv[:, : H * D]), (body.k_norm, qkv[:, H * D : (H + KH) * D])):
             activations.to_floats(part, part, part.shape[1], weight=norm.weight, eps=norm.eps).run()
-    q_norm, k_norm = (body.q_norm, body.k_norm) if shape.norm_each_head else (None, None)
-    rotary = forward.batch.rotaries[shape.rotation]
+    q_norm, k_norm = (body.q_norm, body.k_norm) if config.qk_norm == "head" else (None, None)
+    rotary = forward.batch.rotaries[body.rotation]
     rope = Rope(
-        tables.frequencies(shape.rotation, forward.batch),
+        tables.frequencies(body.rotation, forward.batch),
         rotary.scale,
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
@@ -149,9 +149,9 @@ def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor | Codes:
         tables.dense,
         tables.coded,
         row,
-        scale=shape.scale,
-        window=shape.window,
-        softcap=shape.softcap,
+        scale=config.scale,
+        window=config.window,
+        softcap=config.softcap,
         rows=block_rows(H // KH, is_prefill=M > product.FEW_ROWS),
     )
     for launch in launches:

@@ -19,7 +19,7 @@ from localllm.kernels.cpu_linear import float_bits, is_available
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, AttentionTables, Words
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PAGE_TOKENS
-from localllm.layers.config import AttentionShape
+from localllm.layers.config import AttentionConfig
 from localllm.layers.segment import Segment
 
 _HOST = torch.device("cpu")
@@ -37,11 +37,12 @@ def is_native(segments: Sequence[Segment], x: Tensor) -> bool:
 
 
 class NativeAttention:
-    """The tables of one batch, for all of its layers."""
+    """The tables of one batch, for all layers whose heads are like those of this one."""
 
-    def __init__(self, segments: Sequence[Segment], heads: int) -> None:
+    def __init__(self, segments: Sequence[Segment], heads: int, layer: int) -> None:
+        """heads: of queries."""
         kv = segments[0].kv
-        self.layouts = kv.layouts
+        self.layouts = kv.layouts_of(layer)
         self._places = kv.places
         groups = 1 + max(group for group, _ in kv.places)
         kv_heads, head_dim = self.layouts[0].num_kv_heads, self.layouts[0].head_dim
@@ -51,12 +52,12 @@ class NativeAttention:
         self._tokens = [torch.tensor(words) for words in tables.tokens]
         self._rows, self._is_split = tables.rows, tables.is_split
 
-    def __call__(self, qkv: Tensor, shape: AttentionShape) -> Tensor:
+    def __call__(self, qkv: Tensor, config: AttentionConfig, layer: int) -> Tensor:
         """qkv fp32 [T, H + 2 KH, D], rotated already; written over. Keys and values go to their pages. Returns fp32
         [T, H, D]."""
         T, heads, D = qkv.shape
-        group, layer = self._places[shape.layer]
-        isa, out, tokens = best_isa(), torch.empty(T, shape.num_heads, D), self._tokens[group]
+        group, row = self._places[layer]
+        isa, out, tokens = best_isa(), torch.empty(T, config.num_heads, D), self._tokens[group]
         store = cpu_rope.rope(isa, *self.layouts, 0, has_norms=False).step(
             qkv=qkv,
             cos=0,
@@ -65,13 +66,13 @@ class NativeAttention:
             k_norm=0,
             tokens=tokens,
             shape=torch.tensor([T]),
-            heads=shape.num_heads,
-            kv_heads=shape.num_kv_heads,
-            layer=layer,
-            scale=float_bits(shape.scale),
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            layer=row,
+            scale=float_bits(config.scale),
             eps=0,
         )
-        place = AttentionPlace(qkv, heads * D, out, tokens, layer, shape.num_heads, shape.window, shape.softcap)
+        place = AttentionPlace(qkv, heads * D, out, tokens, row, config.num_heads, config.window, config.softcap)
         steps = self._room.steps(isa, self.layouts, place, rows=self._rows, is_split=self._is_split)
         Tape([store, *steps]).run()
         return out

@@ -15,7 +15,7 @@ from localllm.kernels.paged_attention import LayerPages
 
 class KVStore(Protocol):
     """Pages with the keys and values of one sequence. The tokens of a forward may be written again and again: only the
-    owner says which ones count. Layers of the same window are one group."""
+    owner says which ones count. Layers of the same window and shape are one group."""
 
     @property
     def places(self) -> Sequence[tuple[int, int]]:
@@ -27,7 +27,10 @@ class KVStore(Protocol):
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
-        """The layouts of dense pages and of coded ones."""
+        """The layouts of dense pages and of coded ones, where all layers have the same."""
+
+    def layouts_of(self, layer: int) -> tuple[PageLayout, PageLayout | None]:
+        """Return the layouts of a layer's dense pages and of its coded ones."""
 
     def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
         """Return the pages that queries at the positions [past, past + num_tokens) write and read of a layer."""

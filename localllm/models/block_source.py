@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.models.architecture import ModelConfig
 from localllm.models.checkpoint import Checkpoint
-from localllm.models.config import ModelConfig
 from localllm.models.layout import BlockLayout, Matrix, block_layouts
 from localllm.quant.layouts import ITEM_BYTES, Sizes, torch_dtype
 

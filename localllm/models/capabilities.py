@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.sizes import INT8_GROUP, TASK_WORDS, TOKEN_WORDS
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.quant.layouts import Int4Layout, Int8Layout, Sizes, can_be_cut, cut_step
 
 _HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole registers
@@ -16,23 +16,39 @@ def runs_natively(config: ModelConfig, recipe: Sizes, dtype: str) -> bool:
 
 
 def fills_vectors(config: ModelConfig, dtype: str) -> bool:
-    is_whole = config.head_dim % _HALF_VECTOR == 0 == config.rotary_dim % _HALF_VECTOR
-    return dtype == "bf16" and is_whole and is_available()
+    is_whole = all(
+        each.head_dim % _HALF_VECTOR == 0 == each.rotary_dim % _HALF_VECTOR for each in set(config.attentions)
+    )
+    return dtype == "bf16" and is_whole and has_plain_steps(config) and is_available()
+
+
+def has_plain_steps(config: ModelConfig) -> bool:
+    """Return whether all that the model computes is known to native programs. Torch computes any other model."""
+    return (
+        len(set(config.kv_shapes)) == 1
+        and len({each.num_heads for each in config.attentions}) == 1
+        and not any(each.rotates_first or each.clip is not None for each in config.attentions)
+        and config.norm_kind == "rms"
+        and (config.residual_scale, config.logit_scale) == (1.0, 1.0)
+        and not config.has_head_bias
+    )
 
 
 def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
     """Bytes of the buffers of native steps for one more row."""
-    H, D, KH = config.num_heads, config.head_dim, config.num_kv_heads
-    widest_in = max(config.hidden_size, config.intermediate_size, H * D)
-    widest_out = max(2 * config.intermediate_size, (H + 2 * KH) * D, config.hidden_size)
+    hidden, intermediate = config.hidden_size, max(mlp.intermediate_size for mlp in config.mlps)
+    mixed = max(each.mixed_features for each in config.attentions)
+    widest_in = max(hidden, intermediate, mixed)
+    widest_out = max(2 * intermediate, hidden, *(each.qkv_features for each in config.attentions))
     group = recipe.blocks.group if isinstance(recipe.blocks, Int4Layout) else INT8_GROUP
-    floats = 2 * config.hidden_size + widest_out + H * D + 3 * (widest_in // group)
-    floats += 2 * config.rotary_dim * len(set(config.ropes))
-    words = len(TOKEN_WORDS) + H * len(TASK_WORDS) + 1
+    floats = 2 * hidden + widest_out + mixed + 3 * (widest_in // group)
+    floats += 2 * sum(rotary_dim for _, rotary_dim in config.rotations)
+    words = len(TOKEN_WORDS) + max(each.num_heads for each in config.attentions) * len(TASK_WORDS) + 1
     return 4 * floats + 8 * words + widest_in
 
 
 def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:
-    """Return whether two devices can share an MLP block."""
-    steps = config.intermediate_size / cut_step(recipe.blocks)
-    return can_be_cut(recipe.blocks) and steps.is_integer() and steps > 1
+    """Return whether two devices can share each MLP block."""
+    sizes = {mlp.intermediate_size for mlp in config.mlps}
+    step = cut_step(recipe.blocks)
+    return can_be_cut(recipe.blocks) and all(size % step == 0 and size > step for size in sizes)

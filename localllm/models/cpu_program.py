@@ -20,12 +20,12 @@ from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Activations, Step, float_bits
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
-from localllm.kernels.kv_page import window_groups
+from localllm.kernels.kv_page import layer_groups
 from localllm.kernels.tile16 import TILE, PackedMatrix
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
-from localllm.layers.mlp import SplitMLP
+from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.norm import RMSNorm
 from localllm.models.capabilities import fills_vectors
@@ -126,7 +126,7 @@ class CpuProgram:
             config = self.decoder.config
             if room.activations.rows != len(batch):
                 room.activations.resize(len(batch), self.isa)
-            room.place(batch, config.num_heads, config.num_kv_heads)
+            room.place(batch, config.attentions[0].num_heads, config.attentions[0].num_kv_heads)
         return self._tape(room)
 
     def _head(self, room: _Room, x: Tensor) -> Tensor:
@@ -184,22 +184,23 @@ class _Room:
     def __init__(self, decoder: Decoder, rows: int) -> None:
         config = decoder.config
         self.rows = rows
-        self.groups = window_groups(config.windows)
+        self.groups = layer_groups(config.windows, config.kv_shapes)
+        attention = config.attentions[0]  # the others have the same heads: see `has_plain_steps`
         padded = rows + MOST_ROWS
         linears = [linear for block in decoder.blocks for linear in block.body.linears]
         matrices = [*linears, decoder.head]
         groups = [matrix.group for linear in matrices if (matrix := _packed(linear)) is not None]
         self.x = torch.zeros(padded, config.hidden_size)
         self.wide = torch.zeros(padded * max(linear.out_features for linear in linears))  # qkv, gate and up
-        self.mixed = torch.zeros(padded, config.num_heads * config.head_dim)
+        self.mixed = torch.zeros(padded, attention.mixed_features)
         self.y = torch.zeros(padded, config.hidden_size)  # before a norm that follows a body
         self.activations = Activations(rows, max(linear.in_features for linear in linears), min(groups))
         self.token_ids = torch.zeros(rows, dtype=torch.int64)
-        self.cos = [torch.zeros(rows, config.rotary_dim) for _ in decoder.rotaries]
-        self.sin = [torch.zeros(rows, config.rotary_dim) for _ in decoder.rotaries]
+        self.cos = [torch.zeros(rows, rotary.rotary_dim) for rotary in decoder.rotaries]
+        self.sin = [torch.zeros(rows, rotary.rotary_dim) for rotary in decoder.rotaries]
         self.tokens = [torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64) for _ in self.groups]
-        self.head_dim = config.head_dim
-        self.attention = AttentionRoom(rows * config.num_heads, 1, 1, config.num_kv_heads, config.head_dim)
+        self.head_dim = attention.head_dim
+        self.attention = AttentionRoom(rows * attention.num_heads, 1, 1, attention.num_kv_heads, attention.head_dim)
         self.attention_rows = 1  # of a task, at most
         self.is_split = False
         self.layouts: Layouts | None = None
@@ -266,8 +267,9 @@ class _Recorder:
             yield from self._attention(body)
             yield self.quantize(last, self.room.mixed, None)
         else:
+            assert isinstance(body, MLP), "`supports` said so"
             packed = _required(last)
-            kernel = cpu_quantize.quantize(self.isa, packed.group, "gated", self.decoder.config.activation)
+            kernel = cpu_quantize.quantize(self.isa, packed.group, "gated", body.activation_name)
             stride = first.out_features
             yield self.room.activations.quantize(kernel, self.room.wide, packed.group, last.in_features, stride=stride)
         if block.norm_out is None:
@@ -299,24 +301,24 @@ class _Recorder:
         return self.room.activations.multiply(kernel, packed, y, linear.out_features, bias)
 
     def _attention(self, body: Attention) -> Iterator[Step]:
-        room, shape = self.room, body.shape
-        H, KH, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        room, config = self.room, body.config
+        H, KH, D = config.num_heads, config.num_kv_heads, config.head_dim
         stride = (H + 2 * KH) * D
-        if body.q_norm is not None and body.k_norm is not None and not shape.norm_each_head:
+        if body.q_norm is not None and body.k_norm is not None and config.qk_norm == "full":
             keys = room.wide[H * D :]
             yield self._norm(body.q_norm, room.wide, room.wide, H * D, stride, adds=False)
             yield self._norm(body.k_norm, keys, keys, KH * D, stride, adds=False)
-        norms = (body.q_norm, body.k_norm) if shape.norm_each_head else (None, None)
+        norms = (body.q_norm, body.k_norm) if config.qk_norm == "head" else (None, None)
         assert room.layouts is not None
         dense, coded = room.layouts
         group, index = next(
-            (g, layers.index(shape.layer)) for g, (_, layers) in enumerate(room.groups) if shape.layer in layers
+            (g, layers.index(body.layer)) for g, layers in enumerate(room.groups) if body.layer in layers
         )
-        rope = cpu_rope.rope(self.isa, dense, coded, self.decoder.config.rotary_dim, has_norms=norms[0] is not None)
+        rope = cpu_rope.rope(self.isa, dense, coded, config.rotary_dim, has_norms=norms[0] is not None)
         yield rope.step(
             qkv=room.wide,
-            cos=room.cos[shape.rotation],
-            sin=room.sin[shape.rotation],
+            cos=room.cos[body.rotation],
+            sin=room.sin[body.rotation],
             q_norm=0 if norms[0] is None else norms[0].weight,
             k_norm=0 if norms[1] is None else norms[1].weight,
             tokens=room.tokens[group],
@@ -324,10 +326,12 @@ class _Recorder:
             heads=H,
             kv_heads=KH,
             layer=index,
-            scale=float_bits(shape.scale),
-            eps=float_bits(self.decoder.config.rms_norm_eps),
+            scale=float_bits(config.scale),
+            eps=float_bits(self.decoder.config.norm_eps),
         )
-        place = AttentionPlace(room.wide, stride, room.mixed, room.tokens[group], index, H, shape.window, shape.softcap)
+        place = AttentionPlace(
+            room.wide, stride, room.mixed, room.tokens[group], index, H, config.window, config.softcap
+        )
         yield from room.attention.steps(self.isa, room.layouts, place, rows=room.attention_rows, is_split=room.is_split)
 
     def _norm(self, norm: RMSNorm, x: Tensor, y: Tensor, features: int, stride: int, *, adds: bool) -> Step:

@@ -21,7 +21,7 @@ from localllm.layers.linear import Embedding, Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.models.layout import EMBED, HEAD
 from localllm.offload.streaming.disk_stream import StreamClock
 

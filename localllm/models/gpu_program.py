@@ -28,6 +28,7 @@ from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_p
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.segment import KVStore
+from localllm.models.capabilities import has_plain_steps
 from localllm.models.decoder import Block, Decoder
 from localllm.models.gpu_graphs import Graphs
 from localllm.models.layout import EMBED, HEAD
@@ -112,7 +113,7 @@ class GpuProgram:
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Return whether any part of the decoder is for our kernels."""
-        return any(is_ours(block, decoder.device) for block in decoder.blocks)
+        return has_plain_steps(decoder.config) and any(is_ours(block, decoder.device) for block in decoder.blocks)
 
     @property
     def is_whole(self) -> bool:
@@ -275,7 +276,8 @@ class GpuProgram:
 
     def _shape(self, batch: Batch, rows: int, pages: int) -> tuple[TableShape, int]:
         """Return the shape of a batch's tables, and the most tokens of a task."""
-        tokens = task_tokens(self.decoder.config.num_heads // self.decoder.config.num_kv_heads, rows)
+        attention = self.decoder.config.attentions[0]
+        tokens = task_tokens(attention.num_heads // attention.num_kv_heads, rows)
         groups = 1 + max(group for group, _ in batch.segments[0].kv.places)
         return table_shape(batch, rows, pages, groups, tokens), tokens
 
@@ -312,7 +314,7 @@ class GpuProgram:
     def _layers(self) -> tuple[int, ...]:
         """Return the layers whose attention is ours."""
         ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
-        return tuple(body.shape.layer for body in ours if isinstance(body, Attention))
+        return tuple(body.layer for body in ours if isinstance(body, Attention))
 
     def _groups(self, batch: Batch) -> list[int]:
         """Return the groups of layers of which we compute some."""
@@ -388,7 +390,7 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
     too."""
     if block.device != device or not isinstance(block.body, Attention | MLP):
         return False
-    return kv is None or not isinstance(block.body, Attention) or kv.homes[block.body.shape.layer][0] == device
+    return kv is None or not isinstance(block.body, Attention) or kv.homes[block.body.layer][0] == device
 
 
 def _run_ours(block: Block, x: Tensor, forward: GpuForward) -> None:

@@ -65,7 +65,7 @@ def _kind(block: Block) -> Hashable:
     linears = [(linear.in_features, linear.out_features, linear.format, linear.bias is None) for linear in body.linears]
     own: object = type(body)
     if isinstance(body, Attention):
-        own = (replace(body.shape, layer=0), body.q_norm is None)
+        own = (body.config, body.rotation, body.q_norm is None)
     elif isinstance(body, MLP):
         own = body.activation_name
     return (own, norms, tuple(linears))

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from localllm.models.config import ModelConfig
+from localllm.layers.config import AttentionConfig, MLPConfig
+from localllm.models.architecture import ModelConfig, NormPlacement
 from localllm.quant.layouts import RecipeOf, Sizes, TensorSpec, WeightLayout
 
 F = TypeVar("F", bound=WeightLayout)
@@ -84,8 +85,9 @@ class BlockLayout:
 def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
     """The embedding, every attention and MLP block, the head: in the order in which a forward needs them."""
     blocks = [BlockLayout(EMBED, (_vocabulary("embed_tokens", "model.embed_tokens", config),))]
-    for layer in range(config.num_layers):
-        blocks += [_attention(config, layer), _mlp(config, layer)]
+    for number, layer in enumerate(config.layers):
+        around = _Around(f"model.layers.{number}", config.hidden_size, layer.norm_placement)
+        blocks += [_attention(number, layer.mixer, around), _mlp(number, layer.feed_forward, around)]
     head = () if config.tie_word_embeddings else (_vocabulary("lm_head", "lm_head", config),)
     return (*blocks, BlockLayout(HEAD, head, (Norm("final_norm", "model.norm", config.hidden_size),)))
 
@@ -99,16 +101,30 @@ def _vocabulary(name: str, stored: str, config: ModelConfig) -> Matrix:
     return Matrix(name, stored, {stored: config.vocab_size}, config.hidden_size, is_embedding=True)
 
 
-def _attention(config: ModelConfig, layer: int) -> BlockLayout:
-    D, H, KH, hidden = config.head_dim, config.num_heads, config.num_kv_heads, config.hidden_size
-    prefix = f"model.layers.{layer}"
-    attn = f"{prefix}.self_attn"
+@dataclass(frozen=True)
+class _Around:
+    """What a block's tensors depend on beside its own body. prefix: of the layer's tensors in a checkpoint."""
+
+    prefix: str
+    hidden_size: int
+    norm_placement: NormPlacement
+
+    def norms(self, placements: Mapping[str, tuple[str | None, str | None]]) -> tuple[Norm, ...]:
+        names = zip(("norm_in", "norm_out"), placements[self.norm_placement], strict=True)
+        return tuple(
+            Norm(name, f"{self.prefix}.{stored}", self.hidden_size) for name, stored in names if stored is not None
+        )
+
+
+def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLayout:
+    D, H, KH, hidden = config.head_dim, config.num_heads, config.num_kv_heads, around.hidden_size
+    attn = f"{around.prefix}.self_attn"
     qkv = {f"{attn}.q_proj": H * D, f"{attn}.k_proj": KH * D, f"{attn}.v_proj": KH * D}
     matrices = (
-        Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.attention_bias),
-        Matrix("o_proj", f"{attn}.o_proj", {f"{attn}.o_proj": hidden}, H * D, config.output_bias),
+        Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.has_bias),
+        Matrix("o_proj", f"{attn}.o_proj", {f"{attn}.o_proj": hidden}, H * D, config.has_output_bias),
     )
-    norms = _norms_around(ATTENTION_NORMS, prefix, config)
+    norms = around.norms(ATTENTION_NORMS)
     if config.qk_norm is not None:
         wide = config.qk_norm == "full"
         norms += (
@@ -118,20 +134,17 @@ def _attention(config: ModelConfig, layer: int) -> BlockLayout:
     return BlockLayout(f"layers.{layer}.attention", matrices, norms)
 
 
-def _mlp(config: ModelConfig, layer: int) -> BlockLayout:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    prefix = f"model.layers.{layer}"
-    mlp = f"{prefix}.mlp"
-    gate_up = {f"{mlp}.gate_proj": intermediate, f"{mlp}.up_proj": intermediate}
-    matrices = (
-        Matrix("gate_up_proj", f"{mlp}.gate_up_proj", gate_up, hidden, config.mlp_bias),
-        Matrix("down_proj", f"{mlp}.down_proj", {f"{mlp}.down_proj": hidden}, intermediate, config.mlp_bias),
+def _mlp(layer: int, config: MLPConfig, around: _Around) -> BlockLayout:
+    matrices = gated_matrices(config, f"{around.prefix}.mlp", around.hidden_size)
+    return BlockLayout(f"layers.{layer}.mlp", matrices, around.norms(MLP_NORMS))
+
+
+def gated_matrices(config: MLPConfig, stored: str, hidden_size: int, prefix: str = "") -> tuple[Matrix, ...]:
+    """Return the matrices of a gated feed-forward: gate and up as one, and down. stored: its name in a checkpoint.
+    prefix: of the matrices' names inside their block."""
+    width, bias = config.intermediate_size, config.has_bias
+    gate_up = {f"{stored}.gate_proj": width, f"{stored}.up_proj": width}
+    return (
+        Matrix(f"{prefix}gate_up_proj", f"{stored}.gate_up_proj", gate_up, hidden_size, bias),
+        Matrix(f"{prefix}down_proj", f"{stored}.down_proj", {f"{stored}.down_proj": hidden_size}, width, bias),
     )
-    return BlockLayout(f"layers.{layer}.mlp", matrices, _norms_around(MLP_NORMS, prefix, config))
-
-
-def _norms_around(
-    placements: Mapping[str, tuple[str | None, str | None]], prefix: str, config: ModelConfig
-) -> tuple[Norm, ...]:
-    names = zip(("norm_in", "norm_out"), placements[config.norm_placement], strict=True)
-    return tuple(Norm(name, f"{prefix}.{stored}", config.hidden_size) for name, stored in names if stored is not None)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from localllm.layers.attention import Attention
-from localllm.layers.config import AttentionShape
+from localllm.layers.config import MLPConfig
 from localllm.layers.linear import Embedding, Linear, RowLookup
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.norm import RMSNorm
 from localllm.layers.rotary import Rotary
+from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import BlockSource
-from localllm.models.config import ModelConfig
 from localllm.models.decoder import ALL_RESIDENT, Block, BlockStream, Decoder
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.quant.recipe import Recipe
@@ -76,18 +76,15 @@ class DecoderParts:
         embedding, where that is not among them and no head needs it."""
         config = self.config
         embed, *middle, head = [_Loaded(block, self) for block in blocks]
-        ropes = tuple(dict.fromkeys(config.ropes))
         is_tied = config.tie_word_embeddings
         embedding = embed.linear("embed_tokens") if stored is None or is_tied else stored
         return Decoder(
             config=config,
             embed=Embedding(embedding, self.dtype, config.embedding_scale),
-            blocks=tuple(
-                _block(block, index, ropes.index(config.ropes[index // 2])) for index, block in enumerate(middle)
-            ),
+            blocks=tuple(_block(block, index) for index, block in enumerate(middle)),
             final_norm=head.norm("final_norm"),
             head=embed.linear("embed_tokens") if is_tied else head.linear("lm_head"),
-            rotaries=tuple(Rotary(rope, config.rotary_dim, self.device) for rope in ropes),
+            rotaries=tuple(Rotary(rope, dim, self.device) for rope, dim in config.rotations),
             dtype=self.dtype,
             device=self.device,
             stream=stream,
@@ -111,22 +108,23 @@ class _Loaded:
         return Linear(weight_format, tensors, matrix.out_features, matrix.in_features, bias)
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.block.tensors[name], self.parts.config.rms_norm_eps)
+        return RMSNorm(self.block.tensors[name], self.parts.config.norm_eps)
 
     def optional_norm(self, name: str) -> RMSNorm | None:
         return self.norm(name) if name in self.block.tensors else None
 
-    def mlp(self) -> MLP | SplitMLP:
-        whole = MLP(self.linear("gate_up_proj"), self.linear("down_proj"), self.parts.config.activation)
+    def mlp(self, config: MLPConfig) -> MLP | SplitMLP:
+        whole = MLP(self.linear("gate_up_proj"), self.linear("down_proj"), config.activation)
         if self.block.beside is None:
             return whole
-        there = replace(self, block=self.block.beside).mlp()
+        there = replace(self, block=self.block.beside).mlp(config)
         assert isinstance(there, MLP)
         return SplitMLP(whole, there)
 
 
-def _block(loaded: _Loaded, index: int, rotation: int) -> Block:
-    body = _attention(loaded, index // 2, rotation) if index % 2 == 0 else loaded.mlp()
+def _block(loaded: _Loaded, index: int) -> Block:
+    layer = loaded.parts.config.layers[index // 2]
+    body = loaded.mlp(layer.feed_forward) if index % 2 else _attention(loaded, index // 2)
     return Block(
         name=loaded.block.layout.name,
         body=body,
@@ -136,18 +134,15 @@ def _block(loaded: _Loaded, index: int, rotation: int) -> Block:
     )
 
 
-def _attention(loaded: _Loaded, layer: int, rotation: int) -> Attention:
-    config = loaded.parts.config
-    shape = AttentionShape(
+def _attention(loaded: _Loaded, layer: int) -> Attention:
+    model = loaded.parts.config
+    config = model.attentions[layer]
+    return Attention(
+        config=config,
         layer=layer,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scale=config.attention_scale or config.head_dim**-0.5,
-        rotation=rotation,
-        window=config.windows[layer],
-        softcap=config.attention_softcap,
-        norm_each_head=config.qk_norm == "head",
+        rotation=model.rotations.index((config.rope, config.rotary_dim)),
+        qkv_proj=loaded.linear("qkv_proj"),
+        o_proj=loaded.linear("o_proj"),
+        q_norm=loaded.optional_norm("q_norm"),
+        k_norm=loaded.optional_norm("k_norm"),
     )
-    q_norm, k_norm = loaded.optional_norm("q_norm"), loaded.optional_norm("k_norm")
-    return Attention(shape, loaded.linear("qkv_proj"), loaded.linear("o_proj"), q_norm, k_norm)

@@ -167,11 +167,11 @@ class OffloadedModel:
         self._runs[block.name] = run
         if block.exec != "split":
             return
-        config, layout = self._parts.config, self._layouts[block.name]
-        features = split_features(config, self._parts.recipe, block.device_bytes / block.num_bytes)
+        layout = self._layouts[block.name]
+        features = split_features(layout, self._parts.recipe, block.device_bytes / block.num_bytes)
         if self._split.get(block.name, (0,))[0] != features:
             views = self._packed.views(layout, run)
-            cut = split_block(layout, views, config, self._parts.recipe, features, self._device)
+            cut = split_block(layout, views, self._parts.recipe, features, self._device)
             self._split[block.name] = features, cut
 
     # Streams.

@@ -23,7 +23,7 @@ from torch import Tensor
 from localllm.errors import CheckpointError
 from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.fields import show
 from localllm.models.layout import BlockLayout, block_layouts
@@ -33,13 +33,6 @@ from localllm.offload.streaming.disk_stream import StreamedFile
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.offload.streaming.page_map import can_map
 from localllm.quant.recipe import Recipe
-
-# Of the config, what the packed bytes depend on.
-_MODEL_FIELDS = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
-    *("head_dim", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "norm_placement", "norm_weight_offset"),
-    "tie_word_embeddings",
-)
 
 
 @dataclass(frozen=True)
@@ -69,9 +62,35 @@ class PackedPlan:
             "layout_version": LAYOUT_VERSION,
             "recipe": {"name": recipe.name, "blocks": recipe.blocks.name, "embedding": recipe.embedding.name},
             "source": next(iter(files.values())).metadata["source"],
-            "model": {name: getattr(self.config, name) for name in _MODEL_FIELDS},
+            "model": _model_entry(self.config),
             "blocks": [_block_entry(file, checksums[name]) for name, file in files.items()],
         }
+
+
+def _model_entry(config: ModelConfig) -> dict[str, object]:
+    """Return what the packed bytes depend on. Layers that are all alike are told by the numbers of one."""
+    entry: dict[str, object] = {
+        name: getattr(config, name)
+        for name in ("model_type", "vocab_size", "hidden_size", "num_layers", "norm_weight_offset")
+    }
+    entry["tie_word_embeddings"] = config.tie_word_embeddings
+    layers = [_layer_entry(layer) for layer in config.layers]
+    return entry | (layers[0] if all(layer == layers[0] for layer in layers) else {"layers": layers})
+
+
+def _layer_entry(layer: LayerConfig) -> dict[str, object]:
+    attention, mlp = layer.mixer, layer.feed_forward
+    return {
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "attention_bias": attention.has_bias,
+        "output_bias": attention.has_output_bias,
+        "qk_norm": attention.qk_norm,
+        "norm_placement": layer.norm_placement,
+        "intermediate_size": mlp.intermediate_size,
+        "mlp_bias": mlp.has_bias,
+    }
 
 
 def _block_entry(file: PackedFile, checksum: str) -> dict[str, object]:

@@ -5,11 +5,12 @@ Knows which keys each scaling needs, and no arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from localllm.errors import UnsupportedModelError
-from localllm.models.config import RopeConfig, RopeKind
+from localllm.layers.config import RopeConfig, RopeKind
 from localllm.models.fields import Fields, show
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -29,7 +30,7 @@ class RopeContext:
     max_position_embeddings: int
     original_max_position_embeddings: int | None
     theta: float
-    kinds: dict[str, RopeKind]
+    kinds: Mapping[str, RopeKind]
 
 
 def rope_sections(fields: Fields) -> dict[str, Fields]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm import hub
 from localllm.hub.names import understand
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.models.families import load_config, parse_config
 from localllm.registry import load_registry
 

@@ -5,49 +5,50 @@ Matrices are cut without knowing their format: from how its sizes grow with the 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from localllm.models.config import ModelConfig
-from localllm.models.layout import BlockLayout, Matrix, block_layouts
+from localllm.models.layout import BlockLayout, Matrix
 from localllm.models.load import BlockTensors
 from localllm.quant.layouts import cut_step
 from localllm.quant.recipe import Recipe
 
 
-def split_features(config: ModelConfig, recipe: Recipe, share: float) -> int:
+def split_features(layout: BlockLayout, recipe: Recipe, share: float) -> int:
     """Return how many features come nearest to this share of a block without being more; at least some of them."""
-    step = cut_step(recipe.blocks)
-    steps = int(share * config.intermediate_size / step)
-    return min(max(steps, 1) * step, config.intermediate_size - step)
+    step, whole = cut_step(recipe.blocks), _intermediate_size(layout)
+    steps = int(share * whole / step)
+    return min(max(steps, 1) * step, whole - step)
+
+
+def _intermediate_size(layout: BlockLayout) -> int:
+    _, down = layout.matrices
+    return down.in_features
 
 
 def split_block(
     layout: BlockLayout,
     views: Mapping[str, Tensor],
-    config: ModelConfig,
     recipe: Recipe,
     features: int,
     device: torch.device,
 ) -> BlockTensors:
     """Return the first features on `device`, with the output's bias, and beside them the others on the host, each in
     memory of its own. views: the whole block's tensors."""
-    rest = _part(layout, views, config, recipe, (features, config.intermediate_size))
-    here = _part(layout, views, config, recipe, (0, features))
+    rest = _part(layout, views, recipe, (features, _intermediate_size(layout)))
+    here = _part(layout, views, recipe, (0, features))
     there = {name: tensor.to(device) for name, tensor in here.tensors.items()}
     host = {name: tensor.to("cpu") for name, tensor in rest.tensors.items()}
     return BlockTensors(here.layout, there, beside=BlockTensors(rest.layout, host))
 
 
-def _part(
-    layout: BlockLayout, views: Mapping[str, Tensor], config: ModelConfig, recipe: Recipe, span: tuple[int, int]
-) -> BlockTensors:
+def _part(layout: BlockLayout, views: Mapping[str, Tensor], recipe: Recipe, span: tuple[int, int]) -> BlockTensors:
     gate_up, down = layout.matrices
-    (begin, end), whole = span, config.intermediate_size
+    (begin, end), whole = span, down.in_features
     gates = [(begin, end), (whole + begin, whole + end)]
     rows = [
         _cut(views, gate_up, recipe, (first, gate_up.in_features), (last, gate_up.in_features)) for first, last in gates
@@ -61,8 +62,14 @@ def _part(
         bias = views[f"{down.name}.linear_bias"]
         tensors[f"{down.name}.linear_bias"] = torch.zeros_like(bias) if begin else bias
     tensors |= {norm.name: views[norm.name] for norm in layout.norms}
-    narrow = block_layouts(dataclasses.replace(config, intermediate_size=end - begin))
-    return BlockTensors(next(each for each in narrow if each.name == layout.name), tensors)
+    narrow = replace(
+        layout,
+        matrices=(
+            replace(gate_up, parts=dict.fromkeys(gate_up.parts, end - begin)),
+            replace(down, in_features=end - begin),
+        ),
+    )
+    return BlockTensors(narrow, tensors)
 
 
 def _cut(

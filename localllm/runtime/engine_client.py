@@ -27,7 +27,7 @@ from localllm.errors import (
     ModelChangedError,
     TemplateError,
 )
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.models.families import load_config
 from localllm.runtime import protocol
 from localllm.runtime.engine_handle import EnginePeer, Receive, RequestStream

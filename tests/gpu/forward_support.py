@@ -16,6 +16,7 @@ from localllm.kernels.gpu.attention import AttentionHistory, tasks_of
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.paged_attention import write
+from localllm.kernels.sizes import KVShape
 from tests.kv_support import LAYERS, filled
 
 LAYER = 1
@@ -41,8 +42,7 @@ class Forward:
             self.kv_format,
             windows=[self.window] * LAYERS,
             devices=[HOST] * LAYERS,
-            num_kv_heads=self.KH,
-            head_dim=self.D,
+            shapes=[KVShape(self.KH, self.D)] * LAYERS,
             dtype=self.dtype,
         )
         sizes = zip(self.pasts, self.counts, strict=True)

@@ -141,7 +141,9 @@ def test_whoever_hears_of_it_may_end_it_and_nothing_is_kept_then(card):
 
 
 def uses(**changes: Any) -> CheckScope:
-    config = replace(find_shape("gemma-2-2b").config, **changes)
+    config = find_shape("gemma-2-2b").config
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in config.layers)
+    config = replace(config, layers=layers)
     return scope_of(config, RECIPES["int4-g32"], "k8v4", torch.bfloat16)
 
 

@@ -30,7 +30,7 @@ from localllm.engine.speculative.controller import (
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.step_types import Chunk
-from localllm.models.config import ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.offload.planner.plan import Plan
 from localllm.settings import DRAFT_TOKENS, MOST_DRAFT_TOKENS
 

@@ -1,0 +1,108 @@
+"""A model as a description: what each of its layers computes. Everything else is derived from it. Plain data: no torch.
+
+`models/families/` makes one from a config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from localllm.kernels.sizes import KVShape
+from localllm.layers.config import AttentionConfig, MLPConfig, RopeConfig
+
+NormPlacement = Literal["pre", "post", "sandwich"]
+StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """norm_placement, of both blocks: x + block(norm(x)), x + norm(block(x)), or x + norm(block(norm(x)))."""
+
+    mixer: AttentionConfig
+    feed_forward: MLPConfig
+    norm_placement: NormPlacement = "pre"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder: an embedding, layers of a mixer and a feed-forward, a norm, a head.
+
+    norm_kind: root mean square, or mean and variance with a bias (`layer`).
+    norm_weight_offset: what a checkpoint's norm weights lack (gemma stores w - 1).
+    residual_scale: multiplies what a block adds to the hidden state.
+    embedding_scale: rounded to the weights' dtype before it multiplies.
+    logit_scale: multiplies the logits, before final_softcap bounds them.
+    renames: parts of a tensor's name in a checkpoint of this family, and what they are called here.
+    dtype: what the file says that its weights are; the tensors' own headers decide.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    max_position_embeddings: int
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_weight_offset: float = 0.0
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    final_softcap: float | None = None
+    has_head_bias: bool = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    dtype: StoredDtype | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """The attention of each layer."""
+        return tuple(layer.mixer for layer in self.layers)
+
+    @cached_property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What each layer keeps of a token."""
+        return tuple(attention.kv_shape for attention in self.attentions)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer's attention."""
+        return tuple(attention.window for attention in self.attentions)
+
+    @cached_property
+    def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """The different rotations of the model's layers: each with the features of a head that it turns."""
+        return tuple(dict.fromkeys((attention.rope, attention.rotary_dim) for attention in self.attentions))
+
+    @cached_property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different RoPEs of the model's layers."""
+        return tuple(dict.fromkeys(rope for rope, _ in self.rotations))
+
+    @cached_property
+    def mlps(self) -> tuple[MLPConfig, ...]:
+        """The different feed-forwards of the model's layers."""
+        return tuple(dict.fromkeys(layer.feed_forward for layer in self.layers))
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that the model can attend to: what it was trained for, as far as its RoPE scaling stretches that."""
+        stretched = [
+            int(rope.factor * (rope.original_max_position_embeddings or 0))
+            for rope in self.ropes
+            if rope.kind in ("dynamic", "yarn")
+        ]
+        return max(self.max_position_embeddings, min(stretched, default=0))
+
+    @property
+    def rope_switch_length(self) -> int | None:
+        """Tokens past which LongRoPE takes its long factors; None for every other scaling."""
+        switches = {rope.original_max_position_embeddings for rope in self.ropes if rope.kind == "longrope"}
+        return min((length for length in switches if length is not None), default=None)

@@ -1,0 +1,87 @@
+"""The families of models that run here, and the way from a folder's config.json to a ModelConfig.
+
+Each family is a file, which is imported when a model of it is read. It reads a whitelist of keys: whatever else the
+config.json holds is not looked at, and nothing in the folder runs. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from localllm.models.architecture import ModelConfig
+from localllm.models.families.reading import eos_ids, refuse_quantized, unsupported
+from localllm.models.fields import Fields, show
+from localllm.models.strict_json import JsonLimits, read_json_object
+
+_LIMITS = JsonLimits()
+# model_type -> the file beside this one whose `parse` reads it.
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "llama",
+        "mistral": "mistral",
+        "qwen2": "qwen2",
+        "qwen3": "qwen3",
+        "phi3": "phi3",
+        "gemma2": "gemma2",
+        "gemma3_text": "gemma3",
+        "gemma3": "gemma3",
+        "olmo2": "olmo2",
+    }
+)
+_MULTIMODAL = ("gemma3",)  # the text model's keys are in a section
+_SHARED_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")  # may stand beside it
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """Return the config of the model in `directory`: its config.json, with the end-of-sequence ids that
+    generation_config.json adds.
+
+    Raises CheckpointError naming file and key, UnsupportedModelError for a model that does not run here.
+    """
+    path = directory / "config.json"
+    raw = read_json_object(path, _LIMITS)
+    config = parse_config(raw, str(path))
+    generation = directory / "generation_config.json"
+    if not generation.is_file():
+        return config
+    added = eos_ids(Fields(read_json_object(generation, _LIMITS), str(generation)))
+    # The family's default id stands only where neither file names one.
+    text = raw.get("text_config")
+    sections = (raw, text if isinstance(text, dict) else {})
+    named = config.eos_token_ids if any(section.get("eos_token_id") is not None for section in sections) else ()
+    merged = tuple(dict.fromkeys(named + added))
+    return replace(config, eos_token_ids=merged) if merged else config
+
+
+def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:
+    """Return a ModelConfig from the object of a config.json; `source` names the file in errors.
+
+    Raises CheckpointError for a value that is absent, of the wrong type or out of bounds, UnsupportedModelError for an
+    architecture, a RoPE scaling or a quantization that this version does not run.
+    """
+    fields = Fields(raw, source)
+    model_type = fields.optional_text("model_type")
+    if model_type is None:
+        raise fields.refuse("model_type", "the name of the architecture")
+    if model_type not in FAMILIES:
+        raise unsupported(source, f"a model of the architecture {show(model_type)}", ", ".join(FAMILIES))
+    refuse_quantized(fields)
+    if model_type in _MULTIMODAL:
+        fields = _text_fields(fields, model_type)
+    family = importlib.import_module(f"{__name__}.{FAMILIES[model_type]}")
+    config: ModelConfig = family.parse(fields)
+    return config
+
+
+def _text_fields(fields: Fields, model_type: str) -> Fields:
+    """Return the keys of the text model in a multimodal file, with what concerns the whole and stands beside them."""
+    text = fields.section("text_config")
+    if text is None:
+        raise fields.refuse("text_config", "the text model's configuration")
+    refuse_quantized(text)
+    beside = {key: fields.raw[key] for key in _SHARED_KEYS if fields.raw.get(key) is not None}
+    return replace(text, raw={**text.raw, **beside, "model_type": model_type})

@@ -1,0 +1,260 @@
+"""What the files of the families share: keys that nearly every config.json has, their bounds, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, get_args
+
+from localllm.errors import UnsupportedModelError
+from localllm.layers.config import Activation, AttentionConfig, MLPConfig, RopeConfig, RopeKind
+from localllm.models.architecture import LayerConfig, ModelConfig, StoredDtype
+from localllm.models.fields import Fields, is_integer, show
+from localllm.models.rope_fields import (
+    FULL,
+    MAX_POSITIONS,
+    ROPE_KINDS,
+    SLIDING,
+    RopeContext,
+    parse_rope,
+    partial_rotary_factor,
+    rope_sections,
+)
+
+# Twice to eight times what the largest published models have: a larger number is a mistake or an attack.
+MAX_LAYERS = 1024
+MAX_HIDDEN = 1 << 17
+MAX_INTERMEDIATE = 1 << 20
+_MAX_HEADS = 2048
+_MAX_HEAD_DIM = 2048
+_MAX_VOCAB = 1 << 22
+_MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_EOS_TOKENS = 256
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+}
+_DTYPES: dict[str, StoredDtype] = {name: name for name in get_args(StoredDtype)}
+
+# What transformers takes for a key of its first decoders that is absent; most families differ in some of them.
+_LLAMA_DEFAULTS: Mapping[str, object] = MappingProxyType(
+    {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+)
+
+
+def with_defaults(fields: Fields, own: Mapping[str, object] = MappingProxyType({})) -> Fields:
+    """Return the fields of a family whose absent keys mean these values, and Llama's where it names none."""
+    return replace(fields, defaults={**_LLAMA_DEFAULTS, **own})
+
+
+def read_model(fields: Fields, layers: Iterable[LayerConfig], **traits: Any) -> ModelConfig:
+    """Return the model of these layers. traits: fields of ModelConfig that its family has besides."""
+    if "norm_eps" not in traits:
+        traits["norm_eps"] = fields.number("rms_norm_eps", 0.0, 1.0)
+    return ModelConfig(
+        model_type=str(fields.get("model_type")),
+        vocab_size=fields.integer("vocab_size", 1, _MAX_VOCAB),
+        hidden_size=hidden_size(fields),
+        layers=tuple(layers),
+        max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", if_null=fields.defaults["tie_word_embeddings"] is True),
+        bos_token_id=fields.optional_integer("bos_token_id", 0, _MAX_TOKEN_ID),
+        eos_token_ids=eos_ids(fields),
+        dtype=_dtype(fields),
+        **traits,
+    )
+
+
+def hidden_size(fields: Fields) -> int:
+    return fields.integer("hidden_size", 1, MAX_HIDDEN)
+
+
+def num_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+
+
+# Attention
+
+
+def read_attentions(
+    fields: Fields,
+    kinds: Iterable[str] | None = None,
+    *,
+    ropes: Mapping[str, Fields] | None = None,
+    rope_kinds: Mapping[str, RopeKind] = ROPE_KINDS,
+    rotates_partially: bool = False,
+    **traits: Any,
+) -> tuple[AttentionConfig, ...]:
+    """Return each layer's attention.
+
+    kinds: of each layer, full or sliding; None: all are full.
+    ropes: the section of the rope keys of each kind, where the family has its own way to write them.
+    rope_kinds: the scalings that the family knows, by their names in a file.
+    traits: fields of AttentionConfig that all layers have besides.
+    """
+    kinds = (FULL,) * num_layers(fields) if kinds is None else tuple(kinds)
+    heads, kv_heads, head_dim = _heads(fields)
+    rotary_dim = _rotary_dim(fields, head_dim, rotates_partially=rotates_partially)
+    rotations = _ropes(fields, ropes or rope_sections(fields), rotary_dim, rope_kinds)
+    traits = {"scale": head_dim**-0.5, **traits}
+    full = AttentionConfig(heads, kv_heads, head_dim, rotations[FULL], rotary_dim, **traits)
+    by_kind = {FULL: full}
+    if SLIDING in kinds:
+        window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
+        by_kind[SLIDING] = replace(full, rope=rotations[SLIDING], window=window)
+    return tuple(by_kind[kind] for kind in kinds)
+
+
+def late_kinds(fields: Fields) -> tuple[str, ...]:
+    """Return the kinds of layers of which the later ones may have a window, as Qwen's files say it."""
+    layers = num_layers(fields)
+    if not fields.flag("use_sliding_window"):
+        return (FULL,) * layers
+    first = fields.integer("max_window_layers", 0, MAX_POSITIONS)
+    return declared_kinds(fields) or tuple(SLIDING if layer >= first else FULL for layer in range(layers))
+
+
+def pattern_kinds(fields: Fields) -> tuple[str, ...]:
+    """Return the kinds of layers of which every `sliding_window_pattern`-th is full, unless the file lists them."""
+    pattern = fields.integer("sliding_window_pattern", 1, MAX_POSITIONS)
+    kinds = tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers(fields)))
+    return declared_kinds(fields) or kinds
+
+
+def one_kind(fields: Fields) -> tuple[str, ...]:
+    """Return the kinds of layers that all have a window, where there is one. A file that lists several kinds means
+    another family."""
+    kinds = (SLIDING,) * num_layers(fields)
+    if len(set(declared_kinds(fields) or kinds)) > 1:
+        raise unsupported(fields.source, "a mixture of layer_types", "one kind for all layers of this family")
+    return kinds
+
+
+def declared_kinds(fields: Fields) -> tuple[str, ...] | None:
+    """Return the kinds of layers that the file lists; None where it does not."""
+    kinds, layers = fields.items("layer_types", most=MAX_LAYERS), num_layers(fields)
+    if kinds is None:
+        return None
+    if len(kinds) != layers:
+        raise fields.refuse("layer_types", f"a list of num_hidden_layers = {layers} entries")
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise unsupported(fields.source, f"a layer of the type {show(kind)}", f"{FULL}, {SLIDING}")
+    return tuple(str(kind) for kind in kinds)
+
+
+def _heads(fields: Fields) -> tuple[int, int, int]:
+    """Return the numbers of query heads, of key-value heads, and of the features of a head."""
+    heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
+    kv_heads = fields.optional_integer("num_key_value_heads", 1, _MAX_HEADS) or heads
+    if heads % kv_heads:
+        raise fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    head_dim, hidden = fields.optional_integer("head_dim", 1, _MAX_HEAD_DIM), hidden_size(fields)
+    if head_dim is None and hidden % heads:
+        raise fields.refuse("num_attention_heads", f"a divisor of hidden_size = {hidden}")
+    return heads, kv_heads, head_dim or hidden // heads
+
+
+def _rotary_dim(fields: Fields, head_dim: int, *, rotates_partially: bool) -> int:
+    factor = partial_rotary_factor(fields)
+    if factor != 1.0 and not rotates_partially:
+        raise unsupported(fields.source, f"partial_rotary_factor {factor:g}", "1 in this family")
+    rotary_dim = int(head_dim * factor)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise fields.refuse("head_dim", f"an even number of rotating features, not {rotary_dim},")
+    return rotary_dim
+
+
+def _ropes(
+    fields: Fields, sections: Mapping[str, Fields], rotary_dim: int, kinds: Mapping[str, RopeKind]
+) -> dict[str, RopeConfig]:
+    theta = fields.optional_number("rope_theta", 1e-3, 1e15)
+    context = RopeContext(
+        rotary_dim=rotary_dim,
+        max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        original_max_position_embeddings=fields.optional_integer("original_max_position_embeddings", 2, MAX_POSITIONS),
+        theta=10000.0 if theta is None else theta,
+        kinds=kinds,
+    )
+    local_theta = fields.optional_number("rope_local_base_freq", 1e-3, 1e15)
+    local = context if local_theta is None else replace(context, theta=local_theta)
+    return {FULL: parse_rope(sections[FULL], context), SLIDING: parse_rope(sections[SLIDING], local)}
+
+
+# Feed-forward
+
+
+def read_mlp(fields: Fields, key: str = "intermediate_size", **traits: Any) -> MLPConfig:
+    """Return a gated feed-forward whose width stands under `key`."""
+    return MLPConfig(fields.integer(key, 1, MAX_INTERMEDIATE), _activation(fields), **traits)
+
+
+def _activation(fields: Fields) -> Activation:
+    key = "hidden_activation" if "hidden_activation" in fields.defaults else "hidden_act"
+    name = fields.optional_text(key) or str(fields.defaults[key])
+    if name not in _ACTIVATIONS:
+        raise unsupported(fields.source, f"the {key} {show(name)}", ", ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[name]
+
+
+# The rest of a file
+
+
+def eos_ids(fields: Fields) -> tuple[int, ...]:
+    """Return the ids that end a sequence, each once."""
+    value = fields.get("eos_token_id")
+    if not isinstance(value, list):
+        single = fields.optional_integer("eos_token_id", 0, _MAX_TOKEN_ID)
+        return () if single is None else (single,)
+    ids = fields.items("eos_token_id", most=_MAX_EOS_TOKENS) or []
+    found = [token for token in ids if is_integer(token) and 0 <= token <= _MAX_TOKEN_ID]
+    if len(found) < len(ids):
+        raise fields.refuse("eos_token_id", f"token ids from 0 to {_MAX_TOKEN_ID}")
+    return tuple(dict.fromkeys(found))
+
+
+def _dtype(fields: Fields) -> StoredDtype | None:
+    name = fields.optional_text("dtype") or fields.optional_text("torch_dtype") or "auto"
+    if name == "auto":  # as the tensors are
+        return None
+    if name.removeprefix("torch.") not in _DTYPES:
+        raise unsupported(fields.source, f"the dtype {show(name)}", ", ".join(_DTYPES))
+    return _DTYPES[name.removeprefix("torch.")]
+
+
+def refuse_quantized(fields: Fields) -> None:
+    """Raise UnsupportedModelError for a checkpoint whose weights are codes already."""
+    for key in ("quantization_config", "compression_config"):
+        section = fields.section(key)
+        if section is not None:
+            method = show(section.get("quant_method") or section.get("quant_algo") or "unknown")
+            raise UnsupportedModelError(
+                f"{fields.source}: the checkpoint is already quantized",
+                why=f"{fields.path}{key} names the method {method}; bf16, fp16, fp32 and fp64 weights are read",
+                fix="choose the original repository, without GPTQ, AWQ, FP8, MXFP4 or bnb in its name",
+            )
+
+
+def unsupported(source: str, what: str, known: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{source}: {what} cannot run here", why=f"supported: {known}", fix="choose another model: localllm list"
+    )
