@@ -183,7 +183,7 @@ class Subjects:
         if activations != "product":
             wrapped = [
                 Exactly(weights=weights, activation_group=_activation_group(weights) if activations == "int8" else None)
-                for weights in (recipe.blocks, recipe.embedding)
+                for weights in (recipe.blocks, recipe.embedding, recipe.router)
             ]
             loaded, dtype = Recipe(recipe.name, *wrapped), torch.float32
         cpu, config = torch.device("cpu"), self.config
@@ -193,11 +193,11 @@ class Subjects:
 
     def all(self) -> Iterator[Subject]:
         for weights in FORMATS:
-            yield self.of(Recipe(weights.name, weights, Dense()), "exact")
+            yield self.of(Recipe(weights.name, weights, Dense(), Dense("fp32")), "exact")
         whole = [weights for weights in FORMATS if "-rtn" not in weights.name and not isinstance(weights, PublishedHqq)]
         embeddings: tuple[WeightFormat, ...] = (Int8(), Int4())
         for weights, embedding in product((Dense(), *whole), embeddings):
-            yield self.of(Recipe(weights.name, weights, embedding), "exact")
+            yield self.of(Recipe(weights.name, weights, embedding, Dense("fp32")), "exact")
         for name, activations in product(SHIPPED, ("int8", "product")):
             if (name, activations) != ("bf16", "int8"):
                 yield self.of(RECIPES[name], activations)

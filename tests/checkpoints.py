@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -30,6 +30,11 @@ LONGROPE = {
     "rope_theta": 10000.0,
     "original_max_position_embeddings": 48,
 }
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+MULTIMODAL = {"qwen3_vl_moe": VISION | {"deepstack_visual_indexes": [0]}}  # the vision model of each
 
 # name -> (model_type, what differs from SHAPE)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,6 +86,64 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral-declared-full": ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"] * 4}),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "mixtral-windowed": ("mixtral", {"num_local_experts": 3, "sliding_window": 11}),
+    "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 56, "norm_topk_prob": True}),
+    "qwen2_moe-some-dense": (
+        "qwen2_moe",
+        EXPERTS
+        | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "qkv_bias": False, "head_dim": 24}
+        | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+    ),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "qwen3_moe-some-dense": (
+        "qwen3_moe",
+        EXPERTS | {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 13, "attention_bias": True},
+    ),
+    "qwen3_vl_moe": ("qwen3_vl_moe", EXPERTS | {"head_dim": 32}),
+    "olmoe": ("olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
+    "olmoe-clipped": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 0.5, "norm_topk_prob": True}),
+    "glm4_moe": ("glm4_moe", ROUTED | {"use_qk_norm": True, "head_dim": 24, "num_nextn_predict_layers": 0}),
+    "glm4_moe-groups": (
+        "glm4_moe",
+        ROUTED
+        | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "attention_bias": True}
+        | {"norm_topk_prob": False, "num_nextn_predict_layers": 0},
+    ),
+    "dots1": ("dots1", ROUTED | {"head_dim": 24, "norm_topk_prob": True, "n_shared_experts": 1}),
+    "dots1-groups-windowed": (
+        "dots1",
+        ROUTED
+        | {"n_group": 2, "topk_group": 1, "n_shared_experts": 2, "first_k_dense_replace": 2, "attention_bias": True}
+        | {"sliding_window": 9, "max_window_layers": 2, "routed_scaling_factor": 1.5},
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "moe_num_shared_experts": 2},
+    ),
+    "ernie4_5_moe-biases": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 0, "use_bias": True}
+        | {"moe_layer_interval": 2, "moe_layer_start_index": 0, "tie_word_embeddings": False},
+    ),
+    "granitemoe": ("granitemoe", {"num_local_experts": 5, "num_experts_per_tok": 3, "attention_multiplier": 0.2}),
+    "granitemoe-multipliers": (
+        "granitemoe",
+        {"num_local_experts": 4, "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 4.0}
+        | {"residual_multiplier": 0.4, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "phimoe": ("phimoe", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
+    "phimoe-jitter": ("phimoe", {"num_local_experts": 6, "router_jitter_noise": 0.4, "sliding_window": 9}),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
+    "hunyuan_v1_moe-alpha": (
+        "hunyuan_v1_moe",
+        {"num_experts": 4, "moe_topk": 3, "head_dim": 16, "attention_bias": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}},
+    ),
 }
 
 
@@ -99,12 +162,15 @@ def write_checkpoint(
     model_type, differences = FAMILIES[family]
     torch.manual_seed(seed)
     sizes = SHAPE | differences | ({"num_hidden_layers": layers} if layers else {}) | others
+    kind = AutoModelForCausalLM
+    if model_type in MULTIMODAL:
+        kind, sizes = AutoModelForImageTextToText, {"text_config": sizes, "vision_config": MULTIMODAL[model_type]}
     config = AutoConfig.for_model(model_type, **sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    for name, parameter in model.named_parameters():
+    model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    for name, values in model.state_dict().items():
         # Initial weights are near zero and norms are one: a wrong norm or an exchanged matrix would hide in that.
-        scale = 0.3 if "norm" in name else 0.15
-        parameter.data += scale * torch.randn_like(parameter)
+        scale = 0.3 if "norm" in name or "correction" in name else 0.15
+        values += scale * torch.randn_like(values)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory, max_shard_size=shard_size)
     write_byte_tokenizer(directory)

@@ -44,7 +44,7 @@ def resized(folder: Path, seed: int = 0, **sizes: int) -> Path:
             for name, rows in matrix.parts.items():
                 weight = 0.02 * torch.randn(rows, matrix.in_features, generator=generator)
                 tensors[f"{name}.weight"] = weight.bfloat16()
-        tensors |= {f"{norm.stored}.weight": torch.ones(norm.features) for norm in layout.norms}
+        tensors |= {vector.stored: torch.ones(vector.features) for vector in layout.vectors}
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from localllm.errors import CheckpointError, UnsupportedModelError
+from localllm.kernels.router import RouterConfig
 from localllm.models.architecture import ModelConfig
-from localllm.models.families import FAMILIES, load_config, parse_config
+from localllm.models.families import load_config, parse_config
 from tests.patience import PATIENCE_S
 
 # file: type, vocab, hidden, intermediate, layers, heads, kv heads, head dim, rotary dim, positions, tied, eos
@@ -41,7 +42,13 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "smollm2_135m": ("llama", 49152, 576, 1536, 30, 9, 3, 64, 64, 8192, True, (2,)),
     "tinyllama_1b_chat_v1.0": ("llama", 32000, 2048, 5632, 22, 32, 4, 64, 64, 2048, False, (2,)),
 }
-UNSUPPORTED = {"Mixtral-8x7B-v0.1": "mixtral", "gpt-oss-20b": "gpt_oss", "qwen3-30b-a3b": "qwen3_moe"}
+UNSUPPORTED = {"gpt-oss-20b": "gpt_oss"}
+# file: type, layers, width of an expert, router
+MIXTURES: dict[str, tuple[Any, ...]] = {
+    "Mixtral-8x7B-v0.1": ("mixtral", 32, 14336, RouterConfig("softmax", 8, 2, normalizes=True)),
+    "qwen3-30b-a3b": ("qwen3_moe", 48, 768, RouterConfig("softmax", 128, 8, normalizes=True)),
+}
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2")
 SMALL = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 99,
     "intermediate_size": 32,
@@ -67,6 +74,36 @@ def test_a_real_config_parses_to_the_shapes_of_its_model(name, shared_data):
     assert shape_of(parse_config(raw, name)) == SHAPES[name]
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_real_config_of_a_mixture_parses_to_its_experts(name, shared_data):
+    config = parse_config(json.loads(shared_data(f"configs/{name}.json").read_text()), name)
+    (moe,) = config.mixtures
+    found = config.model_type, config.num_layers, moe.expert.intermediate_size, moe.router
+    assert found == MIXTURES[name] and moe.shared is None
+    assert all(layer.feed_forward == moe for layer in config.layers)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "said"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts"),
+        ("qwen3_moe", {"num_experts": 1 << 20}, "num_experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+        ("glm4_moe", {"n_group": 3}, "n_group"),
+        ("glm4_moe", {"n_group": 2, "topk_group": 3}, "topk_group"),
+        ("glm4_moe", {"n_group": 64, "topk_group": 2, "num_experts_per_tok": 8}, "topk_group"),
+        ("dots1", {"n_routed_experts": None, "num_experts_per_tok": 2}, "n_routed_experts"),
+        ("hunyuan_v1_moe", {"moe_topk": [1]}, "moe_topk"),
+        ("granitemoe", {"logits_scaling": 0}, "logits_scaling"),
+    ],
+)
+def test_numbers_that_no_mixture_can_have_are_refused_by_their_key(model_type, keys, said):
+    with pytest.raises(CheckpointError, match=said):
+        parse(model_type, **keys)
+
+
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_real_config_of_an_unsupported_architecture_is_refused_by_name(name, shared_data):
     raw = json.loads(shared_data(f"configs/{name}.json").read_text())
@@ -77,7 +114,7 @@ def test_a_real_config_of_an_unsupported_architecture_is_refused_by_name(name, s
 
 
 def test_every_real_config_is_expected_to_parse_or_to_be_refused(shared_data):
-    assert {path.stem for path in shared_data("configs").glob("*.json")} == {*SHAPES, *UNSUPPORTED}
+    assert {path.stem for path in shared_data("configs").glob("*.json")} == {*SHAPES, *MIXTURES, *UNSUPPORTED}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +232,7 @@ def variations(model_type: str, seed: int) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "gemma3"])
+@pytest.mark.parametrize("model_type", DENSE)
 def test_a_config_that_transformers_wrote_means_the_same_here(model_type, seed):
     from transformers import AutoConfig
 
@@ -206,7 +243,7 @@ def test_a_config_that_transformers_wrote_means_the_same_here(model_type, seed):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(1, 9))
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "gemma3"])
+@pytest.mark.parametrize("model_type", DENSE)
 def test_keys_that_older_versions_wrote_mean_the_same_here(model_type, seed):
     from transformers import AutoConfig
 

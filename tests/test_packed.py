@@ -67,7 +67,7 @@ def test_a_decoder_from_a_packed_model_is_the_one_from_the_checkpoint(families, 
     family = families(name)
     pack(family, tmp_path / "p", weights)
     config, chosen = load_config(family), recipe(weights)
-    with Checkpoint.open(family) as checkpoint, open_packed(family, tmp_path / "p", weights) as packed:
+    with Checkpoint.open(family, config.stored) as checkpoint, open_packed(family, tmp_path / "p", weights) as packed:
         blocks = CheckpointBlocks(checkpoint, config, chosen)
         direct = load_decoder(blocks, blocks.config, chosen, dtype=torch.bfloat16, device=CPU)
         assert packed.config == blocks.config

@@ -46,7 +46,7 @@ def small(checkpoint: Path) -> ModelConfig:
 @pytest.fixture
 def large(small: ModelConfig) -> ModelConfig:
     """512 MiB in bf16, less one row of the vocabulary."""
-    return dataclasses.replace(small, hidden_size=4096, intermediate_size=1, num_layers=0, vocab_size=(32 << 10) - 1)
+    return dataclasses.replace(small, hidden_size=4096, layers=(), vocab_size=(32 << 10) - 1)
 
 
 def tokens(engine: Engine) -> list[int]:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.models.layout import BlockLayout, Matrix
+from localllm.layers.config import MLPConfig
+from localllm.models.block_source import written_record
+from localllm.models.layout import EXPERTS, BlockLayout, Experts, Matrix
 from localllm.models.packed_file import PackedFile
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import Recipe
@@ -34,23 +36,42 @@ class RandomBlocks:
         self.recipe = recipe
         self._random = torch.Generator().manual_seed(0)
         self._tiles: dict[tuple[str, int, int], dict[str, Tensor]] = {}
+        self._records: dict[tuple[int, MLPConfig, int], Tensor] = {}
 
     def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
         file = PackedFile.of(layout, self.recipe, source="random")
         tensors = file.views(host_buffer(file.file_bytes))
         for matrix in layout.matrices:
             self._fill(matrix, tensors)
-            if matrix.has_bias:
-                tensors[f"{matrix.name}.linear_bias"].copy_(0.02 * self._normal(matrix.out_features))
-        for norm in layout.norms:
-            tensors[norm.name].copy_(1 + 0.1 * self._normal(norm.features))
+        for vector in layout.vectors:
+            mean, spread = (1, 0.1) if vector.is_norm_weight else (0, 0.02)
+            tensors[vector.name].copy_(mean + spread * self._normal(vector.features))
+        if layout.experts is not None:
+            tensors[EXPERTS].copy_(self._record(layout.experts))  # the router tells them apart, and speed does not
         return tensors
+
+    def _record(self, experts: Experts) -> Tensor:
+        """Return the record of an expert, uint8 [bytes]; each next one of the same shape is that one again."""
+        record = experts.record(self.recipe)
+        key = (record.num_bytes, experts.config, experts.hidden_size)
+        if key not in self._records:
+            tensors = {name: torch.empty(p.spec.shape, dtype=p.spec.torch_dtype) for name, p in record.tensors.items()}
+            for matrix in experts.matrices(0):
+                self._fill(matrix, tensors)
+            self._records[key] = written_record(record, tensors)
+        return self._records[key]
 
     def finish(self) -> None:
         """No-op: there is no file to close."""
 
     def _fill(self, matrix: Matrix, tensors: dict[str, Tensor]) -> None:
         weight_format = matrix.format(self.recipe)
+        if matrix.has_bias:
+            tensors[f"{matrix.name}.linear_bias"].copy_(0.02 * self._normal(matrix.out_features))
+        if matrix.role == "router":  # equal rows would choose equal experts
+            weight = self._normal(matrix.out_features, matrix.in_features) * matrix.in_features**-0.5
+            tensors[f"{matrix.name}.weight"].copy_(weight)
+            return
         copies, rest = divmod(matrix.out_features, TILE_ROWS)
         begins = dict.fromkeys(weight_format.specs(matrix.out_features, matrix.in_features), 0)
         for rows, count in ((TILE_ROWS, copies), (rest, 1 if rest else 0)):

@@ -20,8 +20,9 @@ from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.weights import choose_recipe
 from localllm.errors import DoesNotFitError, Fix
 from localllm.hub import ModelFiles
+from localllm.layers.moe import MoE
 from localllm.models.decoder import Decoder
-from localllm.models.layout import model_bytes
+from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.load import load_decoder
 from localllm.models.shapes import Shape
 from localllm.offload.planner.plan import JobShape
@@ -44,8 +45,8 @@ class BenchmarkTarget:
 
     def prefill_flops_per_token(self) -> int:
         """Multiplications and additions of the blocks' matrices; the head computes one token of a prompt."""
-        linears = (linear for block in self.engine.model.blocks for linear in block.body.linears)
-        return 2 * sum(linear.out_features * linear.in_features for linear in linears)
+        blocks = block_layouts(self.engine.config)[1:-1]
+        return 2 * sum(layout.num_active_weights for layout in blocks)
 
 
 def random_target(
@@ -79,9 +80,13 @@ def installed_target(files: ModelFiles, config: EngineConfig, workload: Workload
 
 
 def matrix_bytes(model: Decoder) -> int:
-    """Bytes of the matrices that one token reads: the blocks' and the head's, with scales; of the embedding a row."""
+    """Bytes of the matrices that one token reads: the blocks', with as many experts as it is computed by, and the
+    head's, with scales; of the embedding a row."""
     linears = [*(linear for block in model.blocks for linear in block.body.linears), model.head]
-    return sum(tensor.nbytes for linear in linears for tensor in linear.tensors.values())
+    mixtures = [block.body for block in model.blocks if isinstance(block.body, MoE)]
+    routers = [linear for body in mixtures for linear in (body.router, body.shared_gate) if linear is not None]
+    shared = sum(tensor.nbytes for linear in (*linears, *routers) for tensor in linear.tensors.values())
+    return shared + sum(body.config.router.top_k * body.experts.record_bytes for body in mixtures)
 
 
 def mean_kv_bytes(model: Decoder, kv_format: KVFormat, context: int, gen_tokens: int) -> int:

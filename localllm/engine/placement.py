@@ -99,8 +99,7 @@ def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, 
 
 
 def _block_shape(layout: BlockLayout, recipe: Sizes) -> BlockShape:
-    weights = sum(matrix.out_features * matrix.in_features for matrix in layout.matrices)
-    return BlockShape(layout.name, PackedFile.of(layout, recipe, source="").file_bytes, 2 * weights)
+    return BlockShape(layout.name, PackedFile.of(layout, recipe, source="").file_bytes, 2 * layout.num_active_weights)
 
 
 def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:

@@ -56,8 +56,7 @@ def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtyp
     usable = [name for name in (DEFAULT, *SIZES) if name in packed and _own_dtype(SIZES[name]) is None]
     if usable:
         return usable[0]
-    matrices = (matrix for layout in block_layouts(config) for matrix in layout.matrices)
-    bf16_bytes = sum(matrix.out_features * matrix.in_features * 2 for matrix in matrices)
+    bf16_bytes = sum(2 * layout.num_weights for layout in block_layouts(config))
     return dtype if bf16_bytes < UNPACKED_BYTES else DEFAULT
 
 
@@ -70,7 +69,7 @@ def compact_form(weights: Sizes, config: ModelConfig, packed: Sequence[str]) -> 
     """Return the form in which bf16 weights are streamed to a CPU: the same numbers in fewer bytes. Return None where
     they are streamed as they are: they do not fit into that form, or were packed before."""
     compact = SIZES["bf12"]
-    if weights.name != "bf16" or (weights.name in packed and compact.name not in packed):
+    if weights.name != "bf16" or config.mixtures or (weights.name in packed and compact.name not in packed):
         return None
     is_smaller = model_bytes(config, compact) < model_bytes(config, weights)  # units of 128 columns, where there are 64
     from localllm.kernels import cpu_bf12
@@ -89,7 +88,7 @@ def _own_dtype(weights: Sizes) -> str | None:
 def open_checkpoint(files: ModelFiles, config: ModelConfig, weights: Recipe) -> Iterator[CheckpointBlocks]:
     """Yield the blocks of a model straight from its checkpoint; their `config` has a head of its own where that has
     one."""
-    with Checkpoint.open(files.directory) as checkpoint:
+    with Checkpoint.open(files.directory, config.stored) as checkpoint:
         yield CheckpointBlocks(checkpoint, config, weights)
 
 
@@ -120,7 +119,7 @@ def as_stored(
     runs, None where it is packed. files: None where the model is not on this disk; what cannot be read is estimated."""
     held = max(held_bytes(layout, weights, None) for layout in block_layouts(config))
     if files is not None:
-        with suppress(LocalLLMError), Checkpoint.open(files.directory) as checkpoint:
+        with suppress(LocalLLMError), Checkpoint.open(files.directory, config.stored) as checkpoint:
             stored = stored_config(checkpoint, config)
             held = max(held_bytes(layout, weights, checkpoint) for layout in block_layouts(stored))
             config = stored

@@ -103,14 +103,14 @@ def route(logits: Tensor, correction: Tensor | None, router: RouterConfig) -> tu
 
 
 def _within_groups(choice: Tensor, router: RouterConfig) -> Tensor:
-    """Scores [T, E], zero in groups whose two best have a smaller sum than those of `top_groups` others
+    """Scores [T, E], -inf in groups whose two best have a smaller sum than those of `top_groups` others
     (DeepSeek-V3, arXiv:2412.19437)."""
     if router.top_groups == router.groups:
         return choice
     grouped = choice.view(len(choice), router.groups, -1)  # [T, groups, E / groups]
     kept = grouped.topk(2, dim=-1).values.sum(-1).topk(router.top_groups, dim=-1).indices
     mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, kept, True)
-    return grouped.masked_fill(~mask.unsqueeze(-1), 0.0).view_as(choice)
+    return grouped.masked_fill(~mask.unsqueeze(-1), float("-inf")).view_as(choice)
 
 
 def _sparsemixer(logits: Tensor, router: RouterConfig) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
-"""What a layer computes: attention, a feed-forward. Plain data: no torch."""
+"""What a layer computes: attention, a feed-forward, a mixture of them. Plain data: no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from localllm.kernels.router import RouterConfig
 from localllm.kernels.sizes import KVShape
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
@@ -39,7 +40,7 @@ class AttentionConfig:
     window: keys that a query sees, itself included; None: all.
     qk_norm: over each head's features, or over all heads' together (`full`).
     rotates_first: queries and keys rotate before they are normalised.
-    clip: bounds the magnitude of queries, keys and values as they are projected.
+    clip: bounds the magnitude of queries, keys and values before they rotate.
     """
 
     num_heads: int
@@ -76,3 +77,16 @@ class MLPConfig:
     intermediate_size: int
     activation: Activation = "silu"
     has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The weighted sum of the experts that the router chooses for a token, and of one that computes every token.
+
+    gates_shared: the shared expert's output is multiplied by sigmoid(its own gate's product with x).
+    """
+
+    router: RouterConfig
+    expert: MLPConfig
+    shared: MLPConfig | None = None
+    gates_shared: bool = False

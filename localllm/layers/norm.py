@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (arXiv:1910.07467)."""
+"""Normalisation: by the root mean square (arXiv:1910.07467), or by mean and variance (arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(eq=False)
@@ -22,3 +23,27 @@ class RMSNorm:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * scale).mul_(self.weight).to(x.dtype)
+
+
+@dataclass(eq=False)
+class LayerNorm:
+    """weight * (x - mean(x)) / deviation(x) + bias over the last dimension, in fp32, returned in x's dtype.
+
+    weight, bias [D] fp32.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def as_rms(norm: Norm | None) -> RMSNorm | None:
+    """Return the norm for kernels, which know no other kind; see `capabilities.has_plain_steps`."""
+    assert norm is None or isinstance(norm, RMSNorm)
+    return norm

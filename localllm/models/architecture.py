@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from localllm.kernels.sizes import KVShape
-from localllm.layers.config import AttentionConfig, MLPConfig, RopeConfig
+from localllm.layers.config import AttentionConfig, MLPConfig, MoEConfig, RopeConfig
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
@@ -21,8 +21,24 @@ class LayerConfig:
     """norm_placement, of both blocks: x + block(norm(x)), x + norm(block(x)), or x + norm(block(norm(x)))."""
 
     mixer: AttentionConfig
-    feed_forward: MLPConfig
+    feed_forward: MLPConfig | MoEConfig
     norm_placement: NormPlacement = "pre"
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """What a family's checkpoints do otherwise than Llama's.
+
+    renames: parts of a tensor's name, and what they are called here.
+    transposes_experts: the matrices of all experts are one tensor, which may have columns before rows.
+    interleaves_heads: the two features that rotate together lie side by side.
+    num_extra_layers: layers behind the last that nobody computes with here: they draft tokens.
+    """
+
+    renames: tuple[tuple[str, str], ...] = ()
+    transposes_experts: bool = False
+    interleaves_heads: bool = False
+    num_extra_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,6 @@ class ModelConfig:
     residual_scale: multiplies what a block adds to the hidden state.
     embedding_scale: rounded to the weights' dtype before it multiplies.
     logit_scale: multiplies the logits, before final_softcap bounds them.
-    renames: parts of a tensor's name in a checkpoint of this family, and what they are called here.
     dtype: what the file says that its weights are; the tensors' own headers decide.
     """
 
@@ -54,7 +69,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    renames: tuple[tuple[str, str], ...] = ()
+    stored: StoredForm = StoredForm()
     dtype: StoredDtype | None = None
 
     @property
@@ -88,8 +103,17 @@ class ModelConfig:
 
     @cached_property
     def mlps(self) -> tuple[MLPConfig, ...]:
-        """The different feed-forwards of the model's layers."""
-        return tuple(dict.fromkeys(layer.feed_forward for layer in self.layers))
+        """The different feed-forwards of the model's layers, experts among them."""
+        bodies = dict.fromkeys(layer.feed_forward for layer in self.layers)
+        parts = [(body,) if isinstance(body, MLPConfig) else (body.expert, body.shared) for body in bodies]
+        return tuple(dict.fromkeys(part for body in parts for part in body if part is not None))
+
+    @cached_property
+    def mixtures(self) -> tuple[MoEConfig, ...]:
+        """The different mixtures of experts of the model's layers."""
+        return tuple(
+            dict.fromkeys(each.feed_forward for each in self.layers if isinstance(each.feed_forward, MoEConfig))
+        )
 
     @property
     def longest_context(self) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+import xxhash
+
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.architecture import ModelConfig
 from localllm.models.checkpoint import Checkpoint
-from localllm.models.layout import BlockLayout, Matrix, block_layouts
+from localllm.models.layout import CHECKSUM_BYTES, EXPERTS, BlockLayout, Matrix, Record, Vector, block_layouts
+from localllm.models.safetensors_file import allocate
 from localllm.quant.layouts import ITEM_BYTES, Sizes, torch_dtype
 
 if TYPE_CHECKING:
@@ -42,41 +46,77 @@ class CheckpointBlocks:
     def check(self) -> None:
         """Check all of the checkpoint that its headers tell. Raises CheckpointError."""
         for layout in block_layouts(self.config):
-            for matrix in layout.matrices:
+            experts = layout.experts
+            of_experts = (experts.matrices(index) for index in range(experts.num_experts)) if experts else ()
+            for matrix in itertools.chain(layout.matrices, *of_experts):
                 for name, rows in _stored_rows(self.checkpoint, matrix, "weight").items():
                     self.checkpoint.expect(name, (rows, matrix.in_features))
                 for name, rows in _stored_rows(self.checkpoint, matrix, "bias").items() if matrix.has_bias else ():
                     self.checkpoint.expect(name, (rows,))
-            for norm in layout.norms:
-                self.checkpoint.expect(f"{norm.stored}.weight", (norm.features,))
+            for vector in layout.vectors:
+                self.checkpoint.expect(vector.stored, self._vector_shape(vector))
         self.finish()
 
     def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
-        return {name: tensor for part in self.parts(layout) for name, tensor in part.items()}
+        import torch
+
+        tensors: dict[str, Tensor] = {}
+        first = 0
+        for part in self.parts(layout):
+            records = part.pop(EXPERTS, None)
+            if records is not None:
+                if EXPERTS not in tensors:
+                    spec = layout.specs(self.recipe)[EXPERTS]
+                    tensors[EXPERTS] = allocate(spec.shape, torch.uint8, layout.name)
+                tensors[EXPERTS][first : first + len(records)] = records
+                first += len(records)
+            tensors |= part
+        return tensors
 
     def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
-        """Yield the block's tensors one matrix at a time, in order: no more of the checkpoint is in memory at once."""
+        """Yield the block's tensors one matrix at a time, and one expert at a time, in order: no more of the checkpoint
+        is in memory at once."""
         for matrix in layout.matrices:
-            tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self._quantized(matrix).items()}
-            if matrix.has_bias:
-                bias = self.checkpoint.read_rows(
-                    _stored_rows(self.checkpoint, matrix, "bias"), (), torch_dtype("float32")
-                )
-                for name, part in self._as_stored(matrix, "bias", bias):
-                    self._finite(name, part)
-                tensors[f"{matrix.name}.linear_bias"] = bias
-            yield tensors
-        for norm in layout.norms:
-            stored = f"{norm.stored}.weight"
-            weight = self._finite(stored, self.checkpoint.read(stored, (norm.features,), torch_dtype("float32")))
-            yield {norm.name: weight + self.config.norm_weight_offset}
+            yield self._matrix(matrix)
+        for vector in layout.vectors:
+            shape = self._vector_shape(vector)
+            values = self._finite(vector.stored, self.checkpoint.read(vector.stored, shape, torch_dtype("float32")))
+            offset = self.config.norm_weight_offset if vector.is_norm_weight else 0.0
+            yield {vector.name: values.view(-1) + offset}
+        if layout.experts is None:
+            return
+        record = layout.experts.record(self.recipe)
+        for index in range(layout.experts.num_experts):
+            tensors: dict[str, Tensor] = {}
+            for matrix in layout.experts.matrices(index):
+                tensors |= self._matrix(matrix)
+            yield {EXPERTS: written_record(record, tensors).unsqueeze(0)}
+
+    def _matrix(self, matrix: Matrix) -> dict[str, Tensor]:
+        """Return a matrix's tensors by their names in its block or its record."""
+        tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self._quantized(matrix).items()}
+        if matrix.has_bias:
+            rows = _stored_rows(self.checkpoint, matrix, "bias")
+            bias = self.checkpoint.read_rows(rows, (), torch_dtype("float32"))
+            for name, part in self._as_stored(matrix, "bias", bias):
+                self._finite(name, part)
+            tensors[f"{matrix.name}.linear_bias"] = _side_by_side(bias, matrix)
+        return tensors
+
+    def _vector_shape(self, vector: Vector) -> tuple[int, ...]:
+        """Return the shape of the vector in the checkpoint: some are stored as one row."""
+        row = (1, vector.features)
+        is_row = self.checkpoint.has(vector.stored) and self.checkpoint.shape(vector.stored) == row
+        return row if is_row else (vector.features,)
 
     def held_bytes(self, layout: BlockLayout) -> int:
         """Return the most bytes that are held at once while `parts` are read."""
         return held_bytes(layout, self.recipe, self.checkpoint)
 
     def finish(self) -> None:
-        unused = self.checkpoint.unused()
+        first = self.config.num_layers
+        extra = range(first, first + self.config.stored.num_extra_layers)
+        unused = self.checkpoint.unused(tuple(f"model.layers.{layer}." for layer in extra))
         if unused:
             raise CheckpointError(
                 f"the checkpoint holds tensors that a {self.config.model_type} model has no use for",
@@ -91,8 +131,11 @@ class CheckpointBlocks:
         )
         weight = self.checkpoint.read_rows(rows, (matrix.in_features,), dtype)  # [N, K]
         quantize = matrix.format(self.recipe).quantize
+        if matrix.role == "router":  # one NaN in it would be every token's
+            for name, part in self._as_stored(matrix, "weight", weight):
+                self._finite(name, part)
         try:
-            return quantize(weight)
+            return quantize(_side_by_side(weight, matrix))
         except CheckpointError:
             for name, part in self._as_stored(matrix, "weight", weight):
                 with self._blaming(name):
@@ -110,7 +153,7 @@ class CheckpointBlocks:
         from localllm.quant.weight_format import require_finite
 
         with self._blaming(stored):
-            require_finite(tensor.unsqueeze(0))
+            require_finite(tensor if tensor.dim() == 2 else tensor.unsqueeze(0))
         return tensor
 
     @contextmanager
@@ -136,7 +179,7 @@ def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None
     checkpoint: None where nobody has read it: it is taken to be in 16 bits, as almost all are.
     """
     most = before = 0
-    for matrix in layout.matrices:
+    for matrix in (*layout.matrices, *(() if layout.experts is None else layout.experts.matrices(0))):
         weight_format = matrix.format(recipe)
         N, K = matrix.out_features, matrix.in_features
         specs = weight_format.specs(N, K)
@@ -144,7 +187,36 @@ def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None
         beside = 0 if "weight" in specs else made + weight_format.working_bytes(K)  # "weight" is read into place
         most = max(most, before + N * K * ITEM_BYTES[_read_dtype(matrix, recipe, checkpoint)] + beside)
         before = made
+    if layout.experts is not None:
+        most += layout.experts.record(recipe).num_bytes
     return most
+
+
+def _side_by_side(stored: Tensor, matrix: Matrix) -> Tensor:
+    """Return the rows of a matrix's weight or bias with the features that rotate together half a head apart."""
+    pairs = matrix.interleaved
+    if pairs is None:
+        return stored
+    import torch
+
+    features = torch.arange(pairs.head_dim)
+    half = pairs.rotary_dim // 2
+    features[:half], features[half : 2 * half] = 2 * torch.arange(half), 2 * torch.arange(half) + 1
+    heads = torch.arange(pairs.rows // pairs.head_dim)
+    order = (heads[:, None] * pairs.head_dim + features).flatten()
+    return torch.cat((stored[: pairs.rows][order], stored[pairs.rows :]))
+
+
+def written_record(record: Record, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return an expert's record, uint8 [bytes]. tensors: by their names in it."""
+    import torch
+
+    content = torch.zeros(record.num_bytes, dtype=torch.uint8)
+    for name, placed in record.tensors.items():
+        content[placed.begin : placed.end] = tensors[name].contiguous().view(-1).view(torch.uint8)
+    digest = xxhash.xxh3_128_digest(content[:-CHECKSUM_BYTES].numpy().data)
+    content[-CHECKSUM_BYTES:] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    return content
 
 
 def _read_dtype(matrix: Matrix, recipe: Sizes, checkpoint: Checkpoint | None) -> str:

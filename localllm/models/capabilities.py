@@ -25,7 +25,8 @@ def fills_vectors(config: ModelConfig, dtype: str) -> bool:
 def has_plain_steps(config: ModelConfig) -> bool:
     """Return whether all that the model computes is known to native programs. Torch computes any other model."""
     return (
-        len(set(config.kv_shapes)) == 1
+        not config.mixtures
+        and len(set(config.kv_shapes)) == 1
         and len({each.num_heads for each in config.attentions}) == 1
         and not any(each.rotates_first or each.clip is not None for each in config.attentions)
         and config.norm_kind == "rms"
@@ -48,7 +49,7 @@ def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
 
 
 def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:
-    """Return whether two devices can share each MLP block."""
+    """Return whether two devices can share each MLP block. Of a mixture, each expert is computed by one."""
     sizes = {mlp.intermediate_size for mlp in config.mlps}
     step = cut_step(recipe.blocks)
-    return can_be_cut(recipe.blocks) and all(size % step == 0 and size > step for size in sizes)
+    return can_be_cut(recipe.blocks) and not config.mixtures and all(size % step == 0 and size > step for size in sizes)

@@ -1,8 +1,9 @@
 """A model folder's weights by their Hugging Face names: one file or many shards, with any prefix.
 
 The names asked for are those of a plain decoder (`model.layers.0.self_attn.q_proj.weight`, `lm_head.weight`); a folder
-that says `layers.0...` or `language_model.model.layers.0...` answers to them too. Reads safetensors only, no pickle.
-Knows no architecture: the caller says which tensors it wants and of which shape.
+that says `layers.0...` or `language_model.model.layers.0...` answers to them too, and a tensor of all experts of a
+layer to the names of single ones. Reads safetensors only, no pickle. Knows no architecture: the caller says which
+tensors it wants and of which shape.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.models.architecture import StoredForm
 from localllm.models.fields import show
 from localllm.models.safetensors_file import SafetensorsFile, allocate
 from localllm.models.safetensors_header import StoredTensor
@@ -27,36 +30,53 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _INDEX_LIMITS = JsonLimits(size_bytes=32 << 20, containers=1000, elements=1_000_000)
 _MAX_SHARDS = 4096
+_MAX_EXPERTS = 4096  # of a layer: eight times what the largest published models have
+_USUAL_FORM = StoredForm()
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
 # What changes an answer where a model has it: a config.json that knows nothing of it belongs to other weights.
 _DECIDES = re.compile(
-    r"model\.layers\.\d+\.(?:self_attn\.(?:(?:[qkvo]|qkv)_proj|[qk]_norm)|mlp\.(?:gate|up|down|gate_up)_proj|\w*layernorm)"
-    r"\.(?:weight|bias)|lm_head\.bias|model\.norm\.bias"
+    r"model\.layers\.\d+\.(?:self_attn\.(?:(?:[qkvo]|qkv)_proj|[qk]_norm)"
+    r"|mlp\.(?:(?:experts\.\d+|shared_expert)\.)?(?:gate|up|down|gate_up)_proj|mlp\.(?:gate|shared_expert_gate)|\w*layernorm)"
+    r"\.(?:weight|bias|e_score_correction_bias)|lm_head\.bias|model\.norm\.bias"
 )
+# All experts' matrices as one tensor [experts, rows, columns], or [experts, columns, rows].
+_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(?:\.weight)?")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is stored. expert: its number where it is one of a tensor of all."""
+
+    name: str
+    expert: int | None = None
 
 
 class Checkpoint:
     """The tensors of one folder, and which of them have been asked for."""
 
-    def __init__(self, directory: Path, locations: Mapping[str, SafetensorsFile]) -> None:
+    def __init__(
+        self, directory: Path, locations: Mapping[str, SafetensorsFile], form: StoredForm = _USUAL_FORM
+    ) -> None:
         """locations: stored name -> the open file that holds it."""
         self.directory = directory
         self._locations = locations
         self._prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in locations), "model.")
-        self._stored = _plain_names(locations, self._prefix, directory)
+        self._form = form
+        self._stored = _with_experts(_plain_names(locations, self._prefix, directory, form), locations, directory)
         self._asked: set[str] = set()
 
     @classmethod
-    def open(cls, directory: Path) -> Checkpoint:
-        """Check every header. Raises CheckpointError naming the file, the shard or the tensor that is wrong."""
+    def open(cls, directory: Path, form: StoredForm = _USUAL_FORM) -> Checkpoint:
+        """Check every header. form: see `ModelConfig.stored`. Raises CheckpointError naming the file, the shard or the
+        tensor that is wrong."""
         single = directory / SINGLE
         if single.exists():
             file = SafetensorsFile.open(single)
-            return cls(directory, dict.fromkeys(file.specs, file))
+            return cls(directory, dict.fromkeys(file.specs, file), form)
         if (directory / INDEX).exists():
-            return cls(directory, _open_shards(directory, _read_index(directory / INDEX)))
+            return cls(directory, _open_shards(directory, _read_index(directory / INDEX)), form)
         raise _nothing_to_read(directory)
 
     def close(self) -> None:
@@ -77,17 +97,18 @@ class Checkpoint:
         return tuple(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._spec(name).shape
+        shape = self._spec(name).shape
+        return shape if self._stored[name].expert is None else shape[1:]
 
     def dtype(self, name: str) -> str:
         """Return torch's name of the dtype as it is stored. Raises CheckpointError if it is missing, or not read."""
         self._spec(name)
-        return self._file(name).dtype(self._stored[name])
+        return self._file(name).dtype(self._stored[name].name)
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Check a tensor without reading it. Raises as `read` does."""
-        stored = self._spec(name).shape
-        if stored != shape:
+        stored = self.shape(name)
+        if stored != shape and not self._is_transposed(name, shape):
             why = f"{self._file(name).path.name} stores {list(stored)}; config.json means {list(shape)}"
             raise CheckpointError(f"{self.directory}: {name} has the wrong shape", why=why, fix=FETCH_ANEW)
         self.dtype(name)
@@ -105,7 +126,17 @@ class Checkpoint:
         """
         self.expect(name, shape)
         target = allocate(shape, dtype, name) if out is None else out
-        return self._file(name).read_into(self._stored[name], target)
+        place, file = self._stored[name], self._file(name)
+        if not self._is_transposed(name, shape):
+            return file.read_into(place.name, target, part=place.expert)
+        columns = file.read_into(place.name, allocate(shape[::-1], dtype, name), part=place.expert)
+        return target.copy_(columns.T)
+
+    def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether an expert's matrix of this shape is stored with its columns first. Where it is as wide as high
+        nothing tells; it is taken to be stored as usual then, as transformers does."""
+        stored, is_expert = self.shape(name), self._stored[name].expert is not None
+        return is_expert and self._form.transposes_experts and stored != shape and stored == shape[::-1]
 
     def read_rows(self, parts: Mapping[str, int], features: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Read tensors one above the other, [sum of rows, *features], each straight into its rows.
@@ -129,24 +160,25 @@ class Checkpoint:
         head, embedding = self._spec(HEAD), self._spec(EMBEDDING)
         if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
             return True
-        chunks = (self._file(name).chunks(self._stored[name]) for name in (HEAD, EMBEDDING))
+        chunks = (self._file(name).chunks(self._stored[name].name) for name in (HEAD, EMBEDDING))
         pairs = zip(*chunks, strict=True)
         return any(mine != other for mine, other in pairs)
 
-    def unused(self) -> tuple[str, ...]:
+    def unused(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Return the names of tensors that a decoder computes with and nobody asked for: without the head, which may be
-        tied, and without what is not text in a multimodal model."""
+        tied, what is not text in a multimodal model, and names that begin with one of `without`."""
         multimodal = "language_model." in self._prefix
         return tuple(
             plain
-            for plain, stored in self._stored.items()
+            for plain, place in self._stored.items()
             if plain not in self._asked
             and _DECIDES.fullmatch(plain)
-            and (not multimodal or stored.startswith(self._prefix))
+            and not plain.startswith(without)
+            and (not multimodal or place.name.startswith(self._prefix))
         )
 
     def _file(self, name: str) -> SafetensorsFile:
-        return self._locations[self._stored[name]]
+        return self._locations[self._stored[name].name]
 
     def _spec(self, name: str) -> StoredTensor:
         if name not in self._stored:
@@ -159,10 +191,10 @@ class Checkpoint:
                 why=f"{len(self._stored)} tensors are stored; the nearest names: {near}",
                 fix=FETCH_ANEW,
             )
-        return self._file(name).spec(self._stored[name])
+        return self._file(name).spec(self._stored[name].name)
 
 
-def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[str, str]:
+def _plain_names(stored: Iterable[str], prefix: str, directory: Path, form: StoredForm) -> dict[str, str]:
     """Return the stored names by the plain ones."""
     names: dict[str, str] = {}
     for name in stored:
@@ -171,11 +203,40 @@ def _plain_names(stored: Iterable[str], prefix: str, directory: Path) -> dict[st
             plain = HEAD
         elif name.startswith(prefix):
             plain = f"model.{name.removeprefix(prefix)}"
+        for theirs, ours in form.renames:
+            plain = plain.replace(theirs, ours)
         if plain in names:
-            why = f"{show(names[plain])} and {show(name)} are both stored"
-            raise CheckpointError(f"{directory} stores {show(plain)} twice", why=why, fix=FETCH_ANEW)
+            raise _stored_twice(directory, plain, names[plain], name)
         names[plain] = name
     return names
+
+
+def _with_experts(
+    names: Mapping[str, str], locations: Mapping[str, SafetensorsFile], directory: Path
+) -> dict[str, _Place]:
+    """Return where each tensor is, single experts among them where a tensor holds them all."""
+    places = {plain: _Place(name) for plain, name in names.items() if not _FUSED.fullmatch(plain)}
+    for plain, name in names.items():
+        fused = _FUSED.fullmatch(plain)
+        if fused is None:
+            continue
+        shape = locations[name].spec(name).shape
+        if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
+            why = f"it has the shape {list(shape)}; [experts, rows, columns] is needed, at most {_MAX_EXPERTS} experts"
+            raise CheckpointError(f"{directory}: {show(name)} is not a tensor of experts", why=why, fix=FETCH_ANEW)
+        experts, matrix = fused.groups()
+        parts = ("gate_proj", "up_proj", "gate_up_proj") if matrix == "gate_up_proj" else ("down_proj",)
+        for expert in range(shape[0]):
+            for other in (f"{experts}.{expert}.{part}.weight" for part in parts):
+                if other in places:
+                    raise _stored_twice(directory, other, name, places[other].name)
+            places[f"{experts}.{expert}.{matrix}.weight"] = _Place(name, expert)
+    return places
+
+
+def _stored_twice(directory: Path, plain: str, first: str, second: str) -> CheckpointError:
+    why = f"{show(first)} and {show(second)} are both stored"
+    return CheckpointError(f"{directory} stores {show(plain)} twice", why=why, fix=FETCH_ANEW)
 
 
 def _read_index(path: Path) -> dict[str, str]:

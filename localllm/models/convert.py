@@ -54,8 +54,9 @@ def convert(
     Raises CheckpointError for a checkpoint that is not whole or holds a NaN, of which nothing is kept; DoesNotFitError
     where the disk is too small, LocalLLMError where it fails: then the blocks that were finished serve the next call.
     """
-    with Checkpoint.open(source_directory) as checkpoint:
-        blocks = CheckpointBlocks(checkpoint, load_config(source_directory), recipe)
+    config = load_config(source_directory)
+    with Checkpoint.open(source_directory, config.stored) as checkpoint:
+        blocks = CheckpointBlocks(checkpoint, config, recipe)
         blocks.check()
         pack(blocks, PackedPlan(blocks.config, recipe, source, model), target, progress, waiting, require_memory)
 

@@ -27,7 +27,7 @@ from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.native_attention import attention_tables
-from localllm.layers.norm import RMSNorm
+from localllm.layers.norm import RMSNorm, as_rms
 from localllm.models.capabilities import fills_vectors
 from localllm.models.decoder import Block, Decoder
 from localllm.models.layout import EMBED, HEAD
@@ -261,7 +261,7 @@ class _Recorder:
         """x += norm_out(body(norm_in(x)))."""
         body = block.body
         first, last = body.linears
-        yield self.quantize(first, self.room.x, block.norm_in)
+        yield self.quantize(first, self.room.x, as_rms(block.norm_in))
         yield self.multiply(first, self.room.wide, adds=False)
         if isinstance(body, Attention):
             yield from self._attention(body)
@@ -272,16 +272,16 @@ class _Recorder:
             kernel = cpu_quantize.quantize(self.isa, packed.group, "gated", body.activation_name)
             stride = first.out_features
             yield self.room.activations.quantize(kernel, self.room.wide, packed.group, last.in_features, stride=stride)
-        if block.norm_out is None:
+        if (norm_out := as_rms(block.norm_out)) is None:
             yield self.multiply(last, self.room.x, adds=True)
         else:
             yield self.multiply(last, self.room.y, adds=False)
             hidden = last.out_features
-            yield self._norm(block.norm_out, self.room.y, self.room.x, hidden, hidden, adds=True)
+            yield self._norm(norm_out, self.room.y, self.room.x, hidden, hidden, adds=True)
 
     def head(self, logits: Tensor) -> Iterator[Step]:
         """logits: rows of whole tiles."""
-        yield self.quantize(self.decoder.head, self.room.x, self.decoder.final_norm)
+        yield self.quantize(self.decoder.head, self.room.x, as_rms(self.decoder.final_norm))
         head = _required(self.decoder.head)
         kernel = cpu_matmul.matmul(self.isa, head.weights, head.group, self.block_rows)
         yield self.room.activations.multiply(kernel, head, logits, head.tiles * TILE, None)

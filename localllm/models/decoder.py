@@ -19,7 +19,8 @@ from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, moved
 from localllm.layers.linear import Embedding, Linear
 from localllm.layers.mlp import MLP, SplitMLP
-from localllm.layers.norm import RMSNorm
+from localllm.layers.moe import MoE
+from localllm.layers.norm import Norm
 from localllm.layers.rotary import Rotary
 from localllm.models.architecture import ModelConfig
 from localllm.models.layout import EMBED, HEAD
@@ -28,18 +29,20 @@ from localllm.offload.streaming.disk_stream import StreamClock
 
 @dataclass(frozen=True)
 class Block:
-    """x + norm_out(body(norm_in(x))); a family has one of the two norms, or both."""
+    """x + scale * norm_out(body(norm_in(x))); a family has one of the two norms, or both."""
 
     name: str  # "layers.3.attention", "layers.3.mlp"
-    body: Attention | MLP | SplitMLP
-    norm_in: RMSNorm | None
-    norm_out: RMSNorm | None
+    body: Attention | MLP | SplitMLP | MoE
+    norm_in: Norm | None
+    norm_out: Norm | None
     device: torch.device  # where it is computed, with its tensors and its input
+    scale: float = 1.0
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         y = self.body(x if self.norm_in is None else self.norm_in(x), batch)
-        return x + (y if self.norm_out is None else self.norm_out(y))
+        y = y if self.norm_out is None else self.norm_out(y)
+        return x + (y if self.scale == 1.0 else y * self.scale)
 
 
 class BlockStream(Protocol):
@@ -85,7 +88,7 @@ class Decoder:
     config: ModelConfig
     embed: Embedding
     blocks: tuple[Block, ...]
-    final_norm: RMSNorm
+    final_norm: Norm
     head: Linear
     rotaries: tuple[Rotary, ...]
     dtype: torch.dtype
@@ -111,7 +114,8 @@ class Decoder:
         return self.capped(self.head(self.final_norm(hidden_states.to(self.head.device))).float())
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Logits as the family bounds them."""
+        """Logits as the family scales and bounds them."""
+        logits = logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

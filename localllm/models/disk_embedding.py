@@ -10,7 +10,8 @@ from torch import Tensor
 
 from localllm.errors import CheckpointError
 from localllm.kernels.tile16 import TILE
-from localllm.models.packed_file import PackedFile, PackedTensor
+from localllm.models.layout import PlacedTensor
+from localllm.models.packed_file import PackedFile, read_tensor
 from localllm.quant.weight_format import WeightFormat
 
 _AT_ONCE = 64  # tokens: their tiles, of 64 kB each in INT8 at a width of 4096, are no burden then
@@ -68,7 +69,7 @@ class DiskEmbedding:
 
     def _tensor(self, name: str, unit: int) -> Tensor:
         spec = self._specs[name]
-        return PackedTensor(spec, unit * spec.nbytes).read(self._descriptor, self._begins[name])
+        return read_tensor(PlacedTensor(spec, unit * spec.nbytes), self._descriptor, self._begins[name])
 
     def _stamped(self) -> tuple[int, int]:
         status = os.fstat(self._descriptor)

@@ -27,6 +27,7 @@ from localllm.layers.gpu_block import GpuForward, multiply, run_block
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
+from localllm.layers.norm import as_rms
 from localllm.layers.segment import KVStore
 from localllm.models.capabilities import has_plain_steps
 from localllm.models.decoder import Block, Decoder
@@ -298,7 +299,7 @@ class GpuProgram:
         decoder = self.decoder
         if decoder.head.device != self.device:
             return moved(decoder.logits(x.to(decoder.dtype)), self.device)
-        return decoder.capped(multiply(decoder.head, x, decoder.dtype, norm=decoder.final_norm).float())
+        return decoder.capped(multiply(decoder.head, x, decoder.dtype, norm=as_rms(decoder.final_norm)).float())
 
     def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
         y = block(moved(x.to(self.decoder.dtype), block.device), forward.on(block.device))
@@ -395,4 +396,4 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
 
 def _run_ours(block: Block, x: Tensor, forward: GpuForward) -> None:
     assert isinstance(block.body, Attention | MLP)
-    run_block(block.body, block.norm_in, block.norm_out, x, forward)
+    run_block(block.body, as_rms(block.norm_in), as_rms(block.norm_out), x, forward)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from localllm.layers.config import AttentionConfig, MLPConfig
+from localllm.layers.config import AttentionConfig, MLPConfig, MoEConfig
 from localllm.models.architecture import ModelConfig, NormPlacement
+from localllm.offload.streaming.ring import PAGE_BYTES
 from localllm.quant.layouts import RecipeOf, Sizes, TensorSpec, WeightLayout
 
 F = TypeVar("F", bound=WeightLayout)
@@ -27,6 +28,19 @@ MLP_NORMS = {
     "sandwich": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
 EMBED, HEAD = "embed", "head"  # the names of the first block and of the last
+EXPERTS = "experts"  # the name of the tensor of all records of a block
+ALIGNMENT_BYTES = 64  # of tensors: a cache line, and an AVX-512 vector
+CHECKSUM_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """The first `rows` of a matrix belong to heads whose rotating features lie in pairs in a checkpoint. Here the first
+    of all pairs come before the second ones, as RoPE turns them."""
+
+    rows: int
+    head_dim: int
+    rotary_dim: int
 
 
 @dataclass(frozen=True)
@@ -38,58 +52,143 @@ class Matrix:
     parts: Mapping[str, int]  # stored names -> rows, in order
     in_features: int
     has_bias: bool = False
-    is_embedding: bool = False  # the token embedding or the head
+    role: Literal["block", "embedding", "router"] = "block"  # embedding: the token embedding or the head
+    interleaved: Interleaved | None = None
 
     @property
     def out_features(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def num_weights(self) -> int:
+        return self.out_features * self.in_features
+
     def format(self, recipe: RecipeOf[F]) -> F:
-        return recipe.embedding if self.is_embedding else recipe.blocks
+        return {"block": recipe.blocks, "embedding": recipe.embedding, "router": recipe.router}[self.role]
+
+    def specs(self, recipe: Sizes) -> dict[str, TensorSpec]:
+        """Its tensors by their names inside the block: those of its format, and the bias."""
+        tensors = self.format(recipe).specs(self.out_features, self.in_features)
+        specs = {f"{self.name}.{name}": spec for name, spec in tensors.items()}
+        if self.has_bias:
+            specs[f"{self.name}.linear_bias"] = TensorSpec((self.out_features,), "float32")
+        return specs
 
 
 @dataclass(frozen=True)
-class Norm:
+class Vector:
+    """A few numbers in fp32: a norm's weights or bias, or what corrects a router's choice."""
+
     name: str  # inside its block: "norm_in"
-    stored: str
+    stored: str  # "model.layers.0.input_layernorm.weight"
     features: int
+    is_norm_weight: bool = True  # a family may store it less an offset
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor, and the byte at which it begins in what holds it."""
+
+    spec: TensorSpec
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.spec.nbytes
+
+
+@dataclass(frozen=True)
+class Record:
+    """One expert as it lies in its block's file and in memory: tensors at multiples of 64 bytes, zeros, and in the last
+    16 bytes the XXH3-128 of all before them."""
+
+    tensors: Mapping[str, PlacedTensor]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one block: all of one shape. stored: of them all, "model.layers.0.mlp.experts"."""
+
+    stored: str
+    num_experts: int
+    top_k: int
+    config: MLPConfig
+    hidden_size: int
+
+    def matrices(self, index: int) -> tuple[Matrix, ...]:
+        """Return an expert's matrices, by their names in its record."""
+        return gated_matrices(self.config, f"{self.stored}.{index}", self.hidden_size)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of one expert."""
+        return sum(matrix.num_weights for matrix in self.matrices(0))
+
+    def record(self, recipe: Sizes) -> Record:
+        """Return where the tensors of an expert lie in its record."""
+        tensors, end = {}, 0
+        for matrix in self.matrices(0):
+            for name, spec in matrix.specs(recipe).items():
+                tensors[name] = PlacedTensor(spec, rounded_up(end, ALIGNMENT_BYTES))
+                end = tensors[name].end
+        return Record(tensors, rounded_up(end + CHECKSUM_BYTES, PAGE_BYTES))
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The tensors of one block: `{matrix}.{tensor of its format}`, `{matrix}.linear_bias`, `{norm}`."""
+    """The tensors of one block: `{matrix}.{tensor of its format}`, `{matrix}.linear_bias`, `{vector}`, and `experts`,
+    uint8 [number of experts, bytes of a record]."""
 
     name: str  # "embed", "layers.0.attention", "layers.0.mlp", "head"
     matrices: tuple[Matrix, ...]
-    norms: tuple[Norm, ...] = field(default=())
+    vectors: tuple[Vector, ...] = field(default=())
+    experts: Experts | None = None
 
     def specs(self, recipe: Sizes) -> dict[str, TensorSpec]:
-        """Every tensor of the block in the order in which it is packed; norms and biases are fp32."""
+        """Every tensor of the block in the order in which it is packed; vectors and biases are fp32."""
         specs: dict[str, TensorSpec] = {}
         for matrix in self.matrices:
-            tensors = matrix.format(recipe).specs(matrix.out_features, matrix.in_features)
-            specs |= {f"{matrix.name}.{name}": spec for name, spec in tensors.items()}
-            if matrix.has_bias:
-                specs[f"{matrix.name}.linear_bias"] = TensorSpec((matrix.out_features,), "float32")
-        return specs | {norm.name: TensorSpec((norm.features,), "float32") for norm in self.norms}
+            specs |= matrix.specs(recipe)
+        specs |= {vector.name: TensorSpec((vector.features,), "float32") for vector in self.vectors}
+        if self.experts is not None:
+            specs[EXPERTS] = TensorSpec((self.experts.num_experts, self.experts.record(recipe).num_bytes), "uint8")
+        return specs
 
     def small_tensors(self) -> list[str]:
-        """Norms and biases: a few kilobytes beside the megabytes of the matrices."""
+        """Vectors and biases: a few kilobytes beside the megabytes of the matrices."""
         biases = [f"{matrix.name}.linear_bias" for matrix in self.matrices if matrix.has_bias]
-        return [*biases, *(norm.name for norm in self.norms)]
+        return [*biases, *(vector.name for vector in self.vectors)]
 
     def nbytes(self, recipe: Sizes) -> int:
         return sum(spec.nbytes for spec in self.specs(recipe).values())
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the block's matrices, those of all experts among them."""
+        experts = 0 if self.experts is None else self.experts.num_experts * self.experts.num_weights
+        return experts + sum(matrix.num_weights for matrix in self.matrices)
+
+    @property
+    def num_active_weights(self) -> int:
+        """Weights that one token is multiplied by."""
+        experts = 0 if self.experts is None else self.experts.top_k * self.experts.num_weights
+        return experts + sum(matrix.num_weights for matrix in self.matrices)
 
 
 def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
     """The embedding, every attention and MLP block, the head: in the order in which a forward needs them."""
     blocks = [BlockLayout(EMBED, (_vocabulary("embed_tokens", "model.embed_tokens", config),))]
     for number, layer in enumerate(config.layers):
-        around = _Around(f"model.layers.{number}", config.hidden_size, layer.norm_placement)
-        blocks += [_attention(number, layer.mixer, around), _mlp(number, layer.feed_forward, around)]
+        around = _Around(f"model.layers.{number}", config, layer.norm_placement)
+        body = layer.feed_forward
+        blocks.append(_attention(number, layer.mixer, around))
+        blocks.append(_mlp(number, body, around) if isinstance(body, MLPConfig) else _moe(number, body, around))
     head = () if config.tie_word_embeddings else (_vocabulary("lm_head", "lm_head", config),)
-    return (*blocks, BlockLayout(HEAD, head, (Norm("final_norm", "model.norm", config.hidden_size),)))
+    vectors = _norm("final_norm", "model.norm", config)
+    if config.has_head_bias:
+        vectors += (Vector("head_bias", "lm_head.bias", config.vocab_size, is_norm_weight=False),)
+    return (*blocks, BlockLayout(HEAD, head, vectors))
 
 
 def model_bytes(config: ModelConfig, recipe: Sizes) -> int:
@@ -98,7 +197,14 @@ def model_bytes(config: ModelConfig, recipe: Sizes) -> int:
 
 
 def _vocabulary(name: str, stored: str, config: ModelConfig) -> Matrix:
-    return Matrix(name, stored, {stored: config.vocab_size}, config.hidden_size, is_embedding=True)
+    return Matrix(name, stored, {stored: config.vocab_size}, config.hidden_size, role="embedding")
+
+
+def _norm(name: str, stored: str, config: ModelConfig) -> tuple[Vector, ...]:
+    weight = Vector(name, f"{stored}.weight", config.hidden_size)
+    if config.norm_kind == "rms":
+        return (weight,)
+    return weight, Vector(f"{name}_bias", f"{stored}.bias", config.hidden_size, is_norm_weight=False)
 
 
 @dataclass(frozen=True)
@@ -106,37 +212,58 @@ class _Around:
     """What a block's tensors depend on beside its own body. prefix: of the layer's tensors in a checkpoint."""
 
     prefix: str
-    hidden_size: int
+    model: ModelConfig
     norm_placement: NormPlacement
 
-    def norms(self, placements: Mapping[str, tuple[str | None, str | None]]) -> tuple[Norm, ...]:
+    def norms(self, placements: Mapping[str, tuple[str | None, str | None]]) -> tuple[Vector, ...]:
         names = zip(("norm_in", "norm_out"), placements[self.norm_placement], strict=True)
         return tuple(
-            Norm(name, f"{self.prefix}.{stored}", self.hidden_size) for name, stored in names if stored is not None
+            vector
+            for name, stored in names
+            if stored is not None
+            for vector in _norm(name, f"{self.prefix}.{stored}", self.model)
         )
 
 
 def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLayout:
-    D, H, KH, hidden = config.head_dim, config.num_heads, config.num_kv_heads, around.hidden_size
+    D, H, KH, hidden = config.head_dim, config.num_heads, config.num_kv_heads, around.model.hidden_size
     attn = f"{around.prefix}.self_attn"
     qkv = {f"{attn}.q_proj": H * D, f"{attn}.k_proj": KH * D, f"{attn}.v_proj": KH * D}
+    is_interleaved = around.model.stored.interleaves_heads
+    pairs = Interleaved((H + KH) * D, D, config.rotary_dim) if is_interleaved else None
     matrices = (
-        Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.has_bias),
+        Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.has_bias, interleaved=pairs),
         Matrix("o_proj", f"{attn}.o_proj", {f"{attn}.o_proj": hidden}, H * D, config.has_output_bias),
     )
     norms = around.norms(ATTENTION_NORMS)
     if config.qk_norm is not None:
         wide = config.qk_norm == "full"
         norms += (
-            Norm("q_norm", f"{attn}.q_norm", H * D if wide else D),
-            Norm("k_norm", f"{attn}.k_norm", KH * D if wide else D),
+            Vector("q_norm", f"{attn}.q_norm.weight", H * D if wide else D),
+            Vector("k_norm", f"{attn}.k_norm.weight", KH * D if wide else D),
         )
     return BlockLayout(f"layers.{layer}.attention", matrices, norms)
 
 
 def _mlp(layer: int, config: MLPConfig, around: _Around) -> BlockLayout:
-    matrices = gated_matrices(config, f"{around.prefix}.mlp", around.hidden_size)
+    matrices = gated_matrices(config, f"{around.prefix}.mlp", around.model.hidden_size)
     return BlockLayout(f"layers.{layer}.mlp", matrices, around.norms(MLP_NORMS))
+
+
+def _moe(layer: int, config: MoEConfig, around: _Around) -> BlockLayout:
+    router, mlp, hidden = config.router, f"{around.prefix}.mlp", around.model.hidden_size
+    matrices = [Matrix("router", f"{mlp}.gate", {f"{mlp}.gate": router.num_experts}, hidden, role="router")]
+    if config.shared is not None:
+        matrices += gated_matrices(config.shared, f"{mlp}.shared_expert", hidden, prefix="shared.")
+    if config.gates_shared:
+        gate = f"{mlp}.shared_expert_gate"
+        matrices.append(Matrix("shared_gate", gate, {gate: 1}, hidden, role="router"))
+    vectors = around.norms(MLP_NORMS)
+    if router.has_correction:
+        stored = f"{mlp}.gate.e_score_correction_bias"
+        vectors += (Vector("correction", stored, router.num_experts, is_norm_weight=False),)
+    experts = Experts(f"{mlp}.experts", router.num_experts, router.top_k, config.expert, hidden)
+    return BlockLayout(f"layers.{layer}.mlp", tuple(matrices), vectors, experts)
 
 
 def gated_matrices(config: MLPConfig, stored: str, hidden_size: int, prefix: str = "") -> tuple[Matrix, ...]:
@@ -148,3 +275,7 @@ def gated_matrices(config: MLPConfig, stored: str, hidden_size: int, prefix: str
         Matrix(f"{prefix}gate_up_proj", f"{stored}.gate_up_proj", gate_up, hidden_size, bias),
         Matrix(f"{prefix}down_proj", f"{stored}.down_proj", {f"{stored}.down_proj": hidden_size}, width, bias),
     )
+
+
+def rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

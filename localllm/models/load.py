@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from localllm.layers.attention import Attention
-from localllm.layers.config import MLPConfig
+from localllm.layers.config import MLPConfig, MoEConfig
 from localllm.layers.linear import Embedding, Linear, RowLookup
 from localllm.layers.mlp import MLP, SplitMLP
-from localllm.layers.norm import RMSNorm
+from localllm.layers.moe import MoE
+from localllm.layers.norm import LayerNorm, Norm, RMSNorm
 from localllm.layers.rotary import Rotary
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import BlockSource
 from localllm.models.decoder import ALL_RESIDENT, Block, BlockStream, Decoder
-from localllm.models.layout import BlockLayout, block_layouts, model_bytes
+from localllm.models.layout import EXPERTS, BlockLayout, Matrix, Record, block_layouts, model_bytes
 from localllm.quant.recipe import Recipe
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -83,12 +84,51 @@ class DecoderParts:
             embed=Embedding(embedding, self.dtype, config.embedding_scale),
             blocks=tuple(_block(block, index) for index, block in enumerate(middle)),
             final_norm=head.norm("final_norm"),
-            head=embed.linear("embed_tokens") if is_tied else head.linear("lm_head"),
+            head=self._head(embed, head),
             rotaries=tuple(Rotary(rope, dim, self.device) for rope, dim in config.rotations),
             dtype=self.dtype,
             device=self.device,
             stream=stream,
         )
+
+    def _head(self, embed: _Loaded, head: _Loaded) -> Linear:
+        linear = embed.linear("embed_tokens") if self.config.tie_word_embeddings else head.linear("lm_head")
+        bias = head.block.tensors.get("head_bias")
+        return linear if bias is None else replace(linear, bias=bias.to(self.dtype))
+
+
+def new_linear(matrix: Matrix, tensors: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Linear:
+    """Return a matrix of its tensors. dtype: of its bias, which follows that of activations."""
+    weight_format = matrix.format(recipe)
+    own = {name: tensors[f"{matrix.name}.{name}"] for name in weight_format.specs(1, 1)}
+    bias = tensors[f"{matrix.name}.linear_bias"].to(dtype) if matrix.has_bias else None
+    return Linear(weight_format, own, matrix.out_features, matrix.in_features, bias)
+
+
+@dataclass(frozen=True)
+class ExpertRecords:
+    """The experts of a block as records that lie one behind the other. memory: uint8 [experts, bytes of a record];
+    matrices: those of any of them."""
+
+    memory: Tensor
+    record: Record
+    matrices: tuple[Matrix, ...]
+    recipe: Recipe
+    dtype: torch.dtype
+    config: MoEConfig
+
+    @property
+    def record_bytes(self) -> int:
+        return self.record.num_bytes
+
+    def __getitem__(self, index: int) -> MLP:
+        content = self.memory[index]
+        tensors = {
+            name: content[placed.begin : placed.end].view(placed.spec.torch_dtype).view(placed.spec.shape)
+            for name, placed in self.record.tensors.items()
+        }
+        gate_up, down = (new_linear(matrix, tensors, self.recipe, self.dtype) for matrix in self.matrices)
+        return MLP(gate_up, down, self.config.expert.activation)
 
 
 @dataclass(frozen=True)
@@ -100,18 +140,37 @@ class _Loaded:
 
     def linear(self, name: str) -> Linear:
         matrix = next(matrix for matrix in self.block.layout.matrices if matrix.name == name)
-        weight_format = matrix.format(self.parts.recipe)
-        specs = weight_format.specs(matrix.out_features, matrix.in_features)
-        given = self.block.tensors
-        bias = given[f"{name}.linear_bias"].to(self.parts.dtype) if matrix.has_bias else None
-        tensors = {part: given[f"{name}.{part}"] for part in specs}
-        return Linear(weight_format, tensors, matrix.out_features, matrix.in_features, bias)
+        return new_linear(matrix, self.block.tensors, self.parts.recipe, self.parts.dtype)
 
-    def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.block.tensors[name], self.parts.config.norm_eps)
+    def norm(self, name: str) -> Norm:
+        tensors, eps = self.block.tensors, self.parts.config.norm_eps
+        bias = tensors.get(f"{name}_bias")
+        return RMSNorm(tensors[name], eps) if bias is None else LayerNorm(tensors[name], bias, eps)
 
-    def optional_norm(self, name: str) -> RMSNorm | None:
+    def optional_norm(self, name: str) -> Norm | None:
         return self.norm(name) if name in self.block.tensors else None
+
+    def rms_norm(self, name: str) -> RMSNorm | None:
+        """Return a norm of heads, where there is one."""
+        weight = self.block.tensors.get(name)
+        return None if weight is None else RMSNorm(weight, self.parts.config.norm_eps)
+
+    def moe(self, config: MoEConfig) -> MoE:
+        experts, tensors = self.block.layout.experts, self.block.tensors
+        assert experts is not None
+        recipe, dtype = self.parts.recipe, self.parts.dtype
+        shared = None
+        if config.shared is not None:
+            linears = self.linear("shared.gate_up_proj"), self.linear("shared.down_proj")
+            shared = MLP(*linears, config.shared.activation)
+        return MoE(
+            config=config,
+            router=self.linear("router"),
+            experts=ExpertRecords(tensors[EXPERTS], experts.record(recipe), experts.matrices(0), recipe, dtype, config),
+            correction=tensors.get("correction"),
+            shared=shared,
+            shared_gate=self.linear("shared_gate") if config.gates_shared else None,
+        )
 
     def mlp(self, config: MLPConfig) -> MLP | SplitMLP:
         whole = MLP(self.linear("gate_up_proj"), self.linear("down_proj"), config.activation)
@@ -123,15 +182,21 @@ class _Loaded:
 
 
 def _block(loaded: _Loaded, index: int) -> Block:
-    layer = loaded.parts.config.layers[index // 2]
-    body = loaded.mlp(layer.feed_forward) if index % 2 else _attention(loaded, index // 2)
+    config = loaded.parts.config
+    body = _feed_forward(loaded, index // 2) if index % 2 else _attention(loaded, index // 2)
     return Block(
         name=loaded.block.layout.name,
         body=body,
         norm_in=loaded.optional_norm("norm_in"),
         norm_out=loaded.optional_norm("norm_out"),
         device=body.device,
+        scale=config.residual_scale,
     )
+
+
+def _feed_forward(loaded: _Loaded, layer: int) -> MLP | SplitMLP | MoE:
+    config = loaded.parts.config.layers[layer].feed_forward
+    return loaded.mlp(config) if isinstance(config, MLPConfig) else loaded.moe(config)
 
 
 def _attention(loaded: _Loaded, layer: int) -> Attention:
@@ -143,6 +208,6 @@ def _attention(loaded: _Loaded, layer: int) -> Attention:
         rotation=model.rotations.index((config.rope, config.rotary_dim)),
         qkv_proj=loaded.linear("qkv_proj"),
         o_proj=loaded.linear("o_proj"),
-        q_norm=loaded.optional_norm("q_norm"),
-        k_norm=loaded.optional_norm("k_norm"),
+        q_norm=loaded.rms_norm("q_norm"),
+        k_norm=loaded.rms_norm("k_norm"),
     )

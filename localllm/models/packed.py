@@ -23,11 +23,12 @@ from torch import Tensor
 from localllm.errors import CheckpointError
 from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
+from localllm.layers.config import MLPConfig, MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.fields import show
 from localllm.models.layout import BlockLayout, block_layouts
-from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile, read_index
+from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile, read_index, read_tensor
 from localllm.offload.streaming.disk_read import READERS, FileRead, cached_share
 from localllm.offload.streaming.disk_stream import StreamedFile
 from localllm.offload.streaming.host_buffer import host_buffer
@@ -79,8 +80,8 @@ def _model_entry(config: ModelConfig) -> dict[str, object]:
 
 
 def _layer_entry(layer: LayerConfig) -> dict[str, object]:
-    attention, mlp = layer.mixer, layer.feed_forward
-    return {
+    attention, body = layer.mixer, layer.feed_forward
+    return _body_entry(body) | {
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
@@ -88,9 +89,14 @@ def _layer_entry(layer: LayerConfig) -> dict[str, object]:
         "output_bias": attention.has_output_bias,
         "qk_norm": attention.qk_norm,
         "norm_placement": layer.norm_placement,
-        "intermediate_size": mlp.intermediate_size,
-        "mlp_bias": mlp.has_bias,
     }
+
+
+def _body_entry(body: MLPConfig | MoEConfig) -> dict[str, object]:
+    if isinstance(body, MLPConfig):
+        return {"intermediate_size": body.intermediate_size, "mlp_bias": body.has_bias}
+    entry = {"num_experts": body.router.num_experts, **_body_entry(body.expert)}
+    return entry if body.shared is None else entry | {"shared_intermediate_size": body.shared.intermediate_size}
 
 
 def _block_entry(file: PackedFile, checksum: str) -> dict[str, object]:
@@ -242,7 +248,8 @@ class PackedModel:
         try:
             with path.open("rb", buffering=0) as opened:
                 return {
-                    name: file.tensors[name].read(opened.fileno(), file.data_begin) for name in layout.small_tensors()
+                    name: read_tensor(file.tensors[name], opened.fileno(), file.data_begin)
+                    for name in layout.small_tensors()
                 }
         except (OSError, EOFError) as error:
             raise self._refusal(file, "cannot be read", str(error)) from None

@@ -24,7 +24,7 @@ import xxhash
 from localllm.errors import CheckpointError
 from localllm.hub.packed import PACKED_INDEX, is_whole
 from localllm.hub.repo_cache import sync_directory
-from localllm.models.layout import BlockLayout
+from localllm.models.layout import ALIGNMENT_BYTES, EXPERTS, BlockLayout, PlacedTensor, rounded_up
 from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.offload.streaming.ring import PAGE_BYTES
 from localllm.quant.layouts import Sizes, TensorSpec
@@ -40,41 +40,29 @@ DTYPES: Mapping[str, str] = MappingProxyType(
 )
 _LIMITS = JsonLimits(size_bytes=16 << 20)
 _LENGTH_BYTES = 8
-_ALIGNMENT_BYTES = 64  # a cache line, and an AVX-512 vector
 _NO_CHECKSUM = "0" * 32
 _READ_BYTES = 8 << 20
 _CHECK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class PackedTensor:
-    """`begin` in bytes from the start of the data."""
+def read_tensor(placed: PlacedTensor, descriptor: int, data_begin: int) -> Tensor:
+    """Read a tensor from an open file. Raises OSError, and EOFError where the file ends before."""
+    import torch
 
-    spec: TensorSpec
-    begin: int
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.spec.nbytes
-
-    def read(self, descriptor: int, data_begin: int) -> Tensor:
-        """Read the tensor from an open file. Raises OSError, and EOFError where the file ends before."""
-        import torch
-
-        content = bytearray(os.pread(descriptor, self.spec.nbytes, data_begin + self.begin))
-        if len(content) < self.spec.nbytes:
-            raise EOFError(f"it ends before byte {data_begin + self.end}")
-        return torch.frombuffer(content, dtype=self.spec.torch_dtype).view(self.spec.shape)
+    content = bytearray(os.pread(descriptor, placed.spec.nbytes, data_begin + placed.begin))
+    if len(content) < placed.spec.nbytes:
+        raise EOFError(f"it ends before byte {data_begin + placed.end}")
+    return torch.frombuffer(content, dtype=placed.spec.torch_dtype).view(placed.spec.shape)
 
 
 @dataclass(frozen=True)
 class PackedFile:
-    """The places of all tensors of a block in its file."""
+    """The places of all tensors of a block in its file. They begin so many bytes behind `data_begin`."""
 
     name: str  # the block's
     metadata: Mapping[str, str]
-    tensors: Mapping[str, PackedTensor]  # in the order of their bytes
-    padding: Mapping[str, PackedTensor]
+    tensors: Mapping[str, PlacedTensor]  # in the order of their bytes
+    padding: Mapping[str, PlacedTensor]
     data_begin: int  # in bytes from the start of the file
     file_bytes: int
 
@@ -91,7 +79,7 @@ class PackedFile:
             "source": source,
         }
         tensors, padding, end = _placed(layout.specs(recipe))
-        data_begin = _rounded_up(_LENGTH_BYTES + len(_json(metadata, _NO_CHECKSUM, tensors, padding)), PAGE_BYTES)
+        data_begin = rounded_up(_LENGTH_BYTES + len(_json(metadata, _NO_CHECKSUM, tensors, padding)), PAGE_BYTES)
         return cls(layout.name, metadata, tensors, padding, data_begin, data_begin + end)
 
     @property
@@ -148,7 +136,8 @@ def read_index(directory: Path) -> dict[str, object]:
 def write_block(
     file: PackedFile, directory: Path, parts: Iterable[Mapping[str, Tensor]], written: Callable[[int], None]
 ) -> str:
-    """Write the block from `parts`, its tensors in order, and give it its name when it is whole; returns its checksum.
+    """Write the block from `parts`, its tensors in order, each whole or in pieces of its first dimension, and give it
+    its name when it is whole; returns its checksum.
 
     `written` hears of each part's bytes. Raises OSError; then, and when `parts` raises, nothing is left behind.
     """
@@ -165,15 +154,19 @@ def write_block(
             digest.update(data)
             position += len(data)
 
-        placed = iter(file.tensors.items())
+        names = iter(file.tensors)
+        current = ""
         for part in parts:
             for name, tensor in part.items():
-                expected, place = next(placed)
-                assert (name, tensor.shape, tensor.dtype) == (expected, place.spec.shape, place.spec.torch_dtype)
-                append(memoryview(bytes(place.begin - position)))
+                if name != current:
+                    assert not current or position == file.tensors[current].end, f"{current} is not whole"
+                    current = next(names)
+                    append(memoryview(bytes(file.tensors[current].begin - position)))
+                spec = file.tensors[current].spec
+                assert (name, tensor.shape[1:], tensor.dtype) == (current, spec.shape[1:], spec.torch_dtype)
                 append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             written(sum(tensor.nbytes for tensor in part.values()))
-        assert next(placed, None) is None
+        assert next(names, None) is None and position == file.tensors[current].end
         append(memoryview(bytes(file.file_bytes - file.data_begin - position)))
         checksum = digest.hexdigest()
         new.seek(0)
@@ -214,20 +207,20 @@ class NewFile:
         sync_directory(self._path.parent)
 
 
-def _placed(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, PackedTensor], dict[str, PackedTensor], int]:
+def _placed(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, PlacedTensor], dict[str, PlacedTensor], int]:
     """Return tensors, padding, and where the data ends. The format allows no bytes that belong to no tensor."""
-    tensors: dict[str, PackedTensor] = {}
-    padding: dict[str, PackedTensor] = {}
+    tensors: dict[str, PlacedTensor] = {}
+    padding: dict[str, PlacedTensor] = {}
     position = 0
 
     def pad_to(multiple: int) -> int:
-        end = _rounded_up(position, multiple)
+        end = rounded_up(position, multiple)
         if end > position:
-            padding[f"padding.{len(padding)}"] = PackedTensor(TensorSpec((end - position,), "uint8"), position)
+            padding[f"padding.{len(padding)}"] = PlacedTensor(TensorSpec((end - position,), "uint8"), position)
         return end
 
     for name, spec in specs.items():
-        tensors[name] = PackedTensor(spec, pad_to(_ALIGNMENT_BYTES))
+        tensors[name] = PlacedTensor(spec, pad_to(PAGE_BYTES if name == EXPERTS else ALIGNMENT_BYTES))
         position = tensors[name].end
     return tensors, padding, pad_to(PAGE_BYTES)
 
@@ -235,15 +228,11 @@ def _placed(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, PackedTensor], d
 def _json(
     metadata: Mapping[str, str],
     checksum: str,
-    tensors: Mapping[str, PackedTensor],
-    padding: Mapping[str, PackedTensor],
+    tensors: Mapping[str, PlacedTensor],
+    padding: Mapping[str, PlacedTensor],
 ) -> bytes:
     entries: dict[str, object] = {"__metadata__": {**metadata, "checksum": checksum}}
     for name, placed in sorted({**tensors, **padding}.items(), key=lambda item: item[1].begin):
         offsets = [placed.begin, placed.end]
         entries[name] = {"dtype": DTYPES[placed.spec.dtype], "shape": placed.spec.shape, "data_offsets": offsets}
     return json.dumps(entries, separators=(",", ":")).encode("ascii")
-
-
-def _rounded_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -79,25 +79,29 @@ class SafetensorsFile:
         spec = self.spec(name)
         return self.read_into(name, allocate(spec.shape, torch_dtype(self.dtype(name)), name))
 
-    def read_into(self, name: str, out: Tensor) -> Tensor:
+    def read_into(self, name: str, out: Tensor, part: int | None = None) -> Tensor:
         """Fill `out`, contiguous and of as many elements, converting to its dtype and device; returns it.
+
+        part: of the tensor's first dimension, which is all that is read.
 
         Raises CheckpointError where the dtype is not read here, or the file has changed since it was opened.
         """
         spec = self.spec(name)
         stored = torch_dtype(self.dtype(name))
-        if not out.is_contiguous() or out.numel() != math.prod(spec.shape):
-            raise ValueError(f"{name} has shape {spec.shape}; a contiguous tensor of as many elements is needed")
+        shape = spec.shape if part is None else spec.shape[1:]
+        if not out.is_contiguous() or out.numel() != math.prod(shape):
+            raise ValueError(f"{name} has shape {shape}; a contiguous tensor of as many elements is needed")
+        begin = spec.begin + (part or 0) * math.prod(shape) * stored.itemsize
         flat = out.view(-1)
         if out.dtype == stored and out.device.type == "cpu":
-            self._fill(flat, spec.begin)
+            self._fill(flat, begin)
         else:
             step = _READ_BYTES // stored.itemsize
             staging = allocate((min(step, flat.numel()),), stored, name)
             for start in range(0, flat.numel(), step):
-                part = flat[start : start + step]
-                self._fill(staging[: part.numel()], spec.begin + start * stored.itemsize)
-                part.copy_(staging[: part.numel()])
+                piece = flat[start : start + step]
+                self._fill(staging[: piece.numel()], begin + start * stored.itemsize)
+                piece.copy_(staging[: piece.numel()])
         self._check_unchanged()
         return out
 

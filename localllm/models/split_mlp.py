@@ -61,7 +61,7 @@ def _part(layout: BlockLayout, views: Mapping[str, Tensor], recipe: Recipe, span
     if down.has_bias:
         bias = views[f"{down.name}.linear_bias"]
         tensors[f"{down.name}.linear_bias"] = torch.zeros_like(bias) if begin else bias
-    tensors |= {norm.name: views[norm.name] for norm in layout.norms}
+    tensors |= {vector.name: views[vector.name] for vector in layout.vectors}
     narrow = replace(
         layout,
         matrices=(

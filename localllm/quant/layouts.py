@@ -171,25 +171,28 @@ class RecipeOf(Generic[F]):
     """The format of each kind of matrix. name: what a person asks for and what a packed model is kept under.
 
     embedding: of the token embedding, and of the head, tied to it or not.
+    router: of what chooses experts: a few rows, on whose last digits the choice depends.
     """
 
     name: str
     blocks: F
     embedding: F
+    router: F
 
 
 Sizes = RecipeOf[WeightLayout]  # a recipe of which no matrix is computed with
 DEFAULT = "int4-g64"
 ALIASES: Mapping[str, str] = MappingProxyType({"int4": DEFAULT})
+_ROUTER = DenseLayout("fp32")
 _INT4 = [Int4Layout(group, calibration) for group in (32, 64, 128) for calibration in ("hqq", "rtn")]
 SIZES: Mapping[str, Sizes] = MappingProxyType(
     {
-        "bf16": Sizes("bf16", DenseLayout(), DenseLayout()),
-        "bf12": Sizes("bf12", BF12Layout(), BF12Layout()),
-        "fp32": Sizes("fp32", DenseLayout("fp32"), DenseLayout("fp32")),
-        "int8": Sizes("int8", Int8Layout(), Int8Layout()),
-        "nf4": Sizes("nf4", NF4Layout(), Int8Layout()),
-        **{blocks.name: Sizes(blocks.name, blocks, Int8Layout()) for blocks in _INT4},
+        "bf16": Sizes("bf16", DenseLayout(), DenseLayout(), _ROUTER),
+        "bf12": Sizes("bf12", BF12Layout(), BF12Layout(), _ROUTER),
+        "fp32": Sizes("fp32", DenseLayout("fp32"), DenseLayout("fp32"), _ROUTER),
+        "int8": Sizes("int8", Int8Layout(), Int8Layout(), _ROUTER),
+        "nf4": Sizes("nf4", NF4Layout(), Int8Layout(), _ROUTER),
+        **{blocks.name: Sizes(blocks.name, blocks, Int8Layout(), _ROUTER) for blocks in _INT4},
     }
 )
 

@@ -44,7 +44,7 @@ class _Recipes(Mapping[str, Recipe]):
     def __getitem__(self, name: str) -> Recipe:
         if name not in self._made:
             sizes = SIZES[name]
-            self._made[name] = Recipe(name, _computing(sizes.blocks), _computing(sizes.embedding))
+            self._made[name] = Recipe(name, *map(_computing, (sizes.blocks, sizes.embedding, sizes.router)))
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -30,9 +30,21 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "gemma3_text": "gemma3",
         "gemma3": "gemma3",
         "olmo2": "olmo2",
+        "mixtral": "mixtral",
+        "qwen2_moe": "qwen2_moe",
+        "qwen3_moe": "qwen3_moe",
+        "qwen3_vl_moe": "qwen3_vl_moe",
+        "olmoe": "olmoe",
+        "glm4_moe": "glm4_moe",
+        "dots1": "dots1",
+        "ernie4_5_moe": "ernie4_5_moe",
+        "granitemoe": "granitemoe",
+        "phimoe": "phimoe",
+        "minimax_m2": "minimax_m2",
+        "hunyuan_v1_moe": "hunyuan_v1_moe",
     }
 )
-_MULTIMODAL = ("gemma3",)  # the text model's keys are in a section
+_MULTIMODAL = ("gemma3", "qwen3_vl_moe")  # the text model's keys are in a section
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")  # may stand beside it
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from localllm.errors import UnsupportedModelError
+from localllm.kernels.router import RouterConfig, Scores
 from localllm.layers.config import Activation, AttentionConfig, MLPConfig, RopeConfig, RopeKind
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredDtype
 from localllm.models.fields import Fields, is_integer, show
@@ -29,6 +30,7 @@ MAX_INTERMEDIATE = 1 << 20
 _MAX_HEADS = 2048
 _MAX_HEAD_DIM = 2048
 _MAX_VOCAB = 1 << 22
+_MAX_EXPERTS = 4096
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_EOS_TOKENS = 256
 
@@ -206,6 +208,59 @@ def _ropes(
 def read_mlp(fields: Fields, key: str = "intermediate_size", **traits: Any) -> MLPConfig:
     """Return a gated feed-forward whose width stands under `key`."""
     return MLPConfig(fields.integer(key, 1, MAX_INTERMEDIATE), _activation(fields), **traits)
+
+
+def read_router(
+    fields: Fields,
+    scores: Scores,
+    *,
+    num_experts: str = "num_experts",
+    top_k: str = "num_experts_per_tok",
+    **traits: Any,
+) -> RouterConfig:
+    """Return the router. num_experts, top_k: their keys; transformers may say `num_local_experts` for the first."""
+    key = num_experts if num_experts in fields.raw or "num_local_experts" not in fields.raw else "num_local_experts"
+    count = fields.integer(key, 1, _MAX_EXPERTS)
+    chosen = fields.integer(top_k, 1, _MAX_EXPERTS)
+    if chosen > count:
+        raise fields.refuse(top_k, f"a number of experts of which there are {count}")
+    return RouterConfig(scores, count, chosen, **traits)
+
+
+def grouped_router(fields: Fields) -> RouterConfig:
+    """Return a router as DeepSeek-V3 has it (arXiv:2412.19437): sigmoids, a correction, and groups of experts."""
+    groups = fields.optional_integer("n_group", 1, _MAX_EXPERTS) or 1
+    router = read_router(
+        fields,
+        "sigmoid",
+        num_experts="n_routed_experts",
+        has_correction=True,
+        groups=groups,
+        top_groups=fields.optional_integer("topk_group", 1, groups) or 1,
+        normalizes=fields.flag("norm_topk_prob"),
+        sum_epsilon=1e-20,
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6),
+    )
+    size = router.num_experts // groups
+    if router.num_experts % groups or (groups > 1 and size < 2):
+        raise fields.refuse("n_group", f"a divisor of the {router.num_experts} experts with two of them in a group")
+    if router.top_k > router.top_groups * size:
+        raise fields.refuse("topk_group", f"room for {router.top_k} experts in groups of {size}")
+    return router
+
+
+def read_shared(fields: Fields, count: str, **traits: Any) -> MLPConfig | None:
+    """Return the shared experts as one that is as wide as all of them. count: the key of their number."""
+    one = read_mlp(fields, "moe_intermediate_size", **traits)
+    shared = fields.optional_integer(count, 0, 64) or 0
+    return replace(one, intermediate_size=shared * one.intermediate_size) if shared else None
+
+
+def sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """Return which layers have experts, as Qwen's files say it: every so many, but those that are named."""
+    step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS)
+    dense = fields.items("mlp_only_layers", most=MAX_LAYERS) or []
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers(fields)))
 
 
 def _activation(fields: Fields) -> Activation:

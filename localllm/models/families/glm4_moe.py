@@ -1,0 +1,54 @@
+"""GLM 4.5 to 4.7 with experts: DeepSeek's router, a shared expert, first layers without any; half of a head rotates."""
+
+from __future__ import annotations
+
+from localllm.layers.config import MoEConfig
+from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
+from localllm.models.families.reading import (
+    MAX_LAYERS,
+    grouped_router,
+    read_attentions,
+    read_mlp,
+    read_model,
+    read_shared,
+    with_defaults,
+)
+from localllm.models.fields import Fields
+
+DEFAULTS: dict[str, object] = {
+    "vocab_size": 151552,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
+RENAMES = ((".shared_experts.", ".shared_expert."),)
+
+
+def parse(fields: Fields) -> ModelConfig:
+    fields = with_defaults(fields, DEFAULTS)
+    qk_norm = "head" if fields.flag("use_qk_norm") else None
+    has_bias, extra = fields.flag("attention_bias"), fields.optional_integer("num_nextn_predict_layers", 0, MAX_LAYERS)
+    attentions = read_attentions(fields, rotates_partially=True, qk_norm=qk_norm, has_bias=has_bias)
+    moe = MoEConfig(
+        grouped_router(fields), read_mlp(fields, "moe_intermediate_size"), read_shared(fields, "n_shared_experts")
+    )
+    dense, num_dense = read_mlp(fields), fields.integer("first_k_dense_replace", 0, MAX_LAYERS)
+    return read_model(
+        fields,
+        [LayerConfig(attention, dense if layer < num_dense else moe) for layer, attention in enumerate(attentions)],
+        stored=StoredForm(RENAMES, num_extra_layers=extra or 0),
+    )
