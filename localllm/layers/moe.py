@@ -15,7 +15,7 @@ from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 
 
-class Experts(Protocol):
+class ExpertBank(Protocol):
     """The experts of one block, wherever they rest."""
 
     @property
@@ -32,7 +32,7 @@ class MoE:
 
     config: MoEConfig
     router: Linear
-    experts: Experts
+    experts: ExpertBank
     correction: Tensor | None = None
     shared: MLP | None = None
     shared_gate: Linear | None = None
