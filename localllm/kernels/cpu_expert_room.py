@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels import cpu_experts, cpu_matmul, cpu_quantize, cpu_router
+from localllm.kernels import cpu_experts, cpu_quantize, cpu_router
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native
 from localllm.kernels.cpu_linear import Step, float_bits
@@ -194,5 +194,10 @@ class ExpertRoom:
 
 
 def block_rows(isa: Isa, rows: int, router: RouterConfig) -> int:
-    """Return how many rows a block is best to have: one where hardly any expert has more."""
-    return 1 if 2 * rows * router.top_k <= router.num_experts else cpu_matmul.rows_a_block(isa, isa.max_rows)
+    """Return how many rows a block is best to have: twice as many as an expert has in the mean, of a few sizes.
+
+    Of 128 experts, 8 a token (Zen 5), blocks of 8 rows take as long as blocks of one for 8 tokens, 0.9 of it for 16;
+    blocks of 4 rows 0.84 for 32; blocks of 12 rows 0.98 of those of 8 for 512.
+    """
+    sizes = [size for size in (1, 4, 8) if size < isa.max_rows]
+    return next((size for size in sizes if size * router.num_experts >= 2 * rows * router.top_k), isa.max_rows)

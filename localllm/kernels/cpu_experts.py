@@ -15,7 +15,7 @@ from localllm.kernels import cpu_math
 from localllm.kernels.cpu_ir import F32, F32V, I64, LANES, PTR, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
-from localllm.kernels.cpu_matmul import TiledMatrix, Units
+from localllm.kernels.cpu_matmul import PREFETCH_BYTES, TiledMatrix, Units
 from localllm.kernels.expert_block import ExpertBlock, load_word, store_word
 from localllm.kernels.sizes import Weights
 
@@ -98,9 +98,7 @@ def expert_matmul_source(
         expert = ExpertBlock.at(k, item / units.count)
         own = item - expert.first * units.count
         unit, number = own / expert.blocks, expert.first + own % expert.blocks
-        record = a.table.at(expert.expert * 8).load(PTR, 8)
-        parts = [record.at(offset) for offset in (a.qweight, a.scale, a.bias, a.linear_bias)]
-        matrix = TiledMatrix(parts[0], parts[1], parts[2], parts[3] if has_bias else None)
+        matrix = _matrix(k, expert, units, unit, has_bias)
         x_block = load_word(a.tokens, number) if gathers else number
         rows = ExpertBlock.at(k, number).rows
         smaller = 0
@@ -109,6 +107,19 @@ def expert_matmul_source(
                 units.multiply(matrix, unit, x_block, number, size)
             smaller = size
     return k
+
+
+def _matrix(k: Kernel, expert: ExpertBlock, units: Units, unit: Value, has_bias: bool) -> TiledMatrix:
+    """The matrix of an expert. Near its end, what will be read soon is the next one's beginning."""
+    a = k.arg
+    next_block = k.smaller(expert.first + expert.blocks, a.shape.load(I64, 8) - 1)
+    next_expert = ExpertBlock.at(k, next_block).expert
+    record, next_record = (a.table.at(number * 8) for number in (expert.expert, next_expert))
+    distance = next_record.load(I64, 8) - record.load(I64, 8) - a.tiles * units.tile_bytes + PREFETCH_BYTES
+    stays = ((unit * units.tiles) * units.tile_bytes + PREFETCH_BYTES).compare("ult", a.tiles * units.tile_bytes)
+    ahead = stays.choose(k.i64(PREFETCH_BYTES), distance)
+    parts = [record.load(PTR, 8).at(offset) for offset in (a.qweight, a.scale, a.bias, a.linear_bias)]
+    return TiledMatrix(parts[0], parts[1], parts[2], parts[3] if has_bias else None, ahead)
 
 
 def _sizes(block_rows: int) -> list[int]:

@@ -34,7 +34,7 @@ def matmul_source(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bo
     a = k.arg
     blocks = a.blocks.load("i64", 8)
     units = Units(k, isa, weights, group, rows, adds=adds)
-    matrix = TiledMatrix(a.qweight, a.scale, a.bias, a.linear_bias if has_bias else None)
+    matrix = TiledMatrix(a.qweight, a.scale, a.bias, a.linear_bias if has_bias else None, k.i64(PREFETCH_BYTES))
     with k.balanced(units.count) as unit, k.range(k.i64(0), blocks) as block:
         units.multiply(matrix, unit, block, block, rows)
     return k
@@ -42,12 +42,14 @@ def matmul_source(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bo
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """Addresses of a matrix: see `tile16`. linear_bias: fp32 [features], where it has one."""
+    """Addresses of a matrix: see `tile16`. linear_bias: fp32 [features], where it has one. ahead: how many bytes after
+    what is read of qweight is what will be soon."""
 
     qweight: Value
     scale: Value
     bias: Value
     linear_bias: Value | None
+    ahead: Value
 
 
 class Units:
@@ -60,6 +62,8 @@ class Units:
         self.k, self.isa, self.weights, self.group, self.block_rows = k, isa, weights, group, block_rows
         self.adds = adds
         self.tiles = isa.tiles_side_by_side(block_rows)
+        # Of a tile's weights, as many as lie one behind the other.
+        self.tile_bytes = k.arg.groups * (group * (8 if weights == "int4" else 16))
         self.count = (k.arg.tiles + (self.tiles - 1)) / self.tiles
         self._sums = [[k.stack(F32V) for _ in range(block_rows)] for _ in range(self.tiles)]
 
@@ -123,7 +127,7 @@ def _int4_group(
     with k.range(k.i64(0), k.i64(group.size // 8)) as octet:
         halves = _broadcast(group.x(octet), rows)
         for t, pointer in enumerate(words):
-            k.prefetch(pointer.at(octet * 64).at(PREFETCH_BYTES))
+            k.prefetch(pointer.at(octet * 64).at(matrix.ahead))
             word = pointer.at(octet * 64).load(I32V, 64)
             for m in range(rows):
                 _dot(isa, dots[t][m], word & NIBBLES, halves[m][0])
@@ -153,7 +157,7 @@ def _int8_group(
         for t, pointer in enumerate(words):
             for half in (0, 1):
                 place = pointer.at(octet * 128).at(64 * half)
-                k.prefetch(place.at(PREFETCH_BYTES))
+                k.prefetch(place.at(matrix.ahead))
                 word = place.load(I32V, 64) ^ SIGN_BITS
                 for m in range(rows):
                     if isa.multiplies_whole_bytes:
