@@ -285,6 +285,15 @@ class Kernel:
         return count * self.thread / self.threads, count * (self.thread + 1) / self.threads
 
     @contextlib.contextmanager
+    def share_pairs(self, outer: Value, inner: Value) -> Iterator[tuple[Value, Value, Value]]:
+        """for i, first, last: this thread's part of all pairs of range(outer) and range(inner), the pairs of one i
+        being those with [first, last). Where that is nothing, an i with none may come all the same."""
+        begin, end = self.share(outer * inner)
+        with self.range(begin / inner, (end + inner - 1) / inner) as i:
+            before = i * inner
+            yield i, self.larger(begin, before) - before, self.smaller(end, before + inner) - before
+
+    @contextlib.contextmanager
     def balanced(self, count: Value) -> Iterator[Value]:
         """for i in this thread's part of range(count): most of it known beforehand, the rest for whoever is first.
 

@@ -10,6 +10,7 @@ four tiles side by side gave 0.64; an Intel Xeon reads best with four (0.97), as
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, Kernel, Value, Variable, vector_of
@@ -32,73 +33,131 @@ def matmul_source(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bo
     k = Kernel("matmul", "qweight scale bias linear_bias x x_scale x_bias x_offset y blocks | tiles groups features")
     a = k.arg
     blocks = a.blocks.load("i64", 8)
-    side_by_side = isa.tiles_side_by_side(rows)
-    inner = _int4_group if weights == "int4" else _int8_group
-    sums = [[k.stack(F32V) for _ in range(rows)] for _ in range(side_by_side)]
-    units = (a.tiles + (side_by_side - 1)) / side_by_side
-    with k.balanced(units) as unit, k.range(k.i64(0), blocks) as block:
-        # Where the last unit lacks tiles the last one takes their places: its sums are computed again, and stored once.
-        first = unit * side_by_side
-        tiles = [k.smaller(first + t, a.tiles - 1) for t in range(side_by_side)]
-        for slot in (slot for row in sums for slot in row):
-            slot.store(k.f32v(0), 64)
-        with k.range(k.i64(0), a.groups) as g:
-            x_group = a.x.at((block * a.groups + g) * (group * rows))
-            inner(k, isa, group, x_group, (block * a.groups + g) * (4 * rows), g, tiles, sums)
-        for t, tile in enumerate(tiles):
-            with k.when((first + t).compare("ult", a.tiles)):
-                if weights == "int8":
-                    scale = a.scale.at(tile * 64).load(F32V, 64)
-                for m in range(rows):
-                    y_at = a.y.at(((block * rows + m) * a.features + tile * 16) * 4)
-                    total = sums[t][m].load(F32V, 64)
-                    total = total * scale if weights == "int8" else total
-                    total = total + a.linear_bias.at(tile * 64).load(F32V) if has_bias else total
-                    y_at.store(total + y_at.load(F32V) if adds else total)
+    units = Units(k, isa, weights, group, rows, adds=adds)
+    matrix = TiledMatrix(a.qweight, a.scale, a.bias, a.linear_bias if has_bias else None, k.i64(PREFETCH_BYTES))
+    with k.balanced(units.count) as unit, k.range(k.i64(0), blocks) as block:
+        units.multiply(matrix, unit, block, block, rows)
     return k
 
 
+@dataclass(frozen=True)
+class TiledMatrix:
+    """Addresses of a matrix: see `tile16`. linear_bias: fp32 [features], where it has one. ahead: how many bytes after
+    what is read of qweight is what will be soon."""
+
+    qweight: Value
+    scale: Value
+    bias: Value
+    linear_bias: Value | None
+    ahead: Value
+
+
+class Units:
+    """What a thread does at a time: a tile of the matrix, or several side by side, times a block of rows.
+
+    The kernel has the words x, x_scale, x_bias, x_offset, y, tiles, groups, features.
+    """
+
+    def __init__(self, k: Kernel, isa: Isa, weights: Weights, group: int, block_rows: int, *, adds: bool) -> None:
+        self.k, self.isa, self.weights, self.group, self.block_rows = k, isa, weights, group, block_rows
+        self.adds = adds
+        self.tiles = isa.tiles_side_by_side(block_rows)
+        # Of a tile's weights, as many as lie one behind the other.
+        self.tile_bytes = k.arg.groups * (group * (8 if weights == "int4" else 16))
+        self.count = (k.arg.tiles + (self.tiles - 1)) / self.tiles
+        self._sums = [[k.stack(F32V) for _ in range(block_rows)] for _ in range(self.tiles)]
+
+    def multiply(self, matrix: TiledMatrix, unit: Value, x_block: Value, y_block: Value, rows: int) -> None:
+        """The first `rows` rows of a block of x, into a block of y."""
+        k, a = self.k, self.k.arg
+        inner = _int4_group if self.weights == "int4" else _int8_group
+        sums = [row[:rows] for row in self._sums]
+        # Where the last unit lacks tiles the last one takes their places: its sums are computed again, and stored once.
+        first = unit * self.tiles
+        tiles = [k.smaller(first + t, a.tiles - 1) for t in range(self.tiles)]
+        for slot in (slot for row in sums for slot in row):
+            slot.store(k.f32v(0), 64)
+        with k.range(k.i64(0), a.groups) as g:
+            x_at = (x_block * a.groups + g) * self.block_rows
+            inner(k, self.isa, matrix, Group(self.group, self.block_rows, g, x_at), tiles, sums)
+        for t, tile in enumerate(tiles):
+            with k.when((first + t).compare("ult", a.tiles)):
+                self._store(matrix, tile, y_block * self.block_rows, sums[t])
+
+    def _store(self, matrix: TiledMatrix, tile: Value, first_row: Value, sums: list[Value]) -> None:
+        a = self.k.arg
+        if self.weights == "int8":
+            scale = matrix.scale.at(tile * 64).load(F32V, 64)
+        for m, slot in enumerate(sums):
+            y_at = a.y.at(((first_row + m) * a.features + tile * 16) * 4)
+            total = slot.load(F32V, 64)
+            total = total * scale if self.weights == "int8" else total
+            if matrix.linear_bias is not None:
+                total = total + matrix.linear_bias.at(tile * 64).load(F32V)
+            y_at.store(total + y_at.load(F32V) if self.adds else total)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of `size` columns, `number` in its row; of x, in a block of `block_rows` rows, `x_at` rows of groups come
+    before."""
+
+    size: int
+    block_rows: int
+    number: Value
+    x_at: Value
+
+    def x(self, octet: Value) -> Value:
+        """Where eight columns of each row are."""
+        x: Value = self.number.kernel.arg.x.at(self.x_at * self.size)
+        return x.at(octet * (8 * self.block_rows))
+
+    def of_row(self, words: Value, row: int) -> Value:
+        """Where a row's x_scale, x_bias or x_offset is."""
+        return words.at(self.x_at * 4).at(4 * row)
+
+
 def _int4_group(
-    k: Kernel, isa: Isa, group: int, x: Value, x_at: Value, g: Value, tiles: list[Value], sums: list[list[Value]]
+    k: Kernel, isa: Isa, matrix: TiledMatrix, group: Group, tiles: list[Value], sums: list[list[Value]]
 ) -> None:
     """sums += x_scale * scale * (q . x) + bias * x_bias of one group of columns."""
     a, rows = k.arg, len(sums[0])
     dots = [[k.variable(k.constant(I32V, 0)) for _ in row] for row in sums]
-    words = [a.qweight.at((tile * a.groups + g) * (group * 8)) for tile in tiles]
-    with k.range(k.i64(0), k.i64(group // 8)) as octet:
-        halves = _broadcast(x.at(octet * (8 * rows)), rows)
+    words = [matrix.qweight.at((tile * a.groups + group.number) * (group.size * 8)) for tile in tiles]
+    with k.range(k.i64(0), k.i64(group.size // 8)) as octet:
+        halves = _broadcast(group.x(octet), rows)
         for t, pointer in enumerate(words):
-            k.prefetch(pointer.at(octet * 64).at(PREFETCH_BYTES))
+            k.prefetch(pointer.at(octet * 64).at(matrix.ahead))
             word = pointer.at(octet * 64).load(I32V, 64)
             for m in range(rows):
                 _dot(isa, dots[t][m], word & NIBBLES, halves[m][0])
                 _dot(isa, dots[t][m], (word >> 4) & NIBBLES, halves[m][1])
     for t, tile in enumerate(tiles):
-        at = (tile * a.groups + g) * 32
-        scale = a.scale.at(at).load(vector_of("half"), 32).convert("fpext", F32V)
-        bias = a.bias.at(at).load(vector_of("half"), 32).convert("fpext", F32V)
+        at = (tile * a.groups + group.number) * 32
+        scale = matrix.scale.at(at).load(vector_of("half"), 32).convert("fpext", F32V)
+        bias = matrix.bias.at(at).load(vector_of("half"), 32).convert("fpext", F32V)
         for m, slot in enumerate(sums[t]):
-            x_scale = a.x_scale.at(x_at).at(4 * m).load(F32).splat()
-            x_bias = a.x_bias.at(x_at).at(4 * m).load(F32).splat()
+            x_scale = group.of_row(a.x_scale, m).load(F32).splat()
+            x_bias = group.of_row(a.x_bias, m).load(F32).splat()
             dot = dots[t][m].get().convert("sitofp", F32V)
             slot.store(k.fma(scale * x_scale, dot, k.fma(bias, x_bias, slot.load(F32V, 64))), 64)
 
 
 def _int8_group(
-    k: Kernel, isa: Isa, group: int, x: Value, x_at: Value, g: Value, tiles: list[Value], sums: list[list[Value]]
+    k: Kernel, isa: Isa, matrix: TiledMatrix, group: Group, tiles: list[Value], sums: list[list[Value]]
 ) -> None:
     """sums += x_scale * (q . x) of one group of columns; q + 128 is what is multiplied, x_offset takes it back."""
     a, rows = k.arg, len(sums[0])
-    offsets = [a.x_offset.at(x_at).at(4 * m).load(I32).splat() for m in range(rows)]
+    offsets = [group.of_row(a.x_offset, m).load(I32).splat() for m in range(rows)]
     dots = [[k.variable(offset) for offset in offsets] for _ in tiles]
     high_dots = [[k.variable(k.constant(I32V, 0)) for _ in offsets] for _ in tiles]
-    words = [a.qweight.at((tile * a.groups + g) * (group * 16)) for tile in tiles]
-    with k.range(k.i64(0), k.i64(group // 8)) as octet:
-        halves = _broadcast(x.at(octet * (8 * rows)), rows)
+    words = [matrix.qweight.at((tile * a.groups + group.number) * (group.size * 16)) for tile in tiles]
+    with k.range(k.i64(0), k.i64(group.size // 8)) as octet:
+        halves = _broadcast(group.x(octet), rows)
         for t, pointer in enumerate(words):
             for half in (0, 1):
                 place = pointer.at(octet * 128).at(64 * half)
-                k.prefetch(place.at(PREFETCH_BYTES))
+                k.prefetch(place.at(matrix.ahead))
                 word = place.load(I32V, 64) ^ SIGN_BITS
                 for m in range(rows):
                     if isa.multiplies_whole_bytes:
@@ -108,7 +167,7 @@ def _int8_group(
                         _dot(isa, high_dots[t][m], (word >> 4) & NIBBLES, halves[m][half])
     for t, row in enumerate(sums):
         for m, slot in enumerate(row):
-            x_scale = a.x_scale.at(x_at).at(4 * m).load(F32).splat()
+            x_scale = group.of_row(a.x_scale, m).load(F32).splat()
             dot = (dots[t][m].get() + (high_dots[t][m].get() << 4)).convert("sitofp", F32V)
             slot.store(k.fma(x_scale, dot, slot.load(F32V, 64)), 64)
 

@@ -14,40 +14,53 @@ from localllm.kernels import cpu_math
 from localllm.kernels.cpu_ir import F32, F32V, I32V, I64, LANES, Kernel, Value, vector_of
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
+from localllm.kernels.expert_block import ExpertBlock, load_word
 
 Input = Literal["plain", "norm", "gated"]
+Rows = Literal["all", "grouped", "gathered"]
 SMALLEST = 1e-30  # a group whose largest value is below this is all zeros: 127 / it would overflow
 
 
-def quantize_source(group: int, kind: Input, activation: str = "") -> Kernel:
+def quantize_source(group: int, kind: Input, activation: str = "", rows: Rows = "all") -> Kernel:
     """plain: x [T, features]. norm: x / rms(x) * weight. gated: activation(x[:, :features]) * x[:, features:].
 
     x fp32, `stride` floats a row. q, x_scale, x_bias, x_offset: as `cpu_matmul` reads them in blocks of `rows` rows.
     shape: a pointer to {T, rows}. Threads share out the groups of blocks, whose rows lie beside each other: sharing out
     rows would have two cores write into every cache line (66 us for 8 rows of 2048, where this takes 8).
+
+    rows: "all" of x, one after the other, or those of blocks as `cpu_experts.group` made them, which may not be full.
+    Then shape points to {number of blocks, rows}; row r of block b is x's row b * rows + r ("grouped"), or that of its
+    token ("gathered"). What would belong to rows that a block lacks is left as it was.
     """
-    k = Kernel("quantize", "x weight q x_scale x_bias x_offset shape | groups stride eps")
+    blocks = "" if rows == "all" else "blocks tokens"
+    k = Kernel("quantize", f"x weight q x_scale x_bias x_offset shape {blocks} | groups stride eps")
     a = k.arg
-    num_rows, block_rows = a.shape.load(I64, 8), a.shape.at(8).load(I64, 8)
-    begin, end = k.share((num_rows + block_rows - 1) / block_rows * a.groups)
+    count, block_rows = a.shape.load(I64, 8), a.shape.at(8).load(I64, 8)
+    num_blocks = (count + block_rows - 1) / block_rows if rows == "all" else count
     inverses = k.stack(F32, MOST_ROWS)
-    with k.range(begin / a.groups, (end + a.groups - 1) / a.groups) as block:
+    with k.share_pairs(num_blocks, a.groups) as (block, first, last):
         first_row = block * block_rows
-        rows = k.smaller(block_rows, num_rows - first_row)
+        filled = k.smaller(block_rows, count - first_row) if rows == "all" else ExpertBlock.at(k, block).rows
         if kind == "norm":
-            with k.range(k.i64(0), rows) as r:
-                source = a.x.at((first_row + r) * a.stride * 4)
+            with k.range(k.i64(0), filled) as r:
+                source = _source(k, rows, first_row + r)
                 inverses.at(r * 4).store(inverse_rms(k, source, a.groups * group))
-        first = k.larger(begin, block * a.groups) - block * a.groups
-        last = k.smaller(end, (block + 1) * a.groups) - block * a.groups
-        with k.range(first, last) as g, k.range(k.i64(0), rows) as r:
-            x = a.x.at((first_row + r) * a.stride * 4)
+        with k.range(first, last) as g, k.range(k.i64(0), filled) as r:
+            x = _source(k, rows, first_row + r)
             values = [
                 _value(k, kind, activation, x, (g * group + LANES * i) * 4, inverses.at(r * 4), a.groups * group)
                 for i in range(group // LANES)
             ]
             _store(k, values, (block * a.groups + g) * block_rows, r, block_rows)
     return k
+
+
+def _source(k: Kernel, rows: Rows, row: Value) -> Value:
+    """Where the row of x is that becomes this row of the blocks."""
+    a = k.arg
+    source = load_word(a.tokens, row) if rows == "gathered" else row
+    x: Value = a.x.at(source * a.stride * 4)
+    return x
 
 
 def _value(k: Kernel, kind: Input, activation: str, x: Value, at: Value, inverse: Value, features: Value) -> Value:
@@ -106,8 +119,8 @@ def _scales(k: Kernel, values: list[Value]) -> tuple[Value, Value]:
 
 
 @cache
-def quantize(isa: Isa, group: int, kind: Input, activation: str = "") -> Native:
-    return compile_kernel(quantize_source(group, kind, activation), isa)
+def quantize(isa: Isa, group: int, kind: Input, activation: str = "", rows: Rows = "all") -> Native:
+    return compile_kernel(quantize_source(group, kind, activation, rows), isa)
 
 
 def norm_source(*, adds: bool) -> Kernel:
