@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from localllm.config import Origin, ResolvedSettings, accepted, unknown_key, user_directories
@@ -22,9 +23,31 @@ from localllm.toml_file import TomlFile
 
 BUILT_IN = "tiny"  # in the package: an entry with no repository
 
-# What config.json may call an architecture that this version runs.
-RUNNABLE_MODEL_TYPES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gemma3_text", "olmo2"}
+# Architectures that run here, by the model_type of a config.json: the file of `models/families` that reads it.
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "llama",
+        "mistral": "mistral",
+        "qwen2": "qwen2",
+        "qwen3": "qwen3",
+        "phi3": "phi3",
+        "gemma2": "gemma2",
+        "gemma3_text": "gemma3",
+        "gemma3": "gemma3",
+        "olmo2": "olmo2",
+        "mixtral": "mixtral",
+        "qwen2_moe": "qwen2_moe",
+        "qwen3_moe": "qwen3_moe",
+        "qwen3_vl_moe": "qwen3_vl_moe",
+        "olmoe": "olmoe",
+        "glm4_moe": "glm4_moe",
+        "dots1": "dots1",
+        "ernie4_5_moe": "ernie4_5_moe",
+        "granitemoe": "granitemoe",
+        "phimoe": "phimoe",
+        "minimax_m2": "minimax_m2",
+        "hunyuan_v1_moe": "hunyuan_v1_moe",
+    }
 )
 
 SAMPLING_KEYS = taken_by("models.toml")

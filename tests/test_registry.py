@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
 from localllm.config import load_settings
 from localllm.errors import CheckpointError, SettingsError
-from localllm.models.families import FAMILIES
 from localllm.registry import (
+    FAMILIES,
     REPO_ID,
     REVISION,
-    RUNNABLE_MODEL_TYPES,
     Registry,
     load_registry,
     shipped_registry,
@@ -73,8 +73,9 @@ def test_the_shipped_registry_is_found_beside_the_package_or_in_it():
     assert shipped_registry().is_file()
 
 
-def test_what_the_registry_calls_runnable_is_what_the_table_of_families_holds():
-    assert set(FAMILIES) == RUNNABLE_MODEL_TYPES
+@pytest.mark.parametrize("file", sorted(set(FAMILIES.values())))
+def test_each_family_of_the_registry_is_a_file_that_reads_a_config(file):
+    assert callable(importlib.import_module(f"localllm.models.families.{file}").parse)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "LLAMA-3.1-8B", "llama3.1", "Llama3.1:8B"])

@@ -21,6 +21,7 @@ from localllm.text.tokenizer import Tokenizer
 
 # A multiple of the 16 rows of a tile; 64 rows fill whole blocks of 64 weights at any width.
 TILE_ROWS = 64
+_VARIANTS = 5  # of experts of one shape: a wrong one is not computed unseen
 
 
 class RandomBlocks:
@@ -35,8 +36,8 @@ class RandomBlocks:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._random = torch.Generator().manual_seed(0)
-        self._tiles: dict[tuple[str, int, int], dict[str, Tensor]] = {}
-        self._records: dict[tuple[int, MLPConfig, int], Tensor] = {}
+        self._tiles: dict[tuple[str, int, int, int], dict[str, Tensor]] = {}
+        self._records: dict[tuple[MLPConfig, int, int], Tensor] = {}
 
     def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
         file = PackedFile.of(layout, self.recipe, source="random")
@@ -47,24 +48,25 @@ class RandomBlocks:
             mean, spread = (1, 0.1) if vector.is_norm_weight else (0, 0.02)
             tensors[vector.name].copy_(mean + spread * self._normal(vector.features))
         if layout.experts is not None:
-            tensors[EXPERTS].copy_(self._record(layout.experts))  # the router tells them apart, and speed does not
+            for index, record in enumerate(tensors[EXPERTS]):
+                record.copy_(self._record(layout.experts, index % _VARIANTS))
         return tensors
 
-    def _record(self, experts: Experts) -> Tensor:
-        """Return the record of an expert, uint8 [bytes]; each next one of the same shape is that one again."""
+    def _record(self, experts: Experts, variant: int) -> Tensor:
+        """Return the record of an expert, uint8 [bytes], made once for each shape and variant."""
         record = experts.record(self.recipe)
-        key = (record.num_bytes, experts.config, experts.hidden_size)
+        key = (experts.config, experts.hidden_size, variant)
         if key not in self._records:
             tensors = {name: torch.empty(p.spec.shape, dtype=p.spec.torch_dtype) for name, p in record.tensors.items()}
             for matrix in experts.matrices(0):
-                self._fill(matrix, tensors)
+                self._fill(matrix, tensors, variant)
             self._records[key] = written_record(record, tensors)
         return self._records[key]
 
     def finish(self) -> None:
         """No-op: there is no file to close."""
 
-    def _fill(self, matrix: Matrix, tensors: dict[str, Tensor]) -> None:
+    def _fill(self, matrix: Matrix, tensors: dict[str, Tensor], variant: int = 0) -> None:
         weight_format = matrix.format(self.recipe)
         if matrix.has_bias:
             tensors[f"{matrix.name}.linear_bias"].copy_(0.02 * self._normal(matrix.out_features))
@@ -77,14 +79,14 @@ class RandomBlocks:
         for rows, count in ((TILE_ROWS, copies), (rest, 1 if rest else 0)):
             if not count:
                 continue
-            for name, tile in self._tile(weight_format, rows, matrix.in_features).items():
+            for name, tile in self._tile(weight_format, rows, matrix.in_features, variant).items():
                 begin, end = begins[name], begins[name] + count * tile.shape[0]
                 part = tensors[f"{matrix.name}.{name}"][begin:end]
                 part.view(count, *tile.shape).copy_(tile.expand(count, *tile.shape))
                 begins[name] = end
 
-    def _tile(self, weight_format: WeightFormat, rows: int, columns: int) -> dict[str, Tensor]:
-        key = (weight_format.name, rows, columns)
+    def _tile(self, weight_format: WeightFormat, rows: int, columns: int, variant: int) -> dict[str, Tensor]:
+        key = (weight_format.name, rows, columns, variant)
         if key not in self._tiles:
             self._tiles[key] = weight_format.quantize(self._normal(rows, columns) * columns**-0.5)
         return self._tiles[key]

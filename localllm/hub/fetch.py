@@ -16,7 +16,7 @@ from localllm.hub.http import HubClient, TransferInterruptedError
 from localllm.hub.locks import exclusive
 from localllm.hub.settings import Progress, PullProgress
 from localllm.hub.transfer import FileTransfer, RemoteFile
-from localllm.registry import RUNNABLE_MODEL_TYPES
+from localllm.registry import FAMILIES
 
 # Nothing but these and the shards is fetched: no pickles, no code, no second copy of the weights.
 SMALL_FILES = (
@@ -101,10 +101,10 @@ class _Pull:
     def _check_architecture(self) -> None:
         config = repo_cache.read_json(self._snapshot / "config.json")
         model_type = config.get("model_type")
-        if isinstance(model_type, str) and model_type not in RUNNABLE_MODEL_TYPES:
+        if isinstance(model_type, str) and model_type not in FAMILIES:
             raise UnsupportedModelError(
                 f"{self._cache.repo} is a {model_type[:40]!r} model, which this version cannot run",
-                why=f"it runs {', '.join(sorted(RUNNABLE_MODEL_TYPES))}; no weights were fetched",
+                why=f"it runs {', '.join(sorted(FAMILIES))}; no weights were fetched",
                 fix=Fix.command("list", "--all"),
             )
         if config.get("quantization_config") or config.get("compression_config"):

@@ -23,7 +23,7 @@ from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_by
 from localllm.hub.repo_cache import INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
 from localllm.present import is_file, is_folder, is_link
-from localllm.registry import BUILT_IN, REPO_ID, RUNNABLE_MODEL_TYPES, ModelEntry, Registry, load_registry
+from localllm.registry import BUILT_IN, FAMILIES, REPO_ID, ModelEntry, Registry, load_registry
 
 # Of a model's folder, beside weights and templates.
 _READ = frozenset({
@@ -219,7 +219,7 @@ def _of_repository(cache: RepoCache, entry: ModelEntry | None) -> Iterator[Insta
     whole = [commit for commit in cache.commits() if not cache.missing(commit)]
     for commit in whole:
         snapshot = cache.snapshot(commit)
-        if (model_type := _type(snapshot)) in RUNNABLE_MODEL_TYPES:
+        if (model_type := _type(snapshot)) in FAMILIES:
             name, size_bytes = _name_of(commit, cache, refs, entry), folder_bytes(snapshot)
             yield InstalledModel(name, snapshot, size_bytes, cache.repo, commit, model_type, partial_bytes, entry)
             partial_bytes = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.sizes import INT8_GROUP, TASK_WORDS, TOKEN_WORDS
+from localllm.layers.config import AttentionConfig, MoEConfig
 from localllm.models.architecture import ModelConfig
 from localllm.quant.layouts import Int4Layout, Int8Layout, Sizes, can_be_cut, cut_step
 
@@ -22,13 +23,21 @@ def fills_vectors(config: ModelConfig, dtype: str) -> bool:
     return dtype == "bf16" and is_whole and has_plain_steps(config) and is_available()
 
 
+def is_plain(attention: AttentionConfig) -> bool:
+    """Return whether native programs know all that such attention computes."""
+    return not attention.rotates_first and attention.clip is None
+
+
+def has_one_head_shape(config: ModelConfig) -> bool:
+    """Return whether one table of pages and tasks serves all layers, as native programs have it."""
+    return len({(each.kv_shape, each.num_heads) for each in config.attentions}) == 1
+
+
 def has_plain_steps(config: ModelConfig) -> bool:
-    """Return whether all that the model computes is known to native programs. Torch computes any other model."""
+    """Return whether a CPU's native steps know all that the model computes. Torch computes any other model."""
     return (
-        not config.mixtures
-        and len(set(config.kv_shapes)) == 1
-        and len({each.num_heads for each in config.attentions}) == 1
-        and not any(each.rotates_first or each.clip is not None for each in config.attentions)
+        has_one_head_shape(config)
+        and all(map(is_plain, config.attentions))
         and config.norm_kind == "rms"
         and (config.residual_scale, config.logit_scale) == (1.0, 1.0)
         and not config.has_head_bias
@@ -44,8 +53,16 @@ def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
     group = recipe.blocks.group if isinstance(recipe.blocks, Int4Layout) else INT8_GROUP
     floats = 2 * hidden + widest_out + mixed + 3 * (widest_in // group)
     floats += 2 * sum(rotary_dim for _, rotary_dim in config.rotations)
+    floats += max((_mixture_row_floats(mixture, hidden) for mixture in config.mixtures), default=0)
     words = len(TOKEN_WORDS) + max(each.num_heads for each in config.attentions) * len(TASK_WORDS) + 1
     return 4 * floats + 8 * words + widest_in
+
+
+def _mixture_row_floats(mixture: MoEConfig, hidden_size: int) -> int:
+    """Return the floats of the buffers of a mixture for one more row: what each chosen expert makes of it, in blocks
+    of rows that are not all full."""
+    wide = 2 * mixture.expert.intermediate_size
+    return 2 * mixture.router.top_k * (wide + hidden_size + max(wide, hidden_size) // 2) + mixture.router.num_experts
 
 
 def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_embed, cpu_matmul, cpu_quantize, cpu_rope
+from localllm.kernels.cpu_expert_room import ExpertRoom
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Activations, Step, float_bits
@@ -26,14 +27,16 @@ from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP, SplitMLP
+from localllm.layers.moe import MoE
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.norm import RMSNorm, as_rms
 from localllm.models.capabilities import fills_vectors
+from localllm.models.cpu_mixture import ExpertRooms, is_native, mixture_of
 from localllm.models.decoder import Block, Decoder
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import dense_name
 
-_TapeKey = tuple[int, int, bool, Layouts, AttentionRoom]
+_TapeKey = tuple[int, int, bool, Layouts, ExpertRoom | None, AttentionRoom]
 
 
 class CpuProgram:
@@ -53,6 +56,7 @@ class CpuProgram:
             decoder.device.type == "cpu"
             and fills_vectors(decoder.config, dense_name(decoder.dtype))
             and not any(isinstance(block.body, SplitMLP) for block in decoder.blocks)
+            and all(is_native(body) and block.norm_out is None for block, body in _mixtures(decoder))
             and all(
                 (packed := _packed(linear)) is not None and packed.tiles * TILE == linear.out_features
                 for block in decoder.blocks
@@ -68,7 +72,7 @@ class CpuProgram:
         rows = max(map(len, batches))
         if self._room is None or rows > self._room.rows:
             self._tapes.clear()
-            self._room = _Room(self.decoder, rows)
+            self._room = _Room(self.decoder, self.isa, rows)
         room = self._room
         if on_block is None and len(batches) == 1 and not self.decoder.stream.names:
             return self._in_one_call(room, batches[0])
@@ -156,10 +160,11 @@ class CpuProgram:
     def _tape(self, room: _Room) -> _WholeTape:
         assert room.layouts is not None, "a batch was placed"
         # A tape points at the attention's room, which is another one where it had to grow.
-        key = room.activations.block_rows, room.attention_rows, room.is_split, room.layouts, room.attention
+        experts = None if room.experts is None else room.experts.room(room.activations.rows)
+        key = (room.activations.block_rows, room.attention_rows, room.is_split, room.layouts, experts, room.attention)
         if key not in self._tapes:
             self._tapes = {kept: tape for kept, tape in self._tapes.items() if kept[-1] is room.attention}
-            recorder = _Recorder(self.decoder, self.isa, room, room.activations.block_rows)
+            recorder = _Recorder(self.decoder, self.isa, room, room.activations.block_rows, experts)
             steps: list[Step] = [*recorder.embed()]
             starts = [len(steps)]
             for block in self.decoder.blocks:
@@ -181,9 +186,11 @@ class _WholeTape:
 class _Room:
     """The buffers of a forward of up to `rows` tokens: fixed places, so that a tape can point at them."""
 
-    def __init__(self, decoder: Decoder, rows: int) -> None:
+    def __init__(self, decoder: Decoder, isa: Isa, rows: int) -> None:
         config = decoder.config
         self.rows = rows
+        self.mixtures = {block.name: mixture_of(body, as_rms(block.norm_in)) for block, body in _mixtures(decoder)}
+        self.experts = ExpertRooms(isa, rows, [*self.mixtures.values()]) if self.mixtures else None
         self.groups = layer_groups(config.windows, config.kv_shapes)
         attention = config.attentions[0]  # the others have the same heads: see `has_plain_steps`
         padded = rows + MOST_ROWS
@@ -236,6 +243,7 @@ class _Recorder:
     isa: Isa
     room: _Room
     block_rows: int
+    experts: ExpertRoom | None = None
 
     def embed(self) -> Iterator[Step]:
         """Yield the step that looks the embedding up; none where it is not in INT8 or on the disk: torch does it."""
@@ -260,6 +268,9 @@ class _Recorder:
     def block(self, block: Block) -> Iterator[Step]:
         """x += norm_out(body(norm_in(x)))."""
         body = block.body
+        if isinstance(body, MoE):
+            yield from self._mixture(block, body)
+            return
         first, last = body.linears
         yield self.quantize(first, self.room.x, as_rms(block.norm_in))
         yield self.multiply(first, self.room.wide, adds=False)
@@ -268,16 +279,31 @@ class _Recorder:
             yield self.quantize(last, self.room.mixed, None)
         else:
             assert isinstance(body, MLP), "`supports` said so"
-            packed = _required(last)
-            kernel = cpu_quantize.quantize(self.isa, packed.group, "gated", body.activation_name)
-            stride = first.out_features
-            yield self.room.activations.quantize(kernel, self.room.wide, packed.group, last.in_features, stride=stride)
+            yield self._gate(body)
         if (norm_out := as_rms(block.norm_out)) is None:
             yield self.multiply(last, self.room.x, adds=True)
         else:
             yield self.multiply(last, self.room.y, adds=False)
             hidden = last.out_features
             yield self._norm(norm_out, self.room.y, self.room.x, hidden, hidden, adds=True)
+
+    def _gate(self, body: MLP) -> Step:
+        """Quantize the features between the matrices of an MLP."""
+        group, features = _required(body.down_proj).group, body.down_proj.in_features
+        kernel = cpu_quantize.quantize(self.isa, group, "gated", body.activation_name)
+        stride = body.gate_up_proj.out_features
+        return self.room.activations.quantize(kernel, self.room.wide, group, features, stride=stride)
+
+    def _mixture(self, block: Block, body: MoE) -> Iterator[Step]:
+        room, shared = self.room, body.shared
+        assert self.experts is not None
+        if shared is not None:
+            yield self.quantize(shared.gate_up_proj, room.x, as_rms(block.norm_in))
+            yield self.multiply(shared.gate_up_proj, room.wide, adds=False)
+            yield self._gate(shared)
+            yield self.multiply(shared.down_proj, room.y, adds=False)
+        rows = None if shared is None else room.y
+        yield from self.experts.steps(room.mixtures[block.name], room.x, room.x, adds=True, shared=rows)
 
     def head(self, logits: Tensor) -> Iterator[Step]:
         """logits: rows of whole tiles."""
@@ -339,6 +365,10 @@ class _Recorder:
         rest: dict[str, Tensor | int]
         rest = {"weight": norm.weight, "features": features, "eps": float_bits(norm.eps)}
         return cpu_quantize.norm(self.isa, adds=adds).step(x=x, y=y, shape=shape, **strides, **rest)
+
+
+def _mixtures(decoder: Decoder) -> list[tuple[Block, MoE]]:
+    return [(block, block.body) for block in decoder.blocks if isinstance(block.body, MoE)]
 
 
 def _packed(linear: Linear) -> PackedMatrix | None:

@@ -27,9 +27,9 @@ from localllm.layers.gpu_block import GpuForward, multiply, run_block
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
-from localllm.layers.norm import as_rms
+from localllm.layers.norm import LayerNorm, as_rms
 from localllm.layers.segment import KVStore
-from localllm.models.capabilities import has_plain_steps
+from localllm.models.capabilities import has_one_head_shape, is_plain
 from localllm.models.decoder import Block, Decoder
 from localllm.models.gpu_graphs import Graphs
 from localllm.models.layout import EMBED, HEAD
@@ -114,7 +114,7 @@ class GpuProgram:
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Return whether any part of the decoder is for our kernels."""
-        return has_plain_steps(decoder.config) and any(is_ours(block, decoder.device) for block in decoder.blocks)
+        return has_one_head_shape(decoder.config) and any(is_ours(block, decoder.device) for block in decoder.blocks)
 
     @property
     def is_whole(self) -> bool:
@@ -297,7 +297,7 @@ class GpuProgram:
     def _head(self, x: Tensor) -> Tensor:
         """x fp32 [R, hidden] -> fp32 [R, V]."""
         decoder = self.decoder
-        if decoder.head.device != self.device:
+        if decoder.head.device != self.device or isinstance(decoder.final_norm, LayerNorm):
             return moved(decoder.logits(x.to(decoder.dtype)), self.device)
         return decoder.capped(multiply(decoder.head, x, decoder.dtype, norm=as_rms(decoder.final_norm)).float())
 
@@ -389,7 +389,10 @@ def _longest(batch: Batch) -> int:
 def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bool:
     """Return whether our kernels know the block, and it is computed where they are. kv: its pages must be there,
     too."""
-    if block.device != device or not isinstance(block.body, Attention | MLP):
+    body, norms = block.body, (block.norm_in, block.norm_out)
+    if block.device != device or block.scale != 1.0 or any(isinstance(norm, LayerNorm) for norm in norms):
+        return False
+    if not isinstance(body, MLP) and not (isinstance(body, Attention) and is_plain(body.config)):
         return False
     return kv is None or not isinstance(block.body, Attention) or kv.homes[block.body.layer][0] == device
 

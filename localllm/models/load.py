@@ -121,6 +121,11 @@ class ExpertRecords:
     def record_bytes(self) -> int:
         return self.record.num_bytes
 
+    @property
+    def table(self) -> Tensor:
+        """The address of each record, int64 [experts]."""
+        return self.memory.data_ptr() + torch.arange(len(self.memory)) * self.record_bytes
+
     def __getitem__(self, index: int) -> MLP:
         content = self.memory[index]
         tensors = {

@@ -8,6 +8,7 @@ copy each page that it touches.
 from __future__ import annotations
 
 import gc
+import importlib
 
 gc.disable()
 
@@ -20,6 +21,10 @@ import localllm.engine.model_plan  # noqa: E402
 import localllm.runtime.engine_process  # noqa: E402
 import localllm.runtime.engine_server  # noqa: E402
 import localllm.runtime.engine_thread  # noqa: E402, F401
+from localllm.registry import FAMILIES  # noqa: E402
+
+for family in FAMILIES.values():
+    importlib.import_module(f"localllm.models.families.{family}")
 
 gc.freeze()
 gc.enable()

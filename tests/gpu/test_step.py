@@ -189,7 +189,7 @@ def test_attention_whose_pages_are_elsewhere_is_left_to_operators(engine, monkey
         return [there[0], (torch.device("meta"), there[1][1]), *there[2:]]
 
     def counted(body: Attention, *rest: Any) -> Tensor:
-        ours.append(body.shape.layer)
+        ours.append(body.layer)
         return mixed(body, *rest)
 
     mixed = gpu_block._mixed

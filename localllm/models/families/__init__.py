@@ -10,40 +10,14 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from localllm.models.architecture import ModelConfig
 from localllm.models.families.reading import eos_ids, refuse_quantized, unsupported
 from localllm.models.fields import Fields, show
 from localllm.models.strict_json import JsonLimits, read_json_object
+from localllm.registry import FAMILIES
 
 _LIMITS = JsonLimits()
-# model_type -> the file beside this one whose `parse` reads it.
-FAMILIES: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "llama",
-        "mistral": "mistral",
-        "qwen2": "qwen2",
-        "qwen3": "qwen3",
-        "phi3": "phi3",
-        "gemma2": "gemma2",
-        "gemma3_text": "gemma3",
-        "gemma3": "gemma3",
-        "olmo2": "olmo2",
-        "mixtral": "mixtral",
-        "qwen2_moe": "qwen2_moe",
-        "qwen3_moe": "qwen3_moe",
-        "qwen3_vl_moe": "qwen3_vl_moe",
-        "olmoe": "olmoe",
-        "glm4_moe": "glm4_moe",
-        "dots1": "dots1",
-        "ernie4_5_moe": "ernie4_5_moe",
-        "granitemoe": "granitemoe",
-        "phimoe": "phimoe",
-        "minimax_m2": "minimax_m2",
-        "hunyuan_v1_moe": "hunyuan_v1_moe",
-    }
-)
 _MULTIMODAL = ("gemma3", "qwen3_vl_moe")  # the text model's keys are in a section
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")  # may stand beside it
 

@@ -1,0 +1,94 @@
+"""Mixtures of experts as the CPU's native steps take them, and the rooms in which these compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from localllm.kernels.cpu_expert_room import ExpertMatrix, ExpertRoom, Mixture, block_rows
+from localllm.kernels.cpu_isa import Isa
+from localllm.kernels.sizes import INT8_GROUP, TILE
+from localllm.layers.moe import MoE
+from localllm.layers.norm import RMSNorm
+from localllm.models.layout import Matrix, Record
+from localllm.models.load import ExpertRecords
+from localllm.quant.int4 import Int4
+from localllm.quant.int8 import Int8
+from localllm.quant.recipe import Recipe
+
+
+def is_native(body: MoE) -> bool:
+    """Return whether the kernels compute its experts: INT4 or INT8 records whose matrices fill whole tiles and groups.
+
+    What all tokens share is a matter of `CpuProgram.supports`.
+    """
+    experts = body.experts
+    return isinstance(experts, ExpertRecords) and all(
+        _expert_matrix(matrix, experts.record, experts.recipe) is not None for matrix in experts.matrices
+    )
+
+
+def mixture_of(body: MoE, norm: RMSNorm | None) -> Mixture:
+    """Return the mixture of a body for which `is_native` holds. norm: of what goes in."""
+    experts = body.experts
+    assert isinstance(experts, ExpertRecords)
+    gate_up, down = (_expert_matrix(matrix, experts.record, experts.recipe) for matrix in experts.matrices)
+    assert gate_up is not None and down is not None, "`is_native` said so"
+    matrix = body.router.tensors["weight"]
+    if body.shared_gate is not None:
+        matrix = torch.cat((matrix, body.shared_gate.tensors["weight"]))
+    return Mixture(
+        router=body.config.router,
+        matrix=matrix,
+        table=experts.table,
+        gate_up=gate_up,
+        down=down,
+        activation=body.config.expert.activation,
+        norm=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        correction=body.correction,
+    )
+
+
+class ExpertRooms:
+    """A room for each number of rows that blocks of a forward may have, made when one is wanted."""
+
+    def __init__(self, isa: Isa, rows: int, mixtures: Sequence[Mixture]) -> None:
+        """rows: the most tokens of a forward. mixtures: all of the model's."""
+        self._isa, self._rows = isa, rows
+        self._routers = [mixture.router for mixture in mixtures]
+        self._widest = max((mixture.gate_up for mixture in mixtures), key=lambda matrix: matrix.out_features)
+        self._rooms: dict[int, ExpertRoom] = {}
+
+    def room(self, tokens: int) -> ExpertRoom:
+        """Return the room for so many tokens, which it is told of."""
+        router = max(self._routers, key=lambda router: (router.top_k, router.num_experts))
+        size = block_rows(self._isa, tokens, router)
+        room = self._rooms.get(size)
+        if room is None or room.rows < tokens:
+            rows = max(rows for rows in (tokens, self._rows) if block_rows(self._isa, rows, router) == size)
+            room = self._rooms[size] = ExpertRoom(self._isa, rows, router, self._widest, size)
+        room.shape[0] = tokens
+        return room
+
+
+def _expert_matrix(matrix: Matrix, record: Record, recipe: Recipe) -> ExpertMatrix | None:
+    """Return where a matrix is in each record; None where the kernels do not know its format or its sizes."""
+    weight_format = matrix.format(recipe)
+    if not isinstance(weight_format, Int4 | Int8):
+        return None
+    group = weight_format.group if isinstance(weight_format, Int4) else INT8_GROUP
+    if matrix.out_features % TILE or matrix.in_features % group:
+        return None
+    begins = {name: placed.begin for name, placed in record.tensors.items()}
+    return ExpertMatrix(
+        weights="int4" if isinstance(weight_format, Int4) else "int8",
+        group=group,
+        out_features=matrix.out_features,
+        in_features=matrix.in_features,
+        qweight=begins[f"{matrix.name}.qweight"],
+        scale=begins[f"{matrix.name}.scale"],
+        bias=begins.get(f"{matrix.name}.bias", 0),
+        linear_bias=begins.get(f"{matrix.name}.linear_bias"),
+    )
