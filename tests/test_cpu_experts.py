@@ -330,6 +330,23 @@ def test_a_mixture_equals_all_of_its_experts_weighted(isa, name):
         torch.testing.assert_close(x, expected[:T], rtol=0, atol=5e-3 * float(expected.abs().max()))
 
 
+@every_isa
+@pytest.mark.parametrize("adds", [True, False])
+def test_what_all_tokens_share_is_added_whole_where_it_has_no_gate(isa, adds):
+    experts, source, shared = some_experts(SMALL, 128, 64), random(6, 128), random(6, 128, seed=5)
+    room, x = ExpertRoom(isa, 6, SMALL, experts.mixture.gate_up, 4), random(6, 128, seed=6)
+    expected = run(isa, experts, source, 1)[0] + shared + x * adds
+    Tape([*room.steps(experts.mixture, source, x, adds=adds, shared=shared)]).run()
+    torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_a_router_may_have_a_bias():
+    experts, bias = some_experts(SMALL, 128, 64), torch.tensor([9.0, -9, 9, -9, 9])
+    biased = dataclasses.replace(experts, mixture=dataclasses.replace(experts.mixture, matrix_bias=bias))
+    _, room = run(HOST_ISAS[0], biased, random(4, 128), 4)
+    assert room.experts.view(4, 3).sort().values.tolist() == [[0, 2, 4]] * 4
+
+
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_a_token_has_the_same_bits_beside_any_others_and_on_any_instruction_set(weights):
     experts = some_experts(SMALL, 128, 64, weights, norm=random(128, seed=4), eps=1e-5)

@@ -85,7 +85,9 @@ def expert_matmul_source(
     lacks hold anything. gathers, for blocks of one row: x has a row for each token, which all its experts read.
 
     A tile is read once for all blocks of its expert. Threads share out tiles of blocks, so that each has about as much
-    to do, and walks its experts' records as linear streams, however unevenly the experts were chosen.
+    to do, and walks its experts' records as linear streams, however unevenly the experts were chosen. One thread (Zen
+    5) reads 8 of 128 experts, INT4 1536 x 2048 and 2048 x 768, at 0.83 and 0.80 of its plain read, a single matrix of
+    as many bytes at 0.85. As the end of each is read the next one's beginning is fetched: 0.76 of 2048 x 768 without.
     """
     assert block_rows == 1 or not gathers
     k = Kernel(
