@@ -17,7 +17,7 @@ from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
 from localllm.offload.planner.machine import Memory
 from localllm.offload.planner.machine_memory import HEADROOM, free_bytes
-from localllm.offload.planner.model_shape import BlockShape, ModelShape, Packing
+from localllm.offload.planner.model_shape import BlockShape, ExpertShape, ModelShape, Packing
 from localllm.offload.planner.plan import GIB
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.layouts import DTYPE_NAMES, ITEM_BYTES, BF12Layout, NF4Layout, Sizes
@@ -99,7 +99,15 @@ def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, 
 
 
 def _block_shape(layout: BlockLayout, recipe: Sizes) -> BlockShape:
-    return BlockShape(layout.name, PackedFile.of(layout, recipe, source="").file_bytes, 2 * layout.num_active_weights)
+    experts = layout.experts
+    return BlockShape(
+        name=layout.name,
+        num_bytes=PackedFile.of(layout, recipe, source="").file_bytes,
+        flops=2 * layout.num_active_weights,
+        experts=None
+        if experts is None
+        else ExpertShape(experts.num_experts, experts.top_k, experts.record(recipe).num_bytes),
+    )
 
 
 def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:

@@ -6,7 +6,7 @@ table says where, and may change between two runs of a tape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,10 @@ class Mixture:
     correction: Tensor | None = None
 
 
+# Of the steps of a mixture: those that group tokens by their experts and compute them, and the last, which combines.
+GROUP_STEP, COMBINE_STEP = -6, -1
+
+
 class ExpertRoom:
     """Room for up to `rows` tokens of mixtures of up to the given sizes, and the steps that compute them in it.
 
@@ -81,7 +85,7 @@ class ExpertRoom:
         self.places = torch.zeros(pairs, dtype=torch.int32)
         self.blocks = torch.zeros(blocks * len(BLOCK_WORDS), dtype=torch.int32)
         self.tokens = torch.zeros(blocks * block_rows, dtype=torch.int32)
-        self.grouped_shape = torch.tensor([0, block_rows])
+        self.grouped_shape = torch.tensor([0, block_rows, 0])  # blocks, their rows, the first block
         features = max(gate_up.in_features, gate_up.out_features // 2)
         self.q = torch.zeros(blocks * block_rows * features, dtype=torch.int8)
         scales = blocks * block_rows * (features // SMALLEST_GROUP)
@@ -115,6 +119,31 @@ class ExpertRoom:
             top_k=mixture.router.top_k,
             gate_stride=outputs,
         )
+
+    def chosen(self, top_k: int) -> Tensor:
+        """Return the experts that were chosen for the tokens of now, int32 [T, top_k]."""
+        return self.experts[: int(self.shape[0]) * top_k].view(-1, top_k)
+
+    def arrange(self, chosen: Tensor, groups: Iterable[Sequence[int]]) -> Iterator[None]:
+        """Lay out the blocks of each group of experts as `cpu_experts.group` does those of all, and yield: the steps
+        between routing and combining compute that group then. chosen: see there."""
+        order = torch.argsort(chosen.flatten(), stable=True)
+        experts, counts = torch.unique_consecutive(chosen.flatten()[order], return_counts=True)
+        pairs = dict(zip(experts.tolist(), torch.split(order, counts.tolist()), strict=True))
+        blocks, tokens = self.blocks.view(-1, len(BLOCK_WORDS)), self.tokens.view(-1, self.block_rows)
+        end = 0
+        for group in groups:
+            begin = end
+            for expert in group:
+                own = torch.split(pairs[expert], self.block_rows)
+                for number, part in enumerate(own, end):
+                    blocks[number] = torch.tensor([expert, len(part), end, len(own)])
+                    tokens[number, : len(part)] = part // chosen.shape[1]
+                    self.places[part] = torch.arange(len(part), dtype=torch.int32) + number * self.block_rows
+                end += len(own)
+            self.grouped_shape[0], self.grouped_shape[2] = end - begin, begin
+            yield
+        self.grouped_shape[2] = 0
 
     def _route(self, mixture: Mixture, source: Tensor) -> Iterator[Step]:
         router, bias = mixture.router, mixture.matrix_bias

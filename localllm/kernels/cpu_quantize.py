@@ -29,8 +29,8 @@ def quantize_source(group: int, kind: Input, activation: str = "", rows: Rows = 
     rows would have two cores write into every cache line (66 us for 8 rows of 2048, where this takes 8).
 
     rows: "all" of x, one after the other, or those of blocks as `cpu_experts.group` made them, which may not be full.
-    Then shape points to {number of blocks, rows}; row r of block b is x's row b * rows + r ("grouped"), or that of its
-    token ("gathered"). What would belong to rows that a block lacks is left as it was.
+    Then shape points to {number of blocks, rows, the first block}; row r of block b is x's row b * rows + r
+    ("grouped"), or that of its token ("gathered"). What would belong to rows that a block lacks is left as it was.
     """
     blocks = "" if rows == "all" else "blocks tokens"
     k = Kernel("quantize", f"x weight q x_scale x_bias x_offset shape {blocks} | groups stride eps")
@@ -38,7 +38,8 @@ def quantize_source(group: int, kind: Input, activation: str = "", rows: Rows = 
     count, block_rows = a.shape.load(I64, 8), a.shape.at(8).load(I64, 8)
     num_blocks = (count + block_rows - 1) / block_rows if rows == "all" else count
     inverses = k.stack(F32, MOST_ROWS)
-    with k.share_pairs(num_blocks, a.groups) as (block, first, last):
+    with k.share_pairs(num_blocks, a.groups) as (own_block, first, last):
+        block = own_block if rows == "all" else own_block + a.shape.at(16).load(I64, 8)
         first_row = block * block_rows
         filled = k.smaller(block_rows, count - first_row) if rows == "all" else ExpertBlock.at(k, block).rows
         if kind == "norm":

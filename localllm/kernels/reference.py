@@ -84,9 +84,9 @@ def int8_product(codes: Tensor, x_scale: Tensor, qweight: Tensor, scale: Tensor,
 
 
 def route(logits: Tensor, correction: Tensor | None, router: RouterConfig) -> tuple[Tensor, Tensor]:
-    """Choose experts as the router's row says. logits fp32 [T, E]; correction fp32 [E].
+    """Choose experts as the router's row says. logits fp32 or fp64 [T, E]; correction fp32 [E].
 
-    Returns experts int64 [T, top_k], best first, and their weights fp32 [T, top_k].
+    Returns experts int64 [T, top_k], best first, and their weights [T, top_k] of the logits' dtype.
     """
     if router.scores == "sparsemixer":
         return _sparsemixer(logits, router)

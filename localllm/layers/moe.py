@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from localllm.kernels.reference import route
+from localllm.kernels import reference
 from localllm.layers.batch import Batch
 from localllm.layers.config import MoEConfig
 from localllm.layers.linear import Linear
@@ -22,8 +23,9 @@ class ExpertBank(Protocol):
     def record_bytes(self) -> int:
         """Bytes of one expert."""
 
-    def __getitem__(self, index: int) -> MLP:
-        """Return one of them, to be computed with at once."""
+    def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
+        """Yield these experts with their numbers in groups, in whatever order they are there. A group can be computed
+        with until the next one is asked for. Raises LocalLLMError for one that cannot be brought."""
 
 
 @dataclass(eq=False)
@@ -48,14 +50,25 @@ class MoE:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]; a row depends on itself alone, however many rows are beside it."""
-        wide = x.float()
-        chosen, weights = route(self.router(wide), self.correction, self.config.router)  # [T, top_k] each
+        wide, router = x.float(), self.config.router
+        # In fp64: sums and exponentials of fp32 depend in their last digits on how many rows there are, and with those
+        # the choice of experts.
+        chosen, shares = reference.route(_product(wide, self.router), self.correction, router)  # [T, top_k] each
+        weights = shares.float()
+        parts = torch.empty((*chosen.shape, x.shape[1]), device=x.device)  # [T, top_k, hidden]
+        for group in self.experts.held(torch.unique(chosen).tolist()):
+            for expert, mlp in group:
+                rows, slots = (chosen == expert).nonzero(as_tuple=True)
+                parts[rows, slots] = mlp(x[rows], batch).float()
         total = torch.zeros_like(wide)
-        for expert in torch.unique(chosen).tolist():
-            rows, slots = (chosen == expert).nonzero(as_tuple=True)
-            y = self.experts[expert](x[rows], batch)
-            total.index_add_(0, rows, y.float() * weights[rows, slots, None])
+        for slot in range(router.top_k):  # one after the other: in this order whatever came first
+            total += parts[:, slot] * weights[:, slot, None]
         if self.shared is not None:
-            share = 1.0 if self.shared_gate is None else self.shared_gate(wide).sigmoid()  # [T, 1]
+            share = 1.0 if self.shared_gate is None else _product(wide, self.shared_gate).sigmoid().float()  # [T, 1]
             total += self.shared(x, batch).float() * share
         return total.to(x.dtype)
+
+
+def _product(x: Tensor, linear: Linear) -> Tensor:
+    """x [T, K] -> fp64 [T, N]."""
+    return reference.linear(x.double(), linear.tensors["weight"])

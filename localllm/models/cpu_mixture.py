@@ -11,11 +11,10 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.sizes import INT8_GROUP, TILE
 from localllm.layers.moe import MoE
 from localllm.layers.norm import RMSNorm
-from localllm.models.layout import Matrix, Record
-from localllm.models.load import ExpertRecords
+from localllm.models.expert_records import ExpertRecords, PooledExperts, RecordForm
+from localllm.models.layout import Matrix
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
-from localllm.quant.recipe import Recipe
 
 
 def is_native(body: MoE) -> bool:
@@ -23,17 +22,14 @@ def is_native(body: MoE) -> bool:
 
     What all tokens share is a matter of `CpuProgram.supports`.
     """
-    experts = body.experts
-    return isinstance(experts, ExpertRecords) and all(
-        _expert_matrix(matrix, experts.record, experts.recipe) is not None for matrix in experts.matrices
-    )
+    form = _form(body)
+    return all(_expert_matrix(matrix, form) is not None for matrix in form.matrices)
 
 
 def mixture_of(body: MoE, norm: RMSNorm | None) -> Mixture:
     """Return the mixture of a body for which `is_native` holds. norm: of what goes in."""
-    experts = body.experts
-    assert isinstance(experts, ExpertRecords)
-    gate_up, down = (_expert_matrix(matrix, experts.record, experts.recipe) for matrix in experts.matrices)
+    form = _form(body)
+    gate_up, down = (_expert_matrix(matrix, form) for matrix in form.matrices)
     assert gate_up is not None and down is not None, "`is_native` said so"
     matrix = body.router.tensors["weight"]
     if body.shared_gate is not None:
@@ -41,7 +37,7 @@ def mixture_of(body: MoE, norm: RMSNorm | None) -> Mixture:
     return Mixture(
         router=body.config.router,
         matrix=matrix,
-        table=experts.table,
+        table=_records(body).table,
         gate_up=gate_up,
         down=down,
         activation=body.config.expert.activation,
@@ -73,15 +69,24 @@ class ExpertRooms:
         return room
 
 
-def _expert_matrix(matrix: Matrix, record: Record, recipe: Recipe) -> ExpertMatrix | None:
+def _records(body: MoE) -> ExpertRecords | PooledExperts:
+    assert isinstance(body.experts, ExpertRecords | PooledExperts)
+    return body.experts
+
+
+def _form(body: MoE) -> RecordForm:
+    return _records(body).form
+
+
+def _expert_matrix(matrix: Matrix, form: RecordForm) -> ExpertMatrix | None:
     """Return where a matrix is in each record; None where the kernels do not know its format or its sizes."""
-    weight_format = matrix.format(recipe)
+    weight_format = matrix.format(form.recipe)
     if not isinstance(weight_format, Int4 | Int8):
         return None
     group = weight_format.group if isinstance(weight_format, Int4) else INT8_GROUP
     if matrix.out_features % TILE or matrix.in_features % group:
         return None
-    begins = {name: placed.begin for name, placed in record.tensors.items()}
+    begins = {name: placed.begin for name, placed in form.record.tensors.items()}
     return ExpertMatrix(
         weights="int4" if isinstance(weight_format, Int4) else "int8",
         group=group,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_embed, cpu_matmul, cpu_quantize, cpu_rope
-from localllm.kernels.cpu_expert_room import ExpertRoom
+from localllm.kernels.cpu_expert_room import COMBINE_STEP, GROUP_STEP, ExpertRoom
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Activations, Step, float_bits
@@ -33,6 +33,7 @@ from localllm.layers.norm import RMSNorm, as_rms
 from localllm.models.capabilities import fills_vectors
 from localllm.models.cpu_mixture import ExpertRooms, is_native, mixture_of
 from localllm.models.decoder import Block, Decoder
+from localllm.models.expert_records import PooledExperts
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import dense_name
 
@@ -46,6 +47,10 @@ class CpuProgram:
         """isa: None takes the best that this machine has."""
         self.decoder = decoder
         self.isa = isa or best_isa()
+        # Whether a step waits for the disk between two blocks, or in one.
+        self._waits = bool(decoder.stream.names) or any(
+            isinstance(body.experts, PooledExperts) for _, body in _mixtures(decoder)
+        )
         self._room: _Room | None = None
         self._tapes: dict[_TapeKey, _WholeTape] = {}
 
@@ -74,7 +79,7 @@ class CpuProgram:
             self._tapes.clear()
             self._room = _Room(self.decoder, self.isa, rows)
         room = self._room
-        if on_block is None and len(batches) == 1 and not self.decoder.stream.names:
+        if on_block is None and len(batches) == 1 and not self._waits:
             return self._in_one_call(room, batches[0])
         self.decoder.stream.begin()
         states = self._embedded(room, batches)
@@ -120,9 +125,26 @@ class CpuProgram:
         whole = self._placed(room, batch)
         if not is_in_room:
             room.x[: len(x)] = x
-        whole.tape.run(whole.starts[index], whole.starts[index + 1])
+        body = self.decoder.blocks[index].body
+        begin, end = whole.starts[index], whole.starts[index + 1]
+        if isinstance(body, MoE) and isinstance(body.experts, PooledExperts):
+            self._run_pooled(room, whole.tape, (begin, end), body)
+        else:
+            whole.tape.run(begin, end)
         if not is_in_room:
             x.copy_(room.x[: len(x)])
+
+    def _run_pooled(self, room: _Room, tape: Tape, span: tuple[int, int], body: MoE) -> None:
+        """Run a mixture whose experts come from the disk: those that are here while the others are read."""
+        begin, end = span
+        assert room.experts is not None and isinstance(body.experts, PooledExperts)
+        experts = room.experts.room(room.activations.rows)
+        tape.run(begin, end + GROUP_STEP)
+        chosen = experts.chosen(body.config.router.top_k)
+        held = body.experts.pool.held(body.experts.block, torch.unique(chosen).tolist())
+        for _ in experts.arrange(chosen, held):
+            tape.run(end + GROUP_STEP + 1, end + COMBINE_STEP)
+        tape.run(end + COMBINE_STEP, end)
 
     def _placed(self, room: _Room, batch: Batch) -> _WholeTape:
         """Place a batch in the room, and return the tape for it."""

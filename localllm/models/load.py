@@ -18,7 +18,9 @@ from localllm.layers.rotary import Rotary
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import BlockSource
 from localllm.models.decoder import ALL_RESIDENT, Block, BlockStream, Decoder
-from localllm.models.layout import EXPERTS, BlockLayout, Matrix, Record, block_layouts, model_bytes
+from localllm.models.expert_records import ExpertRecords, PooledExperts, RecordForm, new_linear
+from localllm.models.layout import EXPERTS, BlockLayout, block_layouts, model_bytes
+from localllm.offload.streaming.expert_pool import ExpertPool
 from localllm.quant.recipe import Recipe
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -29,11 +31,13 @@ class BlockTensors:
     """The tensors of one block, by the names of `layout.specs(recipe)`, all on one device.
 
     beside: of an MLP block whose intermediate features are split, those that another device computes.
+    pool: of a mixture, where its experts are brought, if they are not among the tensors.
     """
 
     layout: BlockLayout
     tensors: Mapping[str, Tensor]
     beside: BlockTensors | None = None
+    pool: ExpertPool | None = None
 
 
 def load_decoder(
@@ -97,45 +101,6 @@ class DecoderParts:
         return linear if bias is None else replace(linear, bias=bias.to(self.dtype))
 
 
-def new_linear(matrix: Matrix, tensors: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Linear:
-    """Return a matrix of its tensors. dtype: of its bias, which follows that of activations."""
-    weight_format = matrix.format(recipe)
-    own = {name: tensors[f"{matrix.name}.{name}"] for name in weight_format.specs(1, 1)}
-    bias = tensors[f"{matrix.name}.linear_bias"].to(dtype) if matrix.has_bias else None
-    return Linear(weight_format, own, matrix.out_features, matrix.in_features, bias)
-
-
-@dataclass(frozen=True)
-class ExpertRecords:
-    """The experts of a block as records that lie one behind the other. memory: uint8 [experts, bytes of a record];
-    matrices: those of any of them."""
-
-    memory: Tensor
-    record: Record
-    matrices: tuple[Matrix, ...]
-    recipe: Recipe
-    dtype: torch.dtype
-    config: MoEConfig
-
-    @property
-    def record_bytes(self) -> int:
-        return self.record.num_bytes
-
-    @property
-    def table(self) -> Tensor:
-        """The address of each record, int64 [experts]."""
-        return self.memory.data_ptr() + torch.arange(len(self.memory)) * self.record_bytes
-
-    def __getitem__(self, index: int) -> MLP:
-        content = self.memory[index]
-        tensors = {
-            name: content[placed.begin : placed.end].view(placed.spec.torch_dtype).view(placed.spec.shape)
-            for name, placed in self.record.tensors.items()
-        }
-        gate_up, down = (new_linear(matrix, tensors, self.recipe, self.dtype) for matrix in self.matrices)
-        return MLP(gate_up, down, self.config.expert.activation)
-
-
 @dataclass(frozen=True)
 class _Loaded:
     """One block, and the layers that its tensors make."""
@@ -161,9 +126,10 @@ class _Loaded:
         return None if weight is None else RMSNorm(weight, self.parts.config.norm_eps)
 
     def moe(self, config: MoEConfig) -> MoE:
-        experts, tensors = self.block.layout.experts, self.block.tensors
-        assert experts is not None
-        recipe, dtype = self.parts.recipe, self.parts.dtype
+        layout, tensors = self.block.layout, self.block.tensors
+        assert layout.experts is not None
+        form = RecordForm.of(layout.experts, self.parts.recipe, self.parts.dtype)
+        pool = self.block.pool
         shared = None
         if config.shared is not None:
             linears = self.linear("shared.gate_up_proj"), self.linear("shared.down_proj")
@@ -171,7 +137,7 @@ class _Loaded:
         return MoE(
             config=config,
             router=self.linear("router"),
-            experts=ExpertRecords(tensors[EXPERTS], experts.record(recipe), experts.matrices(0), recipe, dtype, config),
+            experts=ExpertRecords(tensors[EXPERTS], form) if pool is None else PooledExperts(pool, layout.name, form),
             correction=tensors.get("correction"),
             shared=shared,
             shared_gate=self.linear("shared_gate") if config.gates_shared else None,

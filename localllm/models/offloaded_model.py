@@ -24,6 +24,7 @@ from localllm.models.split_mlp import split_block, split_features
 from localllm.offload.placement import BlockPlacement
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.streaming.disk_stream import DiskStream
+from localllm.offload.streaming.expert_pool import ExpertPool
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.offload.streaming.pinned import Pinning
 from localllm.offload.streaming.ring import ALIGN_BYTES, Ring
@@ -59,6 +60,8 @@ class OffloadedModel:
         self._embedding: DiskEmbedding | None = None  # the embedding, where its rows are read from the disk
         self._disk: DiskStream | None = None
         self._from_disk: Tensor | None = None  # the host's memory that it reads into
+        self._pool: ExpertPool | None = None  # of experts, where they rest on the disk
+        self._shared: dict[str, dict[str, Tensor]] = {}  # of such a block, what all tokens share
         self._pinning = Pinning(self._device)
         self._lane = Lane(self._device)
         self.blocks: tuple[BlockPlacement, ...] = ()
@@ -73,7 +76,8 @@ class OffloadedModel:
         """Bytes of the host's memory that the blocks have, and the ring for those from the disk."""
         blocks = sum(block.num_bytes for block in self.blocks if block.tier == "ram")
         split = sum(block.num_bytes - block.device_bytes for block in self.blocks if block.exec == "split")
-        return blocks + split + (0 if self._from_disk is None else self._from_disk.nbytes)
+        held = sum(block.held_bytes for block in self.blocks)
+        return blocks + split + held + (0 if self._from_disk is None else self._from_disk.nbytes)
 
     def __enter__(self) -> OffloadedModel:
         return self
@@ -93,6 +97,7 @@ class OffloadedModel:
         self._move(blocks, progress)
         self.blocks, self.many_rows = tuple(blocks), many_rows
         rings, streams = self._streamed(blocks)
+        self._open_pool([block for block in blocks if block.held_bytes])
         if blocks[0].tier == "disk" and self._embedding is None:
             self._embedding = self._packed.disk_embedding(self._layouts[EMBED])
         stored = self._embedding if blocks[0].tier == "disk" else None
@@ -113,6 +118,9 @@ class OffloadedModel:
         if self._disk is not None:
             self._disk.close()
             self._disk = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
         if self._from_disk is not None:
             self._pinning.remove(self._from_disk)
             self._from_disk = None
@@ -135,6 +143,8 @@ class OffloadedModel:
         for block in blocks:
             if block.exec != "split":
                 self._split.pop(block.name, None)
+            if not block.held_bytes:
+                self._shared.pop(block.name, None)
             if block.tier == "disk" and block.name in self._runs:
                 self._pinning.remove(self._runs.pop(block.name))
         missing = [block.name for block in blocks if block.tier != "disk" and block.name not in self._runs]
@@ -175,6 +185,19 @@ class OffloadedModel:
             self._split[block.name] = features, cut
 
     # Streams.
+
+    def _open_pool(self, blocks: Sequence[BlockPlacement]) -> None:
+        """Make slots for the experts of these blocks, and bring what all tokens share of them."""
+        for block in blocks:
+            if block.name not in self._shared:
+                self._shared[block.name] = self._packed.shared_tensors(self._layouts[block.name])
+        slots = [(block.experts.slots, block.experts.num_bytes) for block in blocks if block.experts is not None]
+        if not slots:
+            return
+        (record_bytes,) = {num_bytes for _, num_bytes in slots}
+        count = sum(number for number, _ in slots)
+        memory = host_buffer(count * record_bytes).view(count, record_bytes)
+        self._pool = ExpertPool([self._packed.expert_file(self._layouts[block.name]) for block in blocks], memory)
 
     def _passes(self, block: BlockPlacement) -> bool:
         """Return whether a block is copied to the device for a forward of many rows. An embedding's rows are looked
@@ -225,6 +248,8 @@ class OffloadedModel:
             return BlockTensors(layout, {})
         if block.exec == "split":
             return self._split[block.name][1]
+        if block.held_bytes:
+            return BlockTensors(layout, self._shared[block.name], pool=self._pool)
         if block.name in rings.decode:
             return self._passing(layout, rings.decode[block.name])
         if block.tier == "disk":
@@ -248,8 +273,9 @@ class OffloadedModel:
 
 
 def _from_disk(blocks: Sequence[BlockPlacement]) -> list[BlockPlacement]:
-    """Return the blocks that pass through the host's ring: rows of the embedding are looked up one by one."""
-    return [block for block in blocks[1:] if block.tier == "disk"]
+    """Return the blocks that pass through the host's ring: rows of the embedding are looked up one by one, and experts
+    are read into slots."""
+    return [block for block in blocks[1:] if block.tier == "disk" and not block.held_bytes]
 
 
 def _places(blocks: Sequence[BlockPlacement], ring: Ring, memory: Tensor) -> dict[str, Tensor]:

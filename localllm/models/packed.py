@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import xxhash
@@ -27,10 +27,11 @@ from localllm.layers.config import MLPConfig, MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.fields import show
-from localllm.models.layout import BlockLayout, block_layouts
+from localllm.models.layout import CHECKSUM_BYTES, EXPERTS, BlockLayout, block_layouts
 from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile, read_index, read_tensor
-from localllm.offload.streaming.disk_read import READERS, FileRead, cached_share
+from localllm.offload.streaming.disk_read import READERS, FileRead, cached_share, read_into
 from localllm.offload.streaming.disk_stream import StreamedFile
+from localllm.offload.streaming.expert_pool import ExpertFile
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.offload.streaming.page_map import can_map
 from localllm.quant.recipe import Recipe
@@ -241,6 +242,33 @@ class PackedModel:
         weight_format = matrix.format(self._plan.recipe)
         return DiskEmbedding(path, file, matrix.name, weight_format, matrix.in_features, self._plan.command)
 
+    def expert_file(self, layout: BlockLayout) -> ExpertFile:
+        """Return the block's file as a pool reads its experts."""
+        file, experts = self._files[layout.name], layout.experts
+        assert experts is not None
+        return ExpertFile(
+            block=file.name,
+            path=self.directory / file.file_name,
+            begin=file.data_begin + file.tensors[EXPERTS].begin,
+            count=experts.num_experts,
+            check=partial(self._check_record, file),
+            fix=self._plan.command,
+        )
+
+    def shared_tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
+        """Read what all tokens share of a mixture, which lies before its experts. Raises CheckpointError."""
+        file = self._files[layout.name]
+        buffer = host_buffer(file.data_begin + file.tensors[EXPERTS].begin)
+        try:
+            with (self.directory / file.file_name).open("rb", buffering=0) as opened:
+                read_into(opened.fileno(), None, 0, buffer.numpy().data)
+        except (OSError, EOFError) as error:
+            raise self._refusal(file, "cannot be read", str(error)) from None
+        own = file.header(self._checksums[file.name])
+        if buffer[: len(own)].numpy().tobytes() != own:
+            raise self._refusal(file, "is damaged", f"its header is not that of {file.name}")
+        return file.views(buffer, without=EXPERTS)
+
     def small_tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
         """Read the block's norms and biases, which stay where its matrices are streamed. Raises CheckpointError."""
         file = self._files[layout.name]
@@ -253,6 +281,14 @@ class PackedModel:
                 }
         except (OSError, EOFError) as error:
             raise self._refusal(file, "cannot be read", str(error)) from None
+
+    def _check_record(self, file: PackedFile, index: int, content: memoryview) -> None:
+        """Raises CheckpointError where an expert's bytes are not those that its own checksum means."""
+        digest = xxhash.xxh3_128_digest(content[:-CHECKSUM_BYTES])
+        if digest != content[-CHECKSUM_BYTES:]:
+            stored = bytes(content[-CHECKSUM_BYTES:]).hex()
+            why = f"the checksum of expert {index} is {digest.hex()}, {stored} is stored behind it"
+            raise self._refusal(file, "is damaged", why)
 
     def _begin(self, file: PackedFile) -> tuple[Tensor, FileRead]:
         buffer = host_buffer(file.file_bytes)

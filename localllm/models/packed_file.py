@@ -92,12 +92,14 @@ class PackedFile:
         length = self.data_begin - _LENGTH_BYTES
         return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
 
-    def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the tensors in the bytes of a whole file, uint8 [file_bytes]: nothing is copied."""
+    def views(self, buffer: Tensor, without: str = "") -> dict[str, Tensor]:
+        """Return the tensors in the bytes of a whole file, uint8 [file_bytes], or of its beginning, where the last one
+        is left out: nothing is copied."""
         data = buffer[self.data_begin :]
         return {
             name: data[placed.begin : placed.end].view(placed.spec.torch_dtype).view(placed.spec.shape)
             for name, placed in self.tensors.items()
+            if name != without
         }
 
     def checksum_of(self, path: Path) -> str | None:

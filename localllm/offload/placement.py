@@ -18,6 +18,16 @@ GRAPH_ROOMS = 8
 # Of the blocks that rest on a device, so many move at once; fewer would be asked for again at the next step.
 _SHARE = 8
 _LEAST = 3  # two of them have room in the ring that they pass through from then on
+LEAST_SLOTS = 2  # of each mixture, on average: with a few layers that is fewer than a token needs, which come in turn
+
+
+@dataclass(frozen=True)
+class ExpertSlots:
+    """The experts of a block, each of `num_bytes`: `slots` of the `count` have room in memory at a time."""
+
+    count: int
+    num_bytes: int
+    slots: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class BlockPlacement:
     """A block, where its bytes rest between two steps, and who computes it in a step of a few tokens.
 
     split: both compute it, side by side; of its bytes in RAM the device has a copy of `device_bytes`.
+    experts: of a mixture. Where that is on the disk, what all tokens share of it is in memory nevertheless.
     """
 
     name: str
@@ -32,6 +43,14 @@ class BlockPlacement:
     tier: Tier
     exec: Literal["cpu", "gpu", "split"]
     device_bytes: int = 0
+    experts: ExpertSlots | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of a mixture on the disk that are in memory: what all tokens share, and slots for its experts."""
+        if self.experts is None or self.tier != "disk":
+            return 0
+        return self.num_bytes - (self.experts.count - self.experts.slots) * self.experts.num_bytes
 
 
 def demoted(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> list[BlockPlacement] | None:
@@ -53,6 +72,8 @@ def _in_turn(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> Ite
         yield {block.name for block in layers if block.exec == "split"}
     elif not is_tied:  # a token needs a row of it
         yield {embed.name} if embed.tier == tier else set()
+    if tier == "ram":  # fewer experts at a time, in all blocks alike
+        yield {block.name for block in layers if block.experts and block.held_bytes and _halved(block.experts)}
     there = [block for block in layers if block.tier == tier]
     for some in ([block for block in there if block.name.endswith("mlp")], there):
         yield {block.name for block in some[-max(_LEAST, len(some) // _SHARE) :]}
@@ -60,7 +81,15 @@ def _in_turn(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> Ite
         yield {block.name for block in ((embed, head) if is_tied else (head,)) if block.tier == tier}
 
 
+def _halved(experts: ExpertSlots) -> ExpertSlots | None:
+    """Return the experts with half as many slots; None where they have as few as can be."""
+    slots = experts.slots // 2
+    return replace(experts, slots=slots) if slots >= LEAST_SLOTS else None
+
+
 def _down(block: BlockPlacement, tier: Tier) -> BlockPlacement:
+    if tier == "ram" and block.experts is not None and block.exec == "cpu":
+        return replace(block, tier="disk", experts=_halved(block.experts) or block.experts)
     if tier == "ram":
         return replace(block, tier="disk", exec="cpu" if block.exec == "cpu" else "gpu", device_bytes=0)
     stays = block.exec == "split" or block.name in ("embed", "head")

@@ -170,9 +170,8 @@ class CardPlacements:
 
     @cached_property
     def _block_bytes(self) -> tuple[int, int]:
-        """The sizes of an attention block and of an MLP."""
-        attention, mlp = self.shape.blocks[:2]
-        return attention.num_bytes, mlp.num_bytes
+        """The sizes of the largest attention block and of the largest MLP: where layers differ, more is free."""
+        return tuple(max(block.num_bytes for block in self.shape.blocks[kind::2]) for kind in (0, 1))  # type: ignore[return-value]
 
     def _fastest(self, amount: _Amount) -> tuple[float, _Choice] | None:
         """Return the choice that makes a step the shortest, and how long that is."""

@@ -35,6 +35,8 @@ class Work:
     passing_bytes: copied in a forward of many tokens.
     hops: how often the host computes between two blocks of the device.
     kv_share: of the layers, those whose attention the device computes.
+    missed_bytes: of the experts of one token, those that are not in memory.
+    absent_bytes: of all experts that are not in memory; a prompt reads them once.
     """
 
     host_bytes: int
@@ -46,6 +48,8 @@ class Work:
     passing_bytes: int = 0
     hops: int = 0
     kv_share: float = 0.0
+    missed_bytes: int = 0
+    absent_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,14 @@ class Costs:
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Return the seconds of a step of `rows` sequences, each with `depth` tokens behind it."""
-        return max(self._serial_s("step", depth, rows), self._link_s("step"), self._disk_s("step"))
+        serial_s, disk_s = self._serial_s("step", depth, rows), self._disk_s("step", rows)
+        if self.work.missed_bytes:  # read while the other experts of the same block are computed, and no longer before
+            beside_s = serial_s * self._expert_share(rows)
+            return serial_s - beside_s + max(beside_s, disk_s)
+        return max(serial_s, self._link_s("step"), disk_s)
 
     def fast_s(self, num_bytes: int) -> float:
-        """Return the seconds of a step of one token of a model of so many bytes, all in the fastest memory."""
+        """Return the seconds of a step of one token of a dense model of so many bytes, all in the fastest memory."""
         if self.card is None:
             seconds = num_bytes / self.rates.matrix_gbs / 1e9 + STEP_S
         else:
@@ -82,7 +90,7 @@ class Costs:
 
     def bound_by(self, rows: int = 1) -> Bound:
         """Return what such a step waits for."""
-        beside: dict[Bound, float] = {"link": self._link_s("step"), "disk": self._disk_s("step")}
+        beside: dict[Bound, float] = {"link": self._link_s("step"), "disk": self._disk_s("step", rows)}
         slowest = max(beside, key=lambda bound: beside[bound])
         if beside[slowest] > self._serial_s("step", 0, rows):
             return slowest
@@ -158,7 +166,7 @@ class Costs:
         flops_per_byte = shape.block_flops / shape.block_bytes
         if self.card is None:  # the host has all of it, the head as well
             flops_per_byte = (shape.block_flops + head.flops) / (shape.block_bytes + head.num_bytes)
-        return num_bytes * max(1 / matrix_gbs, rows * flops_per_byte / compute_gops) / 1e9
+        return num_bytes * max(shape.read_share(rows) / matrix_gbs, rows * flops_per_byte / compute_gops) / 1e9
 
     def _link_s(self, phase: _Phase) -> float:
         """Return the seconds of copies to the device. The host's memory feeds the link and the host's cores."""
@@ -174,7 +182,17 @@ class Costs:
         link_s = 0.0 if self.card is None else self.work.passing_bytes / self.card.link_gbs / 1e9
         return {"link": link_s * self.corrections.of(self._term("prompt", "link")), "disk": self._disk_s("prompt")}
 
-    def _disk_s(self, phase: _Phase) -> float:
+    def _expert_share(self, rows: int) -> float:
+        """Return the share of what such a step reads that is experts."""
+        shape = self.shape
+        read_bytes = shape.read_share(rows) * (shape.block_bytes + shape.lm_head.num_bytes)
+        return shape.active_expert_bytes * shape.expert_growth(rows) / read_bytes
+
+    def _disk_s(self, phase: _Phase, rows: int = 1) -> float:
         """Return the seconds of reading. What the page cache holds is computed in place."""
-        seconds = self.work.disk_bytes / self.rates.disk_gbs / 1e9 + RUN_S * self.work.disk_runs
+        work = self.work
+        experts = work.absent_bytes
+        if phase == "step" and work.missed_bytes:
+            experts = min(experts, int(work.missed_bytes * self.shape.expert_growth(rows)))
+        seconds = (work.disk_bytes + experts) / self.rates.disk_gbs / 1e9 + RUN_S * work.disk_runs
         return seconds * (1 - self.rates.cached_share) * self.corrections.of(self._term(phase, "disk"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from localllm.offload.placement import NEVER, BlockPlacement
+from localllm.offload.placement import LEAST_SLOTS, NEVER, BlockPlacement, ExpertSlots, Tier
 from localllm.offload.planner.costs import PASS_TOKENS, Costs, Work
 from localllm.offload.planner.fit_errors import amount, parts
 from localllm.offload.planner.machine import Machine
@@ -48,12 +49,45 @@ class HostPlacements:
             if self.shape.streamable_bytes <= self._free(owners):
                 whole = self._choice({block.name for block in self._streamable})
                 return self._plan(ctx, sequences, kv_tokens, (rows, rows), owners, whole)
+        if self.shape.mixtures:
+            return self._with_slots(ctx, sequences, kv_tokens)
         for rows, most_tokens in self._chunks():
             pass_tokens = min(most_tokens, max(kv_tokens, rows))
             owners = self._owners(kv_tokens, sequences, rows, pass_tokens, stores_embedding=True)
             if (choice := self._streaming_least(self._free(owners))) is not None:
                 return self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, choice)
         return None
+
+    def _with_slots(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
+        """Return the placement in which experts come from the disk into slots, as many as there is memory for."""
+        for rows in self.shape.batch_rows:
+            owners = self._owners(kv_tokens, sequences, rows, 0, stores_embedding=True)
+            slots = self._slots(self._free(owners))
+            if sum(slots.values()) >= self._least_slots:
+                whole = self._choice({block.name for block in self._streamable})
+                return self._plan(ctx, sequences, kv_tokens, (rows, rows), owners, whole, slots)
+        return None
+
+    @property
+    def _least_slots(self) -> int:
+        """The fewest slots: for the experts of a token in each block, or of two tokens where blocks are few."""
+        active = [experts.active for _, experts in self.shape.mixtures]
+        return max(len(active) * LEAST_SLOTS, 2 * max(active))
+
+    def _slots(self, free_bytes: int) -> dict[str, int]:
+        """Return how many slots the experts of each block have in the memory that all else leaves."""
+        shape = self.shape
+        free_bytes -= shape.streamable_bytes - shape.expert_bytes
+        share = free_bytes / shape.expert_bytes
+        return {block.name: max(0, int(experts.count * share)) for block, experts in shape.mixtures}
+
+    def _missed_bytes(self, slots: Mapping[str, int]) -> int:
+        """Return the bytes of the experts of one token that are not in memory, as a rule."""
+        curve = self.shape.hit_curve
+        return sum(
+            int(experts.active * experts.num_bytes * (1 - curve.hits(slots[block.name] / experts.count)))
+            for block, experts in self.shape.mixtures
+        )
 
     def least_bytes(self, ctx: int) -> int:
         """Return the least memory in which the model runs with this context, packed in it first."""
@@ -71,19 +105,30 @@ class HostPlacements:
     def reason(self, ctx: int, *, of_vram: bool = False) -> str:
         """Return what the least memory is needed for."""
         assert not of_vram
-        largest = max(self._streamable, key=lambda block: block.num_bytes)
         owners = self._least_owners(ctx)
+        if self.shape.mixtures:
+            blocks, how = "what every token reads, and a few experts", "where experts are read from the disk"
+        else:
+            largest = max(self._streamable, key=lambda block: block.num_bytes)
+            blocks = f"blocks on their way (the largest block, {largest.name}: {amount(largest.num_bytes)})"
+            how = "where all blocks are streamed from the disk"
         named = {
             "the program": owners["program"],
             f"{ctx} tokens of context": owners["kv"],
             "what is being computed": owners["activations"],
             "the embedding": owners["embedding"],
-            f"blocks on their way (the largest block, {largest.name}: {amount(largest.num_bytes)})": owners["blocks"],
+            blocks: owners["blocks"],
         }
-        return f"even where all blocks are streamed from the disk: {parts(named)}"
+        return f"even {how}: {parts(named)}"
 
     def _least_owners(self, ctx: int) -> dict[str, int]:
         owners = self._owners(ctx, 1, self.shape.batch_rows[-1], 0, stores_embedding=True)
+        if self.shape.mixtures:
+            record_bytes = max(experts.num_bytes for _, experts in self.shape.mixtures)
+            shared_bytes = self.shape.streamable_bytes - self.shape.expert_bytes
+            # Each block's share of the slots is rounded down.
+            least = (self._least_slots + len(self.shape.mixtures)) * record_bytes
+            return {**owners, "blocks": min(shared_bytes + least, self.shape.streamable_bytes)}
         # A block that stays takes more than it saves in the ring, but where it is the last of its kind or the head.
         kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))
         needed_bytes = []
@@ -156,16 +201,29 @@ class HostPlacements:
         chunk: tuple[int, int],
         owners: Mapping[str, int],
         choice: _Choice,
+        slots: Mapping[str, int] = MappingProxyType({}),
     ) -> Plan:
-        """chunk: as `_chunks` returns it."""
+        """chunk: as `_chunks` returns it. slots: of the experts of each block that come from the disk."""
         shape, machine, (rows, pass_tokens) = self.shape, self.machine, chunk
-        embed_tier, embed = "ram" if owners["embedding"] else "disk", shape.embed
-        tiers = [(embed, embed_tier), *((b, "ram" if b.name in choice.resident else "disk") for b in self._streamable)]
-        placed = tuple(BlockPlacement(block.name, block.num_bytes, tier, "cpu") for block, tier in tiers)  # type: ignore[arg-type]
-        resident_bytes = sum(block.num_bytes for block in placed if block.tier == "ram")
-        ram = {**owners, "weights": resident_bytes, "staging": choice.ring_bytes}
+        embed = _placed(shape.embed, "ram" if owners["embedding"] else "disk")
+        on_disk = {*slots, *(block.name for block in choice.streamed)}
+        placed = (
+            embed,
+            *(_placed(b, "disk" if b.name in on_disk else "ram", slots.get(b.name)) for b in self._streamable),
+        )
+        pool_bytes = sum(slots[block.name] * experts.num_bytes for block, experts in shape.mixtures if slots)
+        held_bytes = sum(block.held_bytes for block in placed) - pool_bytes
+        resident_bytes = sum(block.num_bytes for block in placed if block.tier == "ram") + held_bytes
+        ram = {**owners, "weights": resident_bytes, "experts": pool_bytes, "staging": choice.ring_bytes}
         del ram["embedding"]
-        work = Work(shape.block_bytes + shape.lm_head.num_bytes, choice.streamed_bytes, len(choice.streamed))
+        absent_bytes = shape.expert_bytes - pool_bytes if slots else 0
+        work = Work(
+            shape.block_bytes + shape.lm_head.num_bytes,
+            choice.streamed_bytes,
+            len(choice.streamed),
+            missed_bytes=self._missed_bytes(slots) if slots else 0,
+            absent_bytes=absent_bytes,
+        )
         return Plan(
             shape=shape,
             ctx=ctx,
@@ -178,12 +236,25 @@ class HostPlacements:
             many_rows=NEVER,
             ledger={
                 "ram": {owner: count for owner, count in ram.items() if count},
-                "disk": {"weights": choice.streamed_bytes, "embedding": embed.num_bytes - owners["embedding"]},
+                "disk": {
+                    "weights": choice.streamed_bytes,
+                    "experts": absent_bytes,
+                    "embedding": embed.num_bytes - owners["embedding"],
+                },
             },
             limits={"ram": machine.memory.ram_bytes},
             prompt_tokens=max(1, min(PROMPT_TOKENS, ctx // 2)),
             costs=Costs(shape, machine.rates, None, work, pass_tokens, machine.corrections),
         )
+
+
+def _placed(block: BlockShape, tier: Tier, slots: int | None = None) -> BlockPlacement:
+    """slots: of its experts, None for all of them."""
+    experts = None
+    if block.experts is not None:
+        count = block.experts.count
+        experts = ExpertSlots(count, block.experts.num_bytes, count if slots is None else slots)
+    return BlockPlacement(block.name, block.num_bytes, tier, "cpu", experts=experts)
 
 
 def _spread(blocks: tuple[BlockShape, ...], count: int) -> set[str]:

@@ -5,6 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from localllm.offload.planner.hit_curve import USUAL, HitCurve
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The experts of one block. num_bytes: of one of them. active: how many a token is computed by."""
+
+    count: int
+    active: int
+    num_bytes: int
+
+    def expected(self, tokens: int) -> float:
+        """Return how many different ones so many tokens are computed by, if each chose at random."""
+        return self.count * (1 - (1 - self.active / self.count) ** tokens)
+
 
 @dataclass(frozen=True)
 class BlockShape:
@@ -13,6 +28,18 @@ class BlockShape:
     name: str
     num_bytes: int
     flops: int
+    experts: ExpertShape | None = None
+
+    @property
+    def shared_bytes(self) -> int:
+        """The bytes that every token reads."""
+        return self.num_bytes - (0 if self.experts is None else self.experts.count * self.experts.num_bytes)
+
+    def read_bytes(self, tokens: int) -> float:
+        """Return the bytes that a step of so many tokens reads."""
+        if self.experts is None:
+            return self.num_bytes
+        return self.shared_bytes + self.experts.expected(tokens) * self.experts.num_bytes
 
 
 @dataclass(frozen=True)
@@ -51,6 +78,7 @@ class ModelShape:
     packing: Packing | None = None
     draft_bytes: int = 0  # of a draft model, all of it where this one is computed fastest
     draft_blocks: int = 0
+    hit_curve: HitCurve = USUAL  # of experts that come from the disk
     section_bytes: int = 0  # of one row: the partial result of each program of a GPU's attention
 
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
@@ -73,6 +101,39 @@ class ModelShape:
     @cached_property
     def block_flops(self) -> int:
         return sum(block.flops for block in self.blocks)
+
+    @cached_property
+    def mixtures(self) -> tuple[tuple[BlockShape, ExpertShape], ...]:
+        """The blocks that have experts."""
+        return tuple((block, block.experts) for block in self.blocks if block.experts is not None)
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """The bytes of all experts."""
+        return sum(experts.count * experts.num_bytes for _, experts in self.mixtures)
+
+    @cached_property
+    def active_expert_bytes(self) -> int:
+        """The bytes of the experts of one token."""
+        return sum(experts.active * experts.num_bytes for _, experts in self.mixtures)
+
+    def read_share(self, tokens: int) -> float:
+        """Return the share that a step of so many tokens reads of the bytes of all blocks and the head's matrix."""
+        if not self.mixtures:
+            return 1.0
+        if tokens not in self._read_shares:
+            skipped = sum(block.num_bytes - block.read_bytes(tokens) for block, _ in self.mixtures)
+            self._read_shares[tokens] = 1 - skipped / (self.block_bytes + self.lm_head.num_bytes)
+        return self._read_shares[tokens]
+
+    def expert_growth(self, tokens: int) -> float:
+        """Return how many times as many experts a step of so many tokens is computed by as one of a single token."""
+        active = sum(experts.active for _, experts in self.mixtures)
+        return sum(experts.expected(tokens) for _, experts in self.mixtures) / max(1, active)
+
+    @cached_property
+    def _read_shares(self) -> dict[int, float]:
+        return {}
 
     @property
     def streamable_bytes(self) -> int:

@@ -85,8 +85,8 @@ class Plan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes read from the disk at every step."""
-        return self.ledger["disk"]["weights"]
+        """Bytes read from the disk at every step, as a rule where experts are."""
+        return self.ledger["disk"]["weights"] + self.costs.work.missed_bytes
 
     def total_bytes(self, tier: Tier) -> int:
         return sum(self.ledger.get(tier, {}).values())

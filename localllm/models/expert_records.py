@@ -1,0 +1,90 @@
+"""Experts of a mixture as records: all of a block in memory, or those of them that a pool has brought from the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.layers.config import MLPConfig
+from localllm.layers.linear import Linear
+from localllm.layers.mlp import MLP
+from localllm.models.layout import Experts, Matrix, Record
+from localllm.offload.streaming.expert_pool import ExpertPool
+from localllm.quant.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RecordForm:
+    """What a record means. matrices: of any expert of the block. dtype: of activations."""
+
+    record: Record
+    matrices: tuple[Matrix, ...]
+    config: MLPConfig
+    recipe: Recipe
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, experts: Experts, recipe: Recipe, dtype: torch.dtype) -> RecordForm:
+        return cls(experts.record(recipe), experts.matrices(0), experts.config, recipe, dtype)
+
+    def mlp(self, content: Tensor) -> MLP:
+        """Return the expert whose record this is, uint8 [bytes]: nothing is copied."""
+        tensors = {
+            name: content[placed.begin : placed.end].view(placed.spec.torch_dtype).view(placed.spec.shape)
+            for name, placed in self.record.tensors.items()
+        }
+        gate_up, down = (new_linear(matrix, tensors, self.recipe, self.dtype) for matrix in self.matrices)
+        return MLP(gate_up, down, self.config.activation)
+
+
+@dataclass(frozen=True)
+class ExpertRecords:
+    """All experts of a block, one behind the other. memory: uint8 [experts, bytes of a record]."""
+
+    memory: Tensor
+    form: RecordForm
+
+    @property
+    def record_bytes(self) -> int:
+        return self.form.record.num_bytes
+
+    @property
+    def table(self) -> Tensor:
+        """The address of each record, int64 [experts]."""
+        return self.memory.data_ptr() + torch.arange(len(self.memory)) * self.record_bytes
+
+    def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
+        yield [(index, self.form.mlp(self.memory[index])) for index in experts]
+
+
+@dataclass(frozen=True)
+class PooledExperts:
+    """The experts of a block that rest on the disk, and are computed with in the slots of a pool."""
+
+    pool: ExpertPool
+    block: str
+    form: RecordForm
+
+    @property
+    def record_bytes(self) -> int:
+        return self.form.record.num_bytes
+
+    @property
+    def table(self) -> Tensor:
+        """The address of each record that is in a slot, int64 [experts]: the pool keeps it true."""
+        return self.pool.table(self.block)
+
+    def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
+        for group in self.pool.held(self.block, experts):
+            yield [(index, self.form.mlp(self.pool.record(self.block, index))) for index in group]
+
+
+def new_linear(matrix: Matrix, tensors: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Linear:
+    """Return a matrix of its tensors. dtype: of its bias, which follows that of activations."""
+    weight_format = matrix.format(recipe)
+    own = {name: tensors[f"{matrix.name}.{name}"] for name in weight_format.specs(1, 1)}
+    bias = tensors[f"{matrix.name}.linear_bias"].to(dtype) if matrix.has_bias else None
+    return Linear(weight_format, own, matrix.out_features, matrix.in_features, bias)
