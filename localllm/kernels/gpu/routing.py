@@ -1,0 +1,230 @@
+"""Which experts of a mixture compute a token, on a GPU: the logits of its router, then the choice; two launches.
+
+A logit is a sum in fp32 that lanes of columns share, added up in pairs at the end: in an order of the router alone, so
+that a token has the same experts and weights whatever tokens are beside it. One warp chooses for a token. Equal scores
+give the first expert. A logit that is no number makes all weights of its token so: nothing hides it; the experts are
+such as there are, whatever happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous
+from localllm.kernels.router import RouterConfig
+
+_HALVINGS = 7  # of the lanes of a sum, four columns a thread of a warp
+_LOWEST = tl.constexpr(-9223372036854775807)  # below the key of any score
+
+
+@dataclass(frozen=True)
+class Routes:
+    """logits fp32 [T, E]; experts int32 and weights fp32 [T, top_k], best first."""
+
+    logits: Tensor
+    experts: Tensor
+    weights: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, router: RouterConfig, device: torch.device) -> Routes:
+        return cls(
+            torch.empty((rows, router.num_experts), device=device),
+            torch.empty((rows, router.top_k), dtype=torch.int32, device=device),
+            torch.empty((rows, router.top_k), device=device),
+        )
+
+
+@dataclass(frozen=True)
+class RouterWeights:
+    """weight [E, hidden] and bias [E], which makes logits, of any float type; correction fp32 [E], which only chooses;
+    norm fp32 [hidden]: of the block's input, with its eps, where that is not done before."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    correction: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@triton.jit
+def _lanes_added(sums, A: tl.constexpr, B: tl.constexpr, HALVINGS: tl.constexpr):
+    """[A, B, 2 ** HALVINGS] -> [A, B]: neighbours are added, then neighbours of those. A sum of two has no order."""
+    for i in tl.static_range(HALVINGS):
+        sums = tl.sum(tl.reshape(sums, (A, B, 1 << (HALVINGS - 1 - i), 2)), axis=3)
+    return tl.reshape(sums, (A, B))
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "logit_stride"])
+def _logits(
+    x, norm, router, bias, logits, rows, experts, features, x_stride, logit_stride, eps,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, HALVINGS: tl.constexpr, UNROLL: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    LANES: tl.constexpr = 1 << HALVINGS
+    after_previous(OVERLAPS)
+    m, e = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    row, expert = x + m.to(tl.int64)[:, None] * x_stride, router + e.to(tl.int64)[:, None] * features
+    is_row, is_expert = (m < rows)[:, None], (e < experts)[:, None]
+    sums, squares = tl.zeros((ROWS, EXPERTS, LANES), tl.float32), tl.zeros((ROWS, 1, LANES), tl.float32)
+    for begin in tl.range(0, features, LANES, loop_unroll_factor=UNROLL):
+        column = begin + tl.arange(0, LANES)[None, :]
+        is_column = column < features
+        values = tl.load(row + column, mask=is_row & is_column, other=0).to(tl.float32)
+        weights = tl.load(expert + column, mask=is_expert & is_column, other=0).to(tl.float32)[None, :, :]
+        if norm is not None:
+            squares = tl.fma(values[:, None, :], values[:, None, :], squares)
+            values = values * tl.load(norm + column, mask=is_column, other=0)
+        values = tl.broadcast_to(values[:, None, :], sums.shape)
+        sums = tl.fma(values, tl.broadcast_to(weights, sums.shape), sums)
+    out = _lanes_added(sums, ROWS, EXPERTS, HALVINGS)
+    if norm is not None:
+        mean_square = _lanes_added(squares, ROWS, 1, HALVINGS) / features
+        out = out * (1 / tl.sqrt(mean_square + eps))
+    if bias is not None:
+        out = out + tl.load(bias + e, mask=e < experts, other=0).to(tl.float32)[None, :]
+    into = logits + m.to(tl.int64)[:, None] * logit_stride + e[None, :]
+    tl.store(into, out, mask=is_row & (e < experts)[None, :])
+
+
+@triton.jit
+def _key(score, index):
+    """int64, larger for a larger score, and for the first of equal ones. What is no number comes last."""
+    bits = tl.where(score == score, score, float("-inf")).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _score_of(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _index_of(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _within_groups(choice, group, member, is_expert, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """Zeros for the experts of groups that are not among those of which the two best scores have the largest sums."""
+    key = tl.where(is_expert, _key(choice, member), _LOWEST)
+    best = tl.max(key, axis=1)[:, None]
+    second = tl.max(tl.where(key == best, _LOWEST, key), axis=1)[:, None]
+    left = tl.where(group < GROUPS, _key(_score_of(best) + _score_of(second), group), _LOWEST)
+    is_kept = left < _LOWEST
+    for _ in range(TOP_GROUPS):
+        largest = left == tl.max(left, axis=0)[None, :]
+        is_kept = is_kept | largest
+        left = tl.where(largest, _LOWEST, left)
+    return tl.where(is_kept, choice, 0.0)
+
+
+@triton.jit
+def _scored(logit, peak, total, SCORES: tl.constexpr):
+    if SCORES == "softmax":
+        return tl.exp(logit - peak) / total
+    if SCORES == "sigmoid":
+        return 1 / (1 + tl.exp(-logit))
+    return logit
+
+
+@triton.jit
+def _weighed(logit, peak, total, sum_epsilon, sum_floor, is_slot, SCORES: tl.constexpr, NORMALIZES: tl.constexpr):
+    """The weights of the experts with these logits, [SLOTS]."""
+    if SCORES == "chosen":
+        share = tl.exp(logit - tl.max(logit, axis=0))
+        return share / tl.sum(share, axis=0)
+    weight = tl.where(is_slot, _scored(logit, peak, total, SCORES), 0.0)
+    if NORMALIZES:
+        weight = weight / tl.maximum(tl.sum(weight, axis=0) + sum_epsilon, sum_floor)
+    return weight
+
+
+@triton.jit(do_not_specialize=["experts_each", "logit_stride"])
+def _choose(
+    logits, correction, experts, weights, experts_each, logit_stride, sum_epsilon, sum_floor, factor, jitter,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, MEMBERS: tl.constexpr,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, SCORES: tl.constexpr, NORMALIZES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """experts_each: of a group. GROUP_BLOCK, MEMBERS, SLOTS: the powers of two that hold the groups, theirs, TOP_K."""
+    after_previous(OVERLAPS)
+    logits += tl.program_id(0).to(tl.int64) * logit_stride
+    group, member = tl.arange(0, GROUP_BLOCK)[:, None], tl.arange(0, MEMBERS)[None, :]
+    expert, is_expert = group * experts_each + member, (group < GROUPS) & (member < experts_each)
+    values = tl.load(logits + expert, mask=is_expert, other=float("-inf"))
+    not_a_number = tl.sum(tl.sum(tl.where(is_expert, values * 0.0, 0.0), axis=1), axis=0)
+    peak = tl.max(tl.max(values, axis=1), axis=0)
+    total = tl.sum(tl.sum(tl.where(is_expert, tl.exp(values - peak), 0.0), axis=1), axis=0)
+    choice = _scored(values, peak, total, SCORES)
+    if correction is not None:
+        choice = choice + tl.load(correction + expert, mask=is_expert, other=0)
+    if TOP_GROUPS < GROUPS:
+        choice = _within_groups(choice, group, member, is_expert, GROUPS, TOP_GROUPS)
+    left, slot = tl.where(is_expert, _key(choice, expert), _LOWEST), tl.arange(0, SLOTS)
+    chosen, weight = tl.zeros((SLOTS,), tl.int32), tl.zeros((SLOTS,), tl.float32)
+    for k in range(TOP_K):
+        best = tl.max(tl.max(left, axis=1), axis=0)
+        if SCORES == "sparsemixer":  # its share of those that are left, within jitter
+            top = _score_of(best)
+            is_far = (top - values) / tl.maximum(tl.abs(values), top) > 2 * jitter
+            shares = tl.where((left != _LOWEST) & (is_far == 0), tl.exp(values - top), 0.0)
+            weight = tl.where(slot == k, 1 / tl.sum(tl.sum(shares, axis=1), axis=0), weight)
+        chosen = tl.where(slot == k, _index_of(best), chosen)
+        left = tl.where(left == best, _LOWEST, left)
+    is_slot = slot < TOP_K
+    if SCORES != "sparsemixer":
+        logit = tl.load(logits + chosen, mask=is_slot, other=float("-inf"))
+        weight = _weighed(logit, peak, total, sum_epsilon, sum_floor, is_slot, SCORES, NORMALIZES)
+    at = tl.program_id(0).to(tl.int64) * TOP_K + slot
+    tl.store(experts + at, chosen, mask=is_slot)
+    tl.store(weights + at, weight * factor + not_a_number, mask=is_slot)
+
+
+def route(x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes) -> list[KernelLaunch]:
+    """x [T, hidden] of any float type, in rows of any stride: normed, unless there is a norm among the parts. Choose as
+    `reference.route` does."""
+    return [_logits_of(x, router, parts, routes), _choice_of(router, parts, routes)]
+
+
+def _logits_of(x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes) -> KernelLaunch:
+    rows, features = len(x), parts.weight.shape[1]
+    # Estimated: of one row each expert is a warp's, with eight loads of its weights on their way.
+    each, some, unroll = (1, 1, 8) if rows == 1 else (4, 4, 2) if rows <= 16 else (16, 8, 1)
+    return KernelLaunch(
+        _logits,
+        (triton.cdiv(rows, each), triton.cdiv(router.num_experts, some)),
+        {
+            "x": x, "norm": parts.norm, "router": parts.weight, "bias": parts.bias, "logits": routes.logits,
+            "rows": rows, "experts": router.num_experts, "features": features, "x_stride": x.stride(0),
+            "logit_stride": routes.logits.stride(0), "eps": float(parts.eps),
+        },
+        {"ROWS": each, "EXPERTS": some, "HALVINGS": _HALVINGS, "UNROLL": unroll},
+        num_warps=some,
+    )  # fmt: skip
+
+
+def _choice_of(router: RouterConfig, parts: RouterWeights, routes: Routes) -> KernelLaunch:
+    groups = router.groups if router.top_groups < router.groups else 1
+    each = router.num_experts // groups
+    return KernelLaunch(
+        _choose,
+        (len(routes.logits),),
+        {
+            "logits": routes.logits, "correction": parts.correction if router.has_correction else None,
+            "experts": routes.experts, "weights": routes.weights, "experts_each": each,
+            "logit_stride": routes.logits.stride(0), "sum_epsilon": router.sum_epsilon,
+            "sum_floor": router.sum_floor, "factor": router.scale, "jitter": router.jitter,
+        },
+        {
+            "GROUPS": groups, "TOP_GROUPS": min(router.top_groups, groups),
+            "GROUP_BLOCK": triton.next_power_of_2(groups), "MEMBERS": triton.next_power_of_2(each),
+            "TOP_K": router.top_k, "SLOTS": triton.next_power_of_2(router.top_k), "SCORES": router.scores,
+            "NORMALIZES": router.normalizes,
+        },
+        num_warps=1,
+    )  # fmt: skip
