@@ -51,16 +51,16 @@ def parts_of(router: RouterConfig, hidden: int) -> RouterWeights:
     return RouterWeights(torch.randn(E, hidden) * hidden**-0.5, torch.randn(E), correction, torch.rand(hidden), 1e-5)
 
 
-def routed(x: Tensor, router: RouterConfig, parts: RouterWeights) -> Routes:
+def routed(x: Tensor, router: RouterConfig, parts: RouterWeights, positions: Tensor | None = None) -> Routes:
     routes = Routes.empty(len(x), router, x.device)
     routes.experts.fill_(-1)
     for part in (routes.logits, routes.weights):
         part.fill_(torch.nan)
-    run_all(route(x, router, parts, routes))
+    run_all(route(x, router, parts, routes, positions))
     return routes
 
 
-@pytest.mark.parametrize("rows", [1, 3, 19])
+@pytest.mark.parametrize("rows", every_other([1, 3, 19]))
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_token_is_routed_as_the_reference_routes_it(name: str, rows: int) -> None:
     router, x = ROUTERS[name], torch.randn(rows, 300)
@@ -120,14 +120,17 @@ def test_tokens_are_sorted_by_experts_and_cut_into_blocks(tokens, top_k, experts
     torch.manual_seed(seed)
     scores = torch.rand(tokens, experts) + torch.rand(experts) * 2  # some have many, others none
     chosen = scores.topk(top_k, dim=-1).indices.int()
+    chosen[tokens // 2 : tokens // 2 + tokens % 5] = -1  # padding
     table = torch.randint(0, 3, (experts,)) * 16
     rows = ExpertRows.empty(tokens * top_k, experts, each, chosen.device)
     for part in (rows.pairs, rows.blocks):
         part.fill_(-7)
     group_rows(chosen, table, rows).run()
-    assert torch.equal(rows.pairs, chosen.flatten().sort(stable=True).indices.int())
+    num_padded = int((chosen < 0).sum())
+    assert torch.equal(rows.pairs[: chosen.numel() - num_padded], chosen.flatten().sort(stable=True)[1][num_padded:])
     blocks, place = [], 0
-    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=experts).tolist()):
+    for expert in range(experts):
+        count = int((chosen == expert).sum())
         if table[expert] != 0:
             blocks += [[expert, place + first, min(each, count - first)] for first in range(0, count, each)]
         place += count
@@ -314,6 +317,19 @@ def test_the_same_launches_find_an_expert_where_it_has_moved(dispatch: Dispatch)
 
 
 @pytest.mark.parametrize("dispatch", [FEW, MANY])
+def test_for_a_padding_row_no_expert_is_read_and_nothing_is_added(dispatch: Dispatch) -> None:
+    some, x, router = Mixture("int4-g64", 4, 64, 32), torch.randn(3, 64), RouterConfig("softmax", 4, 2)
+    x[2] = torch.nan  # whatever was there before
+    routes = routed(x, router, RouterWeights(torch.randn(4, 64)), torch.tensor([5, 0, -1], dtype=torch.int32))
+    assert routes.experts[2].tolist() == [-1, -1] and routes.experts[:2].min() >= 0
+    there = torch.randn(3, 64)
+    some.table.addresses[[expert for expert in range(4) if expert not in routes.experts]] = 1  # is not read
+    found = some.by(dispatch, x, routes, there)
+    assert torch.equal(found[2], there[2]) and (found[:2] != there[:2]).any(-1).all()
+    assert torch.equal(found[:2], some.by(FEW, x[:2], rows_of(routes, slice(2)), there[:2]))
+
+
+@pytest.mark.parametrize("dispatch", [FEW, MANY])
 def test_a_nan_reaches_every_output_of_its_token_and_no_other(dispatch: Dispatch) -> None:
     some, x, routes = Mixture("int4-g64", 2, 64, 32), torch.randn(4, 64), routes_of(4, 1, 2)
     x[1, 7], routes.weights[2] = torch.nan, torch.nan
@@ -358,7 +374,7 @@ def test_the_check_finds_experts_that_are_a_little_wrong(wrong: str, monkeypatch
         return mixture(dispatch, x, Routes(routes.logits, experts, weights), *rest, **options)
 
     monkeypatch.setattr(check_cases, "mixture", changed)
-    cases = list(check_cases._experts(CPU, 64, 3, TINY))
+    cases = list(check_cases._experts(CPU, 64, 5, TINY))
     assert not all(case.is_right for case in cases)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix, matrix_at, weighted
+from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix, address_of, matrix_at, weighted
 from localllm.kernels.gpu.expert_rows import ExpertRows
 from localllm.kernels.gpu.gemm import ProgramShape, rows_of, slice_sums, store_halves
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
@@ -73,7 +73,7 @@ def _slots_added(
     is_n, total = n < out_features, tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(TOP_K):
         pair = row * TOP_K + slot
-        is_here = tl.load(table + tl.load(experts + pair)) != 0  # else nobody wrote its part
+        is_here = address_of(table, experts + pair, slot < TOP_K) != 0  # else nobody wrote its part
         part = tl.load(parts + pair * part_stride + n, mask=is_n & is_here, other=0)
         total = total + weighted(tl.where(is_here, tl.load(weights + pair), 0.0), part)
     store_finished(total, y + row * y_stride + n, is_n, ADDS)

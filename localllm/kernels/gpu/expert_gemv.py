@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.expert_record import ExpertTable, matrix_at, weighted
+from localllm.kernels.gpu.expert_record import ExpertTable, address_of, matrix_at, weighted
 from localllm.kernels.gpu.gemv import GATED_TILES, added_up, rows_of, slice_sums, store_halves
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
 from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, tiles_of
@@ -36,7 +36,7 @@ def _expert_gates(
     """Half of a program's tiles are those of a gate, for a token and one of its slots."""
     after_previous(OVERLAPS)
     pair = tl.program_id(0)
-    address = tl.load(table + tl.load(experts + pair))
+    address = address_of(table, experts + pair, pair < pairs)
     if address == 0:
         return
     qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, BITS)
@@ -68,7 +68,7 @@ def _experts_mixed(
     after_previous(OVERLAPS)
     slot = tl.arange(0, SLOTS)
     pair, is_slot = tl.program_id(0) * top_k + slot, slot < top_k
-    address = tl.load(table + tl.load(experts + pair, mask=is_slot, other=0), mask=is_slot, other=0)
+    address = address_of(table, experts + pair, is_slot)
     is_here = address != 0
     weight = tl.load(weights + pair, mask=is_here, other=0)
     qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, BITS)

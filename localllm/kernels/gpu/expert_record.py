@@ -52,6 +52,13 @@ class ExpertTable:
 
 
 @triton.jit
+def address_of(table, experts, is_slot):
+    """Of the expert of a slot or of several; 0 where it is not on this device, where there is none, and of nobody."""
+    expert = tl.load(experts, mask=is_slot, other=-1)
+    return tl.load(table + expert, mask=expert >= 0, other=0)
+
+
+@triton.jit
 def matrix_at(address, qweight_at, scale_at, bias_at, WORD: tl.constexpr, BITS: tl.constexpr):
     """Pointers to the codes, as such words, and to the scales and biases, of the record at the address or of several.
     Of INT8, which has no biases, the last may not be used."""

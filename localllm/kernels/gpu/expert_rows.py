@@ -22,8 +22,9 @@ NOBODY = -1  # instead of an expert, of a block beyond the last
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """pairs int32 [pairs]: by their experts, in their own order. blocks int32 [3, most blocks]: the expert of each, its
-    first place among the pairs, and how many follow each other there. each: the most of a block."""
+    """pairs int32 [pairs]: by their experts, in their own order, and room for those of nobody. blocks int32 [3, most
+    blocks]: the expert of each, its first place among the pairs, and how many follow each other there. each: the most
+    of a block."""
 
     pairs: Tensor
     blocks: Tensor
@@ -50,8 +51,8 @@ def _group_rows(
     own, expert, lane = tl.program_id(0), tl.arange(0, EXPERTS), tl.arange(0, BLOCK)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, count, BLOCK):
-        is_pair = first + lane < count
-        counts += tl.histogram(tl.load(experts + first + lane, mask=is_pair, other=0), EXPERTS, mask=is_pair)
+        found = tl.load(experts + first + lane, mask=first + lane < count, other=-1)
+        counts += tl.histogram(tl.maximum(found, 0), EXPERTS, mask=found >= 0)
     address = tl.load(table + expert, mask=expert < num_experts, other=0)
     own_blocks = tl.where(address != 0, (counts + EACH - 1) // EACH, 0)
     before = expert < own
@@ -75,7 +76,7 @@ def _group_rows(
 
 
 def group_rows(experts: Tensor, table: Tensor, rows: ExpertRows) -> KernelLaunch:
-    """experts int32 [T, top_k]. table int64 [E]: experts with an address of 0 have no blocks."""
+    """experts int32 [T, top_k], of nobody below 0. table int64 [E]: experts with an address of 0 have no blocks."""
     return KernelLaunch(
         _group_rows,
         (len(table),),

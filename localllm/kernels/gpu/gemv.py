@@ -61,14 +61,20 @@ def rows_of(tile, TILES: tl.constexpr, SLICES: tl.constexpr):
 
 
 @triton.jit
+def fetch_lines(lines):
+    """Bring what is at these pointers, which no kernel writes, to the second cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _fetch(qweight, tile, tiles, groups, WORDS: tl.constexpr, SLICES: tl.constexpr):
     """Bring what a program reads first of its weights, which no kernel writes, to the second cache."""
     lines: tl.constexpr = SLICES * WORDS // 2  # of 128 bytes, of a tile
     first = qweight + (tl.minimum(tile, tiles - 1).to(tl.int64) * groups * WORDS * 16)[:, None]
     line = first + tl.minimum(tl.arange(0, lines) * 32, groups * WORDS * 16 - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-    )
+    fetch_lines(line)
 
 
 @triton.jit

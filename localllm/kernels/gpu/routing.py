@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localllm.kernels.gpu.gemv import fetch_lines
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.router import RouterConfig
 
@@ -24,7 +25,8 @@ _LOWEST = tl.constexpr(-9223372036854775807)  # below the key of any score
 
 @dataclass(frozen=True)
 class Routes:
-    """logits fp32 [T, E]; experts int32 and weights fp32 [T, top_k], best first."""
+    """logits fp32 [T, E]; experts int32 and weights fp32 [T, top_k], best first. Experts of a padding row are -1: no
+    weights are read for it."""
 
     logits: Tensor
     experts: Tensor
@@ -65,8 +67,11 @@ def _logits(
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, HALVINGS: tl.constexpr, UNROLL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 1 << HALVINGS
-    after_previous(OVERLAPS)
     m, e = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    if OVERLAPS and UNROLL > 1:  # of few rows; 32 columns are a line of the cache, or half of one
+        line = tl.minimum(tl.arange(0, LANES) * 32, features - 1)[None, :]
+        fetch_lines(router + tl.minimum(e, experts - 1).to(tl.int64)[:, None] * features + line)
+    after_previous(OVERLAPS)
     row, expert = x + m.to(tl.int64)[:, None] * x_stride, router + e.to(tl.int64)[:, None] * features
     is_row, is_expert = (m < rows)[:, None], (e < experts)[:, None]
     sums, squares = tl.zeros((ROWS, EXPERTS, LANES), tl.float32), tl.zeros((ROWS, 1, LANES), tl.float32)
@@ -81,11 +86,14 @@ def _logits(
         values = tl.broadcast_to(values[:, None, :], sums.shape)
         sums = tl.fma(values, tl.broadcast_to(weights, sums.shape), sums)
     out = _lanes_added(sums, ROWS, EXPERTS, HALVINGS)
+    base = tl.zeros(out.shape, tl.float32)
+    if bias is not None:
+        base += tl.load(bias + e, mask=e < experts, other=0).to(tl.float32)[None, :]
     if norm is not None:
         mean_square = _lanes_added(squares, ROWS, 1, HALVINGS) / features
-        out = out * (1 / tl.sqrt(mean_square + eps))
-    if bias is not None:
-        out = out + tl.load(bias + e, mask=e < experts, other=0).to(tl.float32)[None, :]
+        out = tl.fma(out, tl.broadcast_to(1 / tl.sqrt(mean_square + eps), out.shape), base)
+    else:
+        out = out + base
     into = logits + m.to(tl.int64)[:, None] * logit_stride + e[None, :]
     tl.store(into, out, mask=is_row & (e < experts)[None, :])
 
@@ -147,7 +155,7 @@ def _weighed(logit, peak, total, sum_epsilon, sum_floor, is_slot, SCORES: tl.con
 
 @triton.jit(do_not_specialize=["experts_each", "logit_stride"])
 def _choose(
-    logits, correction, experts, weights, experts_each, logit_stride, sum_epsilon, sum_floor, factor, jitter,
+    logits, correction, positions, experts, weights, experts_each, logit_stride, sum_epsilon, sum_floor, factor, jitter,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, MEMBERS: tl.constexpr,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, SCORES: tl.constexpr, NORMALIZES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -177,18 +185,22 @@ def _choose(
         chosen = tl.where(slot == k, _index_of(best), chosen)
         left = tl.where(left == best, _LOWEST, left)
     is_slot = slot < TOP_K
+    at = tl.program_id(0).to(tl.int64) * TOP_K + slot
     if SCORES != "sparsemixer":
         logit = tl.load(logits + chosen, mask=is_slot, other=float("-inf"))
         weight = _weighed(logit, peak, total, sum_epsilon, sum_floor, is_slot, SCORES, NORMALIZES)
-    at = tl.program_id(0).to(tl.int64) * TOP_K + slot
+    if positions is not None:
+        chosen = tl.where(tl.load(positions + tl.program_id(0)) < 0, -1, chosen)
     tl.store(experts + at, chosen, mask=is_slot)
     tl.store(weights + at, weight * factor + not_a_number, mask=is_slot)
 
 
-def route(x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes) -> list[KernelLaunch]:
-    """x [T, hidden] of any float type, in rows of any stride: normed, unless there is a norm among the parts. Choose as
-    `reference.route` does."""
-    return [_logits_of(x, router, parts, routes), _choice_of(router, parts, routes)]
+def route(
+    x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes, positions: Tensor | None = None
+) -> list[KernelLaunch]:
+    """x [T, hidden] of any float type, in rows of any stride: normed, unless there is a norm among the parts. positions
+    int32 [T]: as `rope.TokenTables` has them. Choose as `reference.route` does."""
+    return [_logits_of(x, router, parts, routes), _choice_of(router, parts, routes, positions)]
 
 
 def _logits_of(x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes) -> KernelLaunch:
@@ -208,7 +220,7 @@ def _logits_of(x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Ro
     )  # fmt: skip
 
 
-def _choice_of(router: RouterConfig, parts: RouterWeights, routes: Routes) -> KernelLaunch:
+def _choice_of(router: RouterConfig, parts: RouterWeights, routes: Routes, positions: Tensor | None) -> KernelLaunch:
     groups = router.groups if router.top_groups < router.groups else 1
     each = router.num_experts // groups
     return KernelLaunch(
@@ -216,7 +228,7 @@ def _choice_of(router: RouterConfig, parts: RouterWeights, routes: Routes) -> Ke
         (len(routes.logits),),
         {
             "logits": routes.logits, "correction": parts.correction if router.has_correction else None,
-            "experts": routes.experts, "weights": routes.weights, "experts_each": each,
+            "positions": positions, "experts": routes.experts, "weights": routes.weights, "experts_each": each,
             "logit_stride": routes.logits.stride(0), "sum_epsilon": router.sum_epsilon,
             "sum_floor": router.sum_floor, "factor": router.scale, "jitter": router.jitter,
         },
