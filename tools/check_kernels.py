@@ -113,7 +113,8 @@ def routers(some: Iterable[RouterConfig], rows: tuple[int, ...] = (1, 4, 512)) -
         E = router.num_experts
         parts = RouterWeights(_empty((E, _HIDDEN)), None, _empty((E,)), _empty((_HIDDEN,)), 1e-5)
         routes = Routes.empty(count, router, _HOST)
-        yield from routing.route(_empty((count, _HIDDEN)), router, parts, routes)
+        for codes in (None, Codes.empty(count, _HIDDEN, INT8_GROUP, _HOST)):
+            yield from routing.route(_empty((count, _HIDDEN)), router, parts, routes, codes=codes)
 
 
 def experts(

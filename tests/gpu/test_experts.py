@@ -56,7 +56,7 @@ def routed(x: Tensor, router: RouterConfig, parts: RouterWeights, positions: Ten
     routes.experts.fill_(-1)
     for part in (routes.logits, routes.weights):
         part.fill_(torch.nan)
-    run_all(route(x, router, parts, routes, positions))
+    run_all(route(x, router, parts, routes, positions=positions))
     return routes
 
 
@@ -80,6 +80,21 @@ def test_an_input_in_bf16_that_was_normed_is_routed_too() -> None:
     weight = torch.randn(8, 70).bfloat16()
     found = routed(x, router, RouterWeights(weight))
     torch.testing.assert_close(found.logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("group", "bits"), [(64, 4), (64, 8), (128, 4)])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_the_codes_for_the_experts_are_made_beside_the_choice(group: int, bits: int, has_norm: bool) -> None:
+    router, x = ROUTERS["mixtral"], torch.randn(3, 300)
+    parts = parts_of(router, 300)
+    if not has_norm:
+        parts = replace(parts, norm=None)
+    found, right = (Codes.empty(3, -(-300 // group) * group, group, CPU, bits) for _ in range(2))
+    to_codes(x, right, 300, weight=parts.norm, eps=parts.eps).run()
+    routes, alone = Routes.empty(3, router, CPU), routed(x, router, parts)
+    run_all(route(x, router, parts, routes, codes=found))
+    assert all(torch.equal(getattr(found, part), getattr(right, part)) for part in ("q", "scale", "bias"))
+    assert torch.equal(routes.experts, alone.experts) and torch.equal(routes.weights, alone.weights)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-v3"])
@@ -343,13 +358,23 @@ def test_few_tokens_and_tokens_that_share_no_expert_are_for_dot_products_of_byte
     assert not is_few(dispatch, 5, 10, 8) and not is_few(dispatch, 17, 136, 128)
 
 
+@pytest.mark.parametrize(("rows", "count"), [(1, 4), (4, 4), (20, 6)])
+def test_a_block_of_experts_is_a_few_launches(rows: int, count: int) -> None:
+    """The choice, the experts' input beside it, and the experts."""
+    some, x, router = Mixture("int4-g64", 4, 64, 32), torch.randn(rows, 64), RouterConfig("softmax", 4, 2)
+    routes, codes, y = Routes.empty(rows, router, CPU), some.codes(x), torch.empty(rows, 64)
+    launches = route(x, router, RouterWeights(torch.randn(4, 64)), routes, codes=codes)
+    launches += mixture(Dispatch(64, gemv_rows=4), codes, routes, some.table, y, adds=False)
+    assert len(launches) == count
+
+
 def test_a_place_that_no_load_of_128_bits_can_read_is_refused() -> None:
     matrix = Mixture("int8", 1, 64, 32).matrices[0][0]
     with pytest.raises(AssertionError, match="128 bits"):
         RecordMatrix(matrix, 0, 24)
 
 
-TINY = check_cases.CheckSizes(20, 100, (1, 3), (64,), (), ("silu",), (RouterConfig("softmax", 9, 2),))
+TINY = check_cases.CheckSizes(20, 64, (1, 2), (64,), (), ("silu",), (RouterConfig("softmax", 9, 2),))
 
 
 @pytest.mark.parametrize("group", every_other([64, None]))
@@ -358,8 +383,8 @@ def test_the_check_of_a_card_has_cases_of_experts_that_are_right(group: int | No
     assert all(case.is_right for case in cases), [case.line() for case in cases if not case.is_right]
     named = "int8" if group is None else f"int4-g{group}"
     assert {case.name for case in cases} >= {
-        "a router by softmax, 2 of 9: weights", f"gemv of 2 experts of {named}, 3 rows",
-        f"gemm of 2 experts of {named}, 3 rows: bits of the first",
+        "a router by softmax, 2 of 9: weights", f"gemv of 2 experts of {named}, 2 rows",
+        f"gemm of 2 experts of {named}, 2 rows: bits of the first",
     }  # fmt: skip
 
 
@@ -380,7 +405,7 @@ def test_the_check_finds_experts_that_are_a_little_wrong(wrong: str, monkeypatch
 
 def test_the_check_finds_a_router_that_is_a_little_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     router, route = replace(ROUTERS["qwen3"], scale=1.0001), check_cases.routing.route
-    monkeypatch.setattr(check_cases.routing, "route", lambda x, _router, *rest: route(x, router, *rest))
+    monkeypatch.setattr(check_cases.routing, "route", lambda x, _, *rest, **named: route(x, router, *rest, **named))
     cases = list(check_cases._routed(CPU, ROUTERS["qwen3"], TINY))
     assert [case.name for case in cases if not case.is_right] == ["a router by softmax, 8 of 128: weights"]
 

@@ -255,12 +255,13 @@ def _routed(device: torch.device, router: RouterConfig, sizes: CheckSizes) -> It
     x, weight, norm = torch.randn(rows, sizes.K), torch.randn(E, sizes.K) * sizes.K**-0.5, torch.rand(sizes.K)
     correction = torch.randn(E) * 0.2 if router.has_correction else None
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + _EPS) * norm.double()
-    bias, found = torch.randn(E), {}
+    bias, found, codes = torch.randn(E), dict[int, Routes](), dict[int, Codes]()
     moved = None if correction is None else correction.to(device)
     parts = RouterWeights(weight.to(device), bias.to(device), moved, norm.to(device), _EPS)
     for count in dict.fromkeys((rows, min(3, rows), 1)):
         found[count] = Routes.empty(count, router, device)
-        run_all(routing.route(x[:count].to(device), router, parts, found[count]))
+        codes[count] = Codes.empty(count, -(-sizes.K // 64) * 64, 64, device)
+        run_all(routing.route(x[:count].to(device), router, parts, found[count], codes=codes[count]))
     logits, named = found[rows].logits.cpu(), f"a router by {router.scores}, {router.top_k} of {E}"
     yield Case(f"{named}: logits", _error(logits, normed @ weight.double().T + bias), EXACT * 10)
     experts, weights = reference.route(logits, correction, router)
@@ -270,6 +271,13 @@ def _routed(device: torch.device, router: RouterConfig, sizes: CheckSizes) -> It
     for count in (each for each in found if each < rows):
         pairs = ((getattr(found[count], part), getattr(found[rows], part)[:count]) for part in _ROUTE_PARTS)
         yield Case(f"{named}: bits of {count}", sum(float((one != other).sum()) for one, other in pairs), 0)
+        differ = _differing(codes[count], codes[rows].first(count))
+        yield Case(f"{named}: bits of the codes of {count}", differ, 0)
+    values = codes[rows].in_order().view(rows, -1, 64).double().cpu() * codes[rows].scale.T.double().unsqueeze(-1).cpu()
+    steps = (values.flatten(1)[:, : sizes.K] - normed) / codes[rows].scale.T.repeat_interleave(64, 1)[
+        :, : sizes.K
+    ].cpu()
+    yield Case(f"{named}: codes, in steps", float(steps.abs().max()), 0.51)
 
 
 def _experts(device: torch.device, group: int | None, top_k: int, sizes: CheckSizes) -> Iterator[Case]:

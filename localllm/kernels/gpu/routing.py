@@ -1,4 +1,5 @@
-"""Which experts of a mixture compute a token, on a GPU: the logits of its router, then the choice; two launches.
+"""Which experts of a mixture compute a token, on a GPU: the logits of its router, then the choice, beside which the
+experts' input is made; two launches.
 
 A logit is a sum in fp32 that lanes of columns share, added up in pairs at the end: in an order of the router alone, so
 that a token has the same experts and weights whatever tokens are beside it. One warp chooses for a token. Equal scores
@@ -9,16 +10,19 @@ such as there are, whatever happens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from localllm.kernels.gpu.activations import Codes, code_row
 from localllm.kernels.gpu.gemv import fetch_lines
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.router import RouterConfig
 
+_COLUMNS_A_WARP = 2048  # of a row whose codes are made: 64 values a thread, for more threads choose more slowly
 _HALVINGS = 7  # of the lanes of a sum, four columns a thread of a warp
 _LOWEST = tl.constexpr(-9223372036854775807)  # below the key of any score
 
@@ -153,14 +157,13 @@ def _weighed(logit, peak, total, sum_epsilon, sum_floor, is_slot, SCORES: tl.con
     return weight
 
 
-@triton.jit(do_not_specialize=["experts_each", "logit_stride"])
-def _choose(
+@triton.jit
+def _chosen(
     logits, correction, positions, experts, weights, experts_each, logit_stride, sum_epsilon, sum_floor, factor, jitter,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, MEMBERS: tl.constexpr,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, SCORES: tl.constexpr, NORMALIZES: tl.constexpr, OVERLAPS: tl.constexpr,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, SCORES: tl.constexpr, NORMALIZES: tl.constexpr,
 ):  # fmt: skip
-    """experts_each: of a group. GROUP_BLOCK, MEMBERS, SLOTS: the powers of two that hold the groups, theirs, TOP_K."""
-    after_previous(OVERLAPS)
+    """See `_choose`."""
     logits += tl.program_id(0).to(tl.int64) * logit_stride
     group, member = tl.arange(0, GROUP_BLOCK)[:, None], tl.arange(0, MEMBERS)[None, :]
     expert, is_expert = group * experts_each + member, (group < GROUPS) & (member < experts_each)
@@ -195,12 +198,37 @@ def _choose(
     tl.store(weights + at, weight * factor + not_a_number, mask=is_slot)
 
 
+@triton.jit(do_not_specialize=["experts_each", "logit_stride", "code_stride"])
+def _choose(
+    logits, correction, positions, experts, weights, x, norm, codes, code_scale, code_bias,
+    experts_each, logit_stride, sum_epsilon, sum_floor, factor, jitter, x_stride, code_stride, features, padded, eps,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, MEMBERS: tl.constexpr,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, SCORES: tl.constexpr, NORMALIZES: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """experts_each: of a group. GROUP_BLOCK, MEMBERS, SLOTS: the powers of two that hold the groups, theirs, TOP_K. The
+    second program of a token makes its codes, where they are asked for."""
+    after_previous(OVERLAPS)
+    if tl.program_id(1) == 0:
+        _chosen(
+            logits, correction, positions, experts, weights, experts_each, logit_stride, sum_epsilon, sum_floor, factor,
+            jitter, GROUPS, TOP_GROUPS, GROUP_BLOCK, MEMBERS, TOP_K, SLOTS, SCORES, NORMALIZES,
+        )  # fmt: skip
+    elif codes is not None:
+        code_row(
+            x, norm, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps, 0,
+            BLOCK, GROUP, BITS, KIND, "",
+        )  # fmt: skip
+
+
 def route(
-    x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes, positions: Tensor | None = None
-) -> list[KernelLaunch]:
+    x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes, *, positions: Tensor | None = None,
+    codes: Codes | None = None,
+) -> list[KernelLaunch]:  # fmt: skip
     """x [T, hidden] of any float type, in rows of any stride: normed, unless there is a norm among the parts. positions
-    int32 [T]: as `rope.TokenTables` has them. Choose as `reference.route` does."""
-    return [_logits_of(x, router, parts, routes), _choice_of(router, parts, routes, positions)]
+    int32 [T]: as `rope.TokenTables` has them. codes: of x, through the norm, for the experts' first matrix, are made
+    beside the choice. Choose as `reference.route` does."""
+    return [_logits_of(x, router, parts, routes), _choice_of(x, router, parts, routes, positions, codes)]
 
 
 def _logits_of(x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes) -> KernelLaunch:
@@ -220,23 +248,45 @@ def _logits_of(x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Ro
     )  # fmt: skip
 
 
-def _choice_of(router: RouterConfig, parts: RouterWeights, routes: Routes, positions: Tensor | None) -> KernelLaunch:
+def _choice_of(
+    x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes, positions: Tensor | None, codes: Codes | None
+) -> KernelLaunch:
+    arguments, constants = _codes_beside(x, parts, codes)
     groups = router.groups if router.top_groups < router.groups else 1
     each = router.num_experts // groups
     return KernelLaunch(
         _choose,
-        (len(routes.logits),),
+        (len(routes.logits), 1 if codes is None else 2),
         {
             "logits": routes.logits, "correction": parts.correction if router.has_correction else None,
             "positions": positions, "experts": routes.experts, "weights": routes.weights, "experts_each": each,
             "logit_stride": routes.logits.stride(0), "sum_epsilon": router.sum_epsilon,
-            "sum_floor": router.sum_floor, "factor": router.scale, "jitter": router.jitter,
+            "sum_floor": router.sum_floor, "factor": router.scale, "jitter": router.jitter, **arguments,
         },
         {
             "GROUPS": groups, "TOP_GROUPS": min(router.top_groups, groups),
             "GROUP_BLOCK": triton.next_power_of_2(groups), "MEMBERS": triton.next_power_of_2(each),
             "TOP_K": router.top_k, "SLOTS": triton.next_power_of_2(router.top_k), "SCORES": router.scores,
-            "NORMALIZES": router.normalizes,
+            "NORMALIZES": router.normalizes, **constants,
         },
-        num_warps=1,
+        num_warps=min(16, max(1, constants["BLOCK"] // _COLUMNS_A_WARP)),
     )  # fmt: skip
+
+
+def _codes_beside(
+    x: Tensor, parts: RouterWeights, codes: Codes | None
+) -> tuple[dict[str, Tensor | int | float | None], dict[str, Any]]:
+    """Arguments and constants of the launch that makes them beside the choice, or does not."""
+    if codes is None:
+        tensors = dict.fromkeys(("x", "norm", "codes", "code_scale", "code_bias"))
+        numbers = {"x_stride": 0, "code_stride": 0, "features": 0, "padded": 0, "eps": 0.0}
+        return {**tensors, **numbers}, {"BLOCK": 1, "GROUP": 1, "BITS": 8, "KIND": "plain"}
+    features, padded = parts.weight.shape[1], codes.q.shape[1]
+    return {
+        "x": x, "norm": parts.norm, "codes": codes.q, "code_scale": codes.scale, "code_bias": codes.bias,
+        "x_stride": x.stride(0), "code_stride": codes.scale.stride(0), "features": features, "padded": padded,
+        "eps": float(parts.eps),
+    }, {
+        "BLOCK": max(codes.group, triton.next_power_of_2(padded)), "GROUP": codes.group, "BITS": codes.bits,
+        "KIND": "plain" if parts.norm is None else "norm",
+    }  # fmt: skip
