@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
-from localllm.kernels.gpu import activations, check_cases, embedding, rope, sample
+from localllm.kernels.gpu import activations, check_cases, embedding, rope, routing, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import (
     FEW_PREFILL_ROWS,
@@ -42,12 +42,16 @@ from localllm.kernels.gpu.attention import (
 )
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
-from localllm.kernels.gpu.check_cases import FORMATS, GROUPS, Heads
+from localllm.kernels.gpu.check_cases import FORMATS, GROUPS, ROUTERS, Heads
+from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
+from localllm.kernels.gpu.experts import mixture
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import FEW_ROWS, Dispatch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
+from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.router import RouterConfig
 from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
@@ -66,7 +70,7 @@ _TYPES = {
     torch.int64: "*i64",
 }
 # These read what a token costs: weights, and the pages of keys and values.
-READERS = frozenset({"_gemv", "_gemm", "_attend"})
+READERS = frozenset({"_gemv", "_gemm", "_attend", "_expert_gates", "_experts_mixed", "_expert_gemm"})
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
 # Bytes that a thread may put aside: anywhere, and outside of its loops, which is once. Triton 3.7 calls the assembler
 # with a flag (--regAllocOptLevel=2) by which it does so here and there.
@@ -101,6 +105,30 @@ def products(
             yield from dispatch.product(codes, weights, y, _N, None, adds=adds)
         gate = Gate(Codes.of(count, weights), "silu", _N // 2)
         yield from dispatch.product(codes, weights, gate, _N, None, adds=False)
+
+
+def routers(some: Iterable[RouterConfig], rows: tuple[int, ...] = (1, 4, 512)) -> Iterator[KernelLaunch]:
+    """Yield the choice of experts for so many tokens."""
+    for router, count in product(some, rows):
+        E = router.num_experts
+        parts = RouterWeights(_empty((E, _HIDDEN)), None, _empty((E,)), _empty((_HIDDEN,)), 1e-5)
+        routes = Routes.empty(count, router, _HOST)
+        for codes in (None, Codes.empty(count, _HIDDEN, INT8_GROUP, _HOST)):
+            yield from routing.route(_empty((count, _HIDDEN)), router, parts, routes, codes=codes)
+
+
+def experts(
+    group: int | None,
+    sizes: tuple[tuple[int, int, int], ...] = ((1, 2, 8), (1, 8, 128), (64, 8, 128), (512, 8, 128), (512, 2, 8)),
+    dispatch: Dispatch | None = None,
+) -> Iterator[KernelLaunch]:
+    """Yield the experts of so many tokens, for each so many of all of them, from weights in such groups."""
+    weights, dispatch = matrix(group), dispatch or Dispatch(multiprocessors=64)
+    for tokens, top_k, of in sizes:
+        place = RecordMatrix(weights, 0, 0)
+        table = ExpertTable(_empty((of,), torch.int64), place, place, "silu", _N // 2)
+        routes = Routes.empty(tokens, RouterConfig("softmax", of, top_k), _HOST)
+        yield from mixture(dispatch, Codes.of(tokens, weights), routes, table, _empty((tokens, _N)), adds=True)
 
 
 def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[KernelLaunch]:
@@ -172,6 +200,8 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     few = Dispatch(multiprocessors=40, gemv_rows=FEW_ROWS, most_rows=FEW_ROWS)
     for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
         yield from products(group, (1, 2, 4, 16), dispatch=few)
+        yield from experts(group, ((1, 8, 128),) if is_brief else ((1, 8, 128), (16, 2, 8)), few)
+    yield from routers(ROUTERS[:1] if is_brief else ROUTERS, (1, 16))
     for group in GROUPS[:1] if is_brief else GROUPS:
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")
@@ -187,6 +217,8 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
     attending = partial(attention, most_rows=FEW_PREFILL_ROWS if capability // 10 in WARP_GROUPS else PREFILL_ROWS)
     for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
         yield from products(group, (1, 4, 16, 32, 512), adding=(True,))
+        yield from experts(group)
+    yield from routers(ROUTERS[:1] if is_brief else ROUTERS)
     for group in GROUPS[:1] if is_brief else GROUPS:
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")

@@ -115,14 +115,13 @@ def _prepared(x, weight, x_stride, features, columns, row, eps, KIND: tl.constex
     return values
 
 
-@triton.jit(do_not_specialize=["code_stride"])
-def _to_codes(
-    x, weight, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps,
+@triton.jit
+def code_row(
+    x, weight, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps, first,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    after_previous(OVERLAPS)
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    """The columns from `first` on, of the row that is the program's."""
+    row = tl.program_id(0).to(tl.int64)
     columns = first + tl.arange(0, BLOCK)
     values = _prepared(x, weight, x_stride, features, columns, row, eps, KIND, ACTIVATION)
     q, scale, bias = coded(tl.reshape(values, (BLOCK // GROUP, GROUP)))
@@ -131,6 +130,19 @@ def _to_codes(
     tl.store(code_scale + at, scale, mask=is_group)
     tl.store(code_bias + at, bias, mask=is_group)
     tl.store(codes + row * padded + code_place(columns, GROUP, BITS), tl.reshape(q, (BLOCK,)), mask=columns < padded)
+
+
+@triton.jit(do_not_specialize=["code_stride"])
+def _to_codes(
+    x, weight, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    after_previous(OVERLAPS)
+    code_row(
+        x, weight, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps,
+        tl.program_id(1) * BLOCK, BLOCK, GROUP, BITS, KIND, ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -20,10 +20,11 @@ from localllm.kernels.gpu.check_cases import GROUPS, Case, CheckSizes, Heads, ca
 from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interpreted, recorded
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16
+from localllm.kernels.router import RouterConfig
 
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
 # numbers, as models have them: of others Triton compiles variants that nobody would use.
-BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),), ("silu",))
+BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),), ("silu",), ())
 
 
 class Outcome(NamedTuple):
@@ -45,7 +46,10 @@ class Outcome(NamedTuple):
 def sizes_of(ways: Ways) -> CheckSizes:
     """Return what is tried for a model that is computed in these ways."""
     heads = (Heads(**{**one, "dtype": getattr(torch, one["dtype"])}) for one in ways["attention"])
-    return CheckSizes(groups=tuple(ways["groups"]), attention=tuple(heads), activations=(ways["activation"],))
+    routers = tuple(RouterConfig(**router) for router in ways.get("routers", ()))
+    return CheckSizes(
+        groups=tuple(ways["groups"]), attention=tuple(heads), activations=(ways["activation"],), routers=routers
+    )
 
 
 def sizes_for(sizes: CheckSizes, most_rows: int, dtype: torch.dtype | None = None) -> CheckSizes:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -13,18 +14,22 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from localllm.kernels import int8, paged_attention, reference, tile16
-from localllm.kernels.gpu import activations, embedding, gemm, gemv, sample
+from localllm.kernels.gpu import activations, embedding, gemm, gemv, routing, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
+from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
+from localllm.kernels.gpu.experts import mixture
 from localllm.kernels.gpu.launch import first_line, run_all
 from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.ready import WRONG
 from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
+from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
 from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.paged_attention import LayerPages
+from localllm.kernels.router import RouterConfig
 from localllm.kernels.tile16 import PackedMatrix
 
 EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
@@ -69,6 +74,16 @@ ATTENTION = (
 )
 
 
+ROUTERS = (
+    RouterConfig("softmax", 128, 8, normalizes=True),
+    RouterConfig("softmax", 60, 4),
+    RouterConfig("sigmoid", 256, 8, True, groups=8, top_groups=4, normalizes=True, sum_epsilon=1e-20, scale=2.5),
+    RouterConfig("softmax", 160, 6, groups=8, top_groups=3, scale=16.0),
+    RouterConfig("chosen", 32, 4),
+    RouterConfig("sparsemixer", 16, 2, jitter=0.01),
+)
+
+
 @dataclass(frozen=True)
 class CheckSizes:
     """The sizes that are tried: a matrix [N, K] in groups of each length, or in INT8 (None), times so many rows."""
@@ -79,11 +94,13 @@ class CheckSizes:
     groups: tuple[int | None, ...] = (*GROUPS, None)
     attention: tuple[Heads, ...] = ATTENTION
     activations: tuple[str, ...] = ("silu", "gelu", "gelu_tanh")
+    routers: tuple[RouterConfig, ...] = ROUTERS
 
 
 # For the interpreter, where all of it takes minutes.
-SMALL = CheckSizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),))
+SMALL = CheckSizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),), routers=())
 
+_ROUTE_PARTS = ("logits", "experts", "weights")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -113,6 +130,10 @@ class Case(NamedTuple):
 def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Case]:
     for group in sizes.groups:
         yield from _taken(f"products in groups of {group}", _products(device, group, sizes))
+    for router in sizes.routers:
+        yield from _taken(f"a router by {router.scores}", _routed(device, router, sizes))
+    for top_k, group in product({router.top_k: None for router in sizes.routers}, sizes.groups):
+        yield from _taken(f"{top_k} experts in groups of {group}", _experts(device, group, top_k, sizes))
     yield from _taken("norms and gates", _between(device, sizes))
     yield from _taken("an embedding", _embedded(device, sizes))
     yield from _taken("drawn tokens", _drawn(device))
@@ -226,6 +247,83 @@ def _codes_for(group: int | None, rows: int, columns: int, device: torch.device)
 
 def _differing(found: Codes, right: Codes) -> float:
     return sum(float((getattr(found, part) != getattr(right, part)).sum()) for part in ("q", "scale", "bias"))
+
+
+def _routed(device: torch.device, router: RouterConfig, sizes: CheckSizes) -> Iterator[Case]:
+    """A dense row of weights for each token, zeros for the experts that were not chosen."""
+    E, rows = router.num_experts, min(FEW_ROWS + 1, max(sizes.row_counts))
+    x, weight, norm = torch.randn(rows, sizes.K), torch.randn(E, sizes.K) * sizes.K**-0.5, torch.rand(sizes.K)
+    correction = torch.randn(E) * 0.2 if router.has_correction else None
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + _EPS) * norm.double()
+    bias, found, codes = torch.randn(E), dict[int, Routes](), dict[int, Codes]()
+    moved = None if correction is None else correction.to(device)
+    parts = RouterWeights(weight.to(device), bias.to(device), moved, norm.to(device), _EPS)
+    for count in dict.fromkeys((rows, min(3, rows), 1)):
+        found[count] = Routes.empty(count, router, device)
+        codes[count] = Codes.empty(count, -(-sizes.K // 64) * 64, 64, device)
+        run_all(routing.route(x[:count].to(device), router, parts, found[count], codes=codes[count]))
+    logits, named = found[rows].logits.cpu(), f"a router by {router.scores}, {router.top_k} of {E}"
+    yield Case(f"{named}: logits", _error(logits, normed @ weight.double().T + bias), EXACT * 10)
+    experts, weights = reference.route(logits, correction, router)
+    right = torch.zeros(rows, E).scatter(1, experts, weights)
+    dense = torch.zeros(rows, E).scatter(1, found[rows].experts.long().clamp(0, E - 1).cpu(), found[rows].weights.cpu())
+    yield Case(f"{named}: weights", _error(dense, right), EXACT * 10)
+    for count in (each for each in found if each < rows):
+        pairs = ((getattr(found[count], part), getattr(found[rows], part)[:count]) for part in _ROUTE_PARTS)
+        yield Case(f"{named}: bits of {count}", sum(float((one != other).sum()) for one, other in pairs), 0)
+        differ = _differing(codes[count], codes[rows].first(count))
+        yield Case(f"{named}: bits of the codes of {count}", differ, 0)
+    values = codes[rows].in_order().view(rows, -1, 64).double().cpu() * codes[rows].scale.T.double().unsqueeze(-1).cpu()
+    steps = (values.flatten(1)[:, : sizes.K] - normed) / codes[rows].scale.T.repeat_interleave(64, 1)[
+        :, : sizes.K
+    ].cpu()
+    yield Case(f"{named}: codes, in steps", float(steps.abs().max()), 0.51)
+
+
+def _experts(device: torch.device, group: int | None, top_k: int, sizes: CheckSizes) -> Iterator[Case]:
+    """Of which one is not on the device. Each token must have the bits that it has alone."""
+    features, most = max(1, sizes.K // 3 // tile16.TILE) * tile16.TILE, max(sizes.row_counts)
+    both = (replace(sizes, N=2 * features), replace(sizes, K=features))
+    matrices = [[_matrix(device, group, size) for size in both] for _ in range(top_k + 2)]
+    records = [_record(each) for each in matrices]
+    addresses = torch.tensor([0] + [record.data_ptr() for record, _ in records[1:]], device=device)
+    gate_up_at, down_at = records[0][1]
+    table = ExpertTable(addresses, gate_up_at, down_at, sizes.activations[0], features)
+    x, codes = torch.randn((most, sizes.K), device=device), Codes.of(most, matrices[0][0])
+    activations.to_codes(x, codes, sizes.K).run()
+    chosen = torch.rand((most, len(records)), device=device).argsort(dim=-1)[:, :top_k].int().contiguous()
+    routes = Routes(chosen, chosen, torch.rand((most, top_k), device=device))
+    right = torch.zeros((most, sizes.N), dtype=torch.float64)
+    for expert, (gate_up, down) in list(enumerate(matrices))[1:]:
+        wide, inner = _poisoned(most, 2 * features, device=device), _codes_for(group, most, features, device)
+        gemv.gemv(codes, gate_up, wide, 2 * features).run()
+        activations.to_codes(wide, inner, features, activation=table.activation).run()
+        share = torch.where(routes.experts == expert, routes.weights, 0).sum(1, keepdim=True)
+        right += share.double().cpu() * _expected(inner, down, sizes.N)
+    named, alone = f"{top_k} experts of {'int8' if group is None else f'int4-g{group}'}", None
+    for rows in sizes.row_counts:
+        few = Routes(*(part[:rows] for part in (routes.logits, routes.experts, routes.weights)))
+        for kernel in ("gemv",) * (rows <= FEW_ROWS) + ("gemm",) * _has_gemm(device):
+            dispatch = replace(dispatch_for(device), gemv_rows=FEW_ROWS if kernel == "gemv" else 0)
+            y = torch.zeros((rows, sizes.N), device=device)
+            run_all(mixture(dispatch, codes.first(rows), few, table, y, adds=rows == 1))
+            alone = y[:1].clone() if alone is None else alone
+            yield Case(f"{kernel} of {named}, {rows} rows", _error(y, right[:rows]), EXACT)
+            yield Case(f"{kernel} of {named}, {rows} rows: bits of the first", float((y[:1] != alone).sum()), 0)
+
+
+def _record(matrices: Sequence[PackedMatrix]) -> tuple[Tensor, list[RecordMatrix]]:
+    """Return an expert's bytes, and where its matrices are in them."""
+    parts, places, end = list[Tensor](), list[RecordMatrix](), 0
+    for matrix in matrices:
+        at = []
+        for tensor in (matrix.qweight, matrix.scale, matrix.bias):
+            at.append(end)
+            if tensor is not None:
+                parts.append(tensor.contiguous().view(-1).view(torch.uint8))
+                end += tensor.nbytes  # a multiple of 32, as all are of tiles of 16 rows
+        places.append(RecordMatrix(matrix, *at))
+    return torch.cat(parts), places
 
 
 def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:

@@ -109,28 +109,20 @@ def _scaled(dot, own, OPERAND: tl.constexpr):
     return dot * own
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "tiles", "out_features", "features", "code_stride"])
-def _gemm(
-    qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, code_scale, code_bias,
-    rows, groups, tiles, out_features, features, x_stride, y_stride, part_stride, code_stride,
-    TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
-    OWN: tl.constexpr, ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OPERAND: tl.constexpr, OVERLAPS: tl.constexpr,
+@triton.jit
+def slice_sums(
+    qweight, scale, bias, q, x_scale, x_bias, into, tile, n, m, is_m, is_out, tiles, groups, x_stride, part_stride,
+    part, TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
+    OWN: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """OWN: slices of a program; where those are not all, y is fp32 [SLICES, rows, ...], of sums that are not yet
-    finished. ACTIVATION: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then."""
-    after_previous(OVERLAPS)
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
-    n = tl.reshape(tile[:, None] * 16 + tl.arange(0, 16)[None, :], (TILES * 16,))
+    """fp32 [TILES * 16, ROWS], of the rows n of W and m of x: the sums of all slices; or, where OWN are fewer, each of
+    those of a part goes to `into`. Beyond is_m there may be any rows."""
     in_tile = (n // 16).to(tl.int64) * groups * 16 + n % 16
-    is_tile, is_n, is_m = tile < tiles, n < tiles * 16, m < rows
+    is_tile, is_n = tile < tiles, n < tiles * 16
     steps = (groups + SLICES - 1) // SLICES  # groups of a slice
     total, sums = tl.zeros((TILES * 16, ROWS), tl.float32), tl.zeros((TILES * 16, ROWS), tl.float32)
-    into = y + m[None, :].to(tl.int64) * y_stride + n[:, None]
-    is_out = (n < out_features)[:, None] & is_m[None, :]
     for t in range(steps * OWN):
-        own_slice, step = tl.program_id(2) * OWN + t // steps, t % steps
+        own_slice, step = part * OWN + t // steps, t % steps
         group = step * SLICES + own_slice
         is_there = group < groups
         own_n, own_m = is_n & is_there, (is_m & is_there)[None, :]
@@ -156,14 +148,55 @@ def _gemm(
             else:
                 sums = sums + total
             total = _cleared(total, OPERAND)
+    return sums
+
+
+@triton.jit
+def rows_of(tile, TILES: tl.constexpr):
+    """The rows of W of these tiles, [TILES * 16]."""
+    return tl.reshape(tile[:, None] * 16 + tl.arange(0, 16)[None, :], (TILES * 16,))
+
+
+@triton.jit
+def store_halves(
+    out, m, is_m, column, features, y_stride, code_stride, y, code_scale, code_bias,
+    TILES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """out [TILES * 16, ROWS], whose first half is a gate, from `column` on."""
+    gate, up = tl.split(tl.permute(tl.reshape(out, (2, TILES * 8, ROWS)), (2, 1, 0)))
+    store_gated(
+        gate, up, m, column, is_m, features, y_stride, code_stride, y, code_scale, code_bias,
+        TILES * 8, ROWS, GROUP, CODE_BITS, ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "tiles", "out_features", "features", "code_stride"])
+def _gemm(
+    qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, code_scale, code_bias,
+    rows, groups, tiles, out_features, features, x_stride, y_stride, part_stride, code_stride,
+    TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
+    OWN: tl.constexpr, ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    OPERAND: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """OWN: slices of a program; where those are not all, y is fp32 [SLICES, rows, ...], of sums that are not yet
+    finished. ACTIVATION: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then."""
+    after_previous(OVERLAPS)
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
+    n, is_m = rows_of(tile, TILES), m < rows
+    into = y + m[None, :].to(tl.int64) * y_stride + n[:, None]
+    is_out = (n < out_features)[:, None] & is_m[None, :]
+    sums = slice_sums(
+        qweight, scale, bias, q, x_scale, x_bias, into, tile, n, m, is_m, is_out, tiles, groups, x_stride, part_stride,
+        tl.program_id(2), TILES, ROWS, WORDS, BITS, SLICES, OWN, OPERAND,
+    )  # fmt: skip
     if OWN == SLICES:
         at = n[:, None]
         out = finished(sums, scale, linear_bias, at, at < out_features, BITS)
         if ACTIVATION != "":
-            gate, up = tl.split(tl.permute(tl.reshape(out, (2, TILES * 8, ROWS)), (2, 1, 0)))
-            store_gated(
-                gate, up, m, column, is_m, features, y_stride, code_stride, y, code_scale, code_bias,
-                TILES * 8, ROWS, GROUP, CODE_BITS, ACTIVATION,
+            store_halves(
+                out, m, is_m, column, features, y_stride, code_stride, y, code_scale, code_bias,
+                TILES, ROWS, GROUP, CODE_BITS, ACTIVATION,
             )  # fmt: skip
         else:
             store_finished(out, into, is_out, ADDS)

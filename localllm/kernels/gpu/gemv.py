@@ -25,7 +25,7 @@ MOST_ROWS = 4  # of a program; more are further programs, for which the weights 
 # Of a program, one a warp. ptxas gives a program of one warp the registers to have 8 KB of weights on their way, where
 # it gives one of four a third of them.
 _TILES = 1
-_GATED_TILES = 4  # of each half, at least: a group of codes
+GATED_TILES = 4  # of each half, at least: a group of codes
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _dot4(w, x, acc, IS_SIGNED: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _added_up(slices, SLICES: tl.constexpr):
+def added_up(slices, SLICES: tl.constexpr):
     """fp32 [TILES, SLICES, 16]: in each slice the sum of all, added from the first to the last."""
     total = tl.zeros(slices.shape, tl.float32)
     at = tl.zeros(slices.shape, tl.int32)
@@ -54,10 +54,18 @@ def _added_up(slices, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(tile, TILES: tl.constexpr, SLICES: tl.constexpr):
+def rows_of(tile, TILES: tl.constexpr, SLICES: tl.constexpr):
     """The rows of W of these tiles, [TILES, SLICES, 16]."""
     n = tile[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
     return tl.broadcast_to(n, (TILES, SLICES, 16))
+
+
+@triton.jit
+def fetch_lines(lines):
+    """Bring what is at these pointers, which no kernel writes, to the second cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -66,18 +74,25 @@ def _fetch(qweight, tile, tiles, groups, WORDS: tl.constexpr, SLICES: tl.constex
     lines: tl.constexpr = SLICES * WORDS // 2  # of 128 bytes, of a tile
     first = qweight + (tl.minimum(tile, tiles - 1).to(tl.int64) * groups * WORDS * 16)[:, None]
     line = first + tl.minimum(tl.arange(0, lines) * 32, groups * WORDS * 16 - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-    )
+    fetch_lines(line)
 
 
 @triton.jit
-def _sums(
+def _beside_rows(values, EACH: tl.constexpr):
+    """Of slices, [SLICES], or already of tiles and slices: of a shape that stands beside the rows of W."""
+    if not EACH:
+        values = values[None, :, None]
+    return values
+
+
+@triton.jit
+def slice_sums(
     qweight, scale, bias, q, x_scale, x_bias, first, tile, rows, tiles, groups, x_stride,
     ROWS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
-    UNROLL: tl.constexpr, ASM: tl.constexpr,
+    UNROLL: tl.constexpr, ASM: tl.constexpr, EACH: tl.constexpr = False,
 ):  # fmt: skip
-    """fp32 [TILES, SLICES, 16] for each of the ROWS from `first` on: the sums of their slices. tile [TILES]."""
+    """fp32 [TILES, SLICES, 16] for each of the ROWS from `first` on: the sums of their slices. tile [TILES]. EACH: the
+    tiles are of matrices of their own, with rows of their own; pointers to them and `first` are [TILES, 1, 1]."""
     lanes, slices = tl.arange(0, 16), tl.arange(0, SLICES)
     x_words: tl.constexpr = WORDS * (8 // BITS)  # words of a group's codes
     totals = (tl.zeros((TILES, SLICES, 16), tl.float32),) * ROWS
@@ -87,6 +102,9 @@ def _sums(
         is_group = group < groups
         is_there = is_tile & is_group[None, :, None]
         at = (tile.to(tl.int64) * groups)[:, None, None] + group[None, :, None]
+        if EACH:
+            group = group[None, :, None]
+            is_group = is_group[None, :, None]
         weights = qweight + at * (WORDS * 16) + lanes[None, None, :]
         dots = (tl.zeros((TILES, SLICES, 16), tl.int32),) * ROWS
         for j in tl.static_range(WORDS):
@@ -94,9 +112,9 @@ def _sums(
             for r in tl.static_range(ROWS):
                 x = q + (first + r).to(tl.int64) * groups * x_words + group * x_words + j
                 is_row = is_group & (first + r < rows)
-                low = tl.broadcast_to(tl.load(x, mask=is_row, other=0)[None, :, None], w.shape)
+                low = tl.broadcast_to(_beside_rows(tl.load(x, mask=is_row, other=0), EACH), w.shape)
                 if BITS == 4:
-                    high = tl.broadcast_to(tl.load(x + WORDS, mask=is_row, other=0)[None, :, None], w.shape)
+                    high = tl.broadcast_to(_beside_rows(tl.load(x + WORDS, mask=is_row, other=0), EACH), w.shape)
                     dot = _dot4(w & 0x0F0F0F0F, low, dots[r], False, ASM)
                     dot = _dot4((w >> 4) & 0x0F0F0F0F, high, dot, False, ASM)
                 else:
@@ -106,17 +124,32 @@ def _sums(
         for r in tl.static_range(ROWS):
             x_at = group * x_stride + first + r
             is_row = is_group & (first + r < rows)
-            by = tl.load(x_scale + x_at, mask=is_row, other=0)[None, :, None]
+            by = _beside_rows(tl.load(x_scale + x_at, mask=is_row, other=0), EACH)
             part = dots[r].to(tl.float32)
             if BITS == 4:
                 part = part * tl.load(scale + at, mask=is_there, other=0).to(tl.float32)
             total = tl.fma(tl.broadcast_to(by, part.shape), part, totals[r])
             if BITS == 4:
-                offset = tl.load(x_bias + x_at, mask=is_row, other=0)[None, :, None]
+                offset = _beside_rows(tl.load(x_bias + x_at, mask=is_row, other=0), EACH)
                 own = tl.load(bias + at, mask=is_there, other=0).to(tl.float32)
                 total = tl.fma(tl.broadcast_to(offset, own.shape), own, total)
             totals = totals[:r] + (total,) + totals[r + 1 :]
     return totals
+
+
+@triton.jit
+def store_halves(
+    out, m, column, rows, features, y_stride, code_stride, y, code_scale, code_bias,
+    TILES: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """out [TILES, SLICES, 16], of the row m: half of the tiles are a gate's, from `column` on."""
+    halves = tl.reshape(tl.max(out, axis=1), (2, 1, TILES * 8))  # all slices have the same
+    gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+    m += tl.arange(0, 1)
+    store_gated(
+        gate, up, m, column, m < rows, features, y_stride, code_stride, y, code_scale, code_bias,
+        TILES * 8, 1, GROUP, CODE_BITS, ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "groups", "out_features", "features", "x_stride", "code_stride"])
@@ -134,22 +167,19 @@ def _gemv(
     if OVERLAPS:
         _fetch(qweight, tile, tiles, groups, WORDS, SLICES)
     after_previous(OVERLAPS)
-    sums = _sums(
+    sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, first, tile, rows, tiles, groups, x_stride,
         ROWS, TILES, WORDS, BITS, SLICES, UNROLL, ASM,
     )  # fmt: skip
-    n = _rows_of(tile, TILES, SLICES)
+    n = rows_of(tile, TILES, SLICES)
     is_n = n < out_features
     for r in tl.static_range(ROWS):
         m = first + r
-        out = finished(_added_up(sums[r], SLICES), scale, linear_bias, n, is_n, BITS)
+        out = finished(added_up(sums[r], SLICES), scale, linear_bias, n, is_n, BITS)
         if ACTIVATION != "":
-            halves = tl.reshape(tl.max(out, axis=1), (2, 1, TILES * 8))  # all slices have the same
-            gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
-            m += tl.arange(0, 1)
-            store_gated(
-                gate, up, m, column, m < rows, features, y_stride, code_stride, y, code_scale, code_bias,
-                TILES * 8, 1, GROUP, CODE_BITS, ACTIVATION,
+            store_halves(
+                out, m, column, rows, features, y_stride, code_stride, y, code_scale, code_bias,
+                TILES, GROUP, CODE_BITS, ACTIVATION,
             )  # fmt: skip
         else:
             into = y + m.to(tl.int64) * y_stride + n
@@ -166,7 +196,7 @@ def gemv(
     rows, end = len(x.q), End.of(y)
     each, tiles, covered = min(MOST_ROWS, triton.next_power_of_2(rows)), _TILES, matrix.tiles
     if isinstance(y, Gate):
-        tiles, covered = 2 * max(_GATED_TILES, y.codes.group // TILE), 2 * triton.cdiv(y.features, TILE)
+        tiles, covered = 2 * max(GATED_TILES, y.codes.group // TILE), 2 * triton.cdiv(y.features, TILE)
     return KernelLaunch(
         _gemv,
         (triton.cdiv(rows, each), triton.cdiv(covered, tiles)),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
@@ -48,11 +48,12 @@ Tell = Callable[[str], object]
 
 class Ways(TypedDict):
     """How a model uses the kernels. groups: of its INT4 matrices, None for INT8; attention: by the fields of
-    `check.Heads`; activation: of its MLPs' gates."""
+    `check.Heads`; activation: of its MLPs' gates; routers: of its mixtures, by the fields of `RouterConfig`."""
 
     groups: list[int | None]
     attention: list[dict[str, Any]]
     activation: str
+    routers: NotRequired[list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)

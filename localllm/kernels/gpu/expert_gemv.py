@@ -1,0 +1,132 @@
+"""A mixture's experts on a GPU for few tokens, by dot products of bytes, see `gemv`: two launches.
+
+The first ends in codes of each expert's gate, a row for each token and slot. In the second a program has a warp for
+each slot of a token; they add up what their experts have, weighted, in the order of the slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.expert_record import ExpertTable, address_of, matrix_at, weighted
+from localllm.kernels.gpu.gemv import GATED_TILES, added_up, rows_of, slice_sums, store_halves
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
+from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, tiles_of
+from localllm.kernels.gpu.routing import Routes
+from localllm.kernels.tile16 import TILE
+
+_UNROLL = 2  # as of one row of `gemv`
+
+
+@triton.jit(
+    do_not_specialize=[
+        "qweight_at", "scale_at", "bias_at", "pairs", "top_k", "tiles", "groups", "features", "x_stride", "code_stride"
+    ]
+)  # fmt: skip
+def _expert_gates(
+    table, experts, q, x_scale, x_bias, y, code_scale, code_bias,
+    qweight_at, scale_at, bias_at, pairs, top_k, tiles, groups, features, x_stride, y_stride, code_stride,
+    TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr, GROUP: tl.constexpr,
+    CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Half of a program's tiles are those of a gate, for a token and one of its slots."""
+    after_previous(OVERLAPS)
+    pair = tl.program_id(0)
+    address = address_of(table, experts + pair, pair < pairs)
+    if address == 0:
+        return
+    qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, BITS)
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
+    sums = slice_sums(
+        qweight, scale, bias, q, x_scale, x_bias, pair // top_k, tile, pairs, tiles, groups, x_stride,
+        1, TILES, WORDS, BITS, SLICES, UNROLL, ASM,
+    )  # fmt: skip
+    n = rows_of(tile, TILES, SLICES)
+    out = finished(added_up(sums[0], SLICES), scale, None, n, n < tiles * 16, BITS)
+    store_halves(
+        out, pair, column, pairs, features, y_stride, code_stride, y, code_scale, code_bias,
+        TILES, GROUP, CODE_BITS, ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "qweight_at", "scale_at", "bias_at", "pairs", "top_k", "tiles", "groups", "out_features", "x_stride"
+    ]
+)  # fmt: skip
+def _experts_mixed(
+    table, experts, weights, q, x_scale, x_bias, y,
+    qweight_at, scale_at, bias_at, pairs, top_k, tiles, groups, out_features, x_stride, y_stride,
+    SLOTS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr, ADDS: tl.constexpr,
+    UNROLL: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One tile of the experts of all slots of a token. SLOTS: the power of two that holds them."""
+    after_previous(OVERLAPS)
+    slot = tl.arange(0, SLOTS)
+    pair, is_slot = tl.program_id(0) * top_k + slot, slot < top_k
+    address = address_of(table, experts + pair, is_slot)
+    is_here = address != 0
+    weight = tl.load(weights + pair, mask=is_here, other=0)
+    qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, BITS)
+    qweight, scale, bias = qweight[:, None, None], scale[:, None, None], bias[:, None, None]
+    # Of those that are not here nothing is read: neither weights nor codes, which nobody wrote.
+    row, tile = tl.where(is_here, pair, pairs)[:, None, None], tl.where(is_here, tl.program_id(1), tiles)
+    sums = slice_sums(
+        qweight, scale, bias, q, x_scale, x_bias, row, tile, pairs, tiles, groups, x_stride,
+        1, SLOTS, WORDS, BITS, SLICES, UNROLL, ASM, EACH=True,
+    )  # fmt: skip
+    n = rows_of(tile, SLOTS, SLICES)
+    out = finished(added_up(sums[0], SLICES), scale, None, n, n < tiles * 16, BITS)
+    part = weighted(weight[:, None], tl.max(out, axis=1))  # all slices have the same
+    total = added_up(tl.reshape(part, (1, SLOTS, 16)), SLOTS)
+    n = tl.program_id(1) * 16 + tl.arange(0, 16)[None, None, :]
+    into = tl.broadcast_to(y + tl.program_id(0).to(tl.int64) * y_stride + n, (1, SLOTS, 16))
+    store_finished(total, into, (n < out_features) & (slot == 0)[None, :, None], ADDS)
+
+
+def gates(x: Codes, routes: Routes, experts: ExpertTable, codes: Codes) -> KernelLaunch:
+    """x: of T rows, for the experts' first matrix. codes: of T * top_k rows, for their second one."""
+    matrix, end = experts.gate_up.shape, End.of(Gate(codes, experts.activation, experts.features))
+    pairs, top_k = routes.experts.numel(), routes.experts.shape[1]
+    tiles = 2 * max(GATED_TILES, codes.group // TILE)
+    return KernelLaunch(
+        _expert_gates,
+        (pairs, triton.cdiv(2 * triton.cdiv(experts.features, TILE), tiles)),
+        {
+            "table": experts.addresses, "experts": routes.experts, "q": x.q.view(torch.int32), "x_scale": x.scale,
+            "x_bias": x.bias, "x_stride": x.scale.stride(0), "pairs": pairs, "top_k": top_k, "tiles": matrix.tiles,
+            "groups": matrix.groups, **experts.gate_up.arguments, **end.arguments,
+        },
+        {
+            "TILES": tiles, "WORDS": matrix.words, "BITS": matrix.bits, "SLICES": matrix.slices, "UNROLL": _UNROLL,
+            "ASM": not is_interpreted(), **end.constants,
+        },
+        num_warps=tiles,
+    )  # fmt: skip
+
+
+def mixed(codes: Codes, routes: Routes, experts: ExpertTable, y: Tensor, *, adds: bool) -> KernelLaunch:
+    """codes: of T * top_k rows, see `gates`. y [T, out features] of any float type, in rows of any stride; adds: to
+    what is in it."""
+    matrix, top_k = experts.down.shape, routes.experts.shape[1]
+    slots = triton.next_power_of_2(top_k)
+    return KernelLaunch(
+        _experts_mixed,
+        (len(y), matrix.tiles),
+        {
+            "table": experts.addresses, "experts": routes.experts, "weights": routes.weights,
+            "q": codes.q.view(torch.int32), "x_scale": codes.scale, "x_bias": codes.bias,
+            "x_stride": codes.scale.stride(0), "pairs": routes.experts.numel(), "top_k": top_k, "tiles": matrix.tiles,
+            "groups": matrix.groups, "out_features": y.shape[1], "y": y, "y_stride": y.stride(0),
+            **experts.down.arguments,
+        },
+        {
+            "SLOTS": slots, "WORDS": matrix.words, "BITS": matrix.bits, "SLICES": matrix.slices, "ADDS": adds,
+            "UNROLL": _UNROLL, "ASM": not is_interpreted(),
+        },
+        num_warps=slots,
+    )  # fmt: skip
