@@ -303,7 +303,7 @@ def test_a_first_use_packs_and_says_so_and_a_second_one_is_silent(model: Path, c
 def test_a_small_model_is_read_as_it_is_unless_asked(model: Path, cache: Path, weights: str) -> None:
     result = ask(model, "--weights", weights)
     assert (result.code, result.err) == (0, "")
-    assert not cache.exists()
+    assert not (cache / "packed").exists()
 
 
 @pytest.mark.parametrize("weights", every_other(["bf16", "int8", "int4", "nf4", "int4-g32"]))
