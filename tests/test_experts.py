@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.bench.random_model import RandomBlocks
@@ -15,6 +22,7 @@ from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.residency import new_pages
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
+from localllm.errors import CheckpointError, DoesNotFitError
 from localllm.hub.packed import PACKED_INDEX
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts
@@ -22,9 +30,16 @@ from localllm.models.load import DecoderParts
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel, PackedPlan
 from localllm.models.packed_file import NewFile, write_block
-from localllm.offload.placement import NEVER, BlockPlacement, ExpertSlots
-from localllm.quant.recipe import RECIPES, recipe
-from tests.packed_support import SOURCE
+from localllm.offload.placement import NEVER, BlockPlacement, ExpertSlots, demoted
+from localllm.offload.planner.machine import Machine, Memory, Rates
+from localllm.offload.planner.search import Search
+from localllm.offload.streaming.expert_pool import ExpertFile, ExpertPool
+from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.quant.recipe import recipe
+from tests.checkpoints import write_checkpoint
+from tests.packed_support import SOURCE, pack, small_checkpoint
+from tests.test_placement import engine, shape_of, tokens, with_small_models
+from tests.thinning import examples
 
 HOST = torch.device("cpu")
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -62,9 +77,7 @@ def placements(packed: PackedModel, weights: str, slots: int | None) -> list[Blo
         own = None
         if experts is not None:
             count = experts.num_experts
-            own = ExpertSlots(
-                count, experts.record(RECIPES[recipe(weights).name]).num_bytes, min(slots or count, count)
-            )
+            own = ExpertSlots(count, experts.record(recipe(weights)).num_bytes, min(slots or count, count))
         found.append(BlockPlacement(layout.name, size, tier, "cpu", experts=own))  # type: ignore[arg-type]
     return found
 
@@ -95,3 +108,211 @@ def test_experts_from_the_disk_give_the_bits_of_those_in_memory(mixture, weights
                 assert torch.equal(logits(model, batch_rows=7), expected)
             model.place(placements(packed, weights, None), NEVER)
             assert torch.equal(logits(model), expected)
+
+
+# A whole engine
+
+
+small_models = pytest.fixture(scope="module", autouse=True)(with_small_models)
+LEAST = Machine(Memory(1, 0, 1), Rates(1, 1, 1))
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(folder, request.param, hidden_size=128, moe_intermediate_size=64)
+    return folder
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8", "bf16"])
+def test_a_mixture_writes_the_same_text_in_whatever_memory(directory: Path, weights: str) -> None:
+    """From the least that it runs in to where all of it fits: prompts, steps, and answers side by side."""
+    shape = shape_of(directory, weights)
+    least = Search(shape, LEAST, 128).least_ram_bytes()
+    with engine(directory, weights, ctx=128) as whole:
+        assert whole.plan is not None and whole.plan.is_whole
+        expected = tokens(whole), tokens(whole, temperature=0.9, seed=7)
+    slots = set()
+    for step in range(8):
+        with engine(directory, weights, least + step * shape.num_bytes // 14, ctx=128) as capped:
+            assert capped.plan is not None and capped.plan.total_bytes("ram") <= capped.plan.limits["ram"]
+            slots.add(sum(block.experts.slots for block in capped.plan.blocks if block.experts is not None))
+            assert (tokens(capped), tokens(capped, temperature=0.9, seed=7)) == expected
+    assert len(slots) > 4 and max(slots) == sum(experts.count for _, experts in shape.mixtures)
+
+
+def test_less_than_what_every_token_reads_is_refused_with_numbers(directory: Path) -> None:
+    least = Search(shape_of(directory, "int4"), LEAST, 128).least_ram_bytes()
+    with pytest.raises(DoesNotFitError) as refusal, engine(directory, "int4", least - 1, ctx=128):
+        pytest.fail("it was loaded")
+    assert "what every token reads, and a few experts" in refusal.value.why
+
+
+def test_memory_that_is_taken_away_takes_slots_and_no_word(directory: Path) -> None:
+    with engine(directory, "int4", ctx=128) as whole:
+        expected = tokens(whole)
+        blocks, seen = list(whole.residency.blocks), []
+        while (fewer := demoted(blocks, "ram", is_tied=False)) is not None:
+            blocks = fewer
+            if any(block.tier == "disk" and not block.held_bytes for block in blocks[1:]):
+                break  # from there on whole blocks are streamed, as of any model
+            whole.residency.move(blocks)
+            seen.append(sum(block.experts.slots for block in blocks if block.experts is not None))
+            assert tokens(whole) == expected
+    assert len(set(seen)) > 2 and seen == sorted(seen, reverse=True)
+
+
+def test_an_expert_that_is_damaged_under_a_running_engine_ends_the_answer_with_its_number(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    with engine(directory, "int4", ctx=128) as whole:
+        expected = tokens(whole)
+    (path,) = tmp_path.rglob("layers.1.mlp.safetensors")
+    content = path.read_bytes()
+    least = Search(shape_of(directory, "int4"), LEAST, 128).least_ram_bytes()
+    for damage in (lambda: path.write_bytes(content[:-4096] + bytes(4096)), lambda: os.truncate(path, 8192)):
+        with engine(directory, "int4", least, ctx=128) as capped:
+            damage()
+            with pytest.raises(CheckpointError, match=r"layers\.1\.mlp") as caught:
+                for _ in range(3):
+                    tokens(capped)
+            assert "expert " in caught.value.why and caught.value.fix.startswith("localllm quantize")
+        path.write_bytes(content)
+        with engine(directory, "int4", least, ctx=128) as capped:
+            assert tokens(capped) == expected
+
+
+def test_an_expert_whose_bytes_are_not_those_of_its_checksum_is_not_computed_with(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    with engine(directory, "int4", ctx=128) as whole:
+        tokens(whole)
+    (path,) = tmp_path.rglob("layers.1.mlp.safetensors")
+    content = bytearray(path.read_bytes())
+    record_bytes = dict(shape_of(directory, "int4").mixtures)[shape_of(directory, "int4").blocks[3]].num_bytes
+    for begin in range(len(content) - record_bytes + 100, 8192, -record_bytes):
+        content[begin] ^= 1
+    path.write_bytes(content)
+    least = Search(shape_of(directory, "int4"), LEAST, 128).least_ram_bytes()
+    with engine(directory, "int4", least, ctx=128) as capped:
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\S+ is damaged") as caught:
+            tokens(capped)
+        assert re.match(r"the checksum of expert \d+ is [0-9a-f]{32}, [0-9a-f]{32} is stored", caught.value.why)
+
+
+# What a checkpoint may have wrong
+
+
+def spoilt(folder: Path, family: str, change: Callable[[dict[str, Tensor]], object], **config: object) -> Path:
+    """A checkpoint of the family whose tensors were changed, and numbers of its config."""
+    small_checkpoint(folder, family)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | config))
+    return folder
+
+
+EXPERT = "model.layers.1.mlp.experts.2"
+FUSED = "model.layers.1.block_sparse_moe.input_linear.weight"
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], dict[str, object], str]] = {
+    "fewer experts than the config says": ("qwen3_moe", lambda _: None, {"num_local_experts": 7}, "mlp.gate"),
+    "more experts than the config says": ("qwen3_moe", lambda _: None, {"num_local_experts": 5}, "mlp.gate"),
+    "an expert is missing": ("qwen3_moe", lambda t: t.pop(f"{EXPERT}.up_proj.weight"), {}, f"{EXPERT}.up_proj"),
+    "an expert of another size": (
+        "qwen3_moe",
+        lambda t: t.update({f"{EXPERT}.down_proj.weight": torch.zeros(64, 39)}),
+        {},
+        f"{EXPERT}.down_proj",
+    ),
+    "an expert twice": (
+        "qwen3_moe",
+        lambda t: t.update({"model.layers.1.mlp.experts.down_proj": torch.zeros(6, 64, 40)}),
+        {},
+        "experts.0.down_proj",
+    ),
+    "half fused": (
+        "granitemoe",
+        lambda t: t.update({"model.layers.1.mlp.experts.1.gate_proj.weight": torch.zeros(96, 64)}),
+        {},
+        "experts.1.gate_proj",
+    ),
+    "fused, with a part missing": (
+        "granitemoe",
+        lambda t: t.pop("model.layers.1.block_sparse_moe.output_linear.weight"),
+        {},
+        "experts.0.down_proj",
+    ),
+    "fused experts without rows": ("granitemoe", lambda t: t.update({FUSED: torch.zeros(5, 192)}), {}, "input_linear"),
+    "a NaN in a router": (
+        "qwen3_moe",
+        lambda t: t["model.layers.2.mlp.gate.weight"][0].fill_(torch.nan),
+        {},
+        "model.layers.2.mlp.gate.weight",
+    ),
+    "an infinity in an expert": (
+        "qwen3_moe",
+        lambda t: t[f"{EXPERT}.gate_proj.weight"][3, 3].fill_(torch.inf),
+        {},
+        f"{EXPERT}.gate_proj.weight",
+    ),
+    "a NaN in a correction": (
+        "glm4_moe",
+        lambda t: t["model.layers.1.mlp.gate.e_score_correction_bias"].fill_(torch.nan),
+        {},
+        "e_score_correction_bias",
+    ),
+    "no router": ("mixtral", lambda t: t.pop("model.layers.0.block_sparse_moe.gate.weight"), {}, "layers.0.mlp.gate"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_mixture_is_refused_by_the_name_of_its_tensor_and_nothing_is_kept(case: str, tmp_path: Path) -> None:
+    family, change, config, named = WRONG[case]
+    checkpoint = spoilt(tmp_path / "m", family, change, **config)
+    (tmp_path / "p").mkdir()
+    with pytest.raises(CheckpointError) as refusal:
+        pack(checkpoint, tmp_path / "p")
+    assert named in refusal.value.what + refusal.value.why
+    assert not [*(tmp_path / "p").glob("*.safetensors")]
+
+
+# The pool
+
+
+@given(st.data())
+@settings(max_examples=examples(100))
+def test_a_pool_gives_each_expert_its_own_bytes_and_keeps_those_used_last(data: st.DataObject) -> None:
+    count, size = 9, 4096
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "records"
+        path.write_bytes(b"".join(bytes([index + 1]) * size for index in range(count)))
+        slots = data.draw(st.integers(1, 6))
+        file = ExpertFile("b", path, 0, count, lambda _index, _content: None, "")
+        pool = ExpertPool([file], host_buffer(slots * size).view(slots, size))
+        recent: list[int] = []
+        wanted = hits = 0
+        for _ in range(data.draw(st.integers(1, 8))):
+            asked = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=6, unique=True))
+            seen = []
+            for group in pool.held("b", asked):
+                for index in group:
+                    assert pool.record("b", index).unique().tolist() == [index + 1]
+                    assert int(pool.table("b")[index]) == pool.record("b", index).data_ptr()
+                seen += group
+            assert sorted(seen) == sorted(asked)
+            wanted += len(asked)
+            hits += len(set(asked) & set(recent))
+            recent = [index for index in range(count) if int(pool.table("b")[index])]
+            assert len(recent) <= slots and (len(asked) > slots or set(asked) <= set(recent))
+        assert (pool.wanted, pool.hits) == (wanted, hits)
+        pool.close()

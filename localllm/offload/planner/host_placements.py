@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -76,10 +77,13 @@ class HostPlacements:
 
     def _slots(self, free_bytes: int) -> dict[str, int]:
         """Return how many slots the experts of each block have in the memory that all else leaves."""
-        shape = self.shape
-        free_bytes -= shape.streamable_bytes - shape.expert_bytes
-        share = free_bytes / shape.expert_bytes
-        return {block.name: max(0, int(experts.count * share)) for block, experts in shape.mixtures}
+        free_bytes -= self.shape.streamable_bytes - self.shape.expert_bytes
+        return self._shared_out(max(0, free_bytes) / self.shape.expert_bytes)
+
+    def _shared_out(self, share: float) -> dict[str, int]:
+        """Return how many slots each block has where this share of all experts has room. A share may be the quotient of
+        whole numbers, and a little less than that."""
+        return {block.name: int(experts.count * share + 1e-6) for block, experts in self.shape.mixtures}
 
     def _missed_bytes(self, slots: Mapping[str, int]) -> int:
         """Return the bytes of the experts of one token that are not in memory, as a rule."""
@@ -124,11 +128,10 @@ class HostPlacements:
     def _least_owners(self, ctx: int) -> dict[str, int]:
         owners = self._owners(ctx, 1, self.shape.batch_rows[-1], 0, stores_embedding=True)
         if self.shape.mixtures:
-            record_bytes = max(experts.num_bytes for _, experts in self.shape.mixtures)
             shared_bytes = self.shape.streamable_bytes - self.shape.expert_bytes
-            # Each block's share of the slots is rounded down.
-            least = (self._least_slots + len(self.shape.mixtures)) * record_bytes
-            return {**owners, "blocks": min(shared_bytes + least, self.shape.streamable_bytes)}
+            shares = sorted({n / experts.count for _, experts in self.shape.mixtures for n in range(experts.count + 1)})
+            enough = (share for share in shares if sum(self._shared_out(share).values()) >= self._least_slots)
+            return {**owners, "blocks": shared_bytes + math.ceil(next(enough, 1.0) * self.shape.expert_bytes)}
         # A block that stays takes more than it saves in the ring, but where it is the last of its kind or the head.
         kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))
         needed_bytes = []

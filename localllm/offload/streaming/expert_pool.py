@@ -61,7 +61,7 @@ class ExpertPool:
         self._checked: set[Expert] = set()
         self._tables = {file.block: torch.zeros(file.count, dtype=torch.int64) for file in files}
         with ExitStack() as opened:
-            self._files = {file.block: opened.enter_context(_OpenFile(file)) for file in files}
+            self._files = {file.block: opened.enter_context(_OpenRecords(file)) for file in files}
             self._opened = opened.pop_all()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="experts")
         self._counting = threading.Lock()
@@ -171,7 +171,7 @@ class ExpertPool:
                 self._checked.add((block, index))
 
 
-class _OpenFile:
+class _OpenRecords:
     """A file's descriptors, through the page cache and past it. It goes on as it was where it is replaced."""
 
     def __init__(self, file: ExpertFile) -> None:
@@ -181,8 +181,9 @@ class _OpenFile:
         except OSError as error:
             raise self.refusal("cannot be read", error.strerror or "unknown") from None
         self._direct = open_direct(file.path)
+        self._stamp = self._stamped()
 
-    def __enter__(self) -> _OpenFile:
+    def __enter__(self) -> _OpenRecords:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -191,6 +192,16 @@ class _OpenFile:
                 os.close(descriptor)
 
     def read(self, index: int, into: memoryview) -> None:
+        """Fill `into` with a record. Raises CheckpointError where the file is not as it was opened."""
+        self._fill(index, into)
+        if self._stamped() != self._stamp:
+            raise self.refusal("was written to", f"expert {index} may be another one now")
+
+    def _stamped(self) -> tuple[int, int, int]:
+        status = os.fstat(self._plain)
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def _fill(self, index: int, into: memoryview) -> None:
         begin = self.file.begin + index * len(into)
         with suppress(OSError):  # not all of it is cached, or the file system cannot say
             if _NOWAIT and os.preadv(self._plain, [into], begin, _NOWAIT) == len(into):
