@@ -1,6 +1,6 @@
 """Models larger than their memory, beside the disk that they are read from and beside accelerate's disk offload.
 
-    python -m benchmarks.offload [--part stream|predict|accelerate|job ...] [--rounds 5]
+    python -m benchmarks.offload [--part stream|predict|accelerate|job|experts ...] [--rounds 5]
 
 Random weights of real shapes, packed on the disk of the cache directory; every figure is taken in a process of its own
 under a cap (--ram), whose peak of resident memory is compared with the plan's ledger. Results go to
@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import offload_accelerate
 from benchmarks.measure import known, machine, paired, parser, plain, save, spread
+from benchmarks.offload_experts import Spec as ExpertSpec
 from benchmarks.offload_worker import Spec
 from benchmarks.peers import Match
 from benchmarks.peers_protocol import UnavailableError
@@ -36,6 +37,7 @@ from localllm.models.shapes import shipped_shapes
 from localllm.quant.recipe import RECIPES
 
 MIB = 1 << 20
+EXPERT_LAYERS = 12  # of 48: 4.4 GB
 
 
 @contextlib.contextmanager
@@ -51,7 +53,12 @@ def packed(shape: str, weights: str) -> Iterator[tuple[ModelFiles, int]]:
 def run(files: ModelFiles, weights: str, ram_bytes: int | None, **rest: Any) -> dict[str, Any]:
     """The worker's object. Raises RuntimeError with its last words where it failed."""
     spec = Spec(folder=str(files.directory), weights=weights, ram_bytes=ram_bytes, **rest)
-    command = [sys.executable, "-m", "benchmarks.offload_worker", json.dumps(asdict(spec))]
+    return worker("benchmarks.offload_worker", asdict(spec))
+
+
+def worker(module: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """The object that a worker prints. Raises RuntimeError with its last words where it failed."""
+    command = [sys.executable, "-m", module, json.dumps(spec)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
@@ -78,6 +85,32 @@ def stream(rounds: int) -> dict[str, Any]:
         "same_text": capped["token_ids"] == whole["token_ids"],
         "whole_decode_tok_s": spread(whole["decode_tok_s"]),
         "from_page_cache_tok_s": spread(cached["decode_tok_s"]),
+    }
+
+
+def experts(rounds: int) -> dict[str, Any]:
+    """Layers of Qwen3-30B-A3B in INT4 under half their size, with a trace of experts such as a trained router would
+    choose, beside the read of the experts that are missed, and the hits beside those of an ideal LRU."""
+    raw_config = {**shipped_shapes()["qwen3-30b-a3b"], "num_hidden_layers": EXPERT_LAYERS}
+    with random_model("qwen3-30b-a3b", raw_config, RECIPES["int4-g64"]) as files:
+        num_bytes = model_bytes(parse_config(raw_config, "the benchmark's shape"), RECIPES["int4-g64"])
+        cap = _PROGRAM_BYTES + num_bytes // 2
+        spec = ExpertSpec(str(files.directory), "int4-g64", cap, repetition=0.45, rounds=rounds)
+        result = worker("benchmarks.offload_experts", asdict(spec))
+    rates = zip(result["decode_tok_s"], result["missed_bytes"], strict=True)
+    return {
+        "layers": EXPERT_LAYERS,
+        "cap_bytes": cap,
+        "model_bytes": num_bytes,
+        "slots": [result["slots"], result["experts"]],
+        "decode_tok_s": spread(result["decode_tok_s"]),
+        "predicted_tok_s": result["predicted_tok_s"],
+        "missed_bytes_per_token": spread(result["missed_bytes"]),
+        "disk_gbs": spread(result["floor_gbs"]),
+        "share_of_disk": paired([tok_s * missed / 1e9 for tok_s, missed in rates], result["floor_gbs"]),
+        "hit_rate": spread(result["hit_rate"]),
+        "ideal_hit_rate": spread(result["ideal_hit_rate"]),
+        "rss_over_cap": result["peak_rss_bytes"] / cap,
     }
 
 
@@ -219,6 +252,7 @@ PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "job": job,
     "predict": predict,
     "accelerate": accelerate,
+    "experts": experts,
 }
 
 

@@ -24,9 +24,11 @@ import psutil
 
 from benchmarks.measure import DOCS, RESULTS, known, machine, markdown_table, paired, save, spread, write_section
 from benchmarks.peers_protocol import UnavailableError, Worker
+from localllm.models.families import parse_config
+from localllm.models.layout import block_layouts
 from localllm.models.shapes import shipped_shapes
 
-MODELS = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b")  # shapes that all sides know
+MODELS = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b", "qwen3-30b-a3b")  # shapes that all sides know
 OURS, LLAMA, TRANSFORMERS = "localllm", "llama.cpp", "transformers"
 DEPTHS = (128, 2048)
 GIB = 1 << 30
@@ -35,6 +37,7 @@ SCHEMA_VERSION = 1
 PAGE = DOCS / "peers.md"
 BEGIN, END = "<!-- tables: written by `python -m benchmarks.peers` -->", "<!-- end of the tables -->"
 SPINNING_SHARE = 0.02  # of a core, by all waiting sides: above it one side disturbs another
+_USABLE_SHARE = 0.95  # of what is free
 GEN_TOKENS, FEW_TOKENS = 64, 16  # few: of the side that takes an eighth of a second for each
 
 
@@ -135,9 +138,17 @@ def contenders(arguments: argparse.Namespace, shape: dict[str, Any], directory: 
 
 
 def num_weights(shape: Mapping[str, Any]) -> int:
-    hidden, kv = shape["hidden_size"], shape["num_key_value_heads"] / shape["num_attention_heads"]
-    layer = (2 + 2 * kv) * hidden * hidden + 3 * hidden * shape["intermediate_size"]
-    return int(shape["num_hidden_layers"] * layer + 2 * shape["vocab_size"] * hidden)
+    return sum(layout.num_weights for layout in block_layouts(parse_config(shape, "the benchmark's shape")))
+
+
+def fitting(arguments: argparse.Namespace, shape: Mapping[str, Any], free_bytes: int) -> dict[str, Any]:
+    """Return the shape with as many of its layers as both localllm and llama.cpp have memory for beside each other."""
+    for layers in range(shape["num_hidden_layers"], 0, -1):
+        cut = {**shape, "num_hidden_layers": layers}
+        sides = contenders(arguments, cut, Path())
+        if sum(side.needed_bytes for side in sides if side.name in (OURS, LLAMA)) <= free_bytes:
+            return cut
+    return dict(shape)
 
 
 class Match:
@@ -228,7 +239,8 @@ def _turns(match: Match, task: Task) -> Iterator[tuple[Figure, float]]:
 
 def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Measure all sides on one shape; the object that the results keep of it. Raises UnavailableError: localllm's."""
-    shape = dict(shipped_shapes()[model])
+    whole = shipped_shapes()[model]
+    shape = fitting(arguments, whole, int(psutil.virtual_memory().available * _USABLE_SHARE))
     tasks = [
         Task("prefill", tokens=arguments.prompt_tokens),
         *(Task("decode", depth=depth) for depth in arguments.depth),
@@ -250,6 +262,7 @@ def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     return {
         "machine": {**machine(), "threads": arguments.threads},
         "rounds": arguments.rounds,
+        "layers": [shape["num_hidden_layers"], whole["num_hidden_layers"]],
         "waiting_cpu_share": round(match.waiting_cpu_share, 4),
         "sides": {
             side.name: {"title": side.title, "gen_tokens": side.gen_tokens, **match.facts[side.name]}
@@ -263,8 +276,8 @@ def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 def kv_bytes(shape: Mapping[str, Any]) -> int:
     """Bytes of one position in all layers, with keys and values of 16 bits, as all sides store them."""
-    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
-    return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim * 2)
+    config = parse_config(shape, "the benchmark's shape")
+    return sum(2 * each.num_heads * each.head_dim * 2 for each in config.kv_shapes)
 
 
 def table(model: str, result: Mapping[str, Any]) -> str:
@@ -282,6 +295,9 @@ def table(model: str, result: Mapping[str, Any]) -> str:
     titles = [side["title"] for side in sides.values()]
     figures = markdown_table(["", *titles], rows, left=1 + len(titles)).replace("|  |", "| |", 1)
     about = f"{machine['cpu']}, {machine['threads']} threads, {result['rounds']} rounds; "
+    layers, of_layers = result.get("layers", (0, 0))
+    if layers < of_layers:
+        about += f"{layers} of {of_layers} layers, as many as memory has room for on both sides; "
     text = f"### {model}\n\n{about}DRAM read {_spread(result['dram_read_gbs'])} GB/s.\n\n{figures}"
     for name, skipped in result["skipped"].items():
         fix = f" To have it: `{skipped['fix']}`" if skipped["fix"] else ""

@@ -1,6 +1,6 @@
-"""A GGUF file of a Llama's shape with random weights, as `llama-quantize ... Q4_0` would lay it out.
+"""A GGUF file of the shape of a Llama or of Qwen3-MoE with random weights, as `llama-quantize ... Q4_0` lays it out.
 
-Matrices in Q4_0, the head in Q6_K, norms in fp32, no vocabulary: llama.cpp decodes token ids alone.
+Matrices in Q4_0, the head in Q6_K, norms and routers in fp32, no vocabulary: llama.cpp decodes token ids alone.
 """
 
 from __future__ import annotations
@@ -35,43 +35,74 @@ class GGUFTensor:
         return int(np.prod(self.byte_shape))
 
 
-def llama_tensors(shape: Mapping[str, Any], head: str) -> Iterator[GGUFTensor]:
+def model_tensors(shape: Mapping[str, Any], head: str) -> Iterator[GGUFTensor]:
     """Every tensor by llama.cpp's names. shape: Hugging Face's config. head: Q6_K or Q4_0."""
-    hidden, mlp = shape["hidden_size"], shape["intermediate_size"]
-    kv = shape["num_key_value_heads"] * (hidden // shape["num_attention_heads"])
+    hidden, heads, head_dim = shape["hidden_size"], shape["num_attention_heads"], _head_dim(shape)
+    mixed, kv = heads * head_dim, shape["num_key_value_heads"] * head_dim
+    is_mixture = "num_experts" in shape
     yield GGUFTensor(EMBEDDING, (shape["vocab_size"], hidden), Type.Q4_0)
     for layer in range(shape["num_hidden_layers"]):
         matrices = {
-            "attn_q": (hidden, hidden),
+            "attn_q": (mixed, hidden),
             "attn_k": (kv, hidden),
             "attn_v": (kv, hidden),
-            "attn_output": (hidden, hidden),
-            "ffn_gate": (mlp, hidden),
-            "ffn_up": (mlp, hidden),
-            "ffn_down": (hidden, mlp),
+            "attn_output": (hidden, mixed),
+            **_feed_forward(shape),
         }
+        plain: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
+        if is_mixture:
+            plain |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
+            plain["ffn_gate_inp"] = (shape["num_experts"], hidden)
         for name, matrix in matrices.items():
             yield GGUFTensor(f"blk.{layer}.{name}.weight", matrix, Type.Q4_0)
-        for name in ("attn_norm", "ffn_norm"):
-            yield GGUFTensor(f"blk.{layer}.{name}.weight", (hidden,), Type.F32)
+        for name, numbers in plain.items():
+            yield GGUFTensor(f"blk.{layer}.{name}.weight", numbers, Type.F32)
     yield GGUFTensor("output_norm.weight", (hidden,), Type.F32)
     yield GGUFTensor("output.weight", (shape["vocab_size"], hidden), Type[head])
 
 
-def write_random(path: Path, shape: Mapping[str, Any], head: str) -> dict[str, int]:
-    """Write the file tensor by tensor. Returns `file_bytes` and `weight_bytes_per_token`, all but the embedding's."""
-    tensors = list(llama_tensors(shape, head))
-    writer = gguf.GGUFWriter(path, "llama")
+def _head_dim(shape: Mapping[str, Any]) -> int:
+    return int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
+
+
+def _feed_forward(shape: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden = shape["hidden_size"]
+    if "num_experts" not in shape:
+        mlp = shape["intermediate_size"]
+        return {"ffn_gate": (mlp, hidden), "ffn_up": (mlp, hidden), "ffn_down": (hidden, mlp)}
+    count, mlp = shape["num_experts"], shape["moe_intermediate_size"]
+    inward = (count, mlp, hidden)
+    return {"ffn_gate_exps": inward, "ffn_up_exps": inward, "ffn_down_exps": (count, hidden, mlp)}
+
+
+def _described(path: Path, shape: Mapping[str, Any]) -> gguf.GGUFWriter:
+    """Return a writer that has been told the shape's numbers."""
+    is_mixture = "num_experts" in shape
+    writer = gguf.GGUFWriter(path, "qwen3moe" if is_mixture else "llama")
     writer.add_context_length(shape["max_position_embeddings"])
     writer.add_embedding_length(shape["hidden_size"])
     writer.add_block_count(shape["num_hidden_layers"])
     writer.add_feed_forward_length(shape["intermediate_size"])
     writer.add_head_count(shape["num_attention_heads"])
     writer.add_head_count_kv(shape["num_key_value_heads"])
-    writer.add_rope_dimension_count(shape["hidden_size"] // shape["num_attention_heads"])
+    writer.add_rope_dimension_count(_head_dim(shape))
     writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
     writer.add_vocab_size(shape["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
+    if is_mixture:
+        writer.add_key_length(_head_dim(shape))
+        writer.add_value_length(_head_dim(shape))
+        writer.add_expert_count(shape["num_experts"])
+        writer.add_expert_used_count(shape["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
+    return writer
+
+
+def write_random(path: Path, shape: Mapping[str, Any], head: str) -> dict[str, int]:
+    """Write the file tensor by tensor. Returns `file_bytes` and `weight_bytes_per_token`: without the embedding's, and
+    of experts those of a token."""
+    tensors = list(model_tensors(shape, head))
+    writer = _described(path, shape)
     for tensor in tensors:
         # A quantized tensor is described by its shape in bytes, a plain one by its shape in numbers.
         plain = tensor.type is Type.F32
@@ -86,14 +117,23 @@ def write_random(path: Path, shape: Mapping[str, Any], head: str) -> dict[str, i
     writer.close()
     return {
         "file_bytes": path.stat().st_size,
-        "weight_bytes_per_token": sum(tensor.nbytes for tensor in tensors if tensor.name != EMBEDDING),
+        "weight_bytes_per_token": sum(_read_bytes(tensor, shape) for tensor in tensors if tensor.name != EMBEDDING),
     }
 
 
+def _read_bytes(tensor: GGUFTensor, shape: Mapping[str, Any]) -> int:
+    if "_exps." not in tensor.name:
+        return tensor.nbytes
+    return int(tensor.nbytes * shape["num_experts_per_tok"] // shape["num_experts"])
+
+
 def random_values(tensor: GGUFTensor, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Ones for a norm; for a matrix blocks of random bytes, each with the same sane scale: no NaN, no infinity."""
+    """Ones for a norm, normal numbers for a router; for a matrix blocks of random bytes, each with the same sane scale:
+    no NaN, no infinity."""
     if tensor.type is Type.F32:
-        return np.ones(tensor.shape, np.float32)
+        if len(tensor.shape) == 1:
+            return np.ones(tensor.shape, np.float32)
+        return rng.standard_normal(tensor.shape, np.float32) / np.float32(tensor.shape[-1] ** 0.5)  # a router's
     _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
     blocks = rng.integers(0, 256, (tensor.nbytes // block_bytes, block_bytes), dtype=np.uint8)
     offset, scale = SCALES[tensor.type]

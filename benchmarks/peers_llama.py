@@ -18,7 +18,7 @@ from benchmarks.peers_protocol import UnavailableError, serve
 try:
     import llama_cpp
 
-    from benchmarks.peers_gguf import llama_tensors, write_random
+    from benchmarks.peers_gguf import model_tensors, write_random
 
     MISSING = ""
 except (ImportError, OSError, RuntimeError) as error:  # the last two: a library that cannot be loaded
@@ -47,7 +47,7 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._keep_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         path = Path(directory) / "random-q4_0.gguf"
-        _check_room(path.parent, sum(tensor.nbytes for tensor in llama_tensors(shape, head)))
+        _check_room(path.parent, sum(tensor.nbytes for tensor in model_tensors(shape, head)))
         facts: dict[str, Any] = {**write_random(path, shape, head)}
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
         if not self.model:

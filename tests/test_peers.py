@@ -187,6 +187,34 @@ def test_the_random_gguf_file_holds_every_tensor_in_its_type(tmp_path: Path) -> 
     assert facts["weight_bytes_per_token"] == sum(tensor.n_bytes for tensor in tensors.values()) - 320 * 256 * 9 // 16
 
 
+MIXTURE = TOY | {
+    "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+}  # fmt: skip
+
+
+def test_the_random_gguf_file_of_a_mixture_has_each_matrix_for_all_experts(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="comes with the extra `peers`")
+    from benchmarks.peers_gguf import write_random
+
+    facts = write_random(tmp_path / "toy.gguf", MIXTURE, "Q6_K")
+    reader = gguf.GGUFReader(tmp_path / "toy.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert tensors["blk.1.ffn_down_exps.weight"].shape.tolist() == [64, 256, 8]
+    assert tensors["blk.0.ffn_gate_inp.weight"].shape.tolist() == [256, 8]
+    assert tensors["blk.0.attn_q.weight"].shape.tolist() == [256, 128]
+    assert reader.get_field("qwen3moe.expert_used_count").contents() == 2
+    experts = sum(tensor.n_bytes for name, tensor in tensors.items() if "_exps" in name)
+    rest = sum(tensor.n_bytes for tensor in tensors.values()) - experts - 320 * 256 * 9 // 16
+    assert facts["weight_bytes_per_token"] == rest + experts // 4
+
+
+def test_a_shape_that_is_too_large_loses_layers_until_both_sides_have_room() -> None:
+    arguments = peers.parse_arguments([])
+    cut = peers.fitting(arguments, MIXTURE | {"num_hidden_layers": 40}, 2 * peers.GIB + (20 << 20))
+    assert 0 < cut["num_hidden_layers"] < 40
+    assert peers.fitting(arguments, MIXTURE, 1 << 40) == MIXTURE
+
+
 def test_saving_one_model_leaves_the_others_figures_and_the_rest_of_the_page(match: Match, tmp_path: Path) -> None:
     match.start(contender(peers.OURS, 0.1))
     result, page = result_of(match), tmp_path / "peers.md"
