@@ -231,7 +231,7 @@ SOURCES: dict[str, Callable[[Isa], Kernel]] = {
     "int8": lambda isa: cpu_matmul.matmul_source(isa, "int8", 64, 4, adds=False, has_bias=False),
     "gated": lambda isa: cpu_quantize.quantize_source(64, "gated", "gelu"),
     "norm quantize": lambda isa: cpu_quantize.quantize_source(64, "norm"),
-    "rope": lambda isa: cpu_rope.rope_source(DENSE, CODED, 128, has_norms=True),
+    "rope": lambda isa: cpu_rope.rope_source(DENSE, CODED, 128, "first"),
     "attention": lambda isa: cpu_attention.attention_source(DENSE, CODED, 4, has_softcap=True),
     "combine": lambda isa: cpu_attention.combine_source(128, is_rotated=True),
     "norm": lambda isa: cpu_quantize.norm_source(adds=True),

@@ -52,6 +52,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 5},
     "qwen3_moe, dense layers": {"model_type": "qwen3_moe", "mlp_only_layers": [0], "norm_topk_prob": True, **EXPERTS},
     "qwen2_moe, gated shared": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 192, **EXPERTS},
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "num_local_experts": 6,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 4.0,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.1,
+    },
+    "hunyuan_v1_moe": {"model_type": "hunyuan_v1_moe", "num_experts": 6, "moe_topk": 2},
     "glm4_moe, groups": {
         "model_type": "glm4_moe",
         "head_dim": 64,

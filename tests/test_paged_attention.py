@@ -36,17 +36,17 @@ class Heads:
     KH: int
     D: int
     rotary_dim: int
-    has_norms: bool = False
+    norms: cpu_rope.Norms = "none"
     softcap: float | None = None
     window: int | None = None
 
 
 SHAPES = [
     Heads(8, 1, 64, 64),
-    Heads(8, 2, 128, 128, has_norms=True, window=37),
+    Heads(8, 2, 128, 128, "first", window=37),
     Heads(4, 4, 96, 64, softcap=30.0, window=200),
-    Heads(14, 2, 64, 32),
-    Heads(2, 2, 256, 256, has_norms=True),
+    Heads(14, 2, 64, 32, "last"),
+    Heads(2, 2, 256, 256, "first"),
 ]
 ODD = Heads(4, 2, 80, 32, window=150)  # of dense pages alone
 SEGMENTS = [[(0, 5)], [(300, 1)], [(510, 5)], [(0, 270)], [(10, 1), (1100, 1)], [(60, 70), (64, 64)]]
@@ -74,7 +74,7 @@ def run_native(
     room.place(tables)
     layouts, tokens = segments[0].kv.layouts, torch.tensor(tables.tokens[0])
     out = torch.full((T, shape.H * D), float("nan"))
-    rope = cpu_rope.rope(isa, *layouts, shape.rotary_dim, has_norms=shape.has_norms)
+    rope = cpu_rope.rope(isa, *layouts, shape.rotary_dim, shape.norms)
     cos, sin = (random(T, shape.rotary_dim, seed=seed) for seed in (1, 2))
     norms = {"q_norm": random(D, seed=3), "k_norm": random(D, seed=4), "eps": float_bits(1e-6)}
     words = {"heads": shape.H, "kv_heads": shape.KH, "layer": layer, "scale": float_bits(D**-0.5)}
@@ -89,12 +89,14 @@ def rope_of(qkv: Tensor, shape: Heads) -> Tensor:
     T, half = len(qkv), shape.rotary_dim // 2
     cos, sin = (random(T, shape.rotary_dim, seed=seed)[:, None] for seed in (1, 2))
     x = qkv[:, : shape.H + shape.KH]
-    if shape.has_norms:
+    weights = torch.cat([random(shape.D, seed=seed).expand(heads, -1) for seed, heads in ((3, shape.H), (4, shape.KH))])
+    if shape.norms != "none":  # behind the rotation their lengths are taken to be those before
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-        x = torch.cat((x[:, : shape.H] * random(shape.D, seed=3), x[:, shape.H :] * random(shape.D, seed=4)), dim=1)
+    x = x * weights if shape.norms == "first" else x
     turning = x[..., : shape.rotary_dim]
     swapped = torch.cat((turning[..., half:], turning[..., :half]), dim=-1)
-    return torch.cat((turning * cos + swapped * sin, x[..., shape.rotary_dim :]), dim=-1)
+    x = torch.cat((turning * cos + swapped * sin, x[..., shape.rotary_dim :]), dim=-1)
+    return x * weights if shape.norms == "last" else x
 
 
 FORMATS = list(KV_FORMATS.values())

@@ -55,7 +55,7 @@ class RandomBlocks:
     def _record(self, experts: Experts, variant: int) -> Tensor:
         """Return the record of an expert, uint8 [bytes], made once for each shape and variant."""
         record = experts.record(self.recipe)
-        key = (experts.config, experts.hidden_size, variant)
+        key = (experts.config, experts.residual.features, variant)
         if key not in self._records:
             tensors = {name: torch.empty(p.spec.shape, dtype=p.spec.torch_dtype) for name, p in record.tensors.items()}
             for matrix in experts.matrices(0):

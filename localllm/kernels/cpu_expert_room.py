@@ -127,20 +127,23 @@ class ExpertRoom:
     def arrange(self, chosen: Tensor, groups: Iterable[Sequence[int]]) -> Iterator[None]:
         """Lay out the blocks of each group of experts as `cpu_experts.group` does those of all, and yield: the steps
         between routing and combining compute that group then. chosen: see there."""
-        order = torch.argsort(chosen.flatten(), stable=True)
-        experts, counts = torch.unique_consecutive(chosen.flatten()[order], return_counts=True)
-        pairs = dict(zip(experts.tolist(), torch.split(order, counts.tolist()), strict=True))
-        blocks, tokens = self.blocks.view(-1, len(BLOCK_WORDS)), self.tokens.view(-1, self.block_rows)
-        end = 0
+        pairs: dict[int, list[int]] = {}
+        for pair, expert in enumerate(chosen.flatten().tolist()):
+            pairs.setdefault(expert, []).append(pair)
+        top_k, rows, end = chosen.shape[1], self.block_rows, 0
+        blocks, tokens, places = self.blocks.numpy(), self.tokens.numpy(), self.places.numpy()
         for group in groups:
             begin = end
             for expert in group:
-                own = torch.split(pairs[expert], self.block_rows)
-                for number, part in enumerate(own, end):
-                    blocks[number] = torch.tensor([expert, len(part), end, len(own)])
-                    tokens[number, : len(part)] = part // chosen.shape[1]
-                    self.places[part] = torch.arange(len(part), dtype=torch.int32) + number * self.block_rows
-                end += len(own)
+                own = pairs[expert]
+                first, count = end, -(-len(own) // rows)
+                end += count
+                for number in range(first, end):
+                    part = own[(number - first) * rows : (number - first + 1) * rows]
+                    at = number * len(BLOCK_WORDS)
+                    blocks[at : at + len(BLOCK_WORDS)] = (expert, len(part), first, count)
+                    tokens[number * rows : number * rows + len(part)] = [pair // top_k for pair in part]
+                    places[part] = range(number * rows, number * rows + len(part))
             self.grouped_shape[0], self.grouped_shape[2] = end - begin, begin
             yield
         self.grouped_shape[2] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Literal
 
 from localllm.kernels import cpu_kv
 from localllm.kernels.cpu_ir import F32, F32V, I64, LANES, PTR, Kernel, Value
@@ -19,7 +20,10 @@ TOKEN_BYTES = 8 * len(TOKEN_WORDS)
 Store = Callable[[Kernel, HeadPlan, Value, Value, list[Value]], None]
 
 
-def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, *, has_norms: bool) -> Kernel:
+Norms = Literal["none", "first", "last"]  # of queries and keys: before or behind the rotation
+
+
+def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, norms: Norms) -> Kernel:
     """qkv fp32 [T, H + 2 KH, D]: the queries are rotated and scaled in place, keys and values go into the pages.
 
     dense: of the page with a token's own position; coded: of all pages but a sequence's first, None where those are
@@ -43,11 +47,16 @@ def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, *,
         with k.when(head.compare("ult", first_value)):
             is_query = head.compare("ult", a.heads)
             vectors = _load(x, head_dim)
-            if has_norms:
+            weight = is_query.choose(a.q_norm, a.k_norm)
+            if norms != "none":  # the length of a head stays the same when it rotates
                 inverse = inverse_rms(k, x, k.i64(head_dim)).splat()
-                weight = is_query.choose(a.q_norm, a.k_norm)
-                vectors = [v * inverse * weight.at(64 * i).load(F32V) for i, v in enumerate(vectors)]
-            vectors = turned(_rotated(k, vectors, token, rotary_dim))
+                vectors = [vector * inverse for vector in vectors]
+            if norms == "first":
+                vectors = _weighted(vectors, weight)
+            vectors = _rotated(k, vectors, token, rotary_dim)
+            if norms == "last":
+                vectors = _weighted(vectors, weight)
+            vectors = turned(vectors)
             with k.when(is_query):
                 scale = a.scale.convert("trunc", "i32").convert("bitcast", F32).splat()
                 for i, vector in enumerate(vectors):
@@ -83,6 +92,10 @@ def _load(x: Value, head_dim: int) -> list[Value]:
     return [x.at(64 * i).load(F32V) for i in range(head_dim // LANES)]
 
 
+def _weighted(vectors: list[Value], weight: Value) -> list[Value]:
+    return [vector * weight.at(64 * i).load(F32V) for i, vector in enumerate(vectors)]
+
+
 def _rotated(k: Kernel, x: list[Value], token: Value, rotary_dim: int) -> list[Value]:
     """x * cos + (the other half of the rotating features) * sin; the features beyond rotary_dim pass."""
     turning = rotary_dim // LANES
@@ -95,5 +108,5 @@ def _rotated(k: Kernel, x: list[Value], token: Value, rotary_dim: int) -> list[V
 
 
 @cache
-def rope(isa: Isa, dense: PageLayout, coded: PageLayout | None, rotary_dim: int, *, has_norms: bool) -> Native:
-    return compile_kernel(rope_source(dense, coded, rotary_dim, has_norms=has_norms), isa)
+def rope(isa: Isa, dense: PageLayout, coded: PageLayout | None, rotary_dim: int, norms: Norms) -> Native:
+    return compile_kernel(rope_source(dense, coded, rotary_dim, norms), isa)

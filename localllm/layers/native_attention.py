@@ -58,7 +58,7 @@ class NativeAttention:
         T, heads, D = qkv.shape
         group, row = self._places[layer]
         isa, out, tokens = best_isa(), torch.empty(T, config.num_heads, D), self._tokens[group]
-        store = cpu_rope.rope(isa, *self.layouts, 0, has_norms=False).step(
+        store = cpu_rope.rope(isa, *self.layouts, 0, "none").step(
             qkv=qkv,
             cos=0,
             sin=0,

@@ -47,7 +47,7 @@ class ModelConfig:
 
     norm_kind: root mean square, or mean and variance with a bias (`layer`).
     norm_weight_offset: what a checkpoint's norm weights lack (gemma stores w - 1).
-    residual_scale: multiplies what a block adds to the hidden state.
+    residual_scale: multiplies what a block adds to the hidden state; folded into the matrices that make it.
     embedding_scale: rounded to the weights' dtype before it multiplies.
     logit_scale: multiplies the logits, before final_softcap bounds them.
     dtype: what the file says that its weights are; the tensors' own headers decide.

@@ -100,7 +100,7 @@ class CheckpointBlocks:
             bias = self.checkpoint.read_rows(rows, (), torch_dtype("float32"))
             for name, part in self._as_stored(matrix, "bias", bias):
                 self._finite(name, part)
-            tensors[f"{matrix.name}.linear_bias"] = _side_by_side(bias, matrix)
+            tensors[f"{matrix.name}.linear_bias"] = _as_computed(bias, matrix)
         return tensors
 
     def _vector_shape(self, vector: Vector) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class CheckpointBlocks:
             for name, part in self._as_stored(matrix, "weight", weight):
                 self._finite(name, part)
         try:
-            return quantize(_side_by_side(weight, matrix))
+            return quantize(_as_computed(weight, matrix))
         except CheckpointError:
             for name, part in self._as_stored(matrix, "weight", weight):
                 with self._blaming(name):
@@ -192,8 +192,11 @@ def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None
     return most
 
 
-def _side_by_side(stored: Tensor, matrix: Matrix) -> Tensor:
-    """Return the rows of a matrix's weight or bias with the features that rotate together half a head apart."""
+def _as_computed(stored: Tensor, matrix: Matrix) -> Tensor:
+    """Return a matrix's weight or bias as it is computed with: scaled, and features that rotate together half a head
+    apart."""
+    if matrix.scale != 1.0:
+        stored.mul_(matrix.scale)
     pairs = matrix.interleaved
     if pairs is None:
         return stored

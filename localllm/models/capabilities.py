@@ -24,8 +24,15 @@ def fills_vectors(config: ModelConfig, dtype: str) -> bool:
 
 
 def is_plain(attention: AttentionConfig) -> bool:
-    """Return whether native programs know all that such attention computes."""
+    """Return whether all native programs know what such attention computes."""
     return not attention.rotates_first and attention.clip is None
+
+
+def _is_plain_on_cpu(attention: AttentionConfig) -> bool:
+    """Return whether a CPU's steps do: they norm heads behind the rotation too, where that changes no length."""
+    stretches = attention.rope.kind in ("yarn", "longrope")
+    norms_last = attention.rotates_first and attention.qk_norm == "head" and not stretches
+    return is_plain(attention) or (norms_last and attention.clip is None)
 
 
 def has_one_head_shape(config: ModelConfig) -> bool:
@@ -37,9 +44,8 @@ def has_plain_steps(config: ModelConfig) -> bool:
     """Return whether a CPU's native steps know all that the model computes. Torch computes any other model."""
     return (
         has_one_head_shape(config)
-        and all(map(is_plain, config.attentions))
+        and all(map(_is_plain_on_cpu, config.attentions))
         and config.norm_kind == "rms"
-        and (config.residual_scale, config.logit_scale) == (1.0, 1.0)
         and not config.has_head_bias
     )
 

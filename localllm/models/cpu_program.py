@@ -177,7 +177,7 @@ class CpuProgram:
 
     def _trimmed(self, logits: Tensor, rows: int) -> Tensor:
         own = logits[:rows, : self.decoder.head.out_features]
-        return own if self.decoder.config.final_softcap is None else self.decoder.capped(own)
+        return self.decoder.capped(own)
 
     def _tape(self, room: _Room) -> _WholeTape:
         assert room.layouts is not None, "a batch was placed"
@@ -357,12 +357,13 @@ class _Recorder:
             yield self._norm(body.q_norm, room.wide, room.wide, H * D, stride, adds=False)
             yield self._norm(body.k_norm, keys, keys, KH * D, stride, adds=False)
         norms = (body.q_norm, body.k_norm) if config.qk_norm == "head" else (None, None)
+        where: cpu_rope.Norms = "none" if norms[0] is None else "last" if config.rotates_first else "first"
         assert room.layouts is not None
         dense, coded = room.layouts
         group, index = next(
             (g, layers.index(body.layer)) for g, layers in enumerate(room.groups) if body.layer in layers
         )
-        rope = cpu_rope.rope(self.isa, dense, coded, config.rotary_dim, has_norms=norms[0] is not None)
+        rope = cpu_rope.rope(self.isa, dense, coded, config.rotary_dim, where)
         yield rope.step(
             qkv=room.wide,
             cos=room.cos[body.rotation],

@@ -29,20 +29,18 @@ from localllm.offload.streaming.disk_stream import StreamClock
 
 @dataclass(frozen=True)
 class Block:
-    """x + scale * norm_out(body(norm_in(x))); a family has one of the two norms, or both."""
+    """x + norm_out(body(norm_in(x))); a family has one of the two norms, or both."""
 
     name: str  # "layers.3.attention", "layers.3.mlp"
     body: Attention | MLP | SplitMLP | MoE
     norm_in: Norm | None
     norm_out: Norm | None
     device: torch.device  # where it is computed, with its tensors and its input
-    scale: float = 1.0
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         y = self.body(x if self.norm_in is None else self.norm_in(x), batch)
-        y = y if self.norm_out is None else self.norm_out(y)
-        return x + (y if self.scale == 1.0 else y * self.scale)
+        return x + (y if self.norm_out is None else self.norm_out(y))
 
 
 class BlockStream(Protocol):

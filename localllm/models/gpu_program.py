@@ -390,7 +390,7 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
     """Return whether our kernels know the block, and it is computed where they are. kv: its pages must be there,
     too."""
     body, norms = block.body, (block.norm_in, block.norm_out)
-    if block.device != device or block.scale != 1.0 or any(isinstance(norm, LayerNorm) for norm in norms):
+    if block.device != device or any(isinstance(norm, LayerNorm) for norm in norms):
         return False
     if not isinstance(body, MLP) and not (isinstance(body, Attention) and is_plain(body.config)):
         return False

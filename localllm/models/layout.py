@@ -45,7 +45,8 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One linear layer. Its rows are those of the checkpoint's `parts`, or of `stored` where that is stored fused."""
+    """One linear layer. Its rows are those of the checkpoint's `parts`, or of `stored` where that is stored fused, and
+    are multiplied by `scale` when they are read."""
 
     name: str  # inside its block: "qkv_proj"
     stored: str  # "model.layers.0.self_attn.qkv_proj"
@@ -54,6 +55,7 @@ class Matrix:
     has_bias: bool = False
     role: Literal["block", "embedding", "router"] = "block"  # embedding: the token embedding or the head
     interleaved: Interleaved | None = None
+    scale: float = 1.0
 
     @property
     def out_features(self) -> int:
@@ -107,6 +109,14 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Residual:
+    """The hidden state that blocks read and add to: its features, and what multiplies all that is added."""
+
+    features: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """The experts of one block: all of one shape. stored: of them all, "model.layers.0.mlp.experts"."""
 
@@ -114,11 +124,11 @@ class Experts:
     num_experts: int
     top_k: int
     config: MLPConfig
-    hidden_size: int
+    residual: Residual
 
     def matrices(self, index: int) -> tuple[Matrix, ...]:
         """Return an expert's matrices, by their names in its record."""
-        return gated_matrices(self.config, f"{self.stored}.{index}", self.hidden_size)
+        return gated_matrices(self.config, f"{self.stored}.{index}", self.residual)
 
     @property
     def num_weights(self) -> int:
@@ -215,6 +225,10 @@ class _Around:
     model: ModelConfig
     norm_placement: NormPlacement
 
+    @property
+    def residual(self) -> Residual:
+        return Residual(self.model.hidden_size, self.model.residual_scale)
+
     def norms(self, placements: Mapping[str, tuple[str | None, str | None]]) -> tuple[Vector, ...]:
         names = zip(("norm_in", "norm_out"), placements[self.norm_placement], strict=True)
         return tuple(
@@ -233,7 +247,14 @@ def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLay
     pairs = Interleaved((H + KH) * D, D, config.rotary_dim) if is_interleaved else None
     matrices = (
         Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.has_bias, interleaved=pairs),
-        Matrix("o_proj", f"{attn}.o_proj", {f"{attn}.o_proj": hidden}, H * D, config.has_output_bias),
+        Matrix(
+            "o_proj",
+            f"{attn}.o_proj",
+            {f"{attn}.o_proj": hidden},
+            H * D,
+            config.has_output_bias,
+            scale=around.model.residual_scale,
+        ),
     )
     norms = around.norms(ATTENTION_NORMS)
     if config.qk_norm is not None:
@@ -246,7 +267,7 @@ def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLay
 
 
 def _mlp(layer: int, config: MLPConfig, around: _Around) -> BlockLayout:
-    matrices = gated_matrices(config, f"{around.prefix}.mlp", around.model.hidden_size)
+    matrices = gated_matrices(config, f"{around.prefix}.mlp", around.residual)
     return BlockLayout(f"layers.{layer}.mlp", matrices, around.norms(MLP_NORMS))
 
 
@@ -254,7 +275,7 @@ def _moe(layer: int, config: MoEConfig, around: _Around) -> BlockLayout:
     router, mlp, hidden = config.router, f"{around.prefix}.mlp", around.model.hidden_size
     matrices = [Matrix("router", f"{mlp}.gate", {f"{mlp}.gate": router.num_experts}, hidden, role="router")]
     if config.shared is not None:
-        matrices += gated_matrices(config.shared, f"{mlp}.shared_expert", hidden, prefix="shared.")
+        matrices += gated_matrices(config.shared, f"{mlp}.shared_expert", around.residual, prefix="shared.")
     if config.gates_shared:
         gate = f"{mlp}.shared_expert_gate"
         matrices.append(Matrix("shared_gate", gate, {gate: 1}, hidden, role="router"))
@@ -262,18 +283,25 @@ def _moe(layer: int, config: MoEConfig, around: _Around) -> BlockLayout:
     if router.has_correction:
         stored = f"{mlp}.gate.e_score_correction_bias"
         vectors += (Vector("correction", stored, router.num_experts, is_norm_weight=False),)
-    experts = Experts(f"{mlp}.experts", router.num_experts, router.top_k, config.expert, hidden)
+    experts = Experts(f"{mlp}.experts", router.num_experts, router.top_k, config.expert, around.residual)
     return BlockLayout(f"layers.{layer}.mlp", tuple(matrices), vectors, experts)
 
 
-def gated_matrices(config: MLPConfig, stored: str, hidden_size: int, prefix: str = "") -> tuple[Matrix, ...]:
+def gated_matrices(config: MLPConfig, stored: str, residual: Residual, prefix: str = "") -> tuple[Matrix, ...]:
     """Return the matrices of a gated feed-forward: gate and up as one, and down. stored: its name in a checkpoint.
     prefix: of the matrices' names inside their block."""
     width, bias = config.intermediate_size, config.has_bias
     gate_up = {f"{stored}.gate_proj": width, f"{stored}.up_proj": width}
     return (
-        Matrix(f"{prefix}gate_up_proj", f"{stored}.gate_up_proj", gate_up, hidden_size, bias),
-        Matrix(f"{prefix}down_proj", f"{stored}.down_proj", {f"{stored}.down_proj": hidden_size}, width, bias),
+        Matrix(f"{prefix}gate_up_proj", f"{stored}.gate_up_proj", gate_up, residual.features, bias),
+        Matrix(
+            f"{prefix}down_proj",
+            f"{stored}.down_proj",
+            {f"{stored}.down_proj": residual.features},
+            width,
+            bias,
+            scale=residual.scale,
+        ),
     )
 
 

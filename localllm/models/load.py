@@ -153,7 +153,6 @@ class _Loaded:
 
 
 def _block(loaded: _Loaded, index: int) -> Block:
-    config = loaded.parts.config
     body = _feed_forward(loaded, index // 2) if index % 2 else _attention(loaded, index // 2)
     return Block(
         name=loaded.block.layout.name,
@@ -161,7 +160,6 @@ def _block(loaded: _Loaded, index: int) -> Block:
         norm_in=loaded.optional_norm("norm_in"),
         norm_out=loaded.optional_norm("norm_out"),
         device=body.device,
-        scale=config.residual_scale,
     )
 
 

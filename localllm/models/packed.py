@@ -76,6 +76,8 @@ def _model_entry(config: ModelConfig) -> dict[str, object]:
         for name in ("model_type", "vocab_size", "hidden_size", "num_layers", "norm_weight_offset")
     }
     entry["tie_word_embeddings"] = config.tie_word_embeddings
+    if config.residual_scale != 1.0:
+        entry["residual_scale"] = config.residual_scale
     layers = [_layer_entry(layer) for layer in config.layers]
     return entry | (layers[0] if all(layer == layers[0] for layer in layers) else {"layers": layers})
 
