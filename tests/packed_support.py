@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -34,13 +35,15 @@ def small_checkpoint(folder: Path, family: str = "llama", seed: int = 0) -> Path
     return folder
 
 
-def resized(folder: Path, seed: int = 0, **sizes: int) -> Path:
+def resized(folder: Path, family: str = "llama", seed: int = 0, **sizes: int) -> Path:
     """A small checkpoint whose config has these sizes, in bf16, as most are."""
-    config = json.loads((small_checkpoint(folder) / "config.json").read_text())
+    config = json.loads((small_checkpoint(folder, family) / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | sizes))
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for layout in block_layouts(load_config(folder)):
-        for matrix in layout.matrices:
+        experts = layout.experts
+        of_experts = [experts.matrices(index) for index in range(experts.num_experts)] if experts else []
+        for matrix in itertools.chain(layout.matrices, *of_experts):
             for name, rows in matrix.parts.items():
                 weight = 0.02 * torch.randn(rows, matrix.in_features, generator=generator)
                 tensors[f"{name}.weight"] = weight.bfloat16()

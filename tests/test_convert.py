@@ -193,6 +193,20 @@ def test_death_at_a_random_moment_leaves_what_the_next_start_takes_up(seed, chec
     killed_and_taken_up(partial(killed_after, seconds), checkpoint, tmp_path / "p", whole)
 
 
+@pytest.fixture(scope="module", params=["qwen3_moe", "granitemoe"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tensor for each expert, and with one for all of a layer."""
+    return small_checkpoint(tmp_path_factory.mktemp(request.param) / "m", request.param)
+
+
+@pytest.mark.parametrize("seed", thinned(range(20), lambda seed: seed < 3))
+def test_the_conversion_of_a_mixture_that_dies_at_a_random_moment_is_taken_up(seed, mixture, tmp_path):
+    started = time.perf_counter()
+    pack(mixture, tmp_path / "timed")
+    seconds = random.Random(seed).uniform(0, time.perf_counter() - started)
+    killed_and_taken_up(partial(killed_after, seconds), mixture, tmp_path / "p", contents(tmp_path / "timed"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_a_conversion_that_is_killed_again_and_again_ends_with_the_same_bytes(seed, checkpoint, whole, tmp_path):

@@ -70,3 +70,24 @@ def test_a_conversion_takes_the_memory_of_two_blocks_and_a_load_that_of_the_pack
     assert largest < converting < 2 * block + 32 * MiB
     packed = model_bytes(config, recipe(weights))
     assert packed < loading < packed + 16 * MiB
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """320 MiB in bf16, 96 MiB a block, of which an expert has 1.5."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_local_experts": 64, "vocab_size": 4096}
+    folder = tmp_path_factory.mktemp("mixture")
+    return resized(folder, "qwen3_moe", num_hidden_layers=3, num_experts_per_tok=4, head_dim=128, **sizes)
+
+
+@pytest.mark.parametrize("weights", ["int4-g64", "int8"])
+def test_a_conversion_of_a_mixture_holds_an_expert_at_a_time(weights, mixture, checkpoint, tmp_path):
+    command = [sys.executable, "-c", PEAK, str(mixture), str(checkpoint), str(tmp_path / "p"), weights]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout
+    converting, loading = map(int, out.split())
+    largest = max(
+        2 * matrix.num_weights for layout in block_layouts(load_config(mixture)) for matrix in layout.matrices
+    )
+    assert converting < 2 * largest + 32 * MiB < 96 * MiB
+    packed = model_bytes(load_config(mixture), recipe(weights))
+    assert packed < loading < packed + 16 * MiB
