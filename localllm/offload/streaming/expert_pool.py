@@ -7,12 +7,13 @@ nothing of what a record holds.
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from localllm.offload.streaming.disk_stream import STALLED_S, StreamClock
 # A token misses two or three experts of a block, 2.6 MB each. In pieces, read by eight threads, they come at 3.3 GB/s
 # where one record after the other has 0.9.
 READERS = 8
-_PIECE_BYTES = 512 << 10
+_PIECE_BYTES = 1 << 20
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # reads what the page cache has, and nothing else
 
 
@@ -63,7 +64,12 @@ class ExpertPool:
         with ExitStack() as opened:
             self._files = {file.block: opened.enter_context(_OpenRecords(file)) for file in files}
             self._opened = opened.pop_all()
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="experts")
+        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()  # to be read; None ends a reader
+        self._read: SimpleQueue[tuple[_Piece, Exception | None]] = SimpleQueue()  # with why it could not be, if so
+        self._call = 0  # of `held`: what a disk gives after an earlier one has given up is not taken for this one's
+        self._readers = [threading.Thread(target=self._work, name="experts", daemon=True) for _ in range(READERS)]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def num_slots(self) -> int:
@@ -85,13 +91,14 @@ class ExpertPool:
         Raises CheckpointError naming the file and the record that cannot be read or is damaged.
         """
         self.wanted += len(experts)
+        self._call += 1
         here = [index for index in experts if (block, index) in self._slots]
         missing = [index for index in experts if (block, index) not in self._slots]
         self.hits += len(here)
         for index in here:
             self._slots.move_to_end((block, index))
         kept = {(block, index) for index in here}
-        reads: dict[int, list[Future[None]]] = {}
+        reads: dict[int, int] = {}  # pieces that are still to come of each expert
         try:
             self._begin(block, missing, kept, reads)
             if here:
@@ -108,19 +115,22 @@ class ExpertPool:
             self._give_up(block, reads)
 
     def close(self) -> None:
-        self._readers.shutdown()
+        for _ in self._readers:
+            self._pieces.put(None)
+        for reader in self._readers:
+            reader.join()
         self._opened.close()
 
-    def _begin(self, block: str, missing: list[int], kept: set[Expert], reads: dict[int, list[Future[None]]]) -> None:
+    def _begin(self, block: str, missing: list[int], kept: set[Expert], reads: dict[int, int]) -> None:
         """Begin to read as many of the missing ones as there are slots for; they leave `missing`."""
         while missing and (slot := self._free_slot(kept | {(block, index) for index in reads})) is not None:
             index = missing.pop(0)
             self._slots[block, index] = slot
             content = self.memory[slot].numpy().data
-            reads[index] = [
-                self._readers.submit(self._files[block].read, index, begin, content)
-                for begin in range(0, len(content), _PIECE_BYTES)
-            ]
+            begins = range(0, len(content), _PIECE_BYTES)
+            reads[index] = len(begins)
+            for begin in begins:
+                self._pieces.put(_Piece(self._call, self._files[block], index, begin, content))
 
     def _free_slot(self, kept: set[Expert]) -> int | None:
         """Return a slot, of the expert that was used longest ago where all are taken; None where all must stay."""
@@ -133,32 +143,70 @@ class ExpertPool:
         self._tables[block][index] = 0
         return self._slots.pop(oldest)
 
-    def _finished(self, block: str, reads: dict[int, list[Future[None]]]) -> list[int]:
-        """Wait for some reads, and return the experts that they brought."""
+    def _finished(self, block: str, reads: dict[int, int]) -> list[int]:
+        """Wait for the next expert that is read, and return it with those that came with it."""
         file = self._files[block]
-        first = next(iter(reads.values()))
-        done, pending = wait(first, timeout=STALLED_S)
-        if pending and not done:
-            raise file.refusal("gives nothing", f"no byte came for {STALLED_S:.0f} seconds")
-        found = [index for index, pieces in reads.items() if all(piece.done() for piece in pieces)]
+        found: list[int] = []
+        while not found or not self._read.empty():
+            index = self._next_piece(file).index
+            reads[index] -= 1
+            if not reads[index]:
+                found.append(index)
         for index in found:
-            for piece in reads[index]:
-                piece.result()
-            content = self.memory[self._slots[block, index]]
-            file.check(index, content.numpy().data)
+            file.check(index, self.record(block, index).numpy().data)
+        for index in found:
             del reads[index]
-            self._tables[block][index] = content.data_ptr()
-            self.clock.bytes_read += content.numel()
+            self._tables[block][index] = self.record(block, index).data_ptr()
+            self.clock.bytes_read += self.memory.shape[1]
         return found
 
-    def _give_up(self, block: str, reads: dict[int, list[Future[None]]]) -> None:
-        """Forget what was asked for and is not here."""
+    def _next_piece(self, file: _OpenRecords) -> _Piece:
+        """Return what was read next. Raises CheckpointError where it could not be."""
+        try:
+            piece, error = self._read.get(timeout=STALLED_S)
+            while piece.call != self._call:
+                piece, error = self._read.get(timeout=STALLED_S)
+        except Empty:
+            raise file.refusal("gives nothing", f"no byte came for {STALLED_S:.0f} seconds") from None
+        if error is not None:
+            self._read.put((piece, None))  # for `_give_up`, which waits for all that was begun
+            raise error
+        return piece
+
+    def _give_up(self, block: str, reads: dict[int, int]) -> None:
+        """Forget what was asked for and is not here, once nothing is written to its slots any more."""
+        while any(reads.values()):
+            try:
+                piece, _ = self._read.get(timeout=STALLED_S)
+            except Empty:  # the slots stay with a disk that may still write to them
+                break
+            if piece.call == self._call:
+                reads[piece.index] -= 1
         for index, pieces in reads.items():
-            for piece in pieces:
-                if not piece.cancel():
-                    piece.exception()
-            self._free.append(self._slots.pop((block, index)))
+            slot = self._slots.pop((block, index))
+            if not pieces:
+                self._free.append(slot)
         reads.clear()
+
+    def _work(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            try:
+                piece.file.read(piece.index, piece.begin, piece.record)
+            except Exception as error:  # told to whoever waits
+                self._read.put((piece, error))
+            else:
+                self._read.put((piece, None))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a record, from `begin` on, and the memory of the whole one. call: of `held`, that it was begun in."""
+
+    call: int
+    file: _OpenRecords
+    index: int
+    begin: int
+    record: memoryview
 
 
 class _OpenRecords:
