@@ -89,6 +89,32 @@ def test_a_packed_matrix_multiplies_int8_activations_exactly(isa, weights, group
         torch.testing.assert_close(y.double(), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
+def extremes(rows: int, columns: int, lowest: float, highest: float) -> Tensor:
+    """Rows of nothing but the highest, of nothing but the lowest, and of either, in turn."""
+    x = torch.where(random(rows, columns, seed=3) > 0, lowest, highest)
+    x[::3], x[1::3] = highest, lowest
+    return x
+
+
+@every_isa
+@pytest.mark.parametrize(("weights", "group"), FORMATS)
+def test_the_largest_weights_times_the_largest_activations_overflow_nothing(isa, weights, group):
+    """Scales are powers of two, and whole numbers stay below 2 ** 24: fp32 rounds nothing, the formula's bits hold."""
+    N, K, T = 48, 256, 13
+    x = extremes(T, K, -127.0, 127.0)
+    codes, x_scale = reference.int8_activations(x, group)
+    assert torch.equal(codes.flatten(1).float(), x) and bool((x_scale == 1).all())
+    if weights == "int4":
+        scale, bias = (tile16.pack_groups(torch.full((N, K // group), value).half()) for value in (0.5, -4.0))
+        packed = PackedMatrix(tile16.pack(extremes(N, K, 0, 15).byte()), scale, bias)
+        expected = reference.int4_product(codes, x_scale, packed.qweight, scale, bias, N)
+    else:
+        packed = PackedMatrix(int8.pack(extremes(N, K, -128, 127).char()), torch.full((N // 16, 16), 0.5), None)
+        expected = reference.int8_product(codes, x_scale, packed.qweight, packed.scale, N)
+    for rows in (1, 2, 3, 4, T):
+        assert torch.equal(cpu_linear.packed_linear(x[:rows], packed, N, isa).double(), expected[:rows])
+
+
 @pytest.mark.parametrize(("weights", "group"), FORMATS)
 def test_a_row_has_the_same_bits_beside_any_others_and_on_any_instruction_set(weights, group):
     packed, _ = matrix(weights, 80, 256, group)

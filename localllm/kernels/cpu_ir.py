@@ -154,6 +154,7 @@ class Kernel:
         self._declared: dict[str, str] = {}
         self._stack: list[str] = []
         self._body: list[str] = []
+        self._metadata: list[str] = []
         self._count = 0
         self.thread, self.threads = Value(self, I64, "%thread"), Value(self, I64, "%threads")
         args = Value(self, PTR, "%args")
@@ -173,7 +174,15 @@ class Kernel:
         # Without it, a loop that clears a stack slot would become a call of memset, which nothing resolves.
         head = f"define void @{self.name}(ptr noalias readonly %args, i64 %thread, i64 %threads, ptr %counter)"
         head += ' "no-builtins" {'
-        return "\n".join([*declared, head, "entry:", *self._stack, *self._body, "  ret void", "}"])
+        return "\n".join([*declared, head, "entry:", *self._stack, *self._body, "  ret void", "}", *self._metadata])
+
+    def _rolled_loop(self) -> str:
+        """What is written behind a loop's last branch, to keep it from being unrolled."""
+        if not self._metadata:
+            self._metadata.append('!0 = !{!"llvm.loop.unroll.disable"}')
+        number = len(self._metadata)
+        self._metadata.append(f"!{number} = distinct !{{!{number}, !0}}")
+        return f", !llvm.loop !{number}"
 
     def line(self, text: str) -> None:
         self._body.append(f"  {text}")
@@ -254,8 +263,8 @@ class Kernel:
         return Variable(self, first)
 
     @contextlib.contextmanager
-    def range(self, begin: Value, end: Value, step: int = 1) -> Iterator[Value]:
-        """for i in range(begin, end, step), i64 and unsigned."""
+    def range(self, begin: Value, end: Value, step: int = 1, *, rolled: bool = False) -> Iterator[Value]:
+        """for i in range(begin, end, step), i64 and unsigned. rolled: LLVM must not unroll it."""
         name = self._fresh()
         counter = Variable(self, begin)
         self.line(f"br label %test{name}")
@@ -265,7 +274,7 @@ class Kernel:
         self._label(f"body{name}")
         yield i
         counter.set(i + step)
-        self.line(f"br label %test{name}")
+        self.line(f"br label %test{name}" + (self._rolled_loop() if rolled else ""))
         self._label(f"end{name}")
 
     @contextlib.contextmanager

@@ -11,6 +11,8 @@ from localllm.kernels.cpu_ir import I32V, Kernel, Value, vector_of
 
 LLVM_TARGETS = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 
+PAIRS_A_SUM = 8  # see Isa.pairs
+
 
 @dataclass(frozen=True)
 class Isa:
@@ -32,38 +34,58 @@ class Isa:
         """Streams of weights that a thread reads at once: see `cpu_matmul`."""
         return 4 if rows == 1 and self.name == "avx512-vnni" and not _is_amd() else 1
 
+    @property
+    def adds_in_16_bits(self) -> bool:
+        """Return whether nibbles are multiplied with `pairs` and `widened`; else with `dot`."""
+        return self.name == "avx2"
+
+    def pairs(self, kernel: Kernel, unsigned: Value, signed: Value) -> Value:
+        """Sums of two products of bytes, <32 x i16>, of <16 x i32>. unsigned: 0..15, signed: -127..127.
+
+        None is beyond 2 * 15 * 127 = 3,810, so that PAIRS_A_SUM of them add up to 30,480 and fit 16 bits with a sign.
+        """
+        operands = [_parts(kernel, value.convert("bitcast", vector_of("i8", 64)), 32) for value in (unsigned, signed)]
+        products = [
+            kernel.call(vector_of("i16", 16), "llvm.x86.avx2.pmadd.ub.sw", *pair)
+            for pair in zip(*operands, strict=True)
+        ]
+        return _joined(kernel, products)
+
+    def widened(self, kernel: Kernel, pairs: Value) -> Value:
+        """Sums of two neighbours, <16 x i32>."""
+        ones = kernel.constant(vector_of("i16", 16), 1)
+        parts = _parts(kernel, pairs, 16)
+        return _joined(kernel, [kernel.call(vector_of("i32", 8), "llvm.x86.avx2.pmadd.wd", p, ones) for p in parts])
+
     def dot(self, kernel: Kernel, total: Value, unsigned: Value, signed: Value) -> Value:
         """total + the dot products of four bytes a lane, all <16 x i32>; see `multiplies_whole_bytes`."""
         if self.name == "avx512-vnni":
             return kernel.call(I32V, "llvm.x86.avx512.vpdpbusd.512", total, unsigned, signed)
         lanes = 4 if self.machine == "aarch64" else 8
-        parts = []
-        for first in range(0, 16, lanes):
-            picked = list(range(first, first + lanes))
-            part = [kernel.shuffle(value, value, picked) for value in (total, unsigned, signed)]
-            parts.append(self._narrow_dot(kernel, *part))
-        while len(parts) > 1:
-            parts = [
-                kernel.shuffle(low, high, list(range(2 * len_of(low))))
-                for low, high in zip(parts[::2], parts[1::2], strict=True)
-            ]
-        return parts[0]
+        operands = [_parts(kernel, value, lanes) for value in (total, unsigned, signed)]
+        return _joined(kernel, [self._narrow_dot(kernel, *part) for part in zip(*operands, strict=True)])
 
     def _narrow_dot(self, kernel: Kernel, total: Value, unsigned: Value, signed: Value) -> Value:
         if self.name == "avx-vnni":
             return kernel.call(total.kind, "llvm.x86.avx512.vpdpbusd.256", total, unsigned, signed)
-        if self.name == "avx2":
-            pairs = kernel.call(
-                vector_of("i16", 16),
-                "llvm.x86.avx2.pmadd.ub.sw",
-                unsigned.convert("bitcast", vector_of("i8", 32)),
-                signed.convert("bitcast", vector_of("i8", 32)),
-            )
-            ones = kernel.constant(vector_of("i16", 16), 1)
-            return total + kernel.call(total.kind, "llvm.x86.avx2.pmadd.wd", pairs, ones)
         octets = vector_of("i8", 16)
         operands = unsigned.convert("bitcast", octets), signed.convert("bitcast", octets)
         return kernel.call(total.kind, "llvm.aarch64.neon.sdot.v4i32.v16i8", total, *operands)
+
+
+def _parts(kernel: Kernel, vector: Value, lanes: int) -> list[Value]:
+    """A vector in pieces of so many lanes: LLVM keeps each in a register of its own."""
+    return [kernel.shuffle(vector, vector, list(range(at, at + lanes))) for at in range(0, len_of(vector), lanes)]
+
+
+def _joined(kernel: Kernel, parts: list[Value]) -> Value:
+    """The opposite of `_parts`, of 2, 4, 8 ... pieces."""
+    while len(parts) > 1:
+        parts = [
+            kernel.shuffle(low, high, list(range(2 * len_of(low))))
+            for low, high in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    return parts[0]
 
 
 def len_of(vector: Value) -> int:
