@@ -20,7 +20,7 @@ from localllm.offload.planner.calibration import Corrections, Term
 from localllm.offload.planner.card_placements import CardPlacements, _Amount
 from localllm.offload.planner.costs import Costs, Work
 from localllm.offload.planner.machine import Card, CardMemory, CardRates, Machine, Memory, Rates
-from localllm.offload.planner.model_shape import ModelShape, Packing
+from localllm.offload.planner.model_shape import ExpertShape, ModelShape, Packing
 from localllm.offload.planner.plan import GIB, JobShape, Plan, cap
 from localllm.offload.planner.search import Search
 from localllm.offload.streaming.ring import ring_bytes
@@ -95,6 +95,20 @@ def test_graphs_have_an_owner_and_those_of_a_draft_model_too() -> None:
     memory = replace(of.machine.card.memory, graph_node_bytes=0)
     without = replace(of, machine=replace(of.machine, card=replace(of.machine.card, memory=memory)))
     assert "graphs" not in without.best().ledger["vram"]
+
+
+def test_a_mixtures_launches_are_counted_where_it_has_more_than_an_mlp() -> None:
+    """In what its graphs take, and in how long a step of our kernels is."""
+    of = search("llama-3.1-8b", 24, card_rates=replace(CARD, is_fused=True))
+    experts = ExpertShape(count=8, active=2, num_bytes=1 << 20, shared_launches=4)
+    blocks = [replace(block, experts=experts if index % 2 else None) for index, block in enumerate(of.shape.blocks)]
+    shape = replace(of.shape, blocks=tuple(blocks))
+    plan = replace(of, shape=shape).best()
+    assert plan.ledger["vram"]["graphs"] == GRAPH_ROOMS * (2 * 32 * 6.5 + 2 * 32 * 5 + 8) * NODE_BYTES
+    few, more = (
+        replace(plan.costs, shape=each, card=replace(CARD, is_fused=True, launch_s=1.0)) for each in (of.shape, shape)
+    )
+    assert more._device_s(1) - few._device_s(1) == pytest.approx(32 * 5, abs=0.1)
 
 
 def check(plan: Plan) -> None:

@@ -112,9 +112,10 @@ def routers(some: Iterable[RouterConfig], rows: tuple[int, ...] = (1, 4, 512)) -
     for router, count in product(some, rows):
         E = router.num_experts
         parts = RouterWeights(_empty((E, _HIDDEN)), None, _empty((E,)), _empty((_HIDDEN,)), 1e-5)
-        routes = Routes.empty(count, router, _HOST)
-        for codes in (None, Codes.empty(count, _HIDDEN, INT8_GROUP, _HOST)):
-            yield from routing.route(_empty((count, _HIDDEN)), router, parts, routes, codes=codes)
+        gate = _empty((1, _HIDDEN))
+        for codes, own in ((None, parts), (Codes.empty(count, _HIDDEN, INT8_GROUP, _HOST), replace(parts, gate=gate))):
+            routes = Routes.empty(count, router, _HOST, has_gate=own.gate is not None)
+            yield from routing.route(_empty((count, _HIDDEN)), router, own, routes, codes=codes)
 
 
 def experts(

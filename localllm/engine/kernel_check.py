@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 import torch
 
@@ -61,7 +62,10 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
         for each in _kinds(config)
     ]
     in_order = sorted(groups, key=lambda group: group or 0)
-    return CheckScope.of(Ways(groups=in_order, attention=attention, activation=config.mlps[0].activation))
+    ways = Ways(groups=in_order, attention=attention, activation=config.mlps[0].activation)
+    if config.mixtures and isinstance(recipe.blocks, Int4 | Int8):
+        ways["routers"] = [asdict(router) for router in dict.fromkeys(each.router for each in config.mixtures)]
+    return CheckScope.of(ways)
 
 
 def _kinds(config: ModelConfig) -> Iterable[AttentionConfig]:

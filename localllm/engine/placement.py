@@ -11,6 +11,7 @@ from localllm.config import format_bytes
 from localllm.errors import Fix, UsageError
 from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS
+from localllm.layers.config import MoEConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import can_be_split, native_row_bytes, runs_natively
 from localllm.models.layout import BlockLayout, block_layouts
@@ -99,14 +100,15 @@ def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, 
 
 
 def _block_shape(layout: BlockLayout, recipe: Sizes) -> BlockShape:
-    experts = layout.experts
+    experts, names = layout.experts, {matrix.name for matrix in layout.matrices}
+    shared_launches = 2 * ("shared.down_proj" in names) + 2 * ("shared_gate" in names)
     return BlockShape(
         name=layout.name,
         num_bytes=PackedFile.of(layout, recipe, source="").file_bytes,
         flops=2 * layout.num_active_weights,
         experts=None
         if experts is None
-        else ExpertShape(experts.num_experts, experts.top_k, experts.record(recipe).num_bytes),
+        else ExpertShape(experts.num_experts, experts.top_k, experts.record(recipe).num_bytes, shared_launches),
     )
 
 
@@ -116,7 +118,15 @@ def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:
     wide = 4 * max(mlp.intermediate_size for mlp in config.mlps) + 6 * config.hidden_size
     # What the kernels of attention take and give.
     attention = 2 * max((each.num_heads + each.num_kv_heads) * each.head_dim for each in config.attentions)
-    return wide * item_bytes + (3 * config.hidden_size + attention) * 4
+    mixing = max((_mixture_row_bytes(mixture, config.hidden_size) for mixture in config.mixtures), default=0)
+    return wide * item_bytes + (3 * config.hidden_size + attention) * 4 + mixing
+
+
+def _mixture_row_bytes(mixture: MoEConfig, hidden_size: int) -> int:
+    """Return what a row has of a mixture: what each of its experts makes of it, in fp32, the codes for their second
+    matrix, and logits."""
+    router = mixture.router
+    return router.top_k * (4 * hidden_size + 2 * mixture.expert.intermediate_size) + 4 * router.num_experts
 
 
 def process_memory(

@@ -85,16 +85,28 @@ def _multiply_floats(
     return y if into is None else into.add_(y)
 
 
-def _gated(body: MLP, x: Tensor, norm: RMSNorm | None) -> Codes | None:
+def _gated(body: MLP, x: Tensor | Codes, norm: RMSNorm | None) -> Codes | None:
     """Return the input of the second matrix, where the first one's product can end in it: both are packed, and the gate
     ends with a tile."""
     wide, down = body.gate_up_proj, body.down_proj
     if wide.packed is None or down.packed is None or down.in_features % TILE:
         return None
-    codes = Codes.of(len(x), down.packed)
+    x = x if isinstance(x, Codes) else _coded(x, wide, norm)
+    codes = Codes.of(len(x.q), down.packed)
     gate = Gate(codes, body.activation_name, down.in_features)
-    product.multiply(_coded(x, wide, norm), wide.packed, gate, wide.out_features, wide.bias, adds=False)
+    product.multiply(x, wide.packed, gate, wide.out_features, wide.bias, adds=False)
     return codes
+
+
+def run_mlp(
+    body: MLP, x: Tensor | Codes, norm: RMSNorm | None, dtype: torch.dtype, into: Tensor | None = None
+) -> Tensor:
+    """Do as `multiply` with a whole MLP: x [M, hidden], through the norm, or codes for its first matrix."""
+    codes = _gated(body, x, norm)
+    if codes is not None:
+        return multiply(body.down_proj, codes, dtype, into=into)
+    wide = multiply(body.gate_up_proj, x, dtype, norm=norm)
+    return multiply(body.down_proj, wide, dtype, activation=body.activation_name, into=into)
 
 
 def run_block(
@@ -103,12 +115,7 @@ def run_block(
     """x fp32 [M, hidden] += norm_out(body(norm_in(x)))."""
     into = x if norm_out is None else None
     if isinstance(body, MLP):
-        codes = _gated(body, x, norm_in)
-        if codes is None:
-            wide = multiply(body.gate_up_proj, x, forward.dtype, norm=norm_in)
-            y = multiply(body.down_proj, wide, forward.dtype, activation=body.activation_name, into=into)
-        else:
-            y = multiply(body.down_proj, codes, forward.dtype, into=into)
+        y = run_mlp(body, x, norm_in, forward.dtype, into)
     else:
         qkv = multiply(body.qkv_proj, x, forward.dtype, norm=norm_in)
         y = multiply(body.o_proj, _mixed(body, qkv, forward), forward.dtype, into=into)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,10 +52,11 @@ class ExpertRecords:
     def record_bytes(self) -> int:
         return self.form.record.num_bytes
 
-    @property
+    @cached_property
     def table(self) -> Tensor:
-        """The address of each record, int64 [experts]."""
-        return self.memory.data_ptr() + torch.arange(len(self.memory)) * self.record_bytes
+        """The address of each record, int64 [experts], where the records are."""
+        numbers = torch.arange(len(self.memory), device=self.memory.device)
+        return numbers * self.record_bytes + self.memory.data_ptr()
 
     def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
         yield [(index, self.form.mlp(self.memory[index])) for index in experts]

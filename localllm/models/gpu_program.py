@@ -19,6 +19,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu import product, sample
 from localllm.kernels.gpu.embedding import embed
+from localllm.kernels.gpu.expert_record import ExpertTable
 from localllm.kernels.kv_page import pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
@@ -27,11 +28,13 @@ from localllm.layers.gpu_block import GpuForward, multiply, run_block
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
+from localllm.layers.moe import MoE
 from localllm.layers.norm import LayerNorm, as_rms
 from localllm.layers.segment import KVStore
 from localllm.models.capabilities import has_one_head_shape, is_plain
 from localllm.models.decoder import Block, Decoder
 from localllm.models.gpu_graphs import Graphs
+from localllm.models.gpu_mixture import is_for_kernels, run_mixture, table_of
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import Dense
 from localllm.quant.int8 import Int8
@@ -227,7 +230,7 @@ class GpuProgram:
         for stage in run.stages:
             if isinstance(stage, Block):
                 if run.is_ours:
-                    _run_ours(stage, room.x, forward)
+                    self._run_ours(stage, room.x, forward)
                 else:
                     T = len(forward.batch)
                     room.x[:T] = self._by_operators(stage, room.x[:T], forward)
@@ -266,7 +269,7 @@ class GpuProgram:
             with decoder.stream.held(block.name):
                 for forward, x in zip(forwards, states, strict=True):
                     if is_ours(block, self.device, forward.batch.segments[0].kv):
-                        _run_ours(block, x, forward)
+                        self._run_ours(block, x, forward)
                     else:
                         x.copy_(self._by_operators(block, x, forward))
                     if on_block is not None:
@@ -301,6 +304,14 @@ class GpuProgram:
             return moved(decoder.logits(x.to(decoder.dtype)), self.device)
         return decoder.capped(multiply(decoder.head, x, decoder.dtype, norm=as_rms(decoder.final_norm)).float())
 
+    def _run_ours(self, block: Block, x: Tensor, forward: GpuForward) -> None:
+        norms, body = (as_rms(block.norm_in), as_rms(block.norm_out)), block.body
+        if isinstance(body, MoE):
+            run_mixture(body, self._tables[block.name], *norms, x, forward)
+        else:
+            assert isinstance(body, Attention | MLP)
+            run_block(body, *norms, x, forward)
+
     def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
         y = block(moved(x.to(self.decoder.dtype), block.device), forward.on(block.device))
         return moved(y, self.device).float()
@@ -310,6 +321,13 @@ class GpuProgram:
     @cached_property
     def _rows(self) -> _Rows:
         return _Rows(self.decoder)
+
+    @cached_property
+    def _tables(self) -> dict[str, ExpertTable]:
+        """The experts of each mixture that is ours. Made when one is launched for the first time, which is in no
+        graph."""
+        mixtures = ((block.name, block.body) for block in self.decoder.blocks if is_ours(block, self.device))
+        return {name: table_of(body) for name, body in mixtures if isinstance(body, MoE)}
 
     @cached_property
     def _layers(self) -> tuple[int, ...]:
@@ -392,11 +410,8 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
     body, norms = block.body, (block.norm_in, block.norm_out)
     if block.device != device or any(isinstance(norm, LayerNorm) for norm in norms):
         return False
+    if isinstance(body, MoE):
+        return is_for_kernels(body)
     if not isinstance(body, MLP) and not (isinstance(body, Attention) and is_plain(body.config)):
         return False
     return kv is None or not isinstance(block.body, Attention) or kv.homes[block.body.layer][0] == device
-
-
-def _run_ours(block: Block, x: Tensor, forward: GpuForward) -> None:
-    assert isinstance(block.body, Attention | MLP)
-    run_block(block.body, as_rms(block.norm_in), as_rms(block.norm_out), x, forward)

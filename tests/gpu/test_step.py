@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from localllm.engine.step_types import Chunk
 from localllm.layers import gpu_block
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw
+from localllm.layers.moe import MoE
 from localllm.models.decoder import Decoder
-from localllm.models.gpu_program import Drawn, GpuProgram
+from localllm.models.gpu_program import Drawn, GpuProgram, is_ours
 from localllm.settings import EngineConfig
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.kv_support import check_pages
@@ -113,6 +115,28 @@ def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights, kv
     token_ids = ids(131)
     expected = logits(engine, by_operators(engine.model), token_ids, [126, 5])[126:]
     assert error(behind(engine, token_ids, 126, [4, 1]), expected) < 0.02  # a code falls on a step's other side
+
+
+# By the names that families have for the width of an expert. Norms of means, and what multiplies a block's output, are
+# left to operators.
+EXPERT_WIDTH = {"moe_intermediate_size": 48, "intermediate_size": 96}
+LEFT_TO_OPERATORS = {"granitemoe-multipliers", "phimoe", "phimoe-jitter"}
+MIXTURES = [name for name, (kind, _) in FAMILIES.items() if kind.endswith(("moe", "mixtral", "dots1", "minimax_m2"))]
+QUICK_MIXTURES = {("qwen2_moe", "int4-g32"), ("glm4_moe-groups", "int8"), ("mixtral", "int8"), ("phimoe", "int4-g32")}
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"), thinned([*product(MIXTURES, ["int4-g32", "int8"])], QUICK_MIXTURES.__contains__)
+)
+def test_a_packed_mixture_is_computed_by_our_kernels_as_the_cpu_does(family, weights, tmp_path):
+    """The first layer of some families has none."""
+    write_checkpoint(tmp_path, family, layers=2, **EXPERT_WIDTH)
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights))
+    mixtures = [block for block in engine.model.blocks if isinstance(block.body, MoE)]
+    assert mixtures and all(is_ours(block, block.device) == (family not in LEFT_TO_OPERATORS) for block in mixtures)
+    token_ids = ids(19)
+    expected = logits(engine, by_operators(engine.model), token_ids, [19])
+    assert error(logits(engine, by_kernels(engine.model), token_ids, [17, 2]), expected) < 0.02
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,8 @@ from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu import product
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product import Dispatch
+from localllm.kernels.router import RouterConfig
+from localllm.models.families import load_config
 from localllm.models.gpu_program import GpuProgram
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
@@ -40,10 +43,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.parametrize("kv", every_other(["int8", "bf16"]))
-@pytest.mark.parametrize("family", ["qwen3", "qwen2-layer-types", "gemma3-scaled-and-capped", "phi3-longrope"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2-layer-types", "gemma3-scaled-and-capped", "phi3-longrope", "qwen2_moe-some-dense"]
+)
 def test_prompts_and_steps_launch_nothing_that_is_new(family: str, kv: str, tmp_path: Path, launched: set[str]) -> None:
-    """Windows, of several groups of layers, RoPE by the length of a sequence; dense weights, and INT4."""
-    write_checkpoint(tmp_path, family)
+    """Windows, of several groups of layers, RoPE by the length of a sequence, mixtures; dense weights, and INT4."""
+    write_checkpoint(tmp_path, family, **({"moe_intermediate_size": 48} if "moe" in family else {}))
     weights = "int4-g32" if kv == "int8" else "bf16"
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="bf16", weights=weights, kv=kv))
     runner = ModelRunner(engine.model)
@@ -92,6 +97,14 @@ def test_a_load_has_the_models_own_ways_checked_and_tells_how_far_that_is(
     scope = scope_of(engine.model.config, RECIPES["int8"], "int8", torch.bfloat16)
     assert asked == [(torch.device("cpu"), [scope], watcher.measuring, watcher.noting)]
     engine.close()
+
+
+def test_the_routers_of_a_model_are_among_what_is_checked(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "glm4_moe-groups")
+    config = load_config(tmp_path)
+    (router,) = json.loads(scope_of(config, RECIPES["int8"], "int8", torch.bfloat16).arguments[1])["routers"]
+    assert RouterConfig(**router) == config.mixtures[0].router
+    assert "routers" not in json.loads(scope_of(config, RECIPES["bf16"], "int8", torch.bfloat16).arguments[1])
 
 
 def test_a_load_that_finds_no_memory_to_prepare_in_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels import int8, kv_page, noise, reference, tile16
-from localllm.kernels.gpu import activations, attention, embedding, product, rope, sample
+from localllm.kernels.gpu import activations, attention, embedding, experts, product, rope, routing, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory
+from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
+from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.router import RouterConfig
 from localllm.kernels.tile16 import PackedMatrix
 from tests.simulated_card.device import SimulatedCard
 
@@ -86,6 +89,61 @@ def _multiply(
         return
     into = y[:, :out_features]
     into.copy_(product + into if adds else product)
+
+
+def _route(
+    card: SimulatedCard,
+    x: Tensor,
+    router: RouterConfig,
+    parts: RouterWeights,
+    routes: Routes,
+    *,
+    positions: Tensor | None = None,
+    codes: Codes | None = None,
+) -> None:
+    normed = x.double()
+    if parts.norm is not None:
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + parts.eps) * parts.norm.double()
+    matrix = parts.weight if parts.gate is None else torch.cat((parts.weight, parts.gate))
+    routes.logits.copy_(normed @ matrix.double().T)
+    experts, weights = reference.route(routes.logits[:, : router.num_experts], parts.correction, router)
+    routes.experts.copy_(experts if positions is None else experts.masked_fill(positions.unsqueeze(1) < 0, -1))
+    routes.weights.copy_(weights)
+    if codes is not None:
+        _to_codes(card, x, codes, x.shape[1], weight=parts.norm, eps=parts.eps)
+
+
+def _mixture(
+    card: SimulatedCard, _: object, x: Codes, routes: Routes, table: ExpertTable, y: Tensor, *, adds: bool
+) -> None:
+    parts = torch.zeros((*routes.experts.shape, y.shape[1]))
+    down, addresses = table.down.shape, table.addresses.tolist()
+    for expert in routes.experts.unique().tolist():
+        if expert < 0 or not addresses[expert]:
+            continue
+        rows, slots = (routes.experts == expert).nonzero(as_tuple=True)
+        some = Codes(x.q[rows], x.scale[:, rows], x.bias[:, rows], x.bits)
+        codes = Codes.empty(len(rows), down.in_features, down.group, y.device, down.bits)
+        gate, part = Gate(codes, table.activation, table.features), torch.empty((len(rows), y.shape[1]))
+        _multiply(
+            card, some, _matrix(card, table.gate_up, addresses[expert]), gate, 2 * table.features, None, adds=False
+        )
+        _multiply(card, codes, _matrix(card, table.down, addresses[expert]), part, y.shape[1], None, adds=False)
+        parts[rows, slots] = part
+    total = sum(parts[:, slot] * routes.weights[:, slot, None] for slot in range(parts.shape[1]))
+    y.copy_(total + y if adds else total)
+
+
+def _matrix(card: SimulatedCard, place: RecordMatrix, address: int) -> PackedMatrix:
+    """The matrix of the record at an address."""
+    shape = place.shape
+    pairs = ((shape.qweight, place.qweight), (shape.scale, place.scale), (shape.bias, place.bias))
+    qweight, scale, bias = (
+        None if like is None else card.bytes_at(address + at, like.nbytes).view(like.dtype).view(like.shape)
+        for like, at in pairs
+    )
+    assert qweight is not None and scale is not None
+    return PackedMatrix(qweight, scale, bias)
 
 
 def _embed(_: SimulatedCard, qweight: Tensor, scale: Tensor, token_ids: Tensor, x: Tensor, factor: float) -> None:
@@ -238,5 +296,7 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     attention.attend: _attend,
     sample.sample: _sample,
     product.multiply: _multiply,
+    routing.route: _route,
+    experts.mixture: _mixture,
 }
 RUN_BY_THEMSELVES = (product.multiply,)

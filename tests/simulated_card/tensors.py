@@ -94,9 +94,10 @@ def content_of(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors that `content_of` finds, as they are."""
+    """The tensors that `content_of` finds, as they are; none that stands for a shape alone."""
     if isinstance(value, Tensor):
-        yield value
+        if value.device.type != "meta":
+            yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)

@@ -250,7 +250,7 @@ def _differing(found: Codes, right: Codes) -> float:
 
 
 def _routed(device: torch.device, router: RouterConfig, sizes: CheckSizes) -> Iterator[Case]:
-    """A dense row of weights for each token, zeros for the experts that were not chosen."""
+    """A dense row of weights for each token, zeros for the experts that were not chosen. Three tokens have a gate."""
     E, rows = router.num_experts, min(FEW_ROWS + 1, max(sizes.row_counts))
     x, weight, norm = torch.randn(rows, sizes.K), torch.randn(E, sizes.K) * sizes.K**-0.5, torch.rand(sizes.K)
     correction = torch.randn(E) * 0.2 if router.has_correction else None
@@ -258,12 +258,18 @@ def _routed(device: torch.device, router: RouterConfig, sizes: CheckSizes) -> It
     bias, found, codes = torch.randn(E), dict[int, Routes](), dict[int, Codes]()
     moved = None if correction is None else correction.to(device)
     parts = RouterWeights(weight.to(device), bias.to(device), moved, norm.to(device), _EPS)
+    gate = torch.randn(1, sizes.K) * sizes.K**-0.5
     for count in dict.fromkeys((rows, min(3, rows), 1)):
-        found[count] = Routes.empty(count, router, device)
+        own = replace(parts, gate=gate.to(device)) if count == 3 else parts
+        found[count] = Routes.empty(count, router, device, has_gate=count == 3)
         codes[count] = Codes.empty(count, -(-sizes.K // 64) * 64, 64, device)
-        run_all(routing.route(x[:count].to(device), router, parts, found[count], codes=codes[count]))
+        run_all(routing.route(x[:count].to(device), router, own, found[count], codes=codes[count]))
     logits, named = found[rows].logits.cpu(), f"a router by {router.scores}, {router.top_k} of {E}"
     yield Case(f"{named}: logits", _error(logits, normed @ weight.double().T + bias), EXACT * 10)
+    if 3 in found:
+        gates = found[3].gates
+        yield Case(f"{named}: the gate beside it", _error(gates, normed[:3] @ gate.double().T), EXACT * 10)
+        found[3] = replace(found[3], logits=found[3].logits[:, :E])
     experts, weights = reference.route(logits, correction, router)
     right = torch.zeros(rows, E).scatter(1, experts, weights)
     dense = torch.zeros(rows, E).scatter(1, found[rows].experts.long().clamp(0, E - 1).cpu(), found[rows].weights.cpu())

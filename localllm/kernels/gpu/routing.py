@@ -29,32 +29,39 @@ _LOWEST = tl.constexpr(-9223372036854775807)  # below the key of any score
 
 @dataclass(frozen=True)
 class Routes:
-    """logits fp32 [T, E]; experts int32 and weights fp32 [T, top_k], best first. Experts of a padding row are -1: no
-    weights are read for it."""
+    """logits fp32 [T, E], or [T, E + 1] with that of a gate; experts int32 and weights fp32 [T, top_k], best first.
+    Experts of a padding row are -1: no weights are read for it."""
 
     logits: Tensor
     experts: Tensor
     weights: Tensor
 
     @classmethod
-    def empty(cls, rows: int, router: RouterConfig, device: torch.device) -> Routes:
+    def empty(cls, rows: int, router: RouterConfig, device: torch.device, *, has_gate: bool = False) -> Routes:
         return cls(
-            torch.empty((rows, router.num_experts), device=device),
+            torch.empty((rows, router.num_experts + has_gate), device=device),
             torch.empty((rows, router.top_k), dtype=torch.int32, device=device),
             torch.empty((rows, router.top_k), device=device),
         )
+
+    @property
+    def gates(self) -> Tensor:
+        """The logits of the gate, [T, 1]."""
+        return self.logits[:, -1:]
 
 
 @dataclass(frozen=True)
 class RouterWeights:
     """weight [E, hidden] and bias [E], which makes logits, of any float type; correction fp32 [E], which only chooses;
-    norm fp32 [hidden]: of the block's input, with its eps, where that is not done before."""
+    norm fp32 [hidden]: of the block's input, with its eps, where that is not done before. gate [1, hidden]: of a shared
+    expert; its logit comes behind those that choose."""
 
     weight: Tensor
     bias: Tensor | None = None
     correction: Tensor | None = None
     norm: Tensor | None = None
     eps: float = 0.0
+    gate: Tensor | None = None
 
 
 @triton.jit
@@ -67,7 +74,7 @@ def _lanes_added(sums, A: tl.constexpr, B: tl.constexpr, HALVINGS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["rows", "experts", "logit_stride"])
 def _logits(
-    x, norm, router, bias, logits, rows, experts, features, x_stride, logit_stride, eps,
+    x, norm, router, gate, bias, logits, rows, experts, features, x_stride, logit_stride, eps,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, HALVINGS: tl.constexpr, UNROLL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 1 << HALVINGS
@@ -77,7 +84,11 @@ def _logits(
         fetch_lines(router + tl.minimum(e, experts - 1).to(tl.int64)[:, None] * features + line)
     after_previous(OVERLAPS)
     row, expert = x + m.to(tl.int64)[:, None] * x_stride, router + e.to(tl.int64)[:, None] * features
-    is_row, is_expert = (m < rows)[:, None], (e < experts)[:, None]
+    outputs = experts
+    if gate is not None:
+        outputs = experts + 1
+        expert = tl.where(e[:, None] == experts, gate, expert)
+    is_row, is_expert = (m < rows)[:, None], (e < outputs)[:, None]
     sums, squares = tl.zeros((ROWS, EXPERTS, LANES), tl.float32), tl.zeros((ROWS, 1, LANES), tl.float32)
     for begin in tl.range(0, features, LANES, loop_unroll_factor=UNROLL):
         column = begin + tl.arange(0, LANES)[None, :]
@@ -99,7 +110,7 @@ def _logits(
     else:
         out = out + base
     into = logits + m.to(tl.int64)[:, None] * logit_stride + e[None, :]
-    tl.store(into, out, mask=is_row & (e < experts)[None, :])
+    tl.store(into, out, mask=is_row & (e < outputs)[None, :])
 
 
 @triton.jit
@@ -235,11 +246,13 @@ def _logits_of(x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Ro
     rows, features = len(x), parts.weight.shape[1]
     # Estimated: of one row each expert is a warp's, with eight loads of its weights on their way.
     each, some, unroll = (1, 1, 8) if rows == 1 else (4, 4, 2) if rows <= 16 else (16, 8, 1)
+    outputs = router.num_experts + (parts.gate is not None)
     return KernelLaunch(
         _logits,
-        (triton.cdiv(rows, each), triton.cdiv(router.num_experts, some)),
+        (triton.cdiv(rows, each), triton.cdiv(outputs, some)),
         {
-            "x": x, "norm": parts.norm, "router": parts.weight, "bias": parts.bias, "logits": routes.logits,
+            "x": x, "norm": parts.norm, "router": parts.weight, "gate": parts.gate, "bias": parts.bias,
+            "logits": routes.logits,
             "rows": rows, "experts": router.num_experts, "features": features, "x_stride": x.stride(0),
             "logit_stride": routes.logits.stride(0), "eps": float(parts.eps),
         },

@@ -29,6 +29,7 @@ _LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for hand
 _STEP_ROWS = 16  # of a step at most: of many sequences, or of the last tokens of one prompt
 _LEAST_SECTIONS, _SECTION_TOKENS = 4, 64  # of attention: pages of one sequence
 _ENDS = 8  # launches of a step beside its blocks': the embedding, the head, and what draws a token
+_SPLIT_MORE = 2  # times the launches that a mixture has of one token, at most, in graphs of more rows
 _ROWS_WORTH = 0.95  # fewer tokens at once are taken only where decoding gets so much faster
 
 Head = Literal["resident", "computed"]
@@ -381,7 +382,7 @@ class CardPlacements:
 
 def graph_bytes(shape: ModelShape, card: CardMemory) -> int:
     """Return what the driver takes for the graphs of a model's steps, wherever its blocks are, and of its drafts'."""
-    launches = SPLIT_KERNELS * (len(shape.blocks) + shape.draft_blocks) + _ENDS
+    launches = SPLIT_KERNELS * (len(shape.blocks) + shape.draft_blocks) + _SPLIT_MORE * shape.mixture_launches + _ENDS
     return int(GRAPH_ROOMS * launches * card.graph_node_bytes)
 
 

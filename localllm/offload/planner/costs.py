@@ -157,7 +157,8 @@ class Costs:
         work, card = self.work, self.card
         if card is None:
             return 0.0
-        launching_s = card.launches * work.device_blocks * card.launch_s
+        mixing = self.shape.mixture_launches / len(self.shape.blocks) if card.is_fused else 0.0
+        launching_s = (card.launches + mixing) * work.device_blocks * card.launch_s
         matrices_s = self._matrices_s(rows, work.device_bytes, card.matrix_gbs, card.compute_gops)
         return matrices_s + launching_s if card.is_fused else max(matrices_s, launching_s)
 

@@ -10,11 +10,13 @@ from localllm.offload.planner.hit_curve import USUAL, HitCurve
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts of one block. num_bytes: of one of them. active: how many a token is computed by."""
+    """The experts of one block. num_bytes: of one of them. active: how many a token is computed by. shared_launches: of
+    a GPU's kernels in a step of one token, by what all tokens share."""
 
     count: int
     active: int
     num_bytes: int
+    shared_launches: int = 0
 
     def expected(self, tokens: int) -> float:
         """Return how many different ones so many tokens are computed by, if each chose at random."""
@@ -106,6 +108,12 @@ class ModelShape:
     def mixtures(self) -> tuple[tuple[BlockShape, ExpertShape], ...]:
         """The blocks that have experts."""
         return tuple((block, block.experts) for block in self.blocks if block.experts is not None)
+
+    @cached_property
+    def mixture_launches(self) -> int:
+        """A GPU's launches in a step of one token, more than as many dense blocks have: two choose and two compute,
+        where an MLP has three."""
+        return sum(1 + experts.shared_launches for _, experts in self.mixtures)
 
     @cached_property
     def expert_bytes(self) -> int:

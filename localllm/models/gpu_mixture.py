@@ -1,0 +1,93 @@
+"""Mixtures of experts as the GPU's kernels take them, and a block of one: norm, choice, experts, what all tokens share.
+
+Records lie wherever the device reads them; the table of their addresses is made once, of their place, and is data.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.gpu import activations
+from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
+from localllm.kernels.gpu.experts import mixture
+from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.gpu.product import dispatch_for
+from localllm.kernels.gpu.routing import RouterWeights, Routes, route
+from localllm.kernels.tile16 import TILE, PackedMatrix
+from localllm.layers.gpu_block import GpuForward, run_mlp
+from localllm.layers.moe import MoE
+from localllm.layers.norm import RMSNorm
+from localllm.models.expert_records import ExpertRecords, RecordForm
+from localllm.models.layout import Matrix
+from localllm.quant.int4 import Int4
+from localllm.quant.int8 import Int8
+
+
+def is_for_kernels(body: MoE) -> bool:
+    """Return whether the kernels compute its experts: INT4 or INT8 records in memory, without biases, whose gates fill
+    whole tiles."""
+    if not isinstance(body.experts, ExpertRecords):
+        return False
+    form = body.experts.form
+    is_packed = all(isinstance(matrix.format(form.recipe), Int4 | Int8) for matrix in form.matrices)
+    return is_packed and not form.config.has_bias and form.config.intermediate_size % TILE == 0
+
+
+def table_of(body: MoE) -> ExpertTable:
+    """Return the experts of a body for which `is_for_kernels` holds."""
+    assert isinstance(body.experts, ExpertRecords)
+    form = body.experts.form
+    gate_up, down = (_record_matrix(matrix, form) for matrix in form.matrices)
+    return ExpertTable(body.experts.table, gate_up, down, form.config.activation, form.config.intermediate_size)
+
+
+def run_mixture(
+    body: MoE, table: ExpertTable, norm_in: RMSNorm | None, norm_out: RMSNorm | None, x: Tensor, forward: GpuForward
+) -> None:
+    """x fp32 [M, hidden] += norm_out(body(norm_in(x))). A token has four launches, and those of a shared expert."""
+    routes, codes = _routed(body, table, norm_in, x, forward)
+    y = x if norm_out is None else torch.empty_like(x)
+    run_all(mixture(dispatch_for(x.device), codes, routes, table, y, adds=norm_out is None))
+    if body.shared is not None:
+        _add_shared(body, codes, routes, y, forward)
+    if norm_out is not None:
+        activations.to_floats(y, x, x.shape[1], weight=norm_out.weight, eps=norm_out.eps, adds=True).run()
+
+
+def _routed(
+    body: MoE, table: ExpertTable, norm: RMSNorm | None, x: Tensor, forward: GpuForward
+) -> tuple[Routes, Codes]:
+    """Return the experts of each row, and its codes for their first matrix and for a shared expert's."""
+    router, matrix, gate = body.config.router, table.gate_up.shape, body.shared_gate
+    routes = Routes.empty(len(x), router, x.device, has_gate=gate is not None)
+    codes = Codes.empty(len(x), matrix.in_features, matrix.group, x.device, matrix.bits)
+    parts = RouterWeights(
+        body.router.tensors["weight"],
+        correction=body.correction,
+        norm=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        gate=None if gate is None else gate.tensors["weight"],
+    )
+    positions = forward.tables.views["positions"]
+    run_all(route(x, router, parts, routes, positions=positions, codes=codes))
+    return routes, codes
+
+
+def _add_shared(body: MoE, codes: Codes, routes: Routes, y: Tensor, forward: GpuForward) -> None:
+    """y fp32 [M, hidden] += what all tokens share, by each one's gate where there is one."""
+    assert body.shared is not None
+    if body.shared_gate is None:
+        run_mlp(body.shared, codes, None, forward.dtype, into=y)
+        return
+    shared = run_mlp(body.shared, codes, None, forward.dtype)
+    y.addcmul_(shared, routes.gates.sigmoid())
+
+
+def _record_matrix(matrix: Matrix, form: RecordForm) -> RecordMatrix:
+    begins = {name: placed.begin for name, placed in form.record.tensors.items()}
+    specs = matrix.format(form.recipe).specs(matrix.out_features, matrix.in_features)
+    tensors = {name: torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta") for name, spec in specs.items()}
+    shape = PackedMatrix(tensors["qweight"], tensors["scale"], tensors.get("bias"))
+    return RecordMatrix(shape, **{name: begins[f"{matrix.name}.{name}"] for name in specs})
