@@ -67,6 +67,8 @@ PUBLISHED = {
     "gemma-2-9b": "gemma2_9b",
     "gemma-3-1b": "gemma3_1b_it",
     "olmo-2-7b": "olmo2_7b",
+    "qwen3-30b-a3b": "qwen3-30b-a3b",
+    "mixtral-8x7b": "Mixtral-8x7B-v0.1",
 }
 NO_ARCHITECTURE = {"max_position_embeddings", "bos_token_id", "eos_token_ids", "dtype", "layers"}
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,18 @@ from localllm.engine.step_types import Chunk
 from localllm.errors import CheckpointError, DoesNotFitError
 from localllm.hub.packed import PACKED_INDEX
 from localllm.models.families import parse_config
+from localllm.models.kept_uses import USES, keep_uses, kept_uses
 from localllm.models.layout import block_layouts
 from localllm.models.load import DecoderParts
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel, PackedPlan
 from localllm.models.packed_file import NewFile, write_block
 from localllm.offload.placement import NEVER, BlockPlacement, ExpertSlots, demoted
+from localllm.offload.planner.hit_curve import LEAST_WANTED, USUAL, HitCurve
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.search import Search
 from localllm.offload.streaming.expert_pool import ExpertFile, ExpertPool
+from localllm.offload.streaming.expert_uses import BINS, ExpertUses
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import recipe
 from tests.checkpoints import write_checkpoint
@@ -316,3 +320,86 @@ def test_a_pool_gives_each_expert_its_own_bytes_and_keeps_those_used_last(data: 
             assert len(recent) <= slots and (len(asked) > slots or set(asked) <= set(recent))
         assert (pool.wanted, pool.hits) == (wanted, hits)
         pool.close()
+
+
+# What runs teach of the experts
+
+
+def trace(rng: random.Random, blocks: int, count: int, active: int, num_tokens: int) -> Iterator[tuple[str, list[int]]]:
+    """The experts of each block and token: 0.45 of those of the token before, the others by a popularity of their
+    own, as steep as that of published mixtures."""
+    weights = [[(1 + rank) ** -0.6 for rank in rng.sample(range(count), count)] for _ in range(blocks)]
+    before: list[list[int]] = [[] for _ in range(blocks)]
+    for _ in range(num_tokens):
+        for block in range(blocks):
+            chosen = dict.fromkeys(index for index in before[block] if rng.random() < 0.45)
+            while len(chosen) < active:
+                chosen |= dict.fromkeys(rng.choices(range(count), weights[block]))
+            before[block] = list(chosen)
+            yield f"b{block}", sorted(chosen)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_learnt_curve_foretells_the_hits_of_any_number_of_slots(seed: int, tmp_path: Path) -> None:
+    """Counted with few slots, true of all: within 3 points of what pools of other sizes have."""
+    blocks, count, active, size = 3, 32, 4, 4096
+    (tmp_path / "records").write_bytes(bytes(count * size))
+    files = [
+        ExpertFile(f"b{block}", tmp_path / "records", 0, count, lambda _index, _content: None, "", active)
+        for block in range(blocks)
+    ]
+    asked = list(trace(random.Random(seed), blocks, count, active, LEAST_WANTED // blocks // active + 1))
+    measured, curve = {}, USUAL
+    for slots in (4, 8, 12, 20, 28):
+        uses = ExpertUses()
+        pool = ExpertPool(files, host_buffer(blocks * slots * size).view(blocks * slots, size), uses)
+        for block, experts in asked:
+            for _ in pool.held(block, experts):
+                pass
+        pool.close()
+        measured[slots] = uses.hits / uses.wanted
+        curve = curve if curve.learnt_from else HitCurve.of(uses.counts)
+    assert curve.learnt_from == len(asked) * active
+    for slots, hits in measured.items():
+        assert curve.hits(slots / count) == pytest.approx(hits, abs=0.03), slots
+
+
+def test_a_short_run_teaches_nothing_and_a_prompt_counts_for_nothing() -> None:
+    uses = ExpertUses()
+    uses.see("b", [0, 1, 2, 3], 4, None)
+    assert not any(uses.counts) and not uses.wanted
+    uses.see("b", [3, 1], 4, 2)
+    assert uses.counts[15] == uses.counts[5] == 1 and (uses.hits, uses.wanted) == (2, 2)
+    assert HitCurve.of(uses.counts) is USUAL
+
+
+def test_what_runs_learnt_is_kept_beside_the_packed_model_and_is_no_part_of_it(directory: Path) -> None:
+    """A run adds to what those before it kept; the model is as whole with it as without, and goes with it."""
+    shape = shape_of(directory, "int4")
+    ram_bytes = Search(shape, LEAST, 128).least_ram_bytes() + shape.num_bytes // 4
+    kept = None
+    for _ in range(2):
+        with engine(directory, "int4", ram_bytes, ctx=128) as capped:
+            tokens(capped)
+            assert capped.residency.placed is not None
+            uses, folder = capped.residency.placed.expert_uses, capped.residency.placed.directory
+            before, kept = kept, sum(kept_uses(folder))  # by whoever ran before
+            assert before is None or kept == before
+        assert uses.wanted
+        kept += uses.wanted
+        assert sum(kept_uses(folder)) == kept
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"used_since": [1]}', '{"used_since": 1}'])
+def test_a_kept_file_that_is_no_such_file_teaches_nothing(content: str, tmp_path: Path) -> None:
+    (tmp_path / USES).write_text(content)
+    assert not any(kept_uses(tmp_path))
+    keep_uses(tmp_path, [1] * (BINS + 1))
+    assert kept_uses(tmp_path) == [1] * (BINS + 1)
+
+
+def test_old_runs_count_less_and_a_folder_that_takes_nothing_is_no_error(tmp_path: Path) -> None:
+    keep_uses(tmp_path, [3_000_000, *[0] * BINS])
+    keep_uses(tmp_path, [0, 3_000_000, *[0] * (BINS - 1)])
+    assert kept_uses(tmp_path)[:2] == [1_500_000, 1_500_000]
+    keep_uses(tmp_path / "absent", [1] * (BINS + 1))

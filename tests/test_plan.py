@@ -92,13 +92,13 @@ def check(plan: Plan, ram_bytes: int) -> None:
     names = [plan.shape.embed.name, *(block.name for block in plan.shape.blocks), plan.shape.head.name]
     assert [block.name for block in plan.blocks] == names
     assert plan.total_bytes("ram") <= ram_bytes == plan.limits["ram"]
-    kept = sum(block.num_bytes for block in plan.blocks if block.tier == "ram")
-    assert plan.ledger["ram"].get("weights", 0) == kept
+    kept = sum(block.num_bytes if block.tier == "ram" else block.held_bytes for block in plan.blocks)
+    assert plan.ledger["ram"].get("weights", 0) + plan.ledger["ram"].get("experts", 0) == kept
     assert plan.total_bytes("disk") == plan.shape.num_bytes - kept
     assert plan.ledger["ram"]["kv"] == plan.shape.kv_bytes(plan.kv_tokens, plan.sequences)
-    sizes = [block.num_bytes for block in plan.blocks[1:] if block.tier == "disk"]
+    sizes = [block.num_bytes for block in plan.blocks[1:] if block.tier == "disk" and not block.held_bytes]
     assert plan.ring_bytes == ring_bytes(sizes, ALIGN_BYTES) == plan.ledger["ram"].get("staging", 0)
-    waiting = plan.pass_tokens * plan.shape.state_bytes if plan.streamed else 0
+    waiting = plan.pass_tokens * plan.shape.state_bytes if sizes else 0
     logits = max(LOGIT_ROWS, 2 * plan.sequences) * plan.shape.logits_bytes
     rows = min(plan.batch_rows, max(plan.kv_tokens, plan.sequences))
     looked_up = 4 * rows * plan.shape.state_bytes if plan.blocks[0].tier == "disk" else 0

@@ -15,9 +15,11 @@ from localllm.engine.device import has_card as has_card
 from localllm.engine.placement import BATCH_ROWS, model_shape, process_memory, require_cap, require_context
 from localllm.engine.weights import as_stored, choose_recipe, compact_form, is_unpacked
 from localllm.hub import ModelFiles
-from localllm.hub.packed import packed_recipes
+from localllm.hub.packed import packed_directory, packed_recipes
 from localllm.models.architecture import ModelConfig
+from localllm.models.kept_uses import kept_uses
 from localllm.offload.planner.fit_errors import idle_vram
+from localllm.offload.planner.hit_curve import HitCurve
 from localllm.offload.planner.host_placements import LOGIT_ROWS
 from localllm.offload.planner.machine import NOTHING, Held, Machine, Memory, Rates
 from localllm.offload.planner.model_shape import ModelShape
@@ -139,6 +141,9 @@ class ModelPlanner:
         else:
             cached_share = packed.cached_share()
         shape = model_shape(config, self.sizes, self.dtype, self.name, self.device, self.wanted.kv, packing)
+        if shape.mixtures and self.files is not None:
+            directory = packed_directory(self.files, self.weights) if packed is None else packed.directory
+            shape = replace(shape, hit_curve=HitCurve.of(kept_uses(directory)))
         if self.draft is not None:
             draft_bytes = self.draft.num_bytes(self.wanted.ctx or shape.default_ctx, self.sequences)
             shape = replace(shape, draft_bytes=draft_bytes, draft_blocks=len(self.draft.shape.blocks))

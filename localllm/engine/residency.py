@@ -21,6 +21,8 @@ from localllm.models.offloaded_model import HOST, OffloadedModel
 from localllm.offload.placement import GRAPH_ROOMS, NEVER, BlockPlacement, demoted
 from localllm.offload.planner.plan import Plan
 
+_KEEP_USES_S = 300.0  # a file of 200 bytes, written and synchronized in about 10 ms
+
 
 def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
     """Return a KV cache for this model, each layer's part where its attention is computed."""
@@ -173,9 +175,11 @@ class Residency:
         return plan
 
     def end_answers(self) -> None:
-        """Look at the memory when no answer is being written any more."""
+        """Look at the memory when no answer is being written any more, and keep what was learnt of the experts."""
         if self._others is not None:
             self._others.forget_little()
+        if self.placed is not None:
+            self.placed.keep_uses(_KEEP_USES_S)
 
     def take(self, plan: Plan) -> None:
         """Go on by another plan; where nothing can be moved, one with the same blocks. Where they are the same, what

@@ -8,6 +8,7 @@ hold passes through its ring once for all tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from localllm.models.decoder import ALL_RESIDENT, BlockStream, Decoder
 from localllm.models.disk_embedding import DiskEmbedding
+from localllm.models.kept_uses import keep_uses
 from localllm.models.layout import EMBED, HEAD, BlockLayout, block_layouts
 from localllm.models.load import BlockTensors, DecoderParts, Progress
 from localllm.models.packed import PackedModel
@@ -25,6 +27,7 @@ from localllm.offload.placement import BlockPlacement
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.streaming.disk_stream import DiskStream
 from localllm.offload.streaming.expert_pool import ExpertPool
+from localllm.offload.streaming.expert_uses import ExpertUses
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.offload.streaming.pinned import Pinning
 from localllm.offload.streaming.ring import ALIGN_BYTES, Ring
@@ -61,6 +64,9 @@ class OffloadedModel:
         self._disk: DiskStream | None = None
         self._from_disk: Tensor | None = None  # the host's memory that it reads into
         self._pool: ExpertPool | None = None  # of experts, where they rest on the disk
+        self.expert_uses = ExpertUses()  # since the model was loaded; nothing while no experts rest on the disk
+        self._kept_uses = list(self.expert_uses.counts)
+        self._kept_at = time.monotonic()
         self._shared: dict[str, dict[str, Tensor]] = {}  # of such a block, what all tokens share
         self._pinning = Pinning(self._device)
         self._lane = Lane(self._device)
@@ -125,12 +131,21 @@ class OffloadedModel:
             self._pinning.remove(self._from_disk)
             self._from_disk = None
 
+    def keep_uses(self, every_s: float = 0.0) -> None:
+        """Keep what was learnt of the experts since the last time, unless that was less than `every_s` ago."""
+        if time.monotonic() - self._kept_at < every_s:
+            return
+        counts, before = list(self.expert_uses.counts), self._kept_uses
+        self._kept_uses, self._kept_at = counts, time.monotonic()
+        keep_uses(self.directory, [count - kept for count, kept in zip(counts, before, strict=True)])
+
     def wait_until_pinned(self) -> int:
         """Wait until what is copied is registered with the driver, as far as it can be; return the number of runs."""
         return self._pinning.wait()
 
     def close(self) -> None:
         self.release()
+        self.keep_uses()
         self._pinning.close()
         if self._embedding is not None:
             self._embedding.close()
@@ -197,7 +212,9 @@ class OffloadedModel:
         (record_bytes,) = {num_bytes for _, num_bytes in slots}
         count = sum(number for number, _ in slots)
         memory = host_buffer(count * record_bytes).view(count, record_bytes)
-        self._pool = ExpertPool([self._packed.expert_file(self._layouts[block.name]) for block in blocks], memory)
+        self._pool = ExpertPool(
+            [self._packed.expert_file(self._layouts[block.name]) for block in blocks], memory, self.expert_uses
+        )
 
     def _passes(self, block: BlockPlacement) -> bool:
         """Return whether a block is copied to the device for a forward of many rows. An embedding's rows are looked

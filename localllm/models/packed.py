@@ -255,6 +255,7 @@ class PackedModel:
             count=experts.num_experts,
             check=partial(self._check_record, file),
             fix=self._plan.command,
+            active=experts.top_k,
         )
 
     def shared_tensors(self, layout: BlockLayout) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BINS = 20  # of the share of experts that were used since
+from localllm.offload.streaming.expert_uses import BINS
+
 # Before a model has run: Qwen3-30B-A3B with slots for 5, 15, 30 and 50 % of its experts.
 _USUAL_POINTS = ((0.0, 0.0), (0.05, 0.37), (0.15, 0.74), (0.3, 0.89), (0.5, 0.96), (1.0, 1.0))
 LEAST_WANTED = 20_000  # experts, before a run says more than what is usual: 50 tokens of 48 layers with 8 each
@@ -17,17 +18,19 @@ LEAST_WANTED = 20_000  # experts, before a run says more than what is usual: 50 
 
 @dataclass(frozen=True)
 class HitCurve:
-    """points: the share of the experts that has room, and that of the hits, both rising from 0 to 1."""
+    """points: the share of the experts that has room, and that of the hits, both rising from 0 to 1.
+
+    learnt_from: wanted experts of earlier runs; 0 where the curve is the usual one.
+    """
 
     points: tuple[tuple[float, float], ...] = _USUAL_POINTS
-    is_learnt: bool = False
+    learnt_from: int = 0
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> HitCurve:
         """Return the curve of a run; the usual one where it was too short to tell.
 
-        counts: of wanted experts, by how many of their block's had been used since their last use, in `BINS` equal
-        shares of all; behind them those that had not been used before.
+        counts: as `ExpertUses` has them.
         """
         wanted = sum(counts)
         if wanted < LEAST_WANTED:
@@ -36,7 +39,7 @@ class HitCurve:
         for index, count in enumerate(counts[:BINS]):
             hits += count
             points.append(((index + 1) / BINS, hits / wanted))
-        return cls((*points[:-1], (1.0, 1.0)), is_learnt=True)
+        return cls((*points[:-1], (1.0, 1.0)), learnt_from=wanted)
 
     def hits(self, share: float) -> float:
         """Return the share of wanted experts that are there if this share of all has room."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from localllm.errors import CheckpointError
 from localllm.offload.streaming.disk_read import open_direct, open_plain, read_into
 from localllm.offload.streaming.disk_stream import STALLED_S, StreamClock
+from localllm.offload.streaming.expert_uses import ExpertUses
 
 # A token misses two or three experts of a block, 2.6 MB each. In pieces, read by eight threads, they come at 3.3 GB/s
 # where one record after the other has 0.9.
@@ -34,7 +35,7 @@ class ExpertFile:
     """The file of one block. begin: of its first record, in bytes; the records lie one behind the other.
 
     check: sees the bytes of a record when it is there for the first time, and raises LocalLLMError where they are not
-    right. fix: the command that makes the file anew.
+    right. fix: the command that makes the file anew. active: how many records a token wants.
     """
 
     block: str
@@ -43,6 +44,7 @@ class ExpertFile:
     count: int
     check: Callable[[int, memoryview], None]
     fix: str
+    active: int = 0
 
 
 Expert = tuple[str, int]  # a block's name, and a number in it
@@ -51,13 +53,14 @@ Expert = tuple[str, int]  # a block's name, and a number in it
 class ExpertPool:
     """Records of one size in the slots of `memory`, uint8 [slots, bytes of a record], aligned to a page.
 
-    One thread asks. Raises CheckpointError where a file cannot be opened.
+    uses: is told of every step. One thread asks. Raises CheckpointError where a file cannot be opened.
     """
 
-    def __init__(self, files: Sequence[ExpertFile], memory: Tensor) -> None:
+    def __init__(self, files: Sequence[ExpertFile], memory: Tensor, uses: ExpertUses | None = None) -> None:
         self.memory = memory
         self.clock = StreamClock()
         self.hits = self.wanted = 0
+        self._uses = uses or ExpertUses()
         self._slots: OrderedDict[Expert, int] = OrderedDict()  # those used last at the end
         self._free = list(range(len(memory)))
         self._tables = {file.block: torch.zeros(file.count, dtype=torch.int64) for file in files}
@@ -95,6 +98,8 @@ class ExpertPool:
         here = [index for index in experts if (block, index) in self._slots]
         missing = [index for index in experts if (block, index) not in self._slots]
         self.hits += len(here)
+        file = self._files[block].file
+        self._uses.see(block, experts, file.count, len(here) if len(experts) == file.active else None)
         for index in here:
             self._slots.move_to_end((block, index))
         kept = {(block, index) for index in here}
