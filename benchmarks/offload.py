@@ -1,6 +1,6 @@
 """Models larger than their memory, beside the disk that they are read from and beside accelerate's disk offload.
 
-    python -m benchmarks.offload [--part stream|predict|accelerate|job|experts ...] [--rounds 5]
+    python -m benchmarks.offload [--part stream|job|predict|accelerate|experts|predict-experts ...] [--rounds 5]
 
 Random weights of real shapes, packed on the disk of the cache directory; every figure is taken in a process of its own
 under a cap (--ram), whose peak of resident memory is compared with the plan's ledger. Results go to
@@ -37,13 +37,20 @@ from localllm.models.shapes import shipped_shapes
 from localllm.quant.recipe import RECIPES
 
 MIB = 1 << 20
-EXPERT_LAYERS = 12  # of 48: 4.4 GB
+MIXTURE = "qwen3-30b-a3b"
+ACCELERATE_LAYERS = 4  # of 48: 6 GB in bf16, of which accelerate reads the half for each token
+
+
+def cut_shape(shape: str, layers: int | None) -> dict[str, Any]:
+    """The config of a shape with so many of its layers; None: all."""
+    raw_config = shipped_shapes()[shape]
+    return raw_config if layers is None else {**raw_config, "num_hidden_layers": layers}
 
 
 @contextlib.contextmanager
-def packed(shape: str, weights: str) -> Iterator[tuple[ModelFiles, int]]:
+def packed(shape: str, weights: str, layers: int | None = None) -> Iterator[tuple[ModelFiles, int]]:
     """A random model on the disk, as `weights` are streamed, and the bytes of its matrices in `weights`."""
-    raw_config, recipe = shipped_shapes()[shape], RECIPES[weights]
+    raw_config, recipe = cut_shape(shape, layers), RECIPES[weights]
     config = parse_config(raw_config, shape)
     compact = compact_form(recipe, config, ())
     with random_model(shape, raw_config, recipe if compact is None else RECIPES[compact.name]) as files:
@@ -89,17 +96,20 @@ def stream(rounds: int) -> dict[str, Any]:
 
 
 def experts(rounds: int) -> dict[str, Any]:
-    """Layers of Qwen3-30B-A3B in INT4 under half their size, with a trace of experts such as a trained router would
-    choose, beside the read of the experts that are missed, and the hits beside those of an ideal LRU."""
-    raw_config = {**shipped_shapes()["qwen3-30b-a3b"], "num_hidden_layers": EXPERT_LAYERS}
-    with random_model("qwen3-30b-a3b", raw_config, RECIPES["int4-g64"]) as files:
-        num_bytes = model_bytes(parse_config(raw_config, "the benchmark's shape"), RECIPES["int4-g64"])
+    """Qwen3-30B-A3B in INT4 under half its size, with a trace of experts such as a trained router would choose, beside
+    the read of the experts that are missed, and the hits beside those of an ideal LRU. And a few of its layers beside
+    accelerate under the same cap."""
+    return {**_experts(rounds, None), "beside_accelerate": _experts_beside_accelerate(rounds)}
+
+
+def _experts(rounds: int, layers: int | None) -> dict[str, Any]:
+    with packed(MIXTURE, "int4-g64", layers) as (files, num_bytes):
         cap = _PROGRAM_BYTES + num_bytes // 2
         spec = ExpertSpec(str(files.directory), "int4-g64", cap, repetition=0.45, rounds=rounds)
         result = worker("benchmarks.offload_experts", asdict(spec))
     rates = zip(result["decode_tok_s"], result["missed_bytes"], strict=True)
     return {
-        "layers": EXPERT_LAYERS,
+        "layers": cut_shape(MIXTURE, layers)["num_hidden_layers"],
         "cap_bytes": cap,
         "model_bytes": num_bytes,
         "slots": [result["slots"], result["experts"]],
@@ -112,6 +122,20 @@ def experts(rounds: int) -> dict[str, Any]:
         "ideal_hit_rate": spread(result["ideal_hit_rate"]),
         "rss_over_cap": result["peak_rss_bytes"] / cap,
     }
+
+
+def _experts_beside_accelerate(rounds: int) -> dict[str, Any]:
+    """Both under a cap of half of what the layers have in bf16, the embedding and the head among them."""
+    shape = cut_shape(MIXTURE, ACCELERATE_LAYERS)
+    cap = model_bytes(parse_config(shape, MIXTURE), RECIPES["bf16"]) // 2
+    with tempfile.TemporaryDirectory() as directory:
+        theirs, peaks = _accelerate_sides(rounds, cap, Path(directory), shape)
+    ours = {}
+    for weights in ("int4-g64", "bf16"):
+        with packed(MIXTURE, weights, ACCELERATE_LAYERS) as (files, _):
+            result = run(files, weights, cap, ctx=256, prompt_tokens=64, gen_tokens=16, rounds=rounds)
+        ours[f"localllm {weights}"] = {key: spread(result[key]) for key in ("decode_tok_s",)}
+    return {"layers": ACCELERATE_LAYERS, "cap_bytes": cap, "accelerate": theirs, "peaks": peaks, **ours}
 
 
 def job(_rounds: int) -> dict[str, Any]:
@@ -131,11 +155,12 @@ def job(_rounds: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """share: of the model's bytes, that the cap leaves for the model."""
+    """share: of the model's bytes, that the cap leaves for the model. layers: of the shape; None: all."""
 
     shape: str
     weights: str
     share: float
+    layers: int | None = None
 
 
 CASES = [
@@ -144,6 +169,10 @@ CASES = [
     *(Case("llama-3.2-3b", "int4-g64", share) for share in (0.5, 0.75, 2.0)),
     *(Case("llama-3.2-3b", "int8", share) for share in (0.4, 0.7, 2.0)),
 ]
+MIXTURE_CASES = [
+    *(Case("olmoe-1b-7b", "int4-g64", share) for share in (0.4, 0.6, 2.0)),
+    *(Case(MIXTURE, "int4-g64", share, layers=12) for share in (0.4, 0.6, 2.0)),
+]
 _PROGRAM_BYTES = 330 * MIB  # of a cap, which are not the model's
 _STEADY = 1.12  # between the fastest and the slowest round, and between the rates before and after each
 _ATTEMPTS = 5  # at a case, until the machine is steady; the last one counts, whatever it was
@@ -151,10 +180,22 @@ _ATTEMPTS = 5  # at a case, until the machine is steady; the last one counts, wh
 
 def predict(_rounds: int) -> dict[str, Any]:
     """Predicted and measured rates, the ledger and the peak, over shapes, formats and caps."""
+    return _predictions(CASES)
+
+
+def predict_experts(_rounds: int) -> dict[str, Any]:
+    """The same of mixtures, each behind a run that taught how often its experts are in memory: a random router's are
+    less often than a trained one's."""
+    return _predictions(MIXTURE_CASES)
+
+
+def _predictions(cases: list[Case]) -> dict[str, Any]:
     rows = []
-    for case in CASES:
-        with packed(case.shape, case.weights) as (files, num_bytes):
+    for case in cases:
+        with packed(case.shape, case.weights, case.layers) as (files, num_bytes):
             cap, attempts = int(_PROGRAM_BYTES + case.share * num_bytes), 0
+            if case in MIXTURE_CASES:
+                run(files, case.weights, cap, ctx=1024, prompt_tokens=16, gen_tokens=200, rounds=1)
             result: dict[str, Any] | None = None
             while result is None or (not is_steady(result) and attempts < _ATTEMPTS):
                 measure_machine(case, files, cap)
@@ -211,7 +252,7 @@ def accelerate(rounds: int) -> dict[str, Any]:
     """A 1.1B shape in bf16: both sides under a cap of half its size, and ours under what accelerate really takes."""
     with packed("tinyllama-1.1b", "bf16") as (files, num_bytes), tempfile.TemporaryDirectory() as directory:
         cap = num_bytes // 2
-        theirs, peaks = _accelerate_sides(rounds, cap, Path(directory))
+        theirs, peaks = _accelerate_sides(rounds, cap, Path(directory), shipped_shapes()["tinyllama-1.1b"])
         ours = {}
         for label, ram_bytes in (("the cap", cap), ("as much memory as accelerate takes", min(peaks.values()))):
             for is_cold in (True, False):
@@ -223,11 +264,13 @@ def accelerate(rounds: int) -> dict[str, Any]:
     return {"cap_bytes": cap, "accelerate": theirs, "accelerate_peak_rss_bytes": peaks, "localllm": ours}
 
 
-def _accelerate_sides(rounds: int, cap: int, directory: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def _accelerate_sides(
+    rounds: int, cap: int, directory: Path, shape: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Tokens a second of each placement and variant, and the peak memory of each placement."""
     speeds: dict[str, list[float]] = {}
     with contextlib.closing(Match()) as match:
-        sides = offload_accelerate.contenders(shipped_shapes()["tinyllama-1.1b"], 2, directory, cap)
+        sides = offload_accelerate.contenders(shape, 2, directory, cap)
         for side in sides:
             match.start(side)
         for _ in range(rounds + 1):
@@ -253,6 +296,7 @@ PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "predict": predict,
     "accelerate": accelerate,
     "experts": experts,
+    "predict-experts": predict_experts,
 }
 
 
