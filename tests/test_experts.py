@@ -137,8 +137,8 @@ def test_a_mixture_writes_the_same_text_in_whatever_memory(directory: Path, weig
         assert whole.plan is not None and whole.plan.is_whole
         expected = tokens(whole), tokens(whole, temperature=0.9, seed=7)
     slots = set()
-    for step in range(8):
-        with engine(directory, weights, least + step * shape.num_bytes // 14, ctx=128) as capped:
+    for step in range(10):
+        with engine(directory, weights, least + step * shape.num_bytes // 18, ctx=128) as capped:
             assert capped.plan is not None and capped.plan.total_bytes("ram") <= capped.plan.limits["ram"]
             slots.add(sum(block.experts.slots for block in capped.plan.blocks if block.experts is not None))
             assert (tokens(capped), tokens(capped, temperature=0.9, seed=7)) == expected

@@ -98,7 +98,7 @@ def check(plan: Plan, ram_bytes: int) -> None:
     assert plan.ledger["ram"]["kv"] == plan.shape.kv_bytes(plan.kv_tokens, plan.sequences)
     sizes = [block.num_bytes for block in plan.blocks[1:] if block.tier == "disk" and not block.held_bytes]
     assert plan.ring_bytes == ring_bytes(sizes, ALIGN_BYTES) == plan.ledger["ram"].get("staging", 0)
-    waiting = plan.pass_tokens * plan.shape.state_bytes if sizes else 0
+    waiting = plan.pass_tokens * plan.shape.state_bytes if plan.is_streamed else 0
     logits = max(LOGIT_ROWS, 2 * plan.sequences) * plan.shape.logits_bytes
     rows = min(plan.batch_rows, max(plan.kv_tokens, plan.sequences))
     looked_up = 4 * rows * plan.shape.state_bytes if plan.blocks[0].tier == "disk" else 0

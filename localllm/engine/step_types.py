@@ -33,7 +33,7 @@ class Limits:
             return self
         each = -(-plan.shape.kv_bytes_per_sequence // plan.shape.kv_bytes_per_token)
         limits = replace(self, kv_tokens=plan.most_kv_tokens + plan.sequences * each, sequence_tokens=each)
-        if plan.ring_bytes:
+        if plan.is_streamed:
             return replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
         is_wanted = limits.chunk_tokens != Limits.chunk_tokens
         return replace(limits, chunk_tokens=min(limits.chunk_tokens, plan.batch_rows) if is_wanted else plan.batch_rows)

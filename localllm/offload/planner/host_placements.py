@@ -61,12 +61,13 @@ class HostPlacements:
 
     def _with_slots(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
         """Return the placement in which experts come from the disk into slots, as many as there is memory for."""
-        for rows in self.shape.batch_rows:
-            owners = self._owners(kv_tokens, sequences, rows, 0, stores_embedding=True)
+        for rows, most_tokens in self._chunks():
+            pass_tokens = min(most_tokens, max(kv_tokens, rows))
+            owners = self._owners(kv_tokens, sequences, rows, pass_tokens, stores_embedding=True)
             slots = self._slots(self._free(owners))
             if sum(slots.values()) >= self._least_slots:
                 whole = self._choice({block.name for block in self._streamable})
-                return self._plan(ctx, sequences, kv_tokens, (rows, rows), owners, whole, slots)
+                return self._plan(ctx, sequences, kv_tokens, (rows, pass_tokens), owners, whole, slots)
         return None
 
     @property
@@ -127,11 +128,13 @@ class HostPlacements:
 
     def _least_owners(self, ctx: int) -> dict[str, int]:
         owners = self._owners(ctx, 1, self.shape.batch_rows[-1], 0, stores_embedding=True)
+        passing_bytes = self._chunks()[-1][1] * self.shape.state_bytes
         if self.shape.mixtures:
             shared_bytes = self.shape.streamable_bytes - self.shape.expert_bytes
             shares = sorted({n / experts.count for _, experts in self.shape.mixtures for n in range(experts.count + 1)})
             enough = (share for share in shares if sum(self._shared_out(share).values()) >= self._least_slots)
-            return {**owners, "blocks": shared_bytes + math.ceil(next(enough, 1.0) * self.shape.expert_bytes)}
+            streams = math.ceil(next(enough, 1.0) * self.shape.expert_bytes) + passing_bytes
+            return {**owners, "blocks": shared_bytes + streams}
         # A block that stays takes more than it saves in the ring, but where it is the last of its kind or the head.
         kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))
         needed_bytes = []
@@ -139,7 +142,7 @@ class HostPlacements:
             names = {block.name for kind, stays in zip(kinds, stay, strict=True) if stays for block in kind}
             choice = self._choice(names)
             needed_bytes.append(self.shape.streamable_bytes - choice.streamed_bytes + choice.ring_bytes)
-        streams = min(needed_bytes) + self._chunks()[-1][1] * self.shape.state_bytes
+        streams = min(needed_bytes) + passing_bytes
         return {**owners, "blocks": min(streams, self.shape.streamable_bytes)}
 
     @property

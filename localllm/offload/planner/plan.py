@@ -84,6 +84,11 @@ class Plan:
         return self.blocks[0].tier != "disk" and all(block.tier == self.fast for block in self.blocks[1:])
 
     @property
+    def is_streamed(self) -> bool:
+        """True where steps read the disk or copy blocks, so that what shares a step shares that."""
+        return bool(self.ring_bytes or self.costs.work.absent_bytes)
+
+    @property
     def streamed_bytes(self) -> int:
         """Bytes read from the disk at every step, as a rule where experts are."""
         return self.ledger["disk"]["weights"] + self.costs.work.missed_bytes
@@ -103,7 +108,7 @@ class Plan:
         If nothing is streamed, they may also use the free memory, except for a tenth that no ledger accounts for: gaps
         between torch's allocations.
         """
-        spare = 0 if self.ring_bytes else self.free_bytes * 9 // 10 // self.shape.kv_bytes_per_token
+        spare = 0 if self.is_streamed else self.free_bytes * 9 // 10 // self.shape.kv_bytes_per_token
         return self.kv_tokens + spare
 
 
