@@ -142,7 +142,7 @@ def test_a_mixture_writes_the_same_text_in_whatever_memory(directory: Path, weig
             assert capped.plan is not None and capped.plan.total_bytes("ram") <= capped.plan.limits["ram"]
             slots.add(sum(block.experts.slots for block in capped.plan.blocks if block.experts is not None))
             assert (tokens(capped), tokens(capped, temperature=0.9, seed=7)) == expected
-    assert len(slots) > 4 and max(slots) == sum(experts.count for _, experts in shape.mixtures)
+    assert len(slots) > 3 and max(slots) == sum(experts.count for _, experts in shape.mixtures)
 
 
 def test_less_than_what_every_token_reads_is_refused_with_numbers(directory: Path) -> None:
