@@ -28,7 +28,7 @@ from localllm.kernels.sizes import TASK_WORDS as TASK_WORDS
 
 RUN_PAGES = 4  # 8 KB of scores for 8 rows, in the first-level cache beside the pages
 SECTION_PAGES = 16
-MAX_ROWS = 8  # of a task; 16 sums in registers are 8 rows x 2 vectors
+MAX_ROWS = 8  # of a task; 16 sums in registers are 8 rows x 2 vectors, see `Isa.sums`
 NOTHING = -1e30  # a maximum over no key: finite, so that differences of it are
 # Of a query row: its token, its head within the group, its first part, from one section's part to the next's, sections.
 MERGE_WORDS = ("token", "head", "first_part", "step", "count")
@@ -39,7 +39,7 @@ def part_floats(head_dim: int) -> int:
     return head_dim + LANES
 
 
-def attention_source(dense: PageLayout, coded: PageLayout | None, rows: int, *, has_softcap: bool) -> Kernel:
+def attention_source(isa: Isa, dense: PageLayout, coded: PageLayout | None, rows: int, *, has_softcap: bool) -> Kernel:
     """q fp32 [T, stride] rotated and scaled; out fp32 [T, H * D]; dense, coded: as in `rope_source`.
 
     tasks: int64 [tasks, 6], see TASK_WORDS; tokens: see `cpu_rope`. parts: fp32 [key heads, parts, part_floats]. shape:
@@ -48,7 +48,7 @@ def attention_source(dense: PageLayout, coded: PageLayout | None, rows: int, *, 
     """
     k = Kernel("attention", "q out tasks tokens parts shape | kv_heads group stride layer window softcap")
     a = k.arg
-    task = _Task(k, dense, coded, rows, has_softcap)
+    task = _Task(k, isa, dense, coded, rows, has_softcap)
     # Dealt out one by one: the later a token, the more keys it sees.
     with k.range(k.i64(0), (a.shape.load(I64, 8) * a.kv_heads + k.threads - 1 - k.thread) / k.threads) as turn:
         item = turn * k.threads + k.thread
@@ -105,11 +105,14 @@ def merge_row(k: Kernel, vectors: int, into: tuple[Value, Value, Value], peak: V
 class _Task:
     """The rows of one task: what is known of each, and the stages that their keys go through."""
 
-    def __init__(self, k: Kernel, dense: PageLayout, coded: PageLayout | None, rows: int, has_softcap: bool) -> None:
+    def __init__(
+        self, k: Kernel, isa: Isa, dense: PageLayout, coded: PageLayout | None, rows: int, has_softcap: bool
+    ) -> None:
         self.k, self.R, self.has_softcap, self.D = k, rows, has_softcap, dense.head_dim
         self.dense, self.coded = HeadPlan(dense), None if coded is None else HeadPlan(coded)
         self.vectors, self.group_size = self.D // LANES, self.dense.group_size
         self.groups = self.D // self.group_size
+        self.sums = isa.sums  # that are computed at once
         self.queries = k.stack(F32, rows * self.D)  # [D, R]
         self.query_sums = k.stack(F32, rows * self.groups)  # [D / 32, R], times -INT4_ZERO
         self.scores = k.stack(F32V, rows * RUN_PAGES * PAGE_TOKENS // LANES)  # [R, keys of a run]
@@ -171,40 +174,52 @@ class _Task:
 
     @property
     def _tokens_a_step(self) -> int:
-        return min(PAGE_TOKENS, LANES * max(2, 16 // self.R))
+        return min(PAGE_TOKENS, LANES * max(1, self.sums // self.R))
+
+    @property
+    def _row_blocks(self) -> list[range]:
+        """Rows of which as many are computed at once as there are sums."""
+        return [range(first, min(first + self.sums, self.R)) for first in range(0, self.R, self.sums)]
 
     def _score_tokens(self, plan: HeadPlan, columns: Value, scores: Value, head: Value, token: Value) -> None:
+        k = self.k
+        with k.range(k.i64(0), k.i64(self.groups)) as group:
+            for rows in self._row_blocks:
+                self._score_group(plan, columns, scores, head, token, group, rows)
+
+    def _score_group(
+        self, plan: HeadPlan, columns: Value, scores: Value, head: Value, token: Value, group: Value, rows: range
+    ) -> None:
         k, wide = self.k, self._tokens_a_step // LANES
         coding = plan.layout.keys
         step = self.group_size // 2 if coding == "int4" else self.group_size
-        places = [(r, n) for r in range(self.R) for n in range(wide)]
-        with k.range(k.i64(0), k.i64(self.groups)) as group:
-            sums = {}
-            for r, n in places:
-                first = k.f32v(0)
-                if coding == "int4":
-                    first = self.query_sums.at(group * (4 * self.R)).at(4 * r).load(F32).splat()
-                sums[r, n] = k.variable(first)
-            values, steps = head.at(plan.offsets[2]), self.groups * step * (PAGE_TOKENS // self._tokens_a_step)
-            with k.range(k.i64(0), k.i64(step)) as i:
+        sums = {}
+        for r, n in [(r, n) for r in rows for n in range(wide)]:
+            first = k.f32v(0)
+            if coding == "int4":
+                first = self.query_sums.at(group * (4 * self.R)).at(4 * r).load(F32).splat()
+            sums[r, n] = k.variable(first)
+        values, steps = head.at(plan.offsets[2]), self.groups * step * (PAGE_TOKENS // self._tokens_a_step)
+        with k.range(k.i64(0), k.i64(step)) as i:
+            if rows.start == 0:
                 done = (token / self._tokens_a_step * self.groups + group) * step + i
                 self._prefetch(values, sum(plan.layout.sizes[2:]), done, 1, steps)
-                for further, vectors in plan.keys(columns, group * self.group_size + i, wide * LANES):
-                    queries = self.queries.at((group * self.group_size + i + further) * (4 * self.R))
-                    for r in range(self.R):
-                        query = queries.at(4 * r).load(F32).splat()
-                        for n in range(wide):
-                            sums[r, n].set(k.fma(vectors[n], query, sums[r, n].get()))
-            is_first = group.compare("eq", 0)
-            for n in range(wide):
-                scale = None
-                if coding != "dense":
-                    scale = cpu_kv.scales(head.at(plan.offsets[1] + LANES * n).at(group * PAGE_TOKENS).at(token))
-                for r in range(self.R):
-                    place = scores.at(4 * (r * RUN_PAGES * PAGE_TOKENS + n * LANES))
-                    before = is_first.choose(k.f32v(0), place.load(F32V, 64))
-                    total = sums[r, n].get()
-                    place.store(total + before if scale is None else k.fma(total, scale, before), 64)
+            for further, vectors in plan.keys(columns, group * self.group_size + i, wide * LANES):
+                queries = self.queries.at((group * self.group_size + i + further) * (4 * self.R))
+                for r in rows:
+                    query = queries.at(4 * r).load(F32).splat()
+                    for n in range(wide):
+                        sums[r, n].set(k.fma(vectors[n], query, sums[r, n].get()))
+        is_first = group.compare("eq", 0)
+        for n in range(wide):
+            scale = None
+            if coding != "dense":
+                scale = cpu_kv.scales(head.at(plan.offsets[1] + LANES * n).at(group * PAGE_TOKENS).at(token))
+            for r in rows:
+                place = scores.at(4 * (r * RUN_PAGES * PAGE_TOKENS + n * LANES))
+                before = is_first.choose(k.f32v(0), place.load(F32V, 64))
+                total = sums[r, n].get()
+                place.store(total + before if scale is None else k.fma(total, scale, before), 64)
 
     def soften(self, run_page: Value, first_page: Value, end_page: Value) -> None:
         """scores -> exp(score - peak); what a row must not see becomes 0."""
@@ -255,35 +270,61 @@ class _Task:
                 self._mix_groups(plan, head, [group + n for n in range(self._groups_a_step)], at, count, keys)
 
     @property
+    def _parts(self) -> int:
+        """Return how many vectors the features of a group are."""
+        return self.group_size // LANES
+
+    @property
     def _groups_a_step(self) -> int:
         """Return how many groups' sums fit into registers."""
-        return next(n for n in range(max(1, min(self.groups, 8 // self.R)), 0, -1) if self.groups % n == 0)
+        fit = max(1, min(self.groups, self.sums // self._parts // self.R))
+        return next(n for n in range(fit, 0, -1) if self.groups % n == 0)
 
     def _mix_groups(
         self, plan: HeadPlan, head: Value, groups: list[Value], at: Value, count: Value, keys: Value
     ) -> None:
-        k, coding = self.k, plan.layout.values
-        weights = [self._weighted(plan, head, group, at, n) for n, group in enumerate(groups)]
-        sums = {}
-        for r in range(self.R):
-            for n, group in enumerate(groups):
-                for part in range(self.group_size // LANES):
-                    sums[r, n, part] = k.variable(self._mixed(r, group, part).load(F32V, 64))
-        values = head.at(plan.offsets[2])
+        weighted = [(group, self._weighted(plan, head, group, at, n)) for n, group in enumerate(groups)]
+        parts_at_once = min(self._parts, max(1, self.sums // self.R))
+        for first in range(0, self._parts, parts_at_once):
+            parts = range(first, min(first + parts_at_once, self._parts))
+            for rows in self._row_blocks:
+                fetched = keys if parts.start == rows.start == 0 else None
+                self._mix_parts(plan, head.at(plan.offsets[2]), weighted, count, fetched, rows, parts)
+
+    def _mix_parts(
+        self,
+        plan: HeadPlan,
+        values: Value,
+        weighted: list[tuple[Value, Value]],
+        count: Value,
+        keys: Value | None,
+        rows: range,
+        parts: range,
+    ) -> None:
+        """weighted: groups, and where their values' weights are. keys: of the next run, to be fetched meanwhile."""
+        k = self.k
+        stride = PAGE_TOKENS * (RUN_PAGES if plan.layout.values == "dense" else 1)
+        places = {
+            (r, n, part): self._mixed(r, group, part)
+            for r in rows
+            for n, (group, _) in enumerate(weighted)
+            for part in parts
+        }
+        sums = {key: k.variable(place.load(F32V, 64)) for key, place in places.items()}
         with k.range(k.i64(0), count) as i:
             token = values.at(i * plan.token_value_bytes)
-            done = groups[0] * PAGE_TOKENS + i * len(groups)
-            self._prefetch(keys, sum(plan.layout.sizes[:2]), done, len(groups), self.groups * PAGE_TOKENS)
-            for n, group in enumerate(groups):
+            if keys is not None:
+                done = weighted[0][0] * PAGE_TOKENS + i * len(weighted)
+                self._prefetch(keys, sum(plan.layout.sizes[:2]), done, len(weighted), self.groups * PAGE_TOKENS)
+            for n, (group, weights) in enumerate(weighted):
                 vectors = plan.values(token, group)
-                for r in range(self.R):
-                    stride = PAGE_TOKENS * (RUN_PAGES if coding == "dense" else 1)
-                    weight = weights[n].at(4 * r * stride).at(i * 4).load(F32).splat()
-                    for part, vector in enumerate(vectors):
+                for r in rows:
+                    weight = weights.at(4 * r * stride).at(i * 4).load(F32).splat()
+                    for part in parts:
                         total = sums[r, n, part]
-                        total.set(k.fma(weight, vector, total.get()))
-        for (r, n, part), total in sums.items():
-            self._mixed(r, groups[n], part).store(total.get(), 64)
+                        total.set(k.fma(weight, vectors[part], total.get()))
+        for key, place in places.items():
+            place.store(sums[key].get(), 64)
 
     def _weighted(self, plan: HeadPlan, head: Value, group: Value, at: Value, n: int) -> Value:
         """Return the place of the weights by which the codes of a group's values are multiplied: [R, keys]."""
@@ -390,7 +431,7 @@ def write_row(k: Kernel, vectors: int, mixed: Value, total: Value, out: Value, *
 
 @cache
 def attention(isa: Isa, dense: PageLayout, coded: PageLayout | None, rows: int, *, has_softcap: bool) -> Native:
-    return compile_kernel(attention_source(dense, coded, rows, has_softcap=has_softcap), isa)
+    return compile_kernel(attention_source(isa, dense, coded, rows, has_softcap=has_softcap), isa)
 
 
 @cache

@@ -35,6 +35,15 @@ class Isa:
         return 4 if rows == 1 and self.name == "avx512-vnni" and not _is_amd() else 1
 
     @property
+    def sums(self) -> int:
+        """Return how many vectors of 16 fp32 sums stay in registers, half of which they take.
+
+        With 4 instead of 16, AVX2 attends to 2048 keys in 4.5 ms instead of 5.7 (TinyLlama's 22 layers, one core, Zen
+        5): 8 chains of additions are what two units of four cycles each can do.
+        """
+        return 16 if self.name == "avx512-vnni" else 4
+
+    @property
     def adds_in_16_bits(self) -> bool:
         """Return whether nibbles are multiplied with `pairs` and `widened`; else with `dot`."""
         return self.name == "avx2"
