@@ -15,10 +15,10 @@ from localllm.models.gpu_program import is_ours
 from localllm.offload.placement import BlockPlacement, ExpertSlots, demoted
 from localllm.quant.recipe import RECIPES
 from tests.checkpoints import write_checkpoint
-from tests.engine_support import answered
+from tests.engine_support import answered, generated
 from tests.packed_support import pack
 from tests.simulated_card.device import DEVICE, CardConfig
-from tests.simulated_card.support import text, texts_of_the_cpu
+from tests.simulated_card.support import PROMPT, text, texts_of_the_cpu
 from tests.simulated_card.test_placements import wish
 from tests.test_device_placement import Packed
 from tests.thinning import one_in
@@ -94,6 +94,16 @@ def test_experts_that_no_native_step_knows_are_left_to_operators(mixtures, expec
     with simulated_card(CardConfig("lazy")), mixtures["int8"].opened(DEVICE) as placed:
         placed.place(slotted(mixtures["int8"], 2), 17)
         assert text(mixtures["int8"], placed, 6) == expected["int8"]
+
+
+def test_what_is_prepared_serves_the_first_answer(mixtures, expected, simulated_card):
+    """Also a prompt's rows by the program of steps, which makes rooms of their own for them."""
+    with simulated_card(CardConfig("random")) as card, mixtures["int8"].opened(DEVICE) as placed:
+        placed.place(slotted(mixtures["int8"], 3), 17)
+        engine = mixtures["int8"].engine(placed)
+        engine.residency.warm_up(lambda _text: None)
+        assert generated(engine, PROMPT, 6, temperature=0.9, seed=5) == expected["int8"]
+        assert card.counts["replays"] and engine.runner.gpu_program is not None
 
 
 def test_no_graph_copies_to_memory_that_is_not_page_locked(mixtures, expected, simulated_card):
