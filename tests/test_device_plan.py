@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.placement import model_shape
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, Fix
 from localllm.models.families import parse_config
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.placement import GRAPH_ROOMS
@@ -104,11 +104,58 @@ def test_a_mixtures_launches_are_counted_where_it_has_more_than_an_mlp() -> None
     blocks = [replace(block, experts=experts if index % 2 else None) for index, block in enumerate(of.shape.blocks)]
     shape = replace(of.shape, blocks=tuple(blocks))
     plan = replace(of, shape=shape).best()
-    assert plan.ledger["vram"]["graphs"] == GRAPH_ROOMS * (2 * 32 * 6.5 + 2 * 32 * 5 + 8) * NODE_BYTES
+    assert plan.ledger["vram"]["graphs"] == GRAPH_ROOMS * (2 * 32 * 6.5 + 3 * 32 * 5 + 8) * NODE_BYTES
     few, more = (
         replace(plan.costs, shape=each, card=replace(CARD, is_fused=True, launch_s=1.0)) for each in (of.shape, shape)
     )
     assert more._device_s(1) - few._device_s(1) == pytest.approx(32 * 5, abs=0.1)
+
+
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "max_position_embeddings": 40960, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [3], "rope_theta": 1e6,
+}  # fmt: skip
+FUSED = replace(CARD, is_fused=True, launches=4.5, launch_s=1.5e-6)
+
+
+def mixture_search(vram: float, ram: float = 32.0, card_rates: CardRates = FUSED) -> Search:
+    """One of its layers has no experts."""
+    shape = model_shape(parse_config(QWEN3_30B, "it"), RECIPES["int4-g64"], "bf16", "it", "cuda")
+    return search("it", vram, ram, shape=shape, card_rates=card_rates)
+
+
+@pytest.mark.parametrize("vram", [4, 8, 12])
+def test_experts_have_as_many_slots_as_there_is_room_for_beside_all_else(vram: int) -> None:
+    of = mixture_search(vram)
+    plan = of.best()
+    check(plan)
+    slotted = [block for block in plan.blocks if block.is_slotted]
+    assert {block.name for block in slotted} == {block.name for block, _ in of.shape.mixtures} and len(slotted) == 47
+    (slots,) = {block.experts.slots for block in slotted if block.experts}
+    assert plan.ledger["vram"]["experts"] == sum(slots * experts.num_bytes for _, experts in of.shape.mixtures)
+    one_more = sum(experts.num_bytes for _, experts in of.shape.mixtures)
+    assert one_more > plan.limits["vram"] - plan.total_bytes("vram") >= 0
+    others = [block for block in plan.blocks[1:] if not block.is_slotted]
+    assert all(block.tier == "vram" for block in others) and plan.many_rows == 17
+    assert plan.costs.work.passing_bytes >= of.shape.expert_bytes
+
+
+def test_more_slots_make_steps_shorter_and_fewer_than_all_of_them_take_longer_than_none_beside() -> None:
+    seconds = [mixture_search(vram).best().decode_s for vram in (3, 4, 6, 8, 24)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 2 * seconds[-1]
+
+
+def test_experts_that_the_hosts_memory_cannot_hold_are_refused_with_numbers_and_what_helps() -> None:
+    with pytest.raises(DoesNotFitError) as refused:
+        mixture_search(6, ram=12).best()
+    assert "experts rest in memory" in refused.value.why and "all experts 14." in refused.value.why
+    assert Fix.flag("--device", "cpu") in refused.value.fixes
+
+
+def test_operators_have_no_slots() -> None:
+    assert not any(block.is_slotted for block in mixture_search(8, card_rates=CARD).best().blocks)
 
 
 def check(plan: Plan) -> None:
@@ -118,13 +165,15 @@ def check(plan: Plan) -> None:
     for tier in ("vram", "ram"):
         assert plan.total_bytes(tier) <= plan.limits[tier], tier
     held = {tier: [block for block in plan.blocks if block.tier == tier] for tier in ("vram", "ram", "disk")}
-    device_bytes = sum(block.device_bytes for block in held["ram"])
+    slots = sum(block.experts.slots * block.experts.num_bytes for block in held["ram"] if block.experts)
+    device_bytes = sum(block.device_bytes + block.slotted_bytes for block in held["ram"]) - slots
     rest = sum(block.num_bytes - block.device_bytes for block in held["ram"] if block.exec == "split")
     assert plan.ledger["vram"].get("weights", 0) == sum(block.num_bytes for block in held["vram"]) + device_bytes
     assert plan.ledger["ram"].get("weights", 0) == sum(block.num_bytes for block in held["ram"]) + rest
     assert plan.ledger["disk"]["weights"] == sum(block.num_bytes for block in held["disk"])
     passing = [block for block in plan.blocks[1:] if block.tier != "vram" and block.name != "head"]
-    by_few = [block for block in passing if block.exec == "gpu"]  # in a step of a few tokens
+    # In a step of a few tokens.
+    by_few = [block for block in passing if block.exec == "gpu" and not block.is_slotted]
     ring = max(ring_bytes([block.num_bytes for block in some]) for some in (passing, by_few))
     assert plan.ring_bytes == ring == plan.ledger["vram"].get("staging", 0)
     on_device = [block.exec == "gpu" for block in plan.blocks[1:-1:2]]

@@ -44,7 +44,7 @@ from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
 from localllm.kernels.gpu.check_cases import FORMATS, GROUPS, ROUTERS, Heads
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
-from localllm.kernels.gpu.experts import mixture
+from localllm.kernels.gpu.experts import Inner, mixed, mixture
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import FEW_ROWS, Dispatch
 from localllm.kernels.gpu.product_end import Gate
@@ -130,6 +130,8 @@ def experts(
         table = ExpertTable(_empty((of,), torch.int64), place, place, "silu", _N // 2)
         routes = Routes.empty(tokens, RouterConfig("softmax", of, top_k), _HOST)
         yield from mixture(dispatch, Codes.of(tokens, weights), routes, table, _empty((tokens, _N)), adds=True)
+        inner, parts = Inner.empty(dispatch, routes, table), _empty((tokens * top_k, _N))
+        yield from mixed(dispatch, inner, routes, table, _empty((tokens, _N)), adds=True, elsewhere=parts)
 
 
 def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[KernelLaunch]:

@@ -34,6 +34,7 @@ KINDS: Mapping[tuple[str, str], Kind] = {
     ("vram", "gpu"): Kind("@", "good", "on the GPU"),
     ("ram", "split"): Kind("%", "good", "in memory, computed by the CPU and the GPU"),
     ("ram", "cpu"): Kind("#", "good", "in memory, computed by the CPU"),
+    ("ram", "slots"): Kind("+", "good", "in memory, with the experts in use on the GPU"),
     ("ram", "gpu"): Kind(">", "fair", "in memory, copied to the GPU at every step"),
     ("disk", "rows"): Kind("-", "good", "on the disk, looked up row by row"),
     ("disk", "gpu"): _FROM_DISK,
@@ -59,8 +60,9 @@ def when_measured(at_s: float, busy: Sequence[str]) -> str:
 
 
 def kind(block: BlockPlacement) -> Kind:
-    is_looked_up = block.tier == "disk" and block.name == "embed"
-    return KINDS["disk", "rows"] if is_looked_up else KINDS[block.tier, block.exec]
+    if block.tier == "disk" and block.name == "embed":
+        return KINDS["disk", "rows"]
+    return KINDS[block.tier, "slots" if block.is_slotted else block.exec]
 
 
 def counted(plan: Plan) -> dict[Kind, int]:

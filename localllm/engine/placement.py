@@ -13,7 +13,7 @@ from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS
 from localllm.layers.config import MoEConfig
 from localllm.models.architecture import ModelConfig
-from localllm.models.capabilities import can_be_split, native_row_bytes, runs_natively
+from localllm.models.capabilities import can_be_split, can_have_slots, native_row_bytes, runs_natively
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
 from localllm.offload.planner.machine import Memory
@@ -83,6 +83,7 @@ def model_shape(
         batch_rows=tuple(dict.fromkeys(max(BATCH_ROWS >> halvings, MAX_ROWS) for halvings in range(9))),
         is_tied=config.tie_word_embeddings,
         can_split=can_be_split(config, recipe),
+        can_slot=has_gpu and can_have_slots(config, recipe),
         packing=packing,
         section_bytes=max(4 * each.num_heads * (each.head_dim + 2) for each in config.attentions) if has_gpu else 0,
     )

@@ -100,11 +100,7 @@ class ExpertRoom:
         """x [T, hidden] = the mixture of source [T, hidden]; or x += it, where `adds`. shared [T, hidden]: see
         `cpu_experts.combine_source`; it is gated where the router's matrix has a row more than there are experts."""
         yield from self._route(mixture, source)
-        yield self._quantize_tokens(mixture, source)
-        yield self._multiply(mixture, mixture.gate_up, self.wide, gathers=self.block_rows == 1)
-        kernel = cpu_quantize.quantize(self.isa, mixture.down.group, "gated", mixture.activation, "grouped")
-        yield self._quantize(kernel, self.wide, mixture.down, mixture.gate_up.out_features)
-        yield self._multiply(mixture, mixture.down, self.y, gathers=False)
+        yield from self.expert_steps(mixture, source)
         outputs, experts = len(mixture.matrix), mixture.router.num_experts
         kind: cpu_experts.Shared = "none" if shared is None else "gated" if outputs > experts else "plain"
         yield cpu_experts.combine(self.isa, adds=adds, shared=kind).step(
@@ -119,6 +115,14 @@ class ExpertRoom:
             top_k=mixture.router.top_k,
             gate_stride=outputs,
         )
+
+    def expert_steps(self, mixture: Mixture, source: Tensor) -> Iterator[Step]:
+        """y = what the experts of the blocks have before it is weighed, at the `places` of tokens' slots."""
+        yield self._quantize_tokens(mixture, source)
+        yield self._multiply(mixture, mixture.gate_up, self.wide, gathers=self.block_rows == 1)
+        kernel = cpu_quantize.quantize(self.isa, mixture.down.group, "gated", mixture.activation, "grouped")
+        yield self._quantize(kernel, self.wide, mixture.down, mixture.gate_up.out_features)
+        yield self._multiply(mixture, mixture.down, self.y, gathers=False)
 
     def chosen(self, top_k: int) -> Tensor:
         """Return the experts that were chosen for the tokens of now, int32 [T, top_k]."""

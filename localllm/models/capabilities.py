@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localllm.kernels.cpu_matmul import is_available
-from localllm.kernels.sizes import INT8_GROUP, TASK_WORDS, TOKEN_WORDS
+from localllm.kernels.sizes import INT8_GROUP, TASK_WORDS, TILE, TOKEN_WORDS
 from localllm.layers.config import AttentionConfig, MoEConfig
 from localllm.models.architecture import ModelConfig
 from localllm.quant.layouts import Int4Layout, Int8Layout, Sizes, can_be_cut, cut_step
@@ -69,6 +69,15 @@ def _mixture_row_floats(mixture: MoEConfig, hidden_size: int) -> int:
     of rows that are not all full."""
     wide = 2 * mixture.expert.intermediate_size
     return 2 * mixture.router.top_k * (wide + hidden_size + max(wide, hidden_size) // 2) + mixture.router.num_experts
+
+
+def can_have_slots(config: ModelConfig, recipe: Sizes) -> bool:
+    """Return whether a GPU's kernels compute all of the model's mixtures, with those experts that are in slots."""
+    experts = [mixture.expert for mixture in config.mixtures]
+    is_packed = isinstance(recipe.blocks, Int4Layout | Int8Layout)
+    is_plain = config.norm_kind == "rms" and config.residual_scale == 1.0 and has_one_head_shape(config)
+    fills_tiles = all(expert.intermediate_size % TILE == 0 and not expert.has_bias for expert in experts)
+    return bool(experts) and is_packed and is_plain and fills_tiles
 
 
 def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:

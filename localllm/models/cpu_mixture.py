@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from localllm.kernels.cpu_expert_room import ExpertMatrix, ExpertRoom, Mixture, block_rows
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.sizes import INT8_GROUP, TILE
-from localllm.layers.moe import MoE
+from localllm.layers.moe import ExpertBank, MoE
 from localllm.layers.norm import RMSNorm
 from localllm.models.expert_records import ExpertRecords, PooledExperts, RecordForm
 from localllm.models.layout import Matrix
@@ -17,33 +18,38 @@ from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 
 
-def is_native(body: MoE) -> bool:
-    """Return whether the kernels compute its experts: INT4 or INT8 records whose matrices fill whole tiles and groups.
+def is_native(records: ExpertBank) -> bool:
+    """Return whether the kernels compute them: INT4 or INT8 records whose matrices fill whole tiles and groups.
 
     What all tokens share is a matter of `CpuProgram.supports`.
     """
-    form = _form(body)
-    return all(_expert_matrix(matrix, form) is not None for matrix in form.matrices)
+    if not isinstance(records, ExpertRecords | PooledExperts):
+        return False
+    return all(_expert_matrix(matrix, records.form) is not None for matrix in records.form.matrices)
 
 
 def mixture_of(body: MoE, norm: RMSNorm | None) -> Mixture:
-    """Return the mixture of a body for which `is_native` holds. norm: of what goes in."""
-    form = _form(body)
-    gate_up, down = (_expert_matrix(matrix, form) for matrix in form.matrices)
-    assert gate_up is not None and down is not None, "`is_native` said so"
+    """Return the mixture of a body whose experts are native. norm: of what goes in."""
+    assert isinstance(body.experts, ExpertRecords | PooledExperts)
     matrix = body.router.tensors["weight"]
     if body.shared_gate is not None:
         matrix = torch.cat((matrix, body.shared_gate.tensors["weight"]))
+    return replace(host_mixture(body, body.experts, norm), matrix=matrix, correction=body.correction)
+
+
+def host_mixture(body: MoE, records: ExpertRecords | PooledExperts, norm: RMSNorm | None) -> Mixture:
+    """Return the experts alone of a body whose router is elsewhere. records: its experts, native and on the host."""
+    gate_up, down = (_expert_matrix(matrix, records.form) for matrix in records.form.matrices)
+    assert gate_up is not None and down is not None, "`is_native` said so"
     return Mixture(
         router=body.config.router,
-        matrix=matrix,
-        table=_records(body).table,
+        matrix=torch.empty(0, gate_up.in_features),
+        table=records.table,
         gate_up=gate_up,
         down=down,
         activation=body.config.expert.activation,
         norm=None if norm is None else norm.weight,
         eps=0.0 if norm is None else norm.eps,
-        correction=body.correction,
     )
 
 
@@ -67,15 +73,6 @@ class ExpertRooms:
             room = self._rooms[size] = ExpertRoom(self._isa, rows, router, self._widest, size)
         room.shape[0] = tokens
         return room
-
-
-def _records(body: MoE) -> ExpertRecords | PooledExperts:
-    assert isinstance(body.experts, ExpertRecords | PooledExperts)
-    return body.experts
-
-
-def _form(body: MoE) -> RecordForm:
-    return _records(body).form
 
 
 def _expert_matrix(matrix: Matrix, form: RecordForm) -> ExpertMatrix | None:

@@ -61,7 +61,7 @@ class CpuProgram:
             decoder.device.type == "cpu"
             and fills_vectors(decoder.config, dense_name(decoder.dtype))
             and not any(isinstance(block.body, SplitMLP) for block in decoder.blocks)
-            and all(is_native(body) and block.norm_out is None for block, body in _mixtures(decoder))
+            and all(is_native(body.experts) and block.norm_out is None for block, body in _mixtures(decoder))
             and all(
                 (packed := _packed(linear)) is not None and packed.tiles * TILE == linear.out_features
                 for block in decoder.blocks

@@ -13,6 +13,7 @@ from localllm.layers.config import MLPConfig
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.models.layout import Experts, Matrix, Record
+from localllm.offload.streaming.card_slots import CardSlots
 from localllm.offload.streaming.expert_pool import ExpertPool
 from localllm.quant.recipe import Recipe
 
@@ -82,6 +83,33 @@ class PooledExperts:
     def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
         for group in self.pool.held(self.block, experts):
             yield [(index, self.form.mlp(self.pool.record(self.block, index))) for index in group]
+
+
+@dataclass(frozen=True)
+class SlottedExperts:
+    """The experts of a block that rest in the host's memory, and are computed with there, or in slots of a device."""
+
+    home: ExpertRecords
+    slots: CardSlots
+    block: str
+
+    @property
+    def form(self) -> RecordForm:
+        return self.home.form
+
+    @property
+    def record_bytes(self) -> int:
+        return self.home.record_bytes
+
+    @property
+    def table(self) -> Tensor:
+        """The address of each record that is in a slot, int64 [experts], on the device."""
+        return self.slots.table(self.block)
+
+    def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
+        """Yield copies on the device, one after the other: slots are for our kernels."""
+        for index in experts:
+            yield [(index, self.form.mlp(self.home.memory[index].to(self.slots.memory.device)))]
 
 
 def new_linear(matrix: Matrix, tensors: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Linear:

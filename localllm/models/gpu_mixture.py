@@ -5,6 +5,8 @@ Records lie wherever the device reads them; the table of their addresses is made
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -19,16 +21,21 @@ from localllm.kernels.tile16 import TILE, PackedMatrix
 from localllm.layers.gpu_block import GpuForward, run_mlp
 from localllm.layers.moe import MoE
 from localllm.layers.norm import RMSNorm
-from localllm.models.expert_records import ExpertRecords, RecordForm
+from localllm.models.expert_records import ExpertRecords, RecordForm, SlottedExperts
 from localllm.models.layout import Matrix
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 
 
+class AddExperts(Protocol):
+    def __call__(self, y: Tensor, *, adds: bool) -> None:
+        """y = the weighted sum of each row's experts; adds: to what is there."""
+
+
 def is_for_kernels(body: MoE) -> bool:
     """Return whether the kernels compute its experts: INT4 or INT8 records in memory, without biases, whose gates fill
     whole tiles."""
-    if not isinstance(body.experts, ExpertRecords):
+    if not isinstance(body.experts, ExpertRecords | SlottedExperts):
         return False
     form = body.experts.form
     is_packed = all(isinstance(matrix.format(form.recipe), Int4 | Int8) for matrix in form.matrices)
@@ -37,7 +44,7 @@ def is_for_kernels(body: MoE) -> bool:
 
 def table_of(body: MoE) -> ExpertTable:
     """Return the experts of a body for which `is_for_kernels` holds."""
-    assert isinstance(body.experts, ExpertRecords)
+    assert isinstance(body.experts, ExpertRecords | SlottedExperts)
     form = body.experts.form
     gate_up, down = (_record_matrix(matrix, form) for matrix in form.matrices)
     return ExpertTable(body.experts.table, gate_up, down, form.config.activation, form.config.intermediate_size)
@@ -47,32 +54,48 @@ def run_mixture(
     body: MoE, table: ExpertTable, norm_in: RMSNorm | None, norm_out: RMSNorm | None, x: Tensor, forward: GpuForward
 ) -> None:
     """x fp32 [M, hidden] += norm_out(body(norm_in(x))). A token has four launches, and those of a shared expert."""
-    routes, codes = _routed(body, table, norm_in, x, forward)
-    y = x if norm_out is None else torch.empty_like(x)
-    run_all(mixture(dispatch_for(x.device), codes, routes, table, y, adds=norm_out is None))
-    if body.shared is not None:
-        _add_shared(body, codes, routes, y, forward)
-    if norm_out is not None:
-        activations.to_floats(y, x, x.shape[1], weight=norm_out.weight, eps=norm_out.eps, adds=True).run()
+    routes, codes = new_routes(body, len(x), x.device), new_codes(table, len(x), x.device)
+    routed(body, norm_in, x, forward, routes, codes)
+
+    def add(y: Tensor, *, adds: bool) -> None:
+        run_all(mixture(dispatch_for(x.device), codes, routes, table, y, adds=adds))
+
+    add_mixed(body, add, norm_out, codes, routes, x, forward)
 
 
-def _routed(
-    body: MoE, table: ExpertTable, norm: RMSNorm | None, x: Tensor, forward: GpuForward
-) -> tuple[Routes, Codes]:
-    """Return the experts of each row, and its codes for their first matrix and for a shared expert's."""
-    router, matrix, gate = body.config.router, table.gate_up.shape, body.shared_gate
-    routes = Routes.empty(len(x), router, x.device, has_gate=gate is not None)
-    codes = Codes.empty(len(x), matrix.in_features, matrix.group, x.device, matrix.bits)
+def new_routes(body: MoE, rows: int, device: torch.device) -> Routes:
+    return Routes.empty(rows, body.config.router, device, has_gate=body.shared_gate is not None)
+
+
+def new_codes(table: ExpertTable, rows: int, device: torch.device) -> Codes:
+    """Return a buffer for what the experts' first matrix, and a shared expert's, are multiplied with."""
+    matrix = table.gate_up.shape
+    return Codes.empty(rows, matrix.in_features, matrix.group, device, matrix.bits)
+
+
+def routed(body: MoE, norm: RMSNorm | None, x: Tensor, forward: GpuForward, routes: Routes, codes: Codes) -> None:
+    """Choose the experts of each row, and make its codes."""
     parts = RouterWeights(
         body.router.tensors["weight"],
         correction=body.correction,
         norm=None if norm is None else norm.weight,
         eps=0.0 if norm is None else norm.eps,
-        gate=None if gate is None else gate.tensors["weight"],
+        gate=None if body.shared_gate is None else body.shared_gate.tensors["weight"],
     )
     positions = forward.tables.views["positions"]
-    run_all(route(x, router, parts, routes, positions=positions, codes=codes))
-    return routes, codes
+    run_all(route(x, body.config.router, parts, routes, positions=positions, codes=codes))
+
+
+def add_mixed(
+    body: MoE, add: AddExperts, norm: RMSNorm | None, codes: Codes, routes: Routes, x: Tensor, forward: GpuForward
+) -> None:
+    """x fp32 [M, hidden] += norm(what `add` makes of the chosen experts, and what all tokens share)."""
+    y = x if norm is None else torch.empty_like(x)
+    add(y, adds=norm is None)
+    if body.shared is not None:
+        _add_shared(body, codes, routes, y, forward)
+    if norm is not None:
+        activations.to_floats(y, x, x.shape[1], weight=norm.weight, eps=norm.eps, adds=True).run()
 
 
 def _add_shared(body: MoE, codes: Codes, routes: Routes, y: Tensor, forward: GpuForward) -> None:

@@ -35,6 +35,7 @@ from localllm.models.capabilities import has_one_head_shape, is_plain
 from localllm.models.decoder import Block, Decoder
 from localllm.models.gpu_graphs import Graphs
 from localllm.models.gpu_mixture import is_for_kernels, run_mixture, table_of
+from localllm.models.gpu_slots import BlockPart, SlottedMixtures, is_slotted, parts_of
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import Dense
 from localllm.quant.int8 import Int8
@@ -92,13 +93,23 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Run:
-    """Stages that are computed one after the other with nothing between them: EMBED, blocks, HEAD, by their names.
+    """Stages that are computed one after the other with nothing between them: EMBED, blocks or parts of them, HEAD.
 
     is_ours: by our kernels, so that a graph can hold it. is_streamed: one block, which has to be brought first."""
 
-    stages: tuple[Block | str, ...]
+    stages: tuple[Block | BlockPart | str, ...]
     is_ours: bool
     is_streamed: bool
+
+    @property
+    def parts(self) -> Iterator[BlockPart]:
+        return (stage for stage in self.stages if isinstance(stage, BlockPart))
+
+    @property
+    def ends_on_host(self) -> bool:
+        """Whether the host has something to do before what follows."""
+        last = self.stages[-1]
+        return isinstance(last, BlockPart) and last.name != "end"
 
 
 class GpuProgram:
@@ -171,7 +182,7 @@ class GpuProgram:
         self.decoder.stream.begin()
         draws_now = bool(draws) or self._captures  # one graph serves both: a token that nobody asked for takes 20 us
         for index, run in enumerate(runs):
-            with self._held(run):
+            with self._held(run), self._attended(run, room, len(batch)):
                 self._run(index, run, room, forward, draws=draws_now)
         return room
 
@@ -182,10 +193,10 @@ class GpuProgram:
         forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype)
         self.decoder.stream.begin()
         for index, run in enumerate(runs):
-            with self._held(run):
+            with self._held(run), self._attended(run, room, len(batch)):
                 self._run(index, run, room, forward, draws=False)
-            for block in run.stages:
-                if on_block is not None and isinstance(block, Block):
+            for block in map(_ended_by, run.stages):
+                if on_block is not None and block is not None:
                     on_block(block, room.x[: len(batch)])
         with self.decoder.stream.held(HEAD):
             wanted = room.x[moved(batch.logit_rows, self.device)]
@@ -212,8 +223,18 @@ class GpuProgram:
             yield
             return
         (stage,) = run.stages
+        assert not isinstance(stage, BlockPart), "what is in slots is not streamed"
         with self.decoder.stream.held(stage.name if isinstance(stage, Block) else stage):
             yield
+
+    @contextmanager
+    def _attended(self, run: _Run, room: _Room, tokens: int) -> Iterator[None]:
+        """Inside, the run is launched; the host does what it has to do of its parts."""
+        for part in run.parts:
+            self._slotted.before(part)
+        yield
+        for part in run.parts:
+            self._slotted.behind(part, room.tables.shape.rows, tokens)
 
     def _run(self, index: int, run: _Run, room: _Room, forward: GpuForward, *, draws: bool) -> None:
         graph = room.graphs.get(index)
@@ -223,7 +244,8 @@ class GpuProgram:
         self._launch(run, room, forward, draws)
         # Many a prompt has one chunk of a shape, for which a graph would cost more than it saves.
         comes_again = room.tables.shape.rows <= product.FEW_ROWS or room.forwards > 1
-        if index not in room.graphs and run.is_ours and self._captures and comes_again and self._is_capturable(run):
+        is_free = index not in room.graphs and run.is_ours and self._captures and comes_again
+        if is_free and self._is_capturable(run) and self._has_pinned(run, room):
             room.graphs[index] = self._graphs.captured(partial(self._launch, run, room, forward, draws))
 
     def _launch(self, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:
@@ -234,6 +256,8 @@ class GpuProgram:
                 else:
                     T = len(forward.batch)
                     room.x[:T] = self._by_operators(stage, room.x[:T], forward)
+            elif isinstance(stage, BlockPart):
+                self._slotted.launch(stage, room.x, forward)
             elif stage == EMBED:
                 self._embed(room.tables.views["token_ids"], forward.batch, room.x, is_ours=run.is_ours)
             else:
@@ -306,7 +330,12 @@ class GpuProgram:
 
     def _run_ours(self, block: Block, x: Tensor, forward: GpuForward) -> None:
         norms, body = (as_rms(block.norm_in), as_rms(block.norm_out)), block.body
-        if isinstance(body, MoE):
+        if is_slotted(block):
+            for part in parts_of(block):
+                self._slotted.before(part)
+                self._slotted.launch(part, x, forward)
+                self._slotted.behind(part, len(x), len(forward.batch))
+        elif isinstance(body, MoE):
             run_mixture(body, self._tables[block.name], *norms, x, forward)
         else:
             assert isinstance(body, Attention | MLP)
@@ -323,11 +352,15 @@ class GpuProgram:
         return _Rows(self.decoder)
 
     @cached_property
+    def _slotted(self) -> SlottedMixtures:
+        return SlottedMixtures(self.decoder)
+
+    @cached_property
     def _tables(self) -> dict[str, ExpertTable]:
         """The experts of each mixture that is ours. Made when one is launched for the first time, which is in no
         graph."""
-        mixtures = ((block.name, block.body) for block in self.decoder.blocks if is_ours(block, self.device))
-        return {name: table_of(body) for name, body in mixtures if isinstance(body, MoE)}
+        ours = (block for block in self.decoder.blocks if is_ours(block, self.device) and not is_slotted(block))
+        return {block.name: table_of(block.body) for block in ours if isinstance(block.body, MoE)}
 
     @cached_property
     def _layers(self) -> tuple[int, ...]:
@@ -365,22 +398,31 @@ class GpuProgram:
         streamed = self.decoder.stream.names
         yield _Run((EMBED,), self._embeds, EMBED in streamed)
         for block in self.decoder.blocks:
-            yield _Run((block,), is_ours(block, self.device), block.name in streamed)
+            if is_slotted(block) and is_ours(block, self.device):
+                yield from (_Run((part,), True, False) for part in parts_of(block))
+            else:
+                yield _Run((block,), is_ours(block, self.device), block.name in streamed)
         yield _Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed)
+
+    def _has_pinned(self, run: _Run, room: _Room) -> bool:
+        """Return whether what is copied to the host is copied by the device alone."""
+        return all(self._slotted.is_capturable(part, room.tables.shape.rows) for part in run.parts)
 
     def _is_capturable(self, run: _Run) -> bool:
         """Return whether nothing that is launched depends on what the host would have to see."""
-        linears = [linear for stage in run.stages if isinstance(stage, Block) for linear in stage.body.linears]
+        blocks = (stage.block if isinstance(stage, BlockPart) else stage for stage in run.stages)
+        linears = [linear for block in blocks if isinstance(block, Block) for linear in block.body.linears]
         linears += [self.decoder.head] if HEAD in run.stages else []
         return all(linear.packed is not None or isinstance(linear.format, Dense) for linear in linears)
 
 
 def _joined(runs: Iterable[_Run]) -> list[_Run]:
-    """Join neighbours that are ours and not streamed."""
+    """Join neighbours that are ours and not streamed, and between which the host has nothing to do."""
     joined: list[_Run] = []
     for run in runs:
         last = joined[-1] if joined else run
-        if joined and last.is_ours and run.is_ours and not last.is_streamed and not run.is_streamed:
+        is_free = last.is_ours and run.is_ours and not last.is_streamed and not run.is_streamed
+        if joined and is_free and not last.ends_on_host:
             joined[-1] = _Run((*last.stages, *run.stages), True, False)
         else:
             joined.append(run)
@@ -390,6 +432,13 @@ def _joined(runs: Iterable[_Run]) -> list[_Run]:
 def _without_head(runs: Sequence[_Run]) -> list[_Run]:
     stages = [tuple(stage for stage in run.stages if stage != HEAD) for run in runs]
     return [replace(run, stages=some) for run, some in zip(runs, stages, strict=True) if some]
+
+
+def _ended_by(stage: Block | BlockPart | str) -> Block | None:
+    """Return the block that is done with this stage."""
+    if isinstance(stage, BlockPart):
+        return stage.block if stage.name == "end" else None
+    return stage if isinstance(stage, Block) else None
 
 
 def graph_rows(count: int) -> int | None:

@@ -18,7 +18,7 @@ from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.segment import KVStore, Segment
 from localllm.models.decoder import ALL_RESIDENT, Block, Decoder
-from localllm.models.expert_records import ExpertRecords
+from localllm.models.expert_records import ExpertRecords, SlottedExperts
 from localllm.models.gpu_program import CHUNK_ROWS, GpuProgram, is_ours
 
 _ROWS = tuple(1 << i for i in range(product.FEW_ROWS.bit_length()))  # of forwards that draw
@@ -70,6 +70,6 @@ def _kind(block: Block) -> Hashable:
         own = (body.config, body.rotation, body.q_norm is None)
     elif isinstance(body, MLP):
         own = body.activation_name
-    elif isinstance(body, MoE) and isinstance(body.experts, ExpertRecords):
-        own = (body.config, body.router.in_features, body.experts.form.recipe.blocks)
+    elif isinstance(body, MoE) and isinstance(body.experts, ExpertRecords | SlottedExperts):
+        own = (type(body.experts), body.config, body.router.in_features, body.experts.form.recipe.blocks)
     return (own, norms, tuple(linears))

@@ -12,14 +12,15 @@ from localllm.layers.attention import Attention
 from localllm.layers.config import MLPConfig, MoEConfig
 from localllm.layers.linear import Embedding, Linear, RowLookup
 from localllm.layers.mlp import MLP, SplitMLP
-from localllm.layers.moe import MoE
+from localllm.layers.moe import ExpertBank, MoE
 from localllm.layers.norm import LayerNorm, Norm, RMSNorm
 from localllm.layers.rotary import Rotary
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import BlockSource
 from localllm.models.decoder import ALL_RESIDENT, Block, BlockStream, Decoder
-from localllm.models.expert_records import ExpertRecords, PooledExperts, RecordForm, new_linear
+from localllm.models.expert_records import ExpertRecords, PooledExperts, RecordForm, SlottedExperts, new_linear
 from localllm.models.layout import EXPERTS, BlockLayout, block_layouts, model_bytes
+from localllm.offload.streaming.card_slots import CardSlots
 from localllm.offload.streaming.expert_pool import ExpertPool
 from localllm.quant.recipe import Recipe
 
@@ -28,16 +29,18 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 @dataclass(frozen=True)
 class BlockTensors:
-    """The tensors of one block, by the names of `layout.specs(recipe)`, all on one device.
+    """The tensors of one block, by the names of `layout.specs(recipe)`, all on one device but for experts with slots.
 
     beside: of an MLP block whose intermediate features are split, those that another device computes.
     pool: of a mixture, where its experts are brought, if they are not among the tensors.
+    slots: of a mixture whose experts are in the host's memory, those of the device.
     """
 
     layout: BlockLayout
     tensors: Mapping[str, Tensor]
     beside: BlockTensors | None = None
     pool: ExpertPool | None = None
+    slots: CardSlots | None = None
 
 
 def load_decoder(
@@ -128,8 +131,6 @@ class _Loaded:
     def moe(self, config: MoEConfig) -> MoE:
         layout, tensors = self.block.layout, self.block.tensors
         assert layout.experts is not None
-        form = RecordForm.of(layout.experts, self.parts.recipe, self.parts.dtype)
-        pool = self.block.pool
         shared = None
         if config.shared is not None:
             linears = self.linear("shared.gate_up_proj"), self.linear("shared.down_proj")
@@ -137,11 +138,18 @@ class _Loaded:
         return MoE(
             config=config,
             router=self.linear("router"),
-            experts=ExpertRecords(tensors[EXPERTS], form) if pool is None else PooledExperts(pool, layout.name, form),
+            experts=self._experts(RecordForm.of(layout.experts, self.parts.recipe, self.parts.dtype)),
             correction=tensors.get("correction"),
             shared=shared,
             shared_gate=self.linear("shared_gate") if config.gates_shared else None,
         )
+
+    def _experts(self, form: RecordForm) -> ExpertBank:
+        name, pool, slots = self.block.layout.name, self.block.pool, self.block.slots
+        if pool is not None:
+            return PooledExperts(pool, name, form)
+        records = ExpertRecords(self.block.tensors[EXPERTS], form)
+        return records if slots is None else SlottedExperts(records, slots, name)
 
     def mlp(self, config: MLPConfig) -> MLP | SplitMLP:
         whole = MLP(self.linear("gate_up_proj"), self.linear("down_proj"), config.activation)

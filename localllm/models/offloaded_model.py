@@ -19,11 +19,12 @@ from torch import Tensor
 from localllm.models.decoder import ALL_RESIDENT, BlockStream, Decoder
 from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.kept_uses import keep_uses
-from localllm.models.layout import EMBED, HEAD, BlockLayout, block_layouts
+from localllm.models.layout import EMBED, EXPERTS, HEAD, BlockLayout, block_layouts
 from localllm.models.load import BlockTensors, DecoderParts, Progress
 from localllm.models.packed import PackedModel
 from localllm.models.split_mlp import split_block, split_features
 from localllm.offload.placement import BlockPlacement
+from localllm.offload.streaming.card_slots import CardSlots
 from localllm.offload.streaming.device_stream import DeviceStream, HostRun, Lane
 from localllm.offload.streaming.disk_stream import DiskStream
 from localllm.offload.streaming.expert_pool import ExpertPool
@@ -67,7 +68,8 @@ class OffloadedModel:
         self.expert_uses = ExpertUses()  # since the model was loaded; nothing while no experts rest on the disk
         self._kept_uses = list(self.expert_uses.counts)
         self._kept_at = time.monotonic()
-        self._shared: dict[str, dict[str, Tensor]] = {}  # of such a block, what all tokens share
+        self._slots: CardSlots | None = None  # of experts, where they rest in the host's memory
+        self._shared: dict[str, dict[str, Tensor]] = {}  # of blocks with either, what all tokens share
         self._pinning = Pinning(self._device)
         self._lane = Lane(self._device)
         self.blocks: tuple[BlockPlacement, ...] = ()
@@ -104,6 +106,7 @@ class OffloadedModel:
         self.blocks, self.many_rows = tuple(blocks), many_rows
         rings, streams = self._streamed(blocks)
         self._open_pool([block for block in blocks if block.held_bytes])
+        self._make_slots([block for block in blocks if block.is_slotted])
         if blocks[0].tier == "disk" and self._embedding is None:
             self._embedding = self._packed.disk_embedding(self._layouts[EMBED])
         stored = self._embedding if blocks[0].tier == "disk" else None
@@ -111,7 +114,7 @@ class OffloadedModel:
             [self._decode_tensors(block, rings) for block in blocks], streams[0], stored
         )
         self.prefill_model = self.decode_model
-        if any(self._passes(block) and block.exec != "gpu" for block in blocks):
+        if any(self._passes(block) and not _passes_in_steps(block) for block in blocks):
             self.prefill_model = self._parts.assembled(
                 [self._prefill_tensors(block, rings) for block in blocks], streams[1], stored
             )
@@ -124,6 +127,7 @@ class OffloadedModel:
         if self._disk is not None:
             self._disk.close()
             self._disk = None
+        self._slots = None
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -158,7 +162,7 @@ class OffloadedModel:
         for block in blocks:
             if block.exec != "split":
                 self._split.pop(block.name, None)
-            if not block.held_bytes:
+            if not (block.held_bytes or block.is_slotted):
                 self._shared.pop(block.name, None)
             if block.tier == "disk" and block.name in self._runs:
                 self._pinning.remove(self._runs.pop(block.name))
@@ -216,6 +220,20 @@ class OffloadedModel:
             [self._packed.expert_file(self._layouts[block.name]) for block in blocks], memory, self.expert_uses
         )
 
+    def _make_slots(self, blocks: Sequence[BlockPlacement]) -> None:
+        """Make slots on the device for the experts of these blocks, and bring what all tokens share of them."""
+        homes = {}
+        for block in blocks:
+            views = dict(self._packed.views(self._layouts[block.name], self._runs[block.name]))
+            homes[block.name] = views.pop(EXPERTS)
+            if block.name not in self._shared:
+                self._shared[block.name] = {name: tensor.to(self._device) for name, tensor in views.items()}
+        if homes:
+            count = sum(block.experts.slots for block in blocks if block.experts is not None)
+            (record_bytes,) = {home.shape[1] for home in homes.values()}
+            memory = torch.empty((count, record_bytes), dtype=torch.uint8, device=self._device)
+            self._slots = CardSlots(homes, memory, self._lane)
+
     def _passes(self, block: BlockPlacement) -> bool:
         """Return whether a block is copied to the device for a forward of many rows. An embedding's rows are looked
         up where it is, and only a few tokens of a prompt have logits: a head that the host computes is always
@@ -239,7 +257,7 @@ class OffloadedModel:
             host = _places(from_disk, ring, memory)
             self._disk = DiskStream(files, ring, memory, maps=not self.has_device)
         passing = [block for block in blocks if self._passes(block)]
-        in_decode = [block for block in passing if block.exec == "gpu"]
+        in_decode = [block for block in passing if _passes_in_steps(block)]
         if not passing:
             stream = self._disk or ALL_RESIDENT
             return _Rings(host, {}, {}), (stream, stream)
@@ -267,6 +285,9 @@ class OffloadedModel:
             return self._split[block.name][1]
         if block.held_bytes:
             return BlockTensors(layout, self._shared[block.name], pool=self._pool)
+        if block.is_slotted:
+            records = self._packed.views(layout, self._runs[block.name])[EXPERTS]
+            return BlockTensors(layout, self._shared[block.name] | {EXPERTS: records}, slots=self._slots)
         if block.name in rings.decode:
             return self._passing(layout, rings.decode[block.name])
         if block.tier == "disk":
@@ -287,6 +308,11 @@ class OffloadedModel:
             small = {name: views[name] for name in layout.small_tensors()}
         staying = {name: tensor.to(place.device) for name, tensor in small.items()}
         return BlockTensors(layout, self._packed.views(layout, place) | staying)
+
+
+def _passes_in_steps(block: BlockPlacement) -> bool:
+    """Return whether a block that passes does so in steps of a few tokens, too."""
+    return block.exec == "gpu" and not block.is_slotted
 
 
 def _from_disk(blocks: Sequence[BlockPlacement]) -> list[BlockPlacement]:

@@ -23,7 +23,8 @@ LEAST_SLOTS = 2  # of each mixture, on average: with a few layers that is fewer 
 
 @dataclass(frozen=True)
 class ExpertSlots:
-    """The experts of a block, each of `num_bytes`: `slots` of the `count` have room in memory at a time."""
+    """The experts of a block, each of `num_bytes`: `slots` of the `count` have room at a time in the memory that they
+    are brought to, the host's from the disk, a device's from the host's."""
 
     count: int
     num_bytes: int
@@ -35,7 +36,8 @@ class BlockPlacement:
     """A block, where its bytes rest between two steps, and who computes it in a step of a few tokens.
 
     split: both compute it, side by side; of its bytes in RAM the device has a copy of `device_bytes`.
-    experts: of a mixture. Where that is on the disk, what all tokens share of it is in memory nevertheless.
+    experts: of a mixture. Where that is on the disk, what all tokens share of it is in memory nevertheless; where it is
+    in RAM and the GPU computes it, what all tokens share is in the device's memory, and so are the slots.
     """
 
     name: str
@@ -44,6 +46,18 @@ class BlockPlacement:
     exec: Literal["cpu", "gpu", "split"]
     device_bytes: int = 0
     experts: ExpertSlots | None = None
+
+    @property
+    def is_slotted(self) -> bool:
+        """Whether a device computes it with those of its experts that are in slots, and the host with the others."""
+        return self.experts is not None and self.tier == "ram" and self.exec == "gpu"
+
+    @property
+    def slotted_bytes(self) -> int:
+        """The bytes of a slotted block that the device has: what all tokens share, and slots."""
+        if self.experts is None or not self.is_slotted:
+            return 0
+        return self.num_bytes - (self.experts.count - self.experts.slots) * self.experts.num_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -70,11 +84,12 @@ def _in_turn(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> Ite
     embed, *layers, head = blocks
     if tier == "vram":
         yield {block.name for block in layers if block.exec == "split"}
+        yield {block.name for block in layers if block.is_slotted and block.experts and _halved(block.experts)}
     elif not is_tied:  # a token needs a row of it
         yield {embed.name} if embed.tier == tier else set()
     if tier == "ram":  # fewer experts at a time, in all blocks alike
         yield {block.name for block in layers if block.experts and block.held_bytes and _halved(block.experts)}
-    there = [block for block in layers if block.tier == tier]
+    there = [block for block in layers if block.tier == tier or (tier == "vram" and block.is_slotted)]
     for some in ([block for block in there if block.name.endswith("mlp")], there):
         yield {block.name for block in some[-max(_LEAST, len(some) // _SHARE) :]}
     if tier == "vram" or not is_tied:
@@ -90,7 +105,12 @@ def _halved(experts: ExpertSlots) -> ExpertSlots | None:
 def _down(block: BlockPlacement, tier: Tier) -> BlockPlacement:
     if tier == "ram" and block.experts is not None and block.exec == "cpu":
         return replace(block, tier="disk", experts=_halved(block.experts) or block.experts)
+    if tier == "vram" and block.is_slotted and block.experts is not None:  # with none it passes through the ring
+        return replace(block, experts=_halved(block.experts))
     if tier == "ram":
-        return replace(block, tier="disk", exec="cpu" if block.exec == "cpu" else "gpu", device_bytes=0)
+        experts = None if block.is_slotted else block.experts
+        return replace(
+            block, tier="disk", exec="cpu" if block.exec == "cpu" else "gpu", device_bytes=0, experts=experts
+        )
     stays = block.exec == "split" or block.name in ("embed", "head")
     return replace(block, tier="ram", exec="cpu" if stays else "gpu", device_bytes=0)

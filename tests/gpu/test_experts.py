@@ -17,7 +17,7 @@ from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.check import BRIEF, sizes_of
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.expert_rows import NOBODY, ExpertRows, group_rows, most_blocks
-from localllm.kernels.gpu.experts import is_few, mixture
+from localllm.kernels.gpu.experts import Inner, gates, is_few, mixed, mixture
 from localllm.kernels.gpu.gemm import gemm
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
 from localllm.kernels.gpu.product import Dispatch
@@ -301,6 +301,25 @@ def test_what_two_devices_have_is_a_whole_together(dispatch: Dispatch) -> None:
         some.table.addresses.copy_(torch.where(torch.arange(4) % 2 == number, all_of_them, 0))
         halves.append(some.by(dispatch, x, routes))
     torch.testing.assert_close(halves[0] + halves[1], whole)
+
+
+@pytest.mark.parametrize("dispatch", [FEW, MANY])
+@pytest.mark.parametrize("weights", ["int4-g64", "int8"])
+def test_what_is_computed_elsewhere_is_added_in_its_turn(weights: str, dispatch: Dispatch) -> None:
+    """To the bit as if it were here; what nobody wrote elsewhere is not read. The last token is padding."""
+    some, x, routes = Mixture(weights, 5, 72, 32), torch.randn(3, 72), routes_of(3, 3, 5)
+    routes.experts[2] = -1
+    whole, codes = some.by(dispatch, x, routes), some.codes(x)
+    outs = [some._of_expert(expert, codes)[0] for expert in range(5)]
+    elsewhere = torch.full((9, 72), torch.nan)
+    for expert in (int(routes.experts[0, 1]), int(routes.experts[1, 2])):
+        some.table.addresses[expert] = 0
+        for pair in (routes.experts.flatten() == expert).nonzero().flatten().tolist():
+            elsewhere[pair] = outs[expert][pair // 3]
+    inner, y = Inner.empty(dispatch, routes, some.table), torch.full((3, 72), torch.nan)
+    run_all(gates(codes, routes, some.table, inner))
+    run_all(mixed(dispatch, inner, routes, some.table, y, adds=False, elsewhere=elsewhere))
+    assert torch.equal(y, whole)
 
 
 @pytest.mark.parametrize("dispatch", [FEW, MANY])

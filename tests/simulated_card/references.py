@@ -18,6 +18,8 @@ from localllm.kernels.gpu import activations, attention, embedding, experts, pro
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
+from localllm.kernels.gpu.experts import Inner
+from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
@@ -114,24 +116,59 @@ def _route(
 
 
 def _mixture(
-    card: SimulatedCard, _: object, x: Codes, routes: Routes, table: ExpertTable, y: Tensor, *, adds: bool
+    card: SimulatedCard, dispatch: Dispatch, x: Codes, routes: Routes, table: ExpertTable, y: Tensor, *, adds: bool
 ) -> None:
-    parts = torch.zeros((*routes.experts.shape, y.shape[1]))
-    down, addresses = table.down.shape, table.addresses.tolist()
-    for expert in routes.experts.unique().tolist():
-        if expert < 0 or not addresses[expert]:
-            continue
-        rows, slots = (routes.experts == expert).nonzero(as_tuple=True)
-        some = Codes(x.q[rows], x.scale[:, rows], x.bias[:, rows], x.bits)
-        codes = Codes.empty(len(rows), down.in_features, down.group, y.device, down.bits)
-        gate, part = Gate(codes, table.activation, table.features), torch.empty((len(rows), y.shape[1]))
+    down, pairs = table.down.shape, routes.experts.numel()
+    inner = Inner(Codes.empty(pairs, down.in_features, down.group, y.device, down.bits))
+    _gates(card, x, routes, table, inner)
+    _mixed(card, dispatch, inner, routes, table, y, adds=adds)
+
+
+def _gates(card: SimulatedCard, x: Codes, routes: Routes, table: ExpertTable, inner: Inner) -> None:
+    for pairs, address in _pairs(routes, table):
+        codes, rows = _rows(inner.codes, pairs), pairs // routes.experts.shape[1]
+        gate, matrix = Gate(codes, table.activation, table.features), _matrix(card, table.gate_up, address)
+        _multiply(card, _rows(x, rows), matrix, gate, 2 * table.features, None, adds=False)
+        inner.codes.q[pairs] = codes.q
+        inner.codes.scale[:, pairs], inner.codes.bias[:, pairs] = codes.scale, codes.bias
+
+
+def _mixed(
+    card: SimulatedCard,
+    _: Dispatch,
+    inner: Inner,
+    routes: Routes,
+    table: ExpertTable,
+    y: Tensor,
+    *,
+    adds: bool,
+    elsewhere: Tensor | None = None,
+) -> None:
+    known = (routes.experts >= 0).flatten().nonzero().squeeze(1)
+    parts = torch.zeros((routes.experts.numel(), y.shape[1]))
+    if elsewhere is not None:
+        parts[known] = elsewhere[known]
+    for pairs, address in _pairs(routes, table):
+        part = torch.empty((len(pairs), y.shape[1]))
         _multiply(
-            card, some, _matrix(card, table.gate_up, addresses[expert]), gate, 2 * table.features, None, adds=False
+            card, _rows(inner.codes, pairs), _matrix(card, table.down, address), part, y.shape[1], None, adds=False
         )
-        _multiply(card, codes, _matrix(card, table.down, addresses[expert]), part, y.shape[1], None, adds=False)
-        parts[rows, slots] = part
-    total = sum(parts[:, slot] * routes.weights[:, slot, None] for slot in range(parts.shape[1]))
+        parts[pairs] = part
+    by_slots = parts.view(*routes.experts.shape, -1).unbind(1)
+    total = sum(part * routes.weights[:, slot, None] for slot, part in enumerate(by_slots))
     y.copy_(total + y if adds else total)
+
+
+def _pairs(routes: Routes, table: ExpertTable) -> Iterator[tuple[Tensor, int]]:
+    """The pairs of each expert that is here, and where it is."""
+    chosen, addresses = routes.experts.flatten(), table.addresses.tolist()
+    for expert in chosen.unique().tolist():
+        if expert >= 0 and addresses[expert]:
+            yield (chosen == expert).nonzero().squeeze(1), addresses[expert]
+
+
+def _rows(codes: Codes, rows: Tensor) -> Codes:
+    return Codes(codes.q[rows], codes.scale[:, rows], codes.bias[:, rows], codes.bits)
 
 
 def _matrix(card: SimulatedCard, place: RecordMatrix, address: int) -> PackedMatrix:
@@ -298,5 +335,7 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     product.multiply: _multiply,
     routing.route: _route,
     experts.mixture: _mixture,
+    experts.gates: _gates,
+    experts.mixed: _mixed,
 }
 RUN_BY_THEMSELVES = (product.multiply,)

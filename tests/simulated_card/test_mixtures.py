@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from localllm.engine.placement import model_shape
+from localllm.engine.request import Request
 from localllm.layers.moe import MoE
+from localllm.models import host_experts
 from localllm.models.gpu_program import is_ours
+from localllm.offload.placement import BlockPlacement, ExpertSlots, demoted
+from localllm.quant.recipe import RECIPES
 from tests.checkpoints import write_checkpoint
+from tests.engine_support import answered, generated
 from tests.packed_support import pack
 from tests.simulated_card.device import DEVICE, CardConfig
-from tests.simulated_card.support import text, texts_of_the_cpu
+from tests.simulated_card.support import PROMPT, text, texts_of_the_cpu
+from tests.simulated_card.test_placements import wish
 from tests.test_device_placement import Packed
 from tests.thinning import one_in
 
@@ -51,11 +59,86 @@ def test_the_text_is_that_of_the_cpu(schedule, placement, weights, mixtures, exp
         assert card.counts["replays"]
 
 
+def slotted(packed: Packed, slots: int) -> list[BlockPlacement]:
+    """All in the card's memory but the experts, of which so many of each block have room there."""
+    experts = {
+        block.name: of for block, of in model_shape(packed.config, RECIPES[packed.weights], "fp32", "it").mixtures
+    }
+    return [
+        replace(block, tier="ram", experts=ExpertSlots(of.count, of.num_bytes, slots))
+        if (of := experts.get(block.name)) is not None
+        else block
+        for block in packed.blocks(lambda _index: "resident")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "slots", "weights"), one_in(3, product(SCHEDULES, [2, 3, 6], ["int4-g32", "int8"]))
+)
+def test_experts_that_are_in_slots_and_those_that_are_not_write_the_text_of_the_cpu(
+    schedule, slots, weights, mixtures, expected, simulated_card
+):
+    """Six experts of each of two blocks, of which two compute a token: as many have room at least, or all."""
+    packed = mixtures[weights]
+    with simulated_card(CardConfig(schedule)) as card, packed.opened(DEVICE) as placed:
+        placed.place(slotted(packed, slots), 17)
+        assert text(packed, placed, 6) == expected[weights]
+        assert card.counts["replays"]
+        held = placed._slots
+        assert held is not None and held.num_slots == 2 * slots
+        assert held.wanted == 2 * 2 * 5 and 0 < held.hits < held.wanted
+
+
+def test_experts_that_no_native_step_knows_are_left_to_operators(mixtures, expected, simulated_card, monkeypatch):
+    monkeypatch.setattr(host_experts, "is_available", lambda: False)
+    with simulated_card(CardConfig("lazy")), mixtures["int8"].opened(DEVICE) as placed:
+        placed.place(slotted(mixtures["int8"], 2), 17)
+        assert text(mixtures["int8"], placed, 6) == expected["int8"]
+
+
+def test_what_is_prepared_serves_the_first_answer(mixtures, expected, simulated_card):
+    """Also a prompt's rows by the program of steps, which makes rooms of their own for them."""
+    with simulated_card(CardConfig("random")) as card, mixtures["int8"].opened(DEVICE) as placed:
+        placed.place(slotted(mixtures["int8"], 3), 17)
+        engine = mixtures["int8"].engine(placed)
+        engine.residency.warm_up(lambda _text: None)
+        assert generated(engine, PROMPT, 6, temperature=0.9, seed=5) == expected["int8"]
+        assert card.counts["replays"] and engine.runner.gpu_program is not None
+
+
+def test_no_graph_copies_to_memory_that_is_not_page_locked(mixtures, expected, simulated_card):
+    with simulated_card(CardConfig("copies-late", lockable_bytes=0)), mixtures["int8"].opened(DEVICE) as placed:
+        placed.place(slotted(mixtures["int8"], 3), 17)
+        assert text(mixtures["int8"], placed, 6) == expected["int8"]
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random"])
+def test_answers_that_share_steps_share_slots(schedule, mixtures, simulated_card):
+    """Steps of three tokens want more experts than have room; what is alone writes the same."""
+    packed = mixtures["int4-g32"]
+    requests = [Request(tuple(range(3, 3 + length)), wish(5, length)) for length in (5, 18, 30)]
+    with simulated_card(CardConfig(schedule)), packed.opened(DEVICE) as placed:
+        placed.place(packed.blocks(lambda _index: "resident"), 17)
+        alone = [answered(packed.engine(placed), request)[0].token_ids for request in requests]
+        placed.place(slotted(packed, 2), 17)
+        assert [heard.token_ids for heard in answered(packed.engine(placed), *requests)] == alone
+
+
+def test_slots_are_given_up_before_blocks_pass_through_the_ring(mixtures):
+    packed, found = mixtures["int8"], []
+    placed = slotted(packed, 4)
+    for _ in range(3):
+        found.append([block.experts.slots if block.experts else 0 for block in placed if block.is_slotted])
+        placed = demoted(placed, "vram", is_tied=False)
+    assert found == [[4, 4], [2, 2], []]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4-g32", "int8"])
-def test_the_true_kernels_write_it_too(weights, mixtures, expected, simulated_card):
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_the_true_kernels_write_it_too(has_slots, weights, mixtures, expected, simulated_card):
     packed = mixtures[weights]
     with simulated_card(CardConfig("lazy"), "interpreted") as card, packed.opened(DEVICE) as placed:
-        placed.place(packed.blocks(lambda _index: "streamed"), 8)
+        placed.place(slotted(packed, 2) if has_slots else packed.blocks(lambda _index: "streamed"), 17)
         assert text(packed, placed, 3) == expected[weights][:3]
         assert card.counts["replays"]

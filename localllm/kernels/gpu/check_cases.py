@@ -19,9 +19,9 @@ from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
-from localllm.kernels.gpu.experts import mixture
+from localllm.kernels.gpu.experts import Inner, gates, mixed, mixture
 from localllm.kernels.gpu.launch import first_line, run_all
-from localllm.kernels.gpu.product import FEW_ROWS, dispatch_for
+from localllm.kernels.gpu.product import FEW_ROWS, Dispatch, dispatch_for
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.ready import WRONG
 from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
@@ -316,6 +316,21 @@ def _experts(device: torch.device, group: int | None, top_k: int, sizes: CheckSi
             alone = y[:1].clone() if alone is None else alone
             yield Case(f"{kernel} of {named}, {rows} rows", _error(y, right[:rows]), EXACT)
             yield Case(f"{kernel} of {named}, {rows} rows: bits of the first", float((y[:1] != alone).sum()), 0)
+            yield _elsewhere(f"{kernel} of {named}, {rows} rows", dispatch, codes.first(rows), few, table, right[:rows])
+
+
+def _elsewhere(named: str, dispatch: Dispatch, codes: Codes, routes: Routes, table: ExpertTable, right: Tensor) -> Case:
+    """With the first expert's, which is not on the device, as somebody else has computed it."""
+    pairs, device = routes.experts.numel(), codes.q.device
+    parts, is_absent = torch.randn((pairs, right.shape[1]), device=device), routes.experts.flatten() == 0
+    added = torch.where(is_absent, routes.weights.flatten(), 0).unsqueeze(1).double() * parts.double()
+    parts[~is_absent] = torch.nan
+    inner, y = Inner.empty(dispatch, routes, table), _poisoned(*right.shape, device=device)
+    run_all(gates(codes, routes, table, inner))
+    run_all(mixed(dispatch, inner, routes, table, y, adds=False, elsewhere=parts))
+    return Case(
+        f"{named} and one elsewhere", _error(y, right + added.view(*routes.experts.shape, -1).sum(1).cpu()), EXACT
+    )
 
 
 def _record(matrices: Sequence[PackedMatrix]) -> tuple[Tensor, list[RecordMatrix]]:

@@ -65,7 +65,7 @@ def _expert_gemm(
 
 @triton.jit(do_not_specialize=["out_features"])
 def _slots_added(
-    table, experts, weights, parts, y, out_features, part_stride, y_stride,
+    table, experts, weights, elsewhere, parts, y, out_features, part_stride, y_stride,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
@@ -75,7 +75,12 @@ def _slots_added(
         pair = row * TOP_K + slot
         is_here = address_of(table, experts + pair, slot < TOP_K) != 0  # else nobody wrote its part
         part = tl.load(parts + pair * part_stride + n, mask=is_n & is_here, other=0)
-        total = total + weighted(tl.where(is_here, tl.load(weights + pair), 0.0), part)
+        is_known = is_here
+        if elsewhere is not None:
+            is_known = tl.load(experts + pair) >= 0
+            is_there = is_known & (is_here == 0)
+            part = tl.where(is_here, part, tl.load(elsewhere + pair * out_features + n, mask=is_n & is_there, other=0))
+        total = total + weighted(tl.where(is_known, tl.load(weights + pair), 0.0), part)
     store_finished(total, y + row * y_stride + n, is_n, ADDS)
 
 
@@ -114,7 +119,7 @@ def gates(
 
 def mixed(
     codes: Codes, rows: ExpertRows, routes: Routes, experts: ExpertTable, y: Tensor, parts: Tensor,
-    shape: ProgramShape, *, adds: bool,
+    shape: ProgramShape, *, adds: bool, elsewhere: Tensor | None = None,
 ) -> list[KernelLaunch]:  # fmt: skip
     """Do as `expert_gemv.mixed`. parts: fp32 [T * top_k, out features], what the experts have before they are
     mixed."""
@@ -123,8 +128,8 @@ def mixed(
         _slots_added,
         (len(y), triton.cdiv(y.shape[1], block)),
         {
-            "table": experts.addresses, "experts": routes.experts, "weights": routes.weights, "parts": parts, "y": y,
-            "out_features": y.shape[1], "part_stride": parts.stride(0), "y_stride": y.stride(0),
+            "table": experts.addresses, "experts": routes.experts, "weights": routes.weights, "elsewhere": elsewhere,
+            "parts": parts, "y": y, "out_features": y.shape[1], "part_stride": parts.stride(0), "y_stride": y.stride(0),
         },
         {"TOP_K": top_k, "BLOCK": block, "ADDS": adds},
     )  # fmt: skip

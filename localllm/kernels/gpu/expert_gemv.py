@@ -59,7 +59,7 @@ def _expert_gates(
     ]
 )  # fmt: skip
 def _experts_mixed(
-    table, experts, weights, q, x_scale, x_bias, y,
+    table, experts, weights, elsewhere, q, x_scale, x_bias, y,
     qweight_at, scale_at, bias_at, pairs, top_k, tiles, groups, out_features, x_stride, y_stride,
     SLOTS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr, ADDS: tl.constexpr,
     UNROLL: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -70,7 +70,10 @@ def _experts_mixed(
     pair, is_slot = tl.program_id(0) * top_k + slot, slot < top_k
     address = address_of(table, experts + pair, is_slot)
     is_here = address != 0
-    weight = tl.load(weights + pair, mask=is_here, other=0)
+    is_known = is_here
+    if elsewhere is not None:
+        is_known = tl.load(experts + pair, mask=is_slot, other=-1) >= 0
+    weight = tl.load(weights + pair, mask=is_known, other=0)
     qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, BITS)
     qweight, scale, bias = qweight[:, None, None], scale[:, None, None], bias[:, None, None]
     # Of those that are not here nothing is read: neither weights nor codes, which nobody wrote.
@@ -81,7 +84,13 @@ def _experts_mixed(
     )  # fmt: skip
     n = rows_of(tile, SLOTS, SLICES)
     out = finished(added_up(sums[0], SLICES), scale, None, n, n < tiles * 16, BITS)
-    part = weighted(weight[:, None], tl.max(out, axis=1))  # all slices have the same
+    part = tl.max(out, axis=1)  # all slices have the same
+    if elsewhere is not None:
+        column = tl.program_id(1) * 16 + tl.arange(0, 16)[None, :]
+        is_there = (is_known & (address == 0))[:, None] & (column < out_features)
+        given = tl.load(elsewhere + pair[:, None].to(tl.int64) * out_features + column, mask=is_there, other=0)
+        part = tl.where(is_here[:, None], part, given)
+    part = weighted(weight[:, None], part)
     total = added_up(tl.reshape(part, (1, SLOTS, 16)), SLOTS)
     n = tl.program_id(1) * 16 + tl.arange(0, 16)[None, None, :]
     into = tl.broadcast_to(y + tl.program_id(0).to(tl.int64) * y_stride + n, (1, SLOTS, 16))
@@ -109,16 +118,19 @@ def gates(x: Codes, routes: Routes, experts: ExpertTable, codes: Codes) -> Kerne
     )  # fmt: skip
 
 
-def mixed(codes: Codes, routes: Routes, experts: ExpertTable, y: Tensor, *, adds: bool) -> KernelLaunch:
+def mixed(
+    codes: Codes, routes: Routes, experts: ExpertTable, y: Tensor, *, adds: bool, elsewhere: Tensor | None = None
+) -> KernelLaunch:
     """codes: of T * top_k rows, see `gates`. y [T, out features] of any float type, in rows of any stride; adds: to
-    what is in it."""
+    what is in it. elsewhere fp32 [T * top_k, out features]: of the experts that are not here, what they have before
+    they are mixed; other rows are not read."""
     matrix, top_k = experts.down.shape, routes.experts.shape[1]
     slots = triton.next_power_of_2(top_k)
     return KernelLaunch(
         _experts_mixed,
         (len(y), matrix.tiles),
         {
-            "table": experts.addresses, "experts": routes.experts, "weights": routes.weights,
+            "table": experts.addresses, "experts": routes.experts, "weights": routes.weights, "elsewhere": elsewhere,
             "q": codes.q.view(torch.int32), "x_scale": codes.scale, "x_bias": codes.bias,
             "x_stride": codes.scale.stride(0), "pairs": routes.experts.numel(), "top_k": top_k, "tiles": matrix.tiles,
             "groups": matrix.groups, "out_features": y.shape[1], "y": y, "y_stride": y.stride(0),

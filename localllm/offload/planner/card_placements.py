@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
-from localllm.offload.placement import GRAPH_ROOMS, NEVER, BlockPlacement
+from localllm.offload.placement import GRAPH_ROOMS, LEAST_SLOTS, NEVER, BlockPlacement, ExpertSlots
 from localllm.offload.planner.costs import PASS_TOKENS, Costs, Work
 from localllm.offload.planner.fit_errors import parts
 from localllm.offload.planner.host_placements import LOGIT_ROWS, PROMPT_TOKENS
@@ -29,14 +29,15 @@ _LEAST_SPLIT = 0.1  # of a block: less of it on the device does not pay for hand
 _STEP_ROWS = 16  # of a step at most: of many sequences, or of the last tokens of one prompt
 _LEAST_SECTIONS, _SECTION_TOKENS = 4, 64  # of attention: pages of one sequence
 _ENDS = 8  # launches of a step beside its blocks': the embedding, the head, and what draws a token
-_SPLIT_MORE = 2  # times the launches that a mixture has of one token, at most, in graphs of more rows
+_SPLIT_MORE = 3  # times the launches that a mixture has of one token, at most, with its copies, in graphs of more rows
 _ROWS_WORTH = 0.95  # fewer tokens at once are taken only where decoding gets so much faster
 
 Head = Literal["resident", "computed"]
-Kind = Literal["resident", "streamed", "computed", "split", "disk"]
+Kind = Literal["resident", "streamed", "computed", "split", "disk", "slotted"]
 _PLACES: Mapping[Kind, tuple[Literal["vram", "ram", "disk"], Literal["gpu", "cpu", "split"]]] = {
     "resident": ("vram", "gpu"),
     "streamed": ("ram", "gpu"),
+    "slotted": ("ram", "gpu"),
     "computed": ("ram", "cpu"),
     "split": ("ram", "split"),
     "disk": ("disk", "gpu"),
@@ -51,16 +52,18 @@ class _Counts(NamedTuple):
     split: int = 0
     disk: int = 0
     streamed: int = 0
+    slotted: int = 0
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """split_bytes: of the split block, on the device."""
+    """split_bytes: of the split block, on the device. slots: of each slotted block."""
 
     attention: _Counts
     mlp: _Counts
     head: Head
     split_bytes: int = 0
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,13 @@ class CardPlacements:
                 "two blocks on their way": self._least_ring_bytes(amount),
             }
             return f"even where no block stays there: {parts(named)}"
+        if self._has_slots:
+            named = {
+                "the program": self.machine.memory.program_bytes,
+                "the embedding": self.shape.embed.num_bytes,
+                "at most, all experts": self.shape.expert_bytes,
+            }
+            return f"a GPU's experts rest in memory (a CPU alone also reads them from the disk): {parts(named)}"
         named = {
             "the program": self.machine.memory.program_bytes,
             "the embedding": self.shape.embed.num_bytes,
@@ -141,6 +151,11 @@ class CardPlacements:
     def _card(self) -> Card:
         assert self.machine.card is not None
         return self.machine.card
+
+    @property
+    def _has_slots(self) -> bool:
+        """Whether experts that rest in the host's memory can have slots on the device: our kernels look for them."""
+        return self.shape.can_slot and self._card.rates.is_fused
 
     @property
     def _num_layers(self) -> int:
@@ -182,6 +197,8 @@ class CardPlacements:
             found += self._of_head(amount, head)
             if found and self._is_best(found[-1][1]):
                 return found[-1]
+            if (slotted := self._with_slots(amount, head)) is not None:
+                found.append((self._costs(amount, slotted).decode_s(amount.ctx // 2, amount.sequences), slotted))
         return min(found, key=lambda pair: pair[0], default=None)
 
     @property
@@ -248,7 +265,7 @@ class CardPlacements:
         vram -= resident_mlp * (mlp + _ALLOCATOR_BYTES) + _ALLOCATOR_BYTES
         splits = shape.can_split and resident_mlp < layers and _LEAST_SPLIT * mlp < vram < mlp
         to_disk = self._to_disk(ram - mlp * splits, layers - resident, layers - resident_mlp)
-        if to_disk is None:
+        if to_disk is None or (any(to_disk) and self._has_slots):  # all experts of a block at every token: seconds
             return None
         disk, disk_mlp = to_disk
         if disk > amount.kv_layers - resident:  # the device computes these, and needs their keys and values
@@ -261,6 +278,26 @@ class CardPlacements:
             head,
             vram if splits else 0,
         )
+
+    def _with_slots(self, amount: _Amount, head: Head) -> _Choice | None:
+        """Return the choice with everything on the device but experts, and as many slots for those as then fit: the
+        same number for each block. The experts are in the host's memory, all of them."""
+        shape, layers = self.shape, self._num_layers
+        if not self._has_slots or amount.kv_layers < layers:
+            return None
+        vram, ram = self._free_beside_vocabulary(amount, head)
+        mixtures = [block for block, _ in shape.mixtures]
+        others = [block.num_bytes for block in shape.blocks if block.experts is None]
+        shared_bytes = sum(others) + sum(block.shared_bytes for block in mixtures)
+        vram -= shared_bytes + _ALLOCATOR_BYTES * (len(shape.blocks) + 1)
+        vram -= ring_bytes([block.num_bytes for block in mixtures])  # they pass in prompts
+        slots = vram // sum(experts.num_bytes for _, experts in shape.mixtures)
+        slots = min(slots, *(experts.count for _, experts in shape.mixtures))
+        least = max(LEAST_SLOTS, *(-(-2 * experts.active // len(mixtures)) for _, experts in shape.mixtures))
+        if slots < least or sum(block.num_bytes for block in mixtures) > ram:
+            return None
+        mlp = _Counts(resident=layers - len(mixtures), slotted=len(mixtures))
+        return _Choice(_Counts(resident=layers), mlp, head, slots=slots)
 
     def _free_beside_vocabulary(self, amount: _Amount, head: Head) -> tuple[int, int]:
         """Return the bytes for blocks on the device and on the host, without those of embedding and head."""
@@ -283,16 +320,21 @@ class CardPlacements:
         streamed = sum((counts.streamed + counts.disk) * size for counts, size in pairs)
         blocks = sum(counts.resident + counts.streamed + counts.disk for counts, _ in pairs)
         computed = choice.attention.computed + choice.mlp.computed
+        slotted = choice.mlp.slotted
+        missed = shape.missed_bytes({block.name: choice.slots for block, _ in shape.mixtures}) if slotted else 0
         work = Work(
-            device_bytes=on_device + streamed + sum(counts.resident * size for counts, size in pairs),
-            device_blocks=blocks + choice.mlp.split,
+            device_bytes=on_device
+            + streamed
+            + sum((counts.resident + counts.slotted) * size for counts, size in pairs),
+            device_blocks=blocks + choice.mlp.split + slotted,
             host_bytes=on_host + split + sum(counts.computed * size for counts, size in pairs),
             copied_bytes=streamed,
             disk_bytes=sum(counts.disk * size for counts, size in pairs),
             disk_runs=sum(counts.disk for counts, _ in pairs),
             passing_bytes=sum((sum(counts) - counts.resident) * size for counts, size in pairs),
-            hops=min(computed, blocks + 1) + choice.mlp.split + (choice.head == "computed"),
+            hops=min(computed, blocks + 1) + choice.mlp.split + slotted + (choice.head == "computed"),
             kv_share=amount.kv_layers / self._num_layers,
+            missed_bytes=missed,
         )
         machine = self.machine
         return Costs(shape, machine.rates, self._card.rates, work, amount.pass_tokens, machine.corrections)
@@ -333,10 +375,10 @@ class CardPlacements:
 
     def _plan(self, amount: _Amount, choice: _Choice) -> Plan:
         shape, costs = self.shape, self._costs(amount, choice)
-        pairs = zip(_interleaved(choice.attention), _interleaved(choice.mlp), strict=True)
+        pairs = zip(_interleaved(choice.attention), self._mlp_kinds(choice), strict=True)
         kinds = [kind for pair in pairs for kind in pair]
         blocks = [_placed(shape.embed, choice.head if shape.is_tied else "computed")]
-        blocks += [_placed(block, kind, choice.split_bytes) for block, kind in zip(shape.blocks, kinds, strict=True)]
+        blocks += [_placed(block, kind, choice) for block, kind in zip(shape.blocks, kinds, strict=True)]
         blocks.append(_placed(shape.head, choice.head))
         vram, ram, disk = self._ledger(amount, blocks)
         return Plan(
@@ -348,7 +390,7 @@ class CardPlacements:
             ring_bytes=vram["staging"],
             batch_rows=amount.rows,
             pass_tokens=amount.pass_tokens if vram["staging"] else amount.rows,
-            many_rows=costs.many_rows if vram["staging"] else NEVER,
+            many_rows=_STEP_ROWS + 1 if choice.slots else costs.many_rows if vram["staging"] else NEVER,
             ledger={
                 "vram": {owner: count for owner, count in vram.items() if count},
                 "ram": {owner: count for owner, count in ram.items() if count},
@@ -359,6 +401,11 @@ class CardPlacements:
             costs=costs,
         )
 
+    def _mlp_kinds(self, choice: _Choice) -> list[Kind]:
+        if not choice.slots:
+            return _interleaved(choice.mlp)
+        return ["resident" if block.experts is None else "slotted" for block in self.shape.blocks[1::2]]
+
     def _ledger(
         self, amount: _Amount, blocks: Sequence[BlockPlacement]
     ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
@@ -367,12 +414,15 @@ class CardPlacements:
         in_ram = [block.num_bytes for block in blocks if block.tier == "ram"]
         from_disk = [block.num_bytes for block in blocks if block.tier == "disk"]
         split = [block for block in blocks if block.exec == "split"]
-        vram["weights"] = sum(on_device) + sum(block.device_bytes for block in split)
-        vram["slack"] = _ALLOCATOR_BYTES * (len(on_device) + len(split))
+        slotted = [block for block in blocks if block.is_slotted]
+        vram["experts"] = sum(block.experts.slots * block.experts.num_bytes for block in slotted if block.experts)
+        vram["weights"] = sum(on_device) + sum(block.device_bytes for block in split) - vram["experts"]
+        vram["weights"] += sum(block.slotted_bytes for block in slotted)
+        vram["slack"] = _ALLOCATOR_BYTES * (len(on_device) + len(split) + len(slotted) + bool(slotted))
         # The host computes a head that the device does not hold: of a prompt, too, only a few rows are wanted. Where it
         # computes what lies between two large blocks, these follow each other in a step of a few tokens.
         passing = [block for block in blocks[1:-1] if block.tier != "vram"]
-        in_decode = [block for block in passing if block.exec == "gpu"]
+        in_decode = [block for block in passing if block.exec == "gpu" and not block.is_slotted]
         vram["staging"] = max(ring_bytes([block.num_bytes for block in some]) for some in (passing, in_decode))
         # Of a split block the host has all, for prompts, and what it computes of it in memory of its own.
         ram["weights"] = sum(in_ram) + sum(block.num_bytes - block.device_bytes for block in split)
@@ -394,9 +444,15 @@ def _sections(ctx: int) -> int:
     return sections
 
 
-def _placed(block: BlockShape, kind: Kind, split_bytes: int = 0) -> BlockPlacement:
+def _placed(block: BlockShape, kind: Kind, choice: _Choice | None = None) -> BlockPlacement:
     tier, computed_by = _PLACES[kind]
-    return BlockPlacement(block.name, block.num_bytes, tier, computed_by, split_bytes if kind == "split" else 0)
+    placed = BlockPlacement(block.name, block.num_bytes, tier, computed_by)
+    if choice is not None and kind == "split":
+        return replace(placed, device_bytes=choice.split_bytes)
+    if choice is not None and kind == "slotted" and block.experts is not None:
+        slots = ExpertSlots(block.experts.count, block.experts.num_bytes, choice.slots)
+        return replace(placed, experts=slots)
+    return placed
 
 
 def _interleaved(counts: _Counts) -> list[Kind]:

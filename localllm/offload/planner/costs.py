@@ -35,7 +35,8 @@ class Work:
     passing_bytes: copied in a forward of many tokens.
     hops: how often the host computes between two blocks of the device.
     kv_share: of the layers, those whose attention the device computes.
-    missed_bytes: of the experts of one token, those that are not in memory.
+    missed_bytes: of the experts of one token, those that are not in memory; with a device, those that are not in its
+        memory: the host computes them, and they are copied there.
     absent_bytes: of all experts that are not in memory; a prompt reads them once.
     """
 
@@ -71,8 +72,9 @@ class Costs:
         """Return the seconds of a step of `rows` sequences, each with `depth` tokens behind it."""
         serial_s, disk_s = self._serial_s("step", depth, rows), self._disk_s("step", rows)
         if self.work.missed_bytes:  # read while the other experts of the same block are computed, and no longer before
-            beside_s = serial_s * self._expert_share(rows)
-            return serial_s - beside_s + max(beside_s, disk_s)
+            beside_s = self._experts_s(serial_s, rows)
+            serial_s += max(beside_s, disk_s, self._missed_s(rows)) - beside_s
+            return serial_s if self.card is None else max(serial_s, self._link_s("step", rows))
         return max(serial_s, self._link_s("step"), disk_s)
 
     def fast_s(self, num_bytes: int) -> float:
@@ -90,7 +92,7 @@ class Costs:
 
     def bound_by(self, rows: int = 1) -> Bound:
         """Return what such a step waits for."""
-        beside: dict[Bound, float] = {"link": self._link_s("step"), "disk": self._disk_s("step", rows)}
+        beside: dict[Bound, float] = {"link": self._link_s("step", rows), "disk": self._disk_s("step", rows)}
         slowest = max(beside, key=lambda bound: beside[bound])
         if beside[slowest] > self._serial_s("step", 0, rows):
             return slowest
@@ -121,7 +123,7 @@ class Costs:
     def _term(self, phase: _Phase, bound: Bound) -> Term:
         if self.card is None:
             return Term("cpu", phase, bound)
-        return Term("both" if self.work.host_bytes else "gpu", phase, bound)
+        return Term("both" if self.work.host_bytes or self.work.missed_bytes else "gpu", phase, bound)
 
     def _prompt_seconds(self, num_tokens: int) -> dict[Bound, float]:
         """Return the seconds of a prompt by what it waits for."""
@@ -169,12 +171,22 @@ class Costs:
             flops_per_byte = (shape.block_flops + head.flops) / (shape.block_bytes + head.num_bytes)
         return num_bytes * max(shape.read_share(rows) / matrix_gbs, rows * flops_per_byte / compute_gops) / 1e9
 
-    def _link_s(self, phase: _Phase) -> float:
+    def _missed_s(self, rows: int) -> float:
+        """Return the seconds in which the host computes the experts that the device lacks."""
+        return 0.0 if self.card is None else self._missed(rows) / self.rates.matrix_gbs / 1e9
+
+    def _missed(self, rows: int) -> float:
+        """Return the bytes of the experts that such a step misses."""
+        return self.work.missed_bytes * self.shape.expert_growth(rows)
+
+    def _link_s(self, phase: _Phase, rows: int = 1) -> float:
         """Return the seconds of copies to the device. The host's memory feeds the link and the host's cores."""
         work, card = self.work, self.card
-        if card is None or not work.copied_bytes:
+        missed = self._missed(rows) if phase == "step" else 0.0
+        if card is None or not work.copied_bytes + missed:
             return 0.0
-        copied = max(work.copied_bytes / card.link_gbs, (work.copied_bytes + work.host_bytes) / self.rates.matrix_gbs)
+        copied_bytes, host_bytes = work.copied_bytes + missed, work.host_bytes + missed
+        copied = max(copied_bytes / card.link_gbs, (copied_bytes + host_bytes) / self.rates.matrix_gbs)
         return copied / 1e9 * self.corrections.of(self._term(phase, "link"))
 
     @property
@@ -183,17 +195,19 @@ class Costs:
         link_s = 0.0 if self.card is None else self.work.passing_bytes / self.card.link_gbs / 1e9
         return {"link": link_s * self.corrections.of(self._term("prompt", "link")), "disk": self._disk_s("prompt")}
 
-    def _expert_share(self, rows: int) -> float:
-        """Return the share of what such a step reads that is experts."""
+    def _experts_s(self, serial_s: float, rows: int) -> float:
+        """Return the seconds of the experts in such a step, all of them where they are computed fastest."""
         shape = self.shape
-        read_bytes = shape.read_share(rows) * (shape.block_bytes + shape.lm_head.num_bytes)
-        return shape.active_expert_bytes * shape.expert_growth(rows) / read_bytes
+        expert_bytes = shape.active_expert_bytes * shape.expert_growth(rows)
+        if self.card is not None:
+            return expert_bytes / self.card.matrix_gbs / 1e9
+        return serial_s * expert_bytes / (shape.read_share(rows) * (shape.block_bytes + shape.lm_head.num_bytes))
 
     def _disk_s(self, phase: _Phase, rows: int = 1) -> float:
         """Return the seconds of reading. What the page cache holds is computed in place."""
         work = self.work
         experts = work.absent_bytes
         if phase == "step" and work.missed_bytes:
-            experts = min(experts, int(work.missed_bytes * self.shape.expert_growth(rows)))
+            experts = min(experts, int(self._missed(rows)))
         seconds = (work.disk_bytes + experts) / self.rates.disk_gbs / 1e9 + RUN_S * work.disk_runs
         return seconds * (1 - self.rates.cached_share) * self.corrections.of(self._term(phase, "disk"))

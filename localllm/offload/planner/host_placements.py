@@ -86,14 +86,6 @@ class HostPlacements:
         whole numbers, and a little less than that."""
         return {block.name: int(experts.count * share + 1e-6) for block, experts in self.shape.mixtures}
 
-    def _missed_bytes(self, slots: Mapping[str, int]) -> int:
-        """Return the bytes of the experts of one token that are not in memory, as a rule."""
-        curve = self.shape.hit_curve
-        return sum(
-            int(experts.active * experts.num_bytes * (1 - curve.hits(slots[block.name] / experts.count)))
-            for block, experts in self.shape.mixtures
-        )
-
     def least_bytes(self, ctx: int) -> int:
         """Return the least memory in which the model runs with this context, packed in it first."""
         packing = self.shape.packing
@@ -227,7 +219,7 @@ class HostPlacements:
             shape.block_bytes + shape.lm_head.num_bytes,
             choice.streamed_bytes,
             len(choice.streamed),
-            missed_bytes=self._missed_bytes(slots) if slots else 0,
+            missed_bytes=shape.missed_bytes(slots) if slots else 0,
             absent_bytes=absent_bytes,
         )
         return Plan(

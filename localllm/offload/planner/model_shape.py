@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,10 +78,11 @@ class ModelShape:
     kv_bytes_per_sequence: int = 0  # beside those of its tokens
     is_tied: bool = False  # the embedding is the head's matrix
     can_split: bool = False  # an MLP block, between a device and the host
+    can_slot: bool = False  # experts in the host's memory, some of them also in slots of a device's
     packing: Packing | None = None
     draft_bytes: int = 0  # of a draft model, all of it where this one is computed fastest
     draft_blocks: int = 0
-    hit_curve: HitCurve = USUAL  # of experts that come from the disk
+    hit_curve: HitCurve = USUAL  # of experts that are brought to slots
     section_bytes: int = 0  # of one row: the partial result of each program of a GPU's attention
 
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
@@ -124,6 +126,13 @@ class ModelShape:
     def active_expert_bytes(self) -> int:
         """The bytes of the experts of one token."""
         return sum(experts.active * experts.num_bytes for _, experts in self.mixtures)
+
+    def missed_bytes(self, slots: Mapping[str, int]) -> int:
+        """Return the bytes of the experts of one token that are in no slot, as a rule. slots: of each mixture."""
+        return sum(
+            int(experts.active * experts.num_bytes * (1 - self.hit_curve.hits(slots[block.name] / experts.count)))
+            for block, experts in self.mixtures
+        )
 
     def read_share(self, tokens: int) -> float:
         """Return the share that a step of so many tokens reads of the bytes of all blocks and the head's matrix."""

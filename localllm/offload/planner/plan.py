@@ -91,7 +91,8 @@ class Plan:
     @property
     def streamed_bytes(self) -> int:
         """Bytes read from the disk at every step, as a rule where experts are."""
-        return self.ledger["disk"]["weights"] + self.costs.work.missed_bytes
+        missed_bytes = self.costs.work.missed_bytes if self.costs.card is None else 0
+        return self.ledger["disk"]["weights"] + missed_bytes
 
     def total_bytes(self, tier: Tier) -> int:
         return sum(self.ledger.get(tier, {}).values())

@@ -126,6 +126,8 @@ class Search:
         found = more_of("--ram", self.least_ram_bytes(), memory.most_bytes)
         if packing is not None and packing.command and self._packed_ram_bytes() <= memory.ram_bytes:
             found.append(Fix.advice(packing.command))  # ahead of time: it runs in memory as small as this
+        if card is not None and self.shape.can_slot:  # which reads experts from the disk
+            found.append(Fix.flag("--device", "cpu"))
         return [*found, *self._shorter_contexts()] or [SMALLER]
 
     @cached_property
