@@ -383,6 +383,9 @@ def test_what_runs_learnt_is_kept_beside_the_packed_model_and_is_no_part_of_it(d
             tokens(capped)
             assert capped.residency.placed is not None
             uses, folder = capped.residency.placed.expert_uses, capped.residency.placed.directory
+            facts = capped.facts()
+            assert (facts.experts_wanted, facts.expert_hits) == (uses.wanted, uses.hits)
+            assert 0 < facts.experts_in_memory < facts.num_experts and facts.hit_rate == uses.hits / uses.wanted
             before, kept = kept, sum(kept_uses(folder))  # by whoever ran before
             assert before is None or kept == before
         assert uses.wanted

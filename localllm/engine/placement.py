@@ -59,7 +59,8 @@ def model_shape(
     dtype: "bf16" or "fp32".
     """
     item_bytes, has_gpu = ITEM_BYTES[DTYPE_NAMES[dtype]], device.startswith("cuda")
-    blocks = [_block_shape(layout, recipe) for layout in block_layouts(config)]
+    layouts = block_layouts(config)
+    blocks = [_block_shape(layout, recipe) for layout in layouts]
     kv_format = choose_format(kv, config.kv_shapes, item_bytes)
     kv_sizes = kv_format.sizes(config.kv_shapes, item_bytes)
     widest_kv = max(kv_format.sizes([each], item_bytes).dense for each in set(config.kv_shapes))
@@ -83,6 +84,8 @@ def model_shape(
         is_tied=config.tie_word_embeddings,
         can_split=can_be_split(config, recipe),
         packing=packing,
+        num_weights=sum(layout.num_weights for layout in layouts),
+        num_active_weights=sum(layout.num_active_weights for layout in layouts),
         section_bytes=max(4 * each.num_heads * (each.head_dim + 2) for each in config.attentions) if has_gpu else 0,
     )
 
