@@ -383,6 +383,24 @@ def test_the_text_of_a_mixtures_plan_says_each_thing_once_with_its_unit() -> Non
     assert "all 1,024 in memory\n" in whole and "expected there" not in whole
 
 
+def test_a_few_large_experts_are_not_taken_to_be_wanted_again_as_soon_as_one_of_many() -> None:
+    rates = []
+    for name in ("qwen3-30b-a3b", "mixtral-8x7b"):
+        it = model_shape(parse_config(shipped_shapes()[name], name), RECIPES["int4-g64"], "bf16", name)
+        rates.append(search(it, it.num_bytes // 2, 512).best().hit_rate)
+    assert rates[0] > 0.9 and 0.3 < rates[1] < 0.6
+
+
+@pytest.mark.parametrize("gib", range(9, 25, 3))
+def test_large_experts_leave_no_memory_unused_that_one_more_would_fit_into(gib: int) -> None:
+    it = model_shape(parse_config(shipped_shapes()["mixtral-8x7b"], "it"), RECIPES["int4-g64"], "bf16", "it")
+    plan = search(it, gib * GIB, 512).best()
+    check(plan, gib * GIB)
+    assert plan.limits["ram"] - plan.total_bytes("ram") < it.mixtures[0][1].num_bytes
+    slots = {block.experts.slots for block in plan.blocks if block.experts is not None}
+    assert max(slots) - min(slots) <= 1
+
+
 def test_advice_for_a_mixture_is_the_memory_of_all_its_experts_in_this_machine_or_a_larger_one() -> None:
     it = model_shape(parse_config(shipped_shapes()["qwen3-30b-a3b"], "it"), RECIPES["int4-g64"], "bf16", "it")
     for total_gib, says in ((32, "--ram 1"), (8, " GiB more memory than is free, in a larger machine: ")):
@@ -390,7 +408,7 @@ def test_advice_for_a_mixture_is_the_memory_of_all_its_experts_in_this_machine_o
         wanted = Search(it, machine, 2048)
         (text, *_) = advise(wanted, wanted.best(), None, [])
         assert says in text and "all experts stay in memory, about " in text
-    learnt = replace(it, hit_curve=HitCurve.of([384_000, *[0] * BINS]))
+    learnt = replace(it, hit_curve=HitCurve.of([384_000, *[0] * BINS], it.hit_curve))
     plan = Search(learnt, machine, 2048).best()
     assert (plan.learnt_tokens, plan.hit_rate) == (1000, 1.0)
 

@@ -15,6 +15,7 @@ from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import can_be_split, native_row_bytes, runs_natively
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
+from localllm.offload.planner.hit_curve import usual_curve
 from localllm.offload.planner.machine import Memory
 from localllm.offload.planner.machine_memory import HEADROOM, free_bytes
 from localllm.offload.planner.model_shape import BlockShape, ExpertShape, ModelShape, Packing
@@ -84,6 +85,7 @@ def model_shape(
         is_tied=config.tie_word_embeddings,
         can_split=can_be_split(config, recipe),
         packing=packing,
+        hit_curve=usual_curve(max((moe.router.num_experts for moe in config.mixtures), default=0)),
         num_weights=sum(layout.num_weights for layout in layouts),
         num_active_weights=sum(layout.num_active_weights for layout in layouts),
         section_bytes=max(4 * each.num_heads * (each.head_dim + 2) for each in config.attentions) if has_gpu else 0,
