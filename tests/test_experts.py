@@ -358,7 +358,7 @@ def test_the_learnt_curve_foretells_the_hits_of_any_number_of_slots(seed: int, t
                 pass
         pool.close()
         measured[slots] = uses.hits / uses.wanted
-        curve = curve if curve.learnt_from else HitCurve.of(uses.counts)
+        curve = curve if curve.learnt_from else HitCurve.of(uses.counts, USUAL)
     assert curve.learnt_from == len(asked) * active
     for slots, hits in measured.items():
         assert curve.hits(slots / count) == pytest.approx(hits, abs=0.03), slots
@@ -370,7 +370,7 @@ def test_a_short_run_teaches_nothing_and_a_prompt_counts_for_nothing() -> None:
     assert not any(uses.counts) and not uses.wanted
     uses.see("b", [3, 1], 4, 2)
     assert uses.counts[15] == uses.counts[5] == 1 and (uses.hits, uses.wanted) == (2, 2)
-    assert HitCurve.of(uses.counts) is USUAL
+    assert HitCurve.of(uses.counts, USUAL) is USUAL
 
 
 def test_what_runs_learnt_is_kept_beside_the_packed_model_and_is_no_part_of_it(directory: Path) -> None:
@@ -383,11 +383,20 @@ def test_what_runs_learnt_is_kept_beside_the_packed_model_and_is_no_part_of_it(d
             tokens(capped)
             assert capped.residency.placed is not None
             uses, folder = capped.residency.placed.expert_uses, capped.residency.placed.directory
+            facts = capped.facts()
+            assert (facts.experts_wanted, facts.expert_hits) == (uses.wanted, uses.hits)
+            assert 0 < facts.experts_in_memory < facts.num_experts and facts.hit_rate == uses.hits / uses.wanted
             before, kept = kept, sum(kept_uses(folder))  # by whoever ran before
             assert before is None or kept == before
         assert uses.wanted
         kept += uses.wanted
         assert sum(kept_uses(folder)) == kept
+    keep_uses(folder, [LEAST_WANTED, *[0] * BINS])
+    with engine(directory, "int4", ram_bytes, ctx=128) as taught:
+        assert taught.plan is not None and capped.plan is not None
+        assert taught.plan.learnt_tokens > 1000 and not capped.plan.learnt_tokens
+        assert taught.plan.hit_rate > capped.plan.hit_rate
+    (folder / USES).unlink()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"used_since": [1]}', '{"used_since": 1}'])

@@ -25,12 +25,14 @@ from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.planner.advice import advise, fixes_for_context
 from localllm.offload.planner.calibration import Corrections, Term
 from localllm.offload.planner.costs import RUN_S, Costs, Work
+from localllm.offload.planner.hit_curve import HitCurve
 from localllm.offload.planner.host_placements import LOGIT_ROWS
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape, Packing
 from localllm.offload.planner.plan import GIB, JobShape, Plan, cap
 from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, FormatRates, Profile, Taken, keep, kept_profile
 from localllm.offload.planner.search import Search
+from localllm.offload.streaming.expert_uses import BINS
 from localllm.offload.streaming.ring import ALIGN_BYTES, ring_bytes
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig, parse_bytes
@@ -343,6 +345,72 @@ def test_the_json_of_a_plan_has_the_keys_of_the_contract() -> None:
         predicted = plan["predicted"][name]
         assert 0 < predicted["low"] < predicted["mid"] < predicted["high"]
     assert isinstance(plan["advice"], list) and plan["advice"]
+
+
+@pytest.mark.usefixtures("small_process")
+def test_the_plan_of_a_mixture_counts_its_experts_and_what_a_token_reads() -> None:
+    code, plan = planned("qwen3-30b-a3b", "--ram", "4GiB", "--weights", "int4", "--ctx", "512")
+    experts, read = plan["experts"], plan["token_bytes"]
+    assert code == 0 and plan["parameters"] == {"total": 30_531_911_680, "active": 3_352_821_760}
+    assert (experts["total"], experts["active"], experts["learnt_from_tokens"]) == (48 * 128, 48 * 8, 0)
+    assert 0.1 < experts["in_memory"] / experts["total"] < 0.25 and 0.5 < experts["expected_hits"] < 0.9
+    assert read["all"] == pytest.approx(1.9e9, rel=0.01)  # 1.0 GB of experts, 0.9 GB of all else
+    assert read["disk"] == pytest.approx((1 - experts["expected_hits"]) * 384 * 2.7e6, rel=0.02)
+    whole = planned("olmoe-1b-7b", "--weights", "int4", "--ram", "6GiB")[1]
+    assert (whole["experts"]["in_memory"], whole["experts"]["expected_hits"], whole["token_bytes"]["disk"]) == (
+        16 * 64,
+        1.0,
+        0,
+    )
+    assert planned("mistral-7b", "--weights", "int4", "--ram", "6GiB")[1]["experts"] is None
+
+
+@pytest.mark.usefixtures("small_process")
+def test_the_text_of_a_mixtures_plan_says_each_thing_once_with_its_unit() -> None:
+    out = run_cli("plan", "qwen3-30b-a3b", "--ram", "4GiB", "--weights", "int4").out.decode()
+    for piece in (
+        "30.5B parameters, 3.4B active: a token is computed by 8 of the 128 experts in each of 48 layers",
+        " of 6,144 in memory; ",
+        "of those that a token wants are expected there (a usual rate)",
+        "of experts are read for each token",
+        " 48 in memory with some of their experts, the others on the disk",
+    ):
+        assert out.count(piece) == 1
+    assert "read at every step" not in out and "every block" not in out
+    refused = run_cli("plan", "glm-4.5-air", "--ram", "2GiB", "--weights", "int4")
+    assert refused.code == 4 and "what every token reads, and a few experts" in refused.err
+    whole = run_cli("plan", "olmoe-1b-7b", "--ram", "6GiB", "--weights", "int4").out.decode()
+    assert "all 1,024 in memory\n" in whole and "expected there" not in whole
+
+
+def test_a_few_large_experts_are_not_taken_to_be_wanted_again_as_soon_as_one_of_many() -> None:
+    rates = []
+    for name in ("qwen3-30b-a3b", "mixtral-8x7b"):
+        it = model_shape(parse_config(shipped_shapes()[name], name), RECIPES["int4-g64"], "bf16", name)
+        rates.append(search(it, it.num_bytes // 2, 512).best().hit_rate)
+    assert rates[0] > 0.9 and 0.3 < rates[1] < 0.6
+
+
+@pytest.mark.parametrize("gib", range(9, 25, 3))
+def test_large_experts_leave_no_memory_unused_that_one_more_would_fit_into(gib: int) -> None:
+    it = model_shape(parse_config(shipped_shapes()["mixtral-8x7b"], "it"), RECIPES["int4-g64"], "bf16", "it")
+    plan = search(it, gib * GIB, 512).best()
+    check(plan, gib * GIB)
+    assert plan.limits["ram"] - plan.total_bytes("ram") < it.mixtures[0][1].num_bytes
+    slots = {block.experts.slots for block in plan.blocks if block.experts is not None}
+    assert max(slots) - min(slots) <= 1
+
+
+def test_advice_for_a_mixture_is_the_memory_of_all_its_experts_in_this_machine_or_a_larger_one() -> None:
+    it = model_shape(parse_config(shipped_shapes()["qwen3-30b-a3b"], "it"), RECIPES["int4-g64"], "bf16", "it")
+    for total_gib, says in ((32, "--ram 1"), (8, " GiB more memory than is free, in a larger machine: ")):
+        machine = Machine(Memory(6 * GIB, 300 << 20, total_gib * GIB, total_gib * GIB), replace(RATES, disk_gbs=0.2))
+        wanted = Search(it, machine, 2048)
+        (text, *_) = advise(wanted, wanted.best(), None, [])
+        assert says in text and "all experts stay in memory, about " in text
+    learnt = replace(it, hit_curve=HitCurve.of([384_000, *[0] * BINS], it.hit_curve))
+    plan = Search(learnt, machine, 2048).best()
+    assert (plan.learnt_tokens, plan.hit_rate) == (1000, 1.0)
 
 
 @pytest.mark.usefixtures("small_process")

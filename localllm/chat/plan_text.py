@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from localllm.config import format_figure, format_time
+from localllm.config import format_bytes, format_figure, format_time
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import DraftGain, Planned, Prediction
-    from localllm.offload.placement import BlockPlacement, Tier
+    from localllm.offload.placement import BlockPlacement, ExpertCount, Tier
+    from localllm.offload.planner.model_shape import ModelShape
     from localllm.offload.planner.plan import Plan
 
 Tone = Literal["plain", "good", "fair", "poor"]
@@ -28,6 +29,7 @@ class Kind:
     meaning: str
 
 
+_SOME_EXPERTS = Kind("+", "fair", "in memory with some of their experts, the others on the disk")
 _FROM_DISK = Kind(".", "poor", "read from the disk at every step")
 # The fastest first.
 KINDS: Mapping[tuple[str, str], Kind] = {
@@ -36,6 +38,7 @@ KINDS: Mapping[tuple[str, str], Kind] = {
     ("ram", "cpu"): Kind("#", "good", "in memory, computed by the CPU"),
     ("ram", "slots"): Kind("+", "good", "in memory, with the experts in use on the GPU"),
     ("ram", "gpu"): Kind(">", "fair", "in memory, copied to the GPU at every step"),
+    ("disk", "experts"): _SOME_EXPERTS,
     ("disk", "rows"): Kind("-", "good", "on the disk, looked up row by row"),
     ("disk", "gpu"): _FROM_DISK,
     ("disk", "cpu"): _FROM_DISK,
@@ -62,13 +65,53 @@ def when_measured(at_s: float, busy: Sequence[str]) -> str:
 def kind(block: BlockPlacement) -> Kind:
     if block.tier == "disk" and block.name == "embed":
         return KINDS["disk", "rows"]
-    return KINDS[block.tier, "slots" if block.is_slotted else block.exec]
+    how = "slots" if block.is_slotted else "experts" if block.held_bytes else block.exec
+    return KINDS[block.tier, how]
 
 
 def counted(plan: Plan) -> dict[Kind, int]:
     """Return how many blocks there are of each kind, the fastest first; kinds without blocks are left out."""
     counts = Counter(map(kind, plan.blocks))
     return {each: counts[each] for each in dict.fromkeys(KINDS.values()) if counts[each]}
+
+
+def bound(plan: Plan) -> str:
+    """Return what a step waits for."""
+    return "reading experts from the disk" if plan.bound_by == "disk" and plan.experts else BOUNDS[plan.bound_by]
+
+
+def read_from_disk(plan: Plan) -> str:
+    """Return what is read from the disk while a model writes."""
+    if not plan.experts:
+        return f"{format_bytes(plan.streamed_bytes)} are read at every step"
+    return f"about {format_bytes(plan.streamed_bytes)} of experts are read for each token"
+
+
+def mixture(shape: ModelShape) -> str:
+    """Return how little of a mixture a token takes: "30.5B parameters, 3.3B active: ..."; "" of any other model."""
+    if not shape.mixtures:
+        return ""
+    _, experts = shape.mixtures[0]
+    total, active = (f"{count / 1e9:.1f}B" for count in (shape.num_weights, shape.num_active_weights))
+    return (
+        f"{total} parameters, {active} active: a token is computed by {experts.active} of the {experts.count} experts "
+        f"in each of {len(shape.mixtures)} layers, and reads {format_bytes(shape.token_bytes)}"
+    )
+
+
+def experts_in_memory(experts: ExpertCount) -> str:
+    """Return how many there are in memory: "3,869 of 6,144 in memory"."""
+    if experts.in_memory == experts.total:
+        return f"all {experts.total:,} in memory"
+    return f"{experts.in_memory:,} of {experts.total:,} in memory"
+
+
+def expected_hits(plan: Plan) -> str:
+    """Return how many of the experts that a token wants are expected in memory; "" where all of them are."""
+    if not plan.costs.work.missed_bytes:
+        return ""
+    source = f"learnt from {plan.learnt_tokens:,} tokens" if plan.learnt_tokens else "a usual rate"
+    return f"{plan.hit_rate:.0%} of those that a token wants are expected there ({source})"
 
 
 def band(prediction: Prediction) -> str:

@@ -76,6 +76,7 @@ def plan_command(context: typer.Context, **flags: Any) -> None:
 def _fields(planned: Planned) -> dict[str, Any]:
     plan, shape = planned.plan, planned.shape
     fields: dict[str, Any] = {"fits": plan is not None, "model": shape.name, "weights": shape.weights, "kv": shape.kv}
+    fields["parameters"] = {"total": shape.num_weights, "active": shape.num_active_weights}
     at_s = planned.measured_at_s
     measured = {
         "at": None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds"),
@@ -85,8 +86,8 @@ def _fields(planned: Planned) -> dict[str, Any]:
     if plan is None:
         assert planned.refusal is not None
         error = {"what": planned.refusal.what, "why": planned.refusal.why, "fix": planned.refusal.fix}
-        empty: dict[str, Any] = {"ctx": None, "blocks": [], "ledger": {}, "limits": {}}
-        empty |= {"predicted": None, "bound_by": None, "speculation": []}
+        empty: dict[str, Any] = {"ctx": None, "blocks": [], "token_bytes": None, "experts": None, "ledger": {}}
+        empty |= {"limits": {}, "predicted": None, "bound_by": None, "speculation": []}
         return {**fields, **empty, **said, "error": error}
     assert planned.decode_tok_s is not None and planned.ttft_s is not None
     return {
@@ -97,6 +98,8 @@ def _fields(planned: Planned) -> dict[str, Any]:
             {"name": block.name, "bytes": block.num_bytes, "tier": block.tier, "exec": block.exec}
             for block in plan.blocks
         ],
+        "token_bytes": {"all": shape.token_bytes, "disk": plan.streamed_bytes},
+        "experts": _experts(plan),
         "ledger": {tier: dict(plan.ledger.get(tier, {})) for tier in ("vram", "ram", "disk")},
         "limits": dict(plan.limits),
         "prefill": {
@@ -122,6 +125,19 @@ def _fields(planned: Planned) -> dict[str, Any]:
     }
 
 
+def _experts(plan: Plan) -> dict[str, Any] | None:
+    """Return the experts of a mixture, all layers together; None for any other model."""
+    if plan.experts is None:
+        return None
+    return {
+        "total": plan.experts.total,
+        "active": sum(experts.active for _, experts in plan.shape.mixtures),
+        "in_memory": plan.experts.in_memory,
+        "expected_hits": plan.hit_rate,
+        "learnt_from_tokens": plan.learnt_tokens,
+    }
+
+
 def _show(output: Output, planned: Planned) -> None:
     plan = planned.plan
     assert plan is not None and planned.decode_tok_s is not None and planned.ttft_s is not None
@@ -129,12 +145,14 @@ def _show(output: Output, planned: Planned) -> None:
     output.line(
         f"{shape.name}: {format_bytes(shape.num_bytes)} of {shape.weights} weights, {plan.ctx} tokens of context"
     )
+    if mixture := plan_text.mixture(shape):
+        output.line(mixture)
     output.line()
     _show_ledger(output, plan)
     _show_map(output, plan)
     rate, wait = planned.decode_tok_s, planned.ttft_s
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
-    output.line(f"decode       {plan_text.band(rate)} tok/s{together}, bound by {plan_text.BOUNDS[plan.bound_by]}")
+    output.line(f"decode       {plan_text.band(rate)} tok/s{together}, bound by {plan_text.bound(plan)}")
     output.line(f"first token  {plan_text.duration(wait)}, after a prompt of {plan.prompt_tokens} tokens")
     for number, found in enumerate(planned.speculation):
         output.line(f"{'drafts' if number == 0 else '':<11}  {plan_text.drafting(found)}")
@@ -155,9 +173,11 @@ def _show_ledger(output: Output, plan: Plan) -> None:
         for owner, count in plan.ledger[tier].items():
             bar = "#" * max(1, round(_BAR_COLUMNS * count / limit))
             output.line(f"  {owner:<11}{format_bytes(count):>10}  {bar}")
-    streamed = plan.streamed_bytes
-    if streamed:
-        output.line(f"disk         {format_bytes(streamed)} are read at every step")
+    if plan.streamed_bytes:
+        output.line(f"disk         {plan_text.read_from_disk(plan)}")
+    if plan.experts:
+        parts = filter(None, (plan_text.experts_in_memory(plan.experts), plan_text.expected_hits(plan)))
+        output.line(f"experts      {'; '.join(parts)}")
     output.line()
 
 

@@ -44,6 +44,7 @@ from localllm.models.architecture import ModelConfig
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.load import Progress
+from localllm.offload.placement import ExpertCount
 from localllm.offload.planner.machine import Held
 from localllm.offload.planner.plan import JobShape, Plan
 from localllm.settings import EngineConfig
@@ -280,6 +281,10 @@ class Engine(StepLoop):
         )
         if plan is None:
             return facts
+        if (experts := ExpertCount.of(self.residency.blocks)) is not None:
+            uses = self.residency.expert_uses
+            facts = replace(facts, num_experts=experts.total, experts_in_memory=experts.in_memory)
+            facts = replace(facts, experts_wanted=uses.wanted, expert_hits=uses.hits)
         return replace(
             facts,
             weight_bytes=plan.shape.num_bytes,

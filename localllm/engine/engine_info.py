@@ -29,8 +29,17 @@ class EngineFacts:
     limits: Mapping[str, int] = field(default_factory=dict)  # of each tier
     bound_by: str = ""  # what a step waits for
     streamed_bytes: int = 0  # that are read from the disk at every step
+    num_experts: int = 0  # of a mixture, all layers together
+    experts_in_memory: int = 0  # the most of them at a time
+    experts_wanted: int = 0  # by single tokens, since the model was loaded, while experts rest on the disk
+    expert_hits: int = 0  # of these, that were in memory
     host_bytes: int = 0  # of the host's memory that the model has
     contents: str = ""  # of the files when they were read, as `hub.contents` has it; "" where nobody looked
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of wanted experts that were in memory; None before any was wanted from there."""
+        return self.expert_hits / self.experts_wanted if self.experts_wanted else None
 
     def held_bytes(self, tier: str) -> int:
         """Return the bytes that the plan has in a tier."""

@@ -16,6 +16,7 @@ from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import can_be_split, can_have_slots, native_row_bytes, runs_natively
 from localllm.models.layout import BlockLayout, block_layouts
 from localllm.models.packed_file import PackedFile
+from localllm.offload.planner.hit_curve import usual_curve
 from localllm.offload.planner.machine import Memory
 from localllm.offload.planner.machine_memory import HEADROOM, free_bytes
 from localllm.offload.planner.model_shape import BlockShape, ExpertShape, ModelShape, Packing
@@ -60,7 +61,8 @@ def model_shape(
     dtype: "bf16" or "fp32".
     """
     item_bytes, has_gpu = ITEM_BYTES[DTYPE_NAMES[dtype]], device.startswith("cuda")
-    blocks = [_block_shape(layout, recipe) for layout in block_layouts(config)]
+    layouts = block_layouts(config)
+    blocks = [_block_shape(layout, recipe) for layout in layouts]
     kv_format = choose_format(kv, config.kv_shapes, item_bytes)
     kv_sizes = kv_format.sizes(config.kv_shapes, item_bytes)
     widest_kv = max(kv_format.sizes([each], item_bytes).dense for each in set(config.kv_shapes))
@@ -85,6 +87,9 @@ def model_shape(
         can_split=can_be_split(config, recipe),
         can_slot=has_gpu and can_have_slots(config, recipe),
         packing=packing,
+        hit_curve=usual_curve(max((moe.router.num_experts for moe in config.mixtures), default=0)),
+        num_weights=sum(layout.num_weights for layout in layouts),
+        num_active_weights=sum(layout.num_active_weights for layout in layouts),
         section_bytes=max(4 * each.num_heads * (each.head_dim + 2) for each in config.attentions) if has_gpu else 0,
     )
 

@@ -143,7 +143,7 @@ class ModelPlanner:
         shape = model_shape(config, self.sizes, self.dtype, self.name, self.device, self.wanted.kv, packing)
         if shape.mixtures and self.files is not None:
             directory = packed_directory(self.files, self.weights) if packed is None else packed.directory
-            shape = replace(shape, hit_curve=HitCurve.of(kept_uses(directory)))
+            shape = replace(shape, hit_curve=HitCurve.of(kept_uses(directory), shape.hit_curve))
         if self.draft is not None:
             draft_bytes = self.draft.num_bytes(self.wanted.ctx or shape.default_ctx, self.sequences)
             shape = replace(shape, draft_bytes=draft_bytes, draft_blocks=len(self.draft.shape.blocks))

@@ -20,6 +20,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.offloaded_model import HOST, OffloadedModel
 from localllm.offload.placement import GRAPH_ROOMS, NEVER, BlockPlacement, demoted
 from localllm.offload.planner.plan import Plan
+from localllm.offload.streaming.expert_uses import ExpertUses
 
 _KEEP_USES_S = 300.0  # a file of 200 bytes, written and synchronized in about 10 ms
 
@@ -92,6 +93,11 @@ class Residency:
         if self.placed is not None:
             return self.placed.blocks
         return () if self._planned is None else self._planned.blocks
+
+    @property
+    def expert_uses(self) -> ExpertUses:
+        """What single tokens have wanted of the experts that rest on the disk."""
+        return ExpertUses() if self.placed is None else self.placed.expert_uses
 
     @property
     def kv_host_bytes(self) -> int:

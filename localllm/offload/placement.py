@@ -67,6 +67,30 @@ class BlockPlacement:
         return self.num_bytes - (self.experts.count - self.experts.slots) * self.experts.num_bytes
 
 
+@dataclass(frozen=True)
+class ExpertCount:
+    """Experts of all blocks together: those of blocks that are in memory as a whole, slots for others, and all."""
+
+    resident: int
+    slots: int
+    total: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[BlockPlacement]) -> ExpertCount | None:
+        """Return the experts of a mixture; None for any other model."""
+        placed = [(block.tier, block.experts) for block in blocks if block.experts is not None]
+        if not placed:
+            return None
+        resident = sum(experts.count for tier, experts in placed if tier != "disk")
+        slots = sum(experts.slots for tier, experts in placed if tier == "disk")
+        return cls(resident, slots, sum(experts.count for _, experts in placed))
+
+    @property
+    def in_memory(self) -> int:
+        """The most that are in memory at a time."""
+        return self.resident + self.slots
+
+
 def demoted(blocks: Sequence[BlockPlacement], tier: Tier, is_tied: bool) -> list[BlockPlacement] | None:
     """Move some of the blocks that have bytes in `tier` one tier further down; return None where none has any.
 

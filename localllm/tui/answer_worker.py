@@ -11,6 +11,7 @@ from localllm.chat.answer import Answer, silence
 from localllm.chat.context import grown_text
 from localllm.chat.recorder import AnswerRecording, Resumed
 from localllm.chat.session import ChatSession, PendingTurn
+from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError
 from localllm.runtime.engine_handle import RequestStream
@@ -73,6 +74,7 @@ class AnswerWorker:
         self.throttle = StreamThrottle()
         self._ending: tuple[Turn, str] = {}, ""  # the latest answer that is not whole, and the reason
         self.tok_s: float | None = None  # of the last answer of the loaded model
+        self.facts: EngineFacts | None = None  # of the model when it was loaded, or behind its last answer
 
     @property
     def is_under_way(self) -> bool:
@@ -168,7 +170,8 @@ class AnswerWorker:
             return
         if answer.finished.ctx is not None and session.engine is not None:  # blocks may have moved, the context grown
             with suppress(EngineGoneError):
-                self._post(messages.ModelReady(session.selection.files.name, session.engine.facts()))
+                self.facts = session.engine.facts()
+                self._post(messages.ModelReady(session.selection.files.name, self.facts))
         if (empty := silence(answer)) is not None:
             self._post(messages.Noted(empty, "warning"))
         if (fullness := session.fullness()) is not None:

@@ -342,6 +342,7 @@ class ChatWorker:
             self._post(messages.ModelFailed(self._known_error(error)))
             return
         name, facts = self.session.selection.files.name, found.facts()
+        self.answers.facts = facts
         self._post(messages.ModelReady(name, facts))
         self._count()
         if self._is_another:

@@ -15,6 +15,7 @@ from localllm.errors import LocalLLMError
 from localllm.tui.widgets.bars import bar, split_bar
 
 if TYPE_CHECKING:
+    from localllm.engine.engine_info import EngineFacts
     from localllm.engine.model_plan import Planned
     from localllm.offload.placement import Tier
     from localllm.offload.planner.plan import Plan
@@ -28,6 +29,7 @@ _MOST_ROWS = 4  # of a map whose blocks have two columns each
 _TILES: Mapping[str, str] = {
     "@": "$text-success on $success-muted",
     "%": "$text-secondary on $secondary-muted",
+    "+": "$text-accent on $accent-muted",
     "#": "$text-primary on $primary-muted",
     ">": "$text-warning on $warning-muted",
     "-": "$foreground on $panel",
@@ -47,6 +49,7 @@ _OWNERS: Mapping[str, str] = {
     "draft": "$success-darken-2",
     "kept pages": "$accent-darken-2",
     "embedding": "$primary-darken-2",
+    "experts": "$primary-lighten-2",
 }
 _OTHER = "$foreground"
 _MEANT: Mapping[str, str] = {"kv": "keys and values", "context": "CUDA", "draft": "drafting"}
@@ -94,13 +97,31 @@ def ledger(plan: Plan, columns: int) -> Content:
 def _disk(plan: Plan, columns: int) -> Iterator[Content]:
     streamed, looked_up = plan.streamed_bytes, plan.ledger["disk"].get("embedding", 0)
     if streamed:
-        amount = f"  {format_bytes(streamed)} are read at every step"
+        amount = f"  {words.read_from_disk(plan)}"
         length = max(4, min(_MOST_BAR, columns - _LABEL - len(amount)))
         yield _labelled("disk", bar(streamed / plan.shape.num_bytes, length, "$error") + Content(amount))
     else:
         yield _labelled("disk", Content.styled("nothing is read from it at a step", "$foreground-muted"))
     if looked_up:
         yield from _indented([_owner("embedding", looked_up) + Content(", looked up row by row")])
+
+
+def experts(plan: Plan, facts: EngineFacts | None, columns: int) -> Content:
+    """The experts of a mixture: those of blocks that are in memory as a whole, those that have slots there, and those
+    on the disk. facts: of the running model, which tell how often a wanted one was in memory."""
+    count = plan.experts
+    assert count is not None
+    amount = f"  {words.experts_in_memory(count)}"
+    length = max(4, min(_MOST_BAR, columns - _LABEL - len(amount)))
+    styles = {"resident": _OWNERS["weights"], "slots": _OWNERS["experts"]}
+    shares = {"resident": count.resident / count.total, "slots": count.slots / count.total}
+    texts = [words.mixture(plan.shape), words.expected_hits(plan)]
+    if facts is not None and facts.hit_rate is not None:
+        texts.append(f"{facts.hit_rate:.0%} of the {facts.experts_wanted:,} that were wanted so far were there")
+    rows = [_labelled("experts", split_bar(shares, length, styles) + Content(amount))]
+    return Content("\n").join(
+        [*rows, *(row for text in filter(None, texts) for row in _paragraph("", Content(text), columns))]
+    )
 
 
 def _owner(owner: str, count: int) -> Content:
@@ -136,7 +157,7 @@ def predicted(planned: Planned, before: Planned | None, measured_tok_s: float | 
     plan, rate, wait = planned.plan, planned.decode_tok_s, planned.ttft_s
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
     decode = Content.styled(words.band(rate), "bold") + Content(f" tok/s{together}, bound by ")
-    decode += Content(words.BOUNDS[plan.bound_by])
+    decode += Content(words.bound(plan))
     first = Content(f"{words.duration(wait)}, after a prompt of {plan.prompt_tokens:,} tokens")
     rows = [*_paragraph("decode", decode, columns), *_paragraph("first token", first, columns)]
     if before is not None and before.decode_tok_s is not None:
@@ -167,6 +188,7 @@ def changed(plan: Plan, running: Plan | None, now: Plan | None, notes: Sequence[
         ("KV", running.shape.kv, plan.shape.kv),
         ("weights", running.shape.weights, plan.shape.weights),
         *((name, _total(now, tier), _total(plan, tier)) for tier, name in words.MEMORIES.items()),
+        ("experts in memory", _in_memory(running), _in_memory(plan)),
         ("disk a step", format_bytes(running.streamed_bytes), format_bytes(plan.streamed_bytes)),
     ]
     parts = [
@@ -182,6 +204,10 @@ def changed(plan: Plan, running: Plan | None, now: Plan | None, notes: Sequence[
 
 def _total(plan: Plan, tier: Tier) -> str:
     return format_bytes(plan.total_bytes(tier))
+
+
+def _in_memory(plan: Plan) -> str:
+    return "" if plan.experts is None else f"{plan.experts.in_memory:,}"
 
 
 def _num_moved(plan: Plan, before: Plan) -> int:

@@ -16,10 +16,11 @@ from textual.pilot import Pilot
 
 from localllm.engine import model_plan as engine_planning
 from localllm.engine import planner
+from localllm.engine.engine_info import EngineFacts
 from localllm.engine.model_plan import Considered, DraftGain, Planned, Prediction
 from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
 from localllm.offload.planner.machine import Machine, Memory, Rates
-from localllm.offload.planner.model_shape import BlockShape, ModelShape
+from localllm.offload.planner.model_shape import BlockShape, ExpertShape, ModelShape
 from localllm.offload.planner.plan import GIB, JobShape, Plan
 from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
@@ -31,6 +32,7 @@ from localllm.tui.model_loader import serve
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanWish, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.bars import KeyBar
+from localllm.tui.widgets.status import AnswerRun, memory_line
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other
 from tests.tui.support import FakeService, assert_shown, chatting, press, say, shown, texts, until
@@ -40,12 +42,14 @@ pytestmark = pytest.mark.usefixtures("home")
 _MIB = 1 << 20
 
 
-def model_shape(name: str, kv: str) -> ModelShape:
-    """12 layers of 60 MiB: 720 MiB of blocks."""
+def model_shape(name: str, kv: str, num_experts: int = 0) -> ModelShape:
+    """12 layers of 60 MiB: 720 MiB of blocks. num_experts: of each MLP, a megabyte each; a token has four."""
+    experts = ExpertShape(num_experts, 4, _MIB) if num_experts else None
     kinds = itertools.cycle((("attention", 20), ("mlp", 40)))
     names = [f"layers.{index // 2}" for index in range(24)]
     blocks = [
-        BlockShape(f"{layer}.{kind}", size * _MIB, size) for layer, (kind, size) in zip(names, kinds, strict=False)
+        BlockShape(f"{layer}.{kind}", size * _MIB, size, experts if kind == "mlp" else None)
+        for layer, (kind, size) in zip(names, kinds, strict=False)
     ]
     return ModelShape(
         name=name,
@@ -68,6 +72,7 @@ class FakePlanner(PlanWorker):
     """A machine that has 2 GiB of memory free, and rates that are known. gate: nothing is planned before it is set."""
 
     name: str = "the model"
+    num_experts: int = 0
     vram_bytes: int | None = None
     reason: str = ""  # why a measurement has to wait
     measures: str = ""
@@ -101,7 +106,7 @@ class FakePlanner(PlanWorker):
         return self.reason if measures else ""
 
     def _planned(self, wish: PlanWish) -> Planned:
-        shape = model_shape(self.name, wish.changes.get("kv", "auto"))
+        shape = model_shape(self.name, wish.changes.get("kv", "auto"), self.num_experts)
         ram_bytes = parse_bytes(wish.changes.get("ram")) or 2 * GIB
         memory = Memory(ram_bytes, 300 * _MIB, 2 * GIB, 3 * GIB)
         job = JobShape(4, 1024, 1024) if wish.goal == "throughput" else None
@@ -174,6 +179,24 @@ async def test_the_plan_of_the_running_model_is_a_picture_with_its_figures() -> 
             "ngram: about 99 tok/s, 2.5 times as fast, where 80% of the draft tokens are accepted",
             "measured on a busy machine: disk",
             "as it runs now",
+        )
+
+
+async def test_the_experts_of_a_mixture_are_counted_by_where_they_are_and_how_often_they_were_there() -> None:
+    async with planning(FakePlanner(num_experts=40), FakeService(), size=(128, 60)) as (app, pilot, screen):
+        assert_shown(app, "experts", "all 480 in memory", "by 4 of the 40 experts in each of 12 layers")
+        app.worker.answers.facts = EngineFacts(1, "", "", experts_wanted=1200, expert_hits=900)
+        await pilot.press("down", "down", "down", *["left"] * 5)
+        plan = await settled(pilot, screen)
+        assert plan is not None and plan.experts is not None and 0 < plan.experts.slots < 480
+        assert_shown(
+            app,
+            "12 in memory with some of their experts, the others on the disk",
+            f"{plan.experts.slots} of 480 in memory",
+            f"experts in memory 480 → {plan.experts.slots}",
+            "of those that a token wants are expected there (a usual rate)",
+            "75% of the 1,200 that were wanted so far were there",
+            "of experts are read for each token",
         )
 
 
@@ -409,3 +432,17 @@ def test_a_plan_says_nothing_of_advice_until_it_is_asked_for() -> None:
     found = Considered(planned, advise)
     assert found.planned.advice == [] and not advise.called
     assert found.advised() == replace(planned, advice=["--ctx 1024"])
+
+
+def test_the_status_line_says_how_many_experts_are_in_memory_and_how_often_a_wanted_one_was() -> None:
+    facts = EngineFacts(
+        1, "", "", ledger={"ram": {"weights": 1}}, limits={"ram": 2}, bound_by="disk", streamed_bytes=9 * _MIB,
+        num_experts=480, experts_in_memory=120,
+    )  # fmt: skip
+    line = memory_line(facts, AnswerRun(), 200).plain
+    assert "experts 25% in memory" in line and "hits" not in line and "a step" not in line
+    assert line.endswith("each token waits for reading experts from the disk")
+    facts = replace(facts, experts_wanted=1000, expert_hits=900)
+    assert "experts 25% in memory  hits 90%" in memory_line(facts, AnswerRun(), 200).plain
+    whole = replace(facts, experts_in_memory=480, streamed_bytes=0)
+    assert "experts" not in memory_line(whole, AnswerRun(), 200).plain

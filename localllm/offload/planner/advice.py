@@ -30,7 +30,7 @@ def advise(search: Search, plan: Plan, int4: ModelShape | None, others: Iterable
     other = _largest_that_fits(search, (each for each in others if each.num_bytes < plan.shape.num_bytes))
     found = [
         *_more_memory(search, plan),
-        (shorter, f"--ctx {ctx}: a shorter context leaves room for weights"),
+        (shorter, f"--ctx {ctx}: a shorter context leaves room for {'experts' if plan.experts else 'weights'}"),
         (in_int4, f"--weights int4: {format_bytes(int4.num_bytes if int4 else 0)} of weights"),
         (other, f"{_command_of(search, other) if other else ''}: fits into this memory as a whole"),
     ]
@@ -72,21 +72,25 @@ def _largest_that_fits(search: Search, others: Iterable[ModelShape]) -> Plan | N
 
 
 def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
-    """Yield the cap that keeps everything in the fast memory, where the machine has so much."""
+    """Yield the cap that keeps everything in the fast memory, where the machine has so much; of a mixture also how
+    much it lacks."""
     better = replace(search.without_limit(), ctx=plan.ctx).fitting
     if better is None:
         return
     needed, room = better.total_bytes(better.fast), search.machine.fast_memory
     on_card = better.fast == "vram"
-    gain = f"every block stays {'on the GPU' if on_card else 'in memory'}"
+    all_of_it = "every block stays" if plan.experts is None or on_card else "all experts stay"
+    gain = f"{all_of_it} {'on the GPU' if on_card else 'in memory'}"
+    missing = format_bytes(needed - plan.limits[plan.fast])
     if needed <= room.most_bytes:
         # Of itself it would take a longer context where that costs little of the speed.
         ctx = f" --ctx {plan.ctx}" if search.job is None and plan.ctx < better.shape.default_ctx else ""
         yield better, f"--{better.fast} {cap(needed)}{ctx}: {gain}"
     elif needed <= room.total_bytes:
-        missing = format_bytes(needed - plan.limits[plan.fast])
         kind = "the GPU's memory" if on_card else "memory"
         yield better, f"free {missing} of {kind} (close other programs): {gain}"
+    elif plan.experts is not None and not on_card:  # of a dense model too much is missing to be bought
+        yield better, f"{missing} more memory than is free, in a larger machine: {gain}"
 
 
 def _command_of(search: Search, plan: Plan) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -74,17 +73,24 @@ class HostPlacements:
     def _least_slots(self) -> int:
         """The fewest slots: for the experts of a token in each block, or of two tokens where blocks are few."""
         active = [experts.active for _, experts in self.shape.mixtures]
-        return max(len(active) * LEAST_SLOTS, 2 * max(active))
+        total = sum(experts.count for _, experts in self.shape.mixtures)
+        return min(total, max(len(active) * LEAST_SLOTS, 2 * max(active)))
 
     def _slots(self, free_bytes: int) -> dict[str, int]:
-        """Return how many slots the experts of each block have in the memory that all else leaves."""
+        """Return how many slots the experts of each block have in the memory that all else leaves: of a few large ones
+        some blocks have one more."""
         free_bytes -= self.shape.streamable_bytes - self.shape.expert_bytes
-        return self._shared_out(max(0, free_bytes) / self.shape.expert_bytes)
+        total = sum(experts.count for _, experts in self.shape.mixtures)
+        slots = min(max(0, free_bytes) // self._record_bytes, total)
+        counts = (experts.count for _, experts in self.shape.mixtures)
+        ends = [slots * count // total for count in itertools.accumulate(counts, initial=0)]
+        pairs = zip(self.shape.mixtures, itertools.pairwise(ends), strict=True)
+        return {block.name: end - begin for (block, _), (begin, end) in pairs}
 
-    def _shared_out(self, share: float) -> dict[str, int]:
-        """Return how many slots each block has where this share of all experts has room. A share may be the quotient of
-        whole numbers, and a little less than that."""
-        return {block.name: int(experts.count * share + 1e-6) for block, experts in self.shape.mixtures}
+    @property
+    def _record_bytes(self) -> int:
+        """The bytes of a slot, which takes an expert of any block."""
+        return max(experts.num_bytes for _, experts in self.shape.mixtures)
 
     def least_bytes(self, ctx: int) -> int:
         """Return the least memory in which the model runs with this context, packed in it first."""
@@ -123,9 +129,7 @@ class HostPlacements:
         passing_bytes = self._chunks()[-1][1] * self.shape.state_bytes
         if self.shape.mixtures:
             shared_bytes = self.shape.streamable_bytes - self.shape.expert_bytes
-            shares = sorted({n / experts.count for _, experts in self.shape.mixtures for n in range(experts.count + 1)})
-            enough = (share for share in shares if sum(self._shared_out(share).values()) >= self._least_slots)
-            streams = math.ceil(next(enough, 1.0) * self.shape.expert_bytes) + passing_bytes
+            streams = self._least_slots * self._record_bytes + passing_bytes
             return {**owners, "blocks": shared_bytes + streams}
         # A block that stays takes more than it saves in the ring, but where it is the last of its kind or the head.
         kinds = (self.shape.blocks[::2], self.shape.blocks[1::2], (self.shape.head,))

@@ -83,6 +83,8 @@ class ModelShape:
     draft_bytes: int = 0  # of a draft model, all of it where this one is computed fastest
     draft_blocks: int = 0
     hit_curve: HitCurve = USUAL  # of experts that are brought to slots
+    num_weights: int = 0  # of all matrices
+    num_active_weights: int = 0  # that a token is multiplied by, and its embedding's matrix
     section_bytes: int = 0  # of one row: the partial result of each program of a GPU's attention
 
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
@@ -133,6 +135,11 @@ class ModelShape:
             int(experts.active * experts.num_bytes * (1 - self.hit_curve.hits(slots[block.name] / experts.count)))
             for block, experts in self.mixtures
         )
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of the weights that the step of one token reads."""
+        return int(self.read_share(1) * (self.block_bytes + self.lm_head.num_bytes))
 
     def read_share(self, tokens: int) -> float:
         """Return the share that a step of so many tokens reads of the bytes of all blocks and the head's matrix."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from localllm.offload.placement import BlockPlacement, Tier
+from localllm.offload.placement import BlockPlacement, ExpertCount, Tier
 from localllm.offload.planner.calibration import Bound
 from localllm.offload.planner.costs import Costs
 from localllm.offload.planner.machine import Memory
@@ -93,6 +93,21 @@ class Plan:
         """Bytes read from the disk at every step, as a rule where experts are."""
         missed_bytes = self.costs.work.missed_bytes if self.costs.card is None else 0
         return self.ledger["disk"]["weights"] + missed_bytes
+
+    @property
+    def experts(self) -> ExpertCount | None:
+        """The experts of a mixture; None for any other model."""
+        return ExpertCount.of(self.blocks)
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the experts of a token that is in memory, as a rule."""
+        return 1 - self.costs.work.missed_bytes / max(1, self.shape.active_expert_bytes)
+
+    @property
+    def learnt_tokens(self) -> int:
+        """Tokens of earlier runs that this share was learnt from; 0 where it is a usual one."""
+        return self.shape.hit_curve.learnt_from // max(1, sum(experts.active for _, experts in self.shape.mixtures))
 
     def total_bytes(self, tier: Tier) -> int:
         return sum(self.ledger.get(tier, {}).values())

@@ -212,6 +212,7 @@ class PlanScreen(Screen[None]):
             with VerticalScroll(id="picture", can_focus=False):
                 yield Chart(id="map")
                 yield Chart(id="ledger")
+                yield Chart(id="experts")
                 yield Chart(id="advice")
         yield Activity()
         yield Notice()
@@ -287,6 +288,7 @@ class PlanScreen(Screen[None]):
             "changed": None,
             "map": None,
             "ledger": None,
+            "experts": None,
         }
         if (plan := planned.plan) is not None:
             now = before.plan if before is not None else None
@@ -294,6 +296,8 @@ class PlanScreen(Screen[None]):
             drawn["changed"] = lambda columns: charts.changed(plan, running, now or running, notes, columns)
             drawn["map"] = lambda columns: charts.block_map(plan, columns)
             drawn["ledger"] = lambda columns: charts.ledger(plan, columns)
+            if plan.experts is not None:
+                drawn["experts"] = lambda columns: charts.experts(plan, self._chat.answers.facts, columns)
         for name, draw in drawn.items():
             self.query_one(f"#{name}", Chart).show(draw)
 

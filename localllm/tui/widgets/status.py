@@ -211,7 +211,14 @@ def _memory(facts: EngineFacts, *, is_short: bool) -> Iterator[Content]:
             shown = bar(used / limit, _BAR // 2 if is_short else _BAR)
             yield Content.styled(f"{name} ", "$foreground-muted") + shown + Content(f" {figures}")
     disk = Content.styled("disk ", "$foreground-muted")
-    if facts.streamed_bytes:
+    if facts.num_experts > facts.experts_in_memory:
+        share = Content(f"{facts.experts_in_memory / facts.num_experts:.0%}{'' if is_short else ' in memory'}")
+        yield Content.styled("experts ", "$foreground-muted") + share
+        if facts.hit_rate is not None:
+            yield Content.styled("hits ", "$foreground-muted") + Content.styled(
+                f"{facts.hit_rate:.0%}", "$text-warning"
+            )
+    elif facts.streamed_bytes:
         each = "" if is_short else " a step"
         yield disk + Content.styled(f"{format_bytes(facts.streamed_bytes)}{each}", "$text-warning")
     elif facts.limits:
@@ -221,6 +228,8 @@ def _memory(facts: EngineFacts, *, is_short: bool) -> Iterator[Content]:
 def why_slow(facts: EngineFacts, finished: FinishedEvent | None, *, is_short: bool = False) -> str:
     """The wait of a step, measured if there was an answer; "" where it is neither for the disk nor for the link."""
     name, what = _BOUND.get(facts.bound_by, ("blocks", "blocks on their way"))
+    if facts.num_experts > facts.experts_in_memory:
+        what = "reading experts from the disk"
     if finished is None:
         if facts.bound_by not in _BOUND:
             return ""
