@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from localllm import Engine
 from localllm.engine.placement import model_shape
 from localllm.engine.request import Request
 from localllm.layers.moe import MoE
@@ -14,6 +15,7 @@ from localllm.models import host_experts
 from localllm.models.gpu_program import is_ours
 from localllm.offload.placement import BlockPlacement, ExpertSlots, demoted
 from localllm.quant.recipe import RECIPES
+from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered, generated
 from tests.packed_support import pack
@@ -142,3 +144,19 @@ def test_the_true_kernels_write_it_too(has_slots, weights, mixtures, expected, s
         placed.place(slotted(packed, 2) if has_slots else packed.blocks(lambda _index: "streamed"), 17)
         assert text(packed, placed, 3) == expected[weights][:3]
         assert card.counts["replays"]
+
+
+def test_a_model_too_large_for_the_card_is_planned_with_slots_and_writes_the_same_text(tmp_path, simulated_card):
+    """Within what torch may take of the card then; of experts large enough for the allocator's steps to be small."""
+    sizes = {"moe_intermediate_size": 4096, "head_dim": 32, "num_experts": 24}
+    write_checkpoint(tmp_path, "qwen3_moe", layers=4, **sizes)
+    wanted = EngineConfig(weights="int8", dtype="fp32", ctx=128, speculate="off")
+    host = Engine.load(tmp_path, replace(wanted, device="cpu"))
+    right = generated(host, PROMPT, 8, temperature=0.9, seed=5)
+    host.close()
+    with simulated_card(CardConfig("lazy")):
+        engine = Engine.load(tmp_path, replace(wanted, device="cuda", vram=164_000 << 10))
+        assert [block.experts.slots for block in engine.residency.blocks if block.is_slotted] == [6] * 4
+        assert generated(engine, PROMPT, 8, temperature=0.9, seed=5) == right
+        assert engine.residency.placed._slots.hits
+        engine.close()
