@@ -195,8 +195,8 @@ def test_an_expert_whose_bytes_are_not_those_of_its_checksum_is_not_computed_wit
         tokens(whole)
     (path,) = tmp_path.rglob("layers.1.mlp.safetensors")
     content = bytearray(path.read_bytes())
-    record_bytes = dict(shape_of(directory, "int4").mixtures)[shape_of(directory, "int4").blocks[3]].num_bytes
-    for begin in range(len(content) - record_bytes + 100, 8192, -record_bytes):
+    experts = dict(shape_of(directory, "int4").mixtures)[shape_of(directory, "int4").blocks[3]]
+    for begin in range(len(content) - experts.count * experts.num_bytes + 100, len(content), experts.num_bytes):
         content[begin] ^= 1
     path.write_bytes(content)
     least = Search(shape_of(directory, "int4"), LEAST, 128).least_ram_bytes()
@@ -204,6 +204,23 @@ def test_an_expert_whose_bytes_are_not_those_of_its_checksum_is_not_computed_wit
         with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\S+ is damaged") as caught:
             tokens(capped)
         assert re.match(r"the checksum of expert \d+ is [0-9a-f]{32}, [0-9a-f]{32} is stored", caught.value.why)
+
+
+def test_what_all_tokens_share_of_a_mixture_is_compared_with_its_checksum(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    with engine(directory, "int4", ctx=128) as whole:
+        tokens(whole)
+    (path,) = tmp_path.rglob("layers.1.mlp.safetensors")
+    content = bytearray(path.read_bytes())
+    content[int.from_bytes(content[:8], "little") + 8 + 100] ^= 1  # in the router, with which the data begins
+    path.write_bytes(content)
+    least = Search(shape_of(directory, "int4"), LEAST, 128).least_ram_bytes()
+    damaged = pytest.raises(CheckpointError, match=r"layers\.1\.mlp\S+ is damaged")
+    with damaged as caught, engine(directory, "int4", least, ctx=128):
+        pytest.fail("it was loaded")
+    assert "what all tokens share" in caught.value.why
 
 
 # What a checkpoint may have wrong

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from localllm.layers.config import MLPConfig
-from localllm.models.block_source import written_record
-from localllm.models.layout import EXPERTS, BlockLayout, Experts, Matrix
+from localllm.models.block_source import add_to_digest, checksum_tensor, written_record
+from localllm.models.layout import EXPERTS, SHARED_CHECKSUM, BlockLayout, Experts, Matrix
 from localllm.models.packed_file import PackedFile
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import Recipe
@@ -48,6 +49,9 @@ class RandomBlocks:
             mean, spread = (1, 0.1) if vector.is_norm_weight else (0, 0.02)
             tensors[vector.name].copy_(mean + spread * self._normal(vector.features))
         if layout.experts is not None:
+            digest = xxhash.xxh3_128()
+            add_to_digest(digest, {name: t for name, t in tensors.items() if name not in (SHARED_CHECKSUM, EXPERTS)})
+            tensors[SHARED_CHECKSUM].copy_(checksum_tensor(digest.digest()))
             for index, record in enumerate(tensors[EXPERTS]):
                 record.copy_(self._record(layout.experts, index % _VARIANTS))
         return tensors

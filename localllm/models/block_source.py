@@ -13,7 +13,16 @@ import xxhash
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.models.architecture import ModelConfig
 from localllm.models.checkpoint import Checkpoint
-from localllm.models.layout import CHECKSUM_BYTES, EXPERTS, BlockLayout, Matrix, Record, Vector, block_layouts
+from localllm.models.layout import (
+    CHECKSUM_BYTES,
+    EXPERTS,
+    SHARED_CHECKSUM,
+    BlockLayout,
+    Matrix,
+    Record,
+    Vector,
+    block_layouts,
+)
 from localllm.models.safetensors_file import allocate
 from localllm.quant.layouts import ITEM_BYTES, Sizes, torch_dtype
 
@@ -76,15 +85,14 @@ class CheckpointBlocks:
     def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
         """Yield the block's tensors one matrix at a time, and one expert at a time, in order: no more of the checkpoint
         is in memory at once."""
-        for matrix in layout.matrices:
-            yield self._matrix(matrix)
-        for vector in layout.vectors:
-            shape = self._vector_shape(vector)
-            values = self._finite(vector.stored, self.checkpoint.read(vector.stored, shape, torch_dtype("float32")))
-            offset = self.config.norm_weight_offset if vector.is_norm_weight else 0.0
-            yield {vector.name: values.view(-1) + offset}
+        digest = xxhash.xxh3_128()
+        for part in itertools.chain(map(self._matrix, layout.matrices), map(self._vector, layout.vectors)):
+            if layout.experts is not None:
+                add_to_digest(digest, part)
+            yield part
         if layout.experts is None:
             return
+        yield {SHARED_CHECKSUM: checksum_tensor(digest.digest())}
         record = layout.experts.record(self.recipe)
         for index in range(layout.experts.num_experts):
             tensors: dict[str, Tensor] = {}
@@ -102,6 +110,11 @@ class CheckpointBlocks:
                 self._finite(name, part)
             tensors[f"{matrix.name}.linear_bias"] = _as_computed(bias, matrix)
         return tensors
+
+    def _vector(self, vector: Vector) -> dict[str, Tensor]:
+        shape = self._vector_shape(vector)
+        values = self._finite(vector.stored, self.checkpoint.read(vector.stored, shape, torch_dtype("float32")))
+        return {vector.name: values.view(-1) + (self.config.norm_weight_offset if vector.is_norm_weight else 0.0)}
 
     def _vector_shape(self, vector: Vector) -> tuple[int, ...]:
         """Return the shape of the vector in the checkpoint: some are stored as one row."""
@@ -217,9 +230,22 @@ def written_record(record: Record, tensors: Mapping[str, Tensor]) -> Tensor:
     content = torch.zeros(record.num_bytes, dtype=torch.uint8)
     for name, placed in record.tensors.items():
         content[placed.begin : placed.end] = tensors[name].contiguous().view(-1).view(torch.uint8)
-    digest = xxhash.xxh3_128_digest(content[:-CHECKSUM_BYTES].numpy().data)
-    content[-CHECKSUM_BYTES:] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    content[-CHECKSUM_BYTES:] = checksum_tensor(xxhash.xxh3_128_digest(content[:-CHECKSUM_BYTES].numpy().data))
     return content
+
+
+def add_to_digest(digest: xxhash.xxh3_128, tensors: Mapping[str, Tensor]) -> None:
+    """Add the bytes of these tensors, in their order."""
+    import torch
+
+    for tensor in tensors.values():
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def checksum_tensor(digest: bytes) -> Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
 def _read_dtype(matrix: Matrix, recipe: Sizes, checkpoint: Checkpoint | None) -> str:

@@ -30,6 +30,7 @@ MLP_NORMS = {
 EMBED, HEAD = "embed", "head"  # the names of the first block and of the last
 EXPERTS = "experts"  # the name of the tensor of all records of a block
 ALIGNMENT_BYTES = 64  # of tensors: a cache line, and an AVX-512 vector
+SHARED_CHECKSUM = "shared_checksum"  # of a mixture: the XXH3-128 of all its tensors but the experts, in their order
 CHECKSUM_BYTES = 16
 
 
@@ -147,8 +148,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The tensors of one block: `{matrix}.{tensor of its format}`, `{matrix}.linear_bias`, `{vector}`, and `experts`,
-    uint8 [number of experts, bytes of a record]."""
+    """The tensors of one block: `{matrix}.{tensor of its format}`, `{matrix}.linear_bias`, `{vector}`; of a mixture
+    also `shared_checksum` and `experts`, uint8 [number of experts, bytes of a record]."""
 
     name: str  # "embed", "layers.0.attention", "layers.0.mlp", "head"
     matrices: tuple[Matrix, ...]
@@ -162,6 +163,7 @@ class BlockLayout:
             specs |= matrix.specs(recipe)
         specs |= {vector.name: TensorSpec((vector.features,), "float32") for vector in self.vectors}
         if self.experts is not None:
+            specs[SHARED_CHECKSUM] = TensorSpec((CHECKSUM_BYTES,), "uint8")
             specs[EXPERTS] = TensorSpec((self.experts.num_experts, self.experts.record(recipe).num_bytes), "uint8")
         return specs
 

@@ -25,9 +25,10 @@ from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
 from localllm.layers.config import MLPConfig, MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
+from localllm.models.block_source import add_to_digest
 from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.fields import show
-from localllm.models.layout import CHECKSUM_BYTES, EXPERTS, BlockLayout, block_layouts
+from localllm.models.layout import CHECKSUM_BYTES, EXPERTS, SHARED_CHECKSUM, BlockLayout, block_layouts
 from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile, read_index, read_tensor
 from localllm.offload.streaming.disk_read import READERS, FileRead, cached_share, read_into
 from localllm.offload.streaming.disk_stream import StreamedFile
@@ -270,7 +271,13 @@ class PackedModel:
         own = file.header(self._checksums[file.name])
         if buffer[: len(own)].numpy().tobytes() != own:
             raise self._refusal(file, "is damaged", f"its header is not that of {file.name}")
-        return file.views(buffer, without=EXPERTS)
+        tensors = file.views(buffer, without=EXPERTS)
+        digest, stored = xxhash.xxh3_128(), tensors.pop(SHARED_CHECKSUM).numpy().tobytes()
+        add_to_digest(digest, tensors)
+        if digest.digest() != stored:
+            why = f"the checksum of what all tokens share is {digest.hexdigest()}, {stored.hex()} is stored"
+            raise self._refusal(file, "is damaged", why)
+        return tensors
 
     def small_tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
         """Read the block's norms and biases, which stay where its matrices are streamed. Raises CheckpointError."""
