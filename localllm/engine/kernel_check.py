@@ -71,7 +71,7 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
 def _kinds(config: ModelConfig) -> Iterable[AttentionConfig]:
     """Return one attention of each kind that the kernels tell apart, those without a window first."""
     kinds = {
-        (each.window is not None, each.kv_shape, each.num_heads, each.rotary_dim): each
+        (each.window is not None, each.kv_shape, each.num_heads, each.rotary_dim, each.softcap, each.qk_norm): each
         for each in reversed(config.attentions)
     }
     return [kinds[kind] for kind in sorted(kinds, key=lambda kind: kind[0])]

@@ -6,7 +6,7 @@ table says where, and may change between two runs of a tape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,7 +128,7 @@ class ExpertRoom:
         """Return the experts that were chosen for the tokens of now, int32 [T, top_k]."""
         return self.experts[: int(self.shape[0]) * top_k].view(-1, top_k)
 
-    def arrange(self, chosen: Tensor, groups: Iterable[Sequence[int]]) -> Iterator[None]:
+    def arrange(self, chosen: Tensor, groups: Iterable[Sequence[int]]) -> Generator[None, None, None]:
         """Lay out the blocks of each group of experts as `cpu_experts.group` does those of all, and yield: the steps
         between routing and combining compute that group then. chosen: see there."""
         pairs: dict[int, list[int]] = {}
@@ -136,21 +136,23 @@ class ExpertRoom:
             pairs.setdefault(expert, []).append(pair)
         top_k, rows, end = chosen.shape[1], self.block_rows, 0
         blocks, tokens, places = self.blocks.numpy(), self.tokens.numpy(), self.places.numpy()
-        for group in groups:
-            begin = end
-            for expert in group:
-                own = pairs[expert]
-                first, count = end, -(-len(own) // rows)
-                end += count
-                for number in range(first, end):
-                    part = own[(number - first) * rows : (number - first + 1) * rows]
-                    at = number * len(BLOCK_WORDS)
-                    blocks[at : at + len(BLOCK_WORDS)] = (expert, len(part), first, count)
-                    tokens[number * rows : number * rows + len(part)] = [pair // top_k for pair in part]
-                    places[part] = range(number * rows, number * rows + len(part))
-            self.grouped_shape[0], self.grouped_shape[2] = end - begin, begin
-            yield
-        self.grouped_shape[2] = 0
+        try:
+            for group in groups:
+                begin = end
+                for expert in group:
+                    own = pairs[expert]
+                    first, count = end, -(-len(own) // rows)
+                    end += count
+                    for number in range(first, end):
+                        part = own[(number - first) * rows : (number - first + 1) * rows]
+                        at = number * len(BLOCK_WORDS)
+                        blocks[at : at + len(BLOCK_WORDS)] = (expert, len(part), first, count)
+                        tokens[number * rows : number * rows + len(part)] = [pair // top_k for pair in part]
+                        places[part] = range(number * rows, number * rows + len(part))
+                self.grouped_shape[0], self.grouped_shape[2] = end - begin, begin
+                yield
+        finally:
+            self.grouped_shape[2] = 0  # whoever groups all experts begins with the first block
 
     def _route(self, mixture: Mixture, source: Tensor) -> Iterator[Step]:
         router, bias = mixture.router, mixture.matrix_bias

@@ -191,7 +191,7 @@ class _Row:
         with k.range(k.i64(0), k.i64(router.groups)) as group:
             is_left_out = self.group_keys.at(group * 4).load(I32).compare("ne", TAKEN)
             with k.when(is_left_out), k.range(group * size, (group + 1) * size) as expert:
-                self.keys.at(expert * 4).store(k.constant(I32, 0))
+                self.keys.at(expert * 4).store(k.constant(I32, TAKEN))
 
     def _copy(self, source: Value, target: Value) -> None:
         """As many numbers as there are experts, which may end anywhere, to the stack."""

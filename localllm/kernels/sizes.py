@@ -9,6 +9,7 @@ TILE = 16  # rows
 WORD = 8  # 4-bit codes of one row in a 32-bit lane
 INT8_WORD = 4
 INT8_GROUP = 64  # columns that share a scale of the activations where the weights have one a row
+MOST_SLOTS = 32  # experts of a token: a GPU's program has a warp for each
 MAX_ROWS = 8  # of a product with bf16 weights; above, the library's GEMM has more to reuse
 
 UNIT, UNIT_BYTES = 128, 192  # columns of bf12

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +25,7 @@ class ExpertBank(Protocol):
     def record_bytes(self) -> int:
         """Bytes of one expert."""
 
-    def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
+    def held(self, experts: Sequence[int]) -> Generator[list[tuple[int, MLP]], None, None]:
         """Yield these experts with their numbers in groups, in whatever order they are there. A group can be computed
         with until the next one is asked for. Raises LocalLLMError for one that cannot be brought."""
 
@@ -56,8 +58,8 @@ class MoE:
         chosen, shares = reference.route(_product(wide, self.router), self.correction, router)  # [T, top_k] each
         weights = shares.float()
         parts = torch.empty((*chosen.shape, x.shape[1]), device=x.device)  # [T, top_k, hidden]
-        for group in self.experts.held(torch.unique(chosen).tolist()):
-            for expert, mlp in group:
+        with closing(self.experts.held(torch.unique(chosen).tolist())) as groups:
+            for expert, mlp in itertools.chain.from_iterable(groups):
                 rows, slots = (chosen == expert).nonzero(as_tuple=True)
                 parts[rows, slots] = mlp(x[rows], batch).float()
         total = torch.zeros_like(wide)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localllm.kernels.cpu_matmul import is_available
-from localllm.kernels.sizes import INT8_GROUP, TASK_WORDS, TILE, TOKEN_WORDS
+from localllm.kernels.sizes import INT8_GROUP, MOST_SLOTS, TASK_WORDS, TILE, TOKEN_WORDS
 from localllm.layers.config import AttentionConfig, MoEConfig
 from localllm.models.architecture import ModelConfig
 from localllm.quant.layouts import Int4Layout, Int8Layout, Sizes, can_be_cut, cut_step
@@ -68,16 +68,17 @@ def _mixture_row_floats(mixture: MoEConfig, hidden_size: int) -> int:
     """Return the floats of the buffers of a mixture for one more row: what each chosen expert makes of it, in blocks
     of rows that are not all full."""
     wide = 2 * mixture.expert.intermediate_size
-    return 2 * mixture.router.top_k * (wide + hidden_size + max(wide, hidden_size) // 2) + mixture.router.num_experts
+    return 3 * mixture.router.top_k * (wide + hidden_size + max(wide, hidden_size) // 2) + mixture.router.num_experts
 
 
 def can_have_slots(config: ModelConfig, recipe: Sizes) -> bool:
     """Return whether a GPU's kernels compute all of the model's mixtures, with those experts that are in slots."""
     experts = [mixture.expert for mixture in config.mixtures]
     is_packed = isinstance(recipe.blocks, Int4Layout | Int8Layout)
-    is_plain = config.norm_kind == "rms" and config.residual_scale == 1.0 and has_one_head_shape(config)
+    fits_tables = config.norm_kind == "rms" and has_one_head_shape(config)
+    is_launched = all(mixture.router.top_k <= MOST_SLOTS for mixture in config.mixtures)
     fills_tiles = all(expert.intermediate_size % TILE == 0 and not expert.has_bias for expert in experts)
-    return bool(experts) and is_packed and is_plain and fills_tiles
+    return bool(experts) and is_packed and fits_tables and is_launched and fills_tiles
 
 
 def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:

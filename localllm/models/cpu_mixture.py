@@ -59,18 +59,24 @@ class ExpertRooms:
     def __init__(self, isa: Isa, rows: int, mixtures: Sequence[Mixture]) -> None:
         """rows: the most tokens of a forward. mixtures: all of the model's."""
         self._isa, self._rows = isa, rows
-        self._routers = [mixture.router for mixture in mixtures]
+        routers = [mixture.router for mixture in mixtures]
+        self._router = replace(
+            routers[0],
+            num_experts=max(router.num_experts for router in routers),
+            top_k=max(router.top_k for router in routers),
+        )
         self._widest = max((mixture.gate_up for mixture in mixtures), key=lambda matrix: matrix.out_features)
         self._rooms: dict[int, ExpertRoom] = {}
 
     def room(self, tokens: int) -> ExpertRoom:
-        """Return the room for so many tokens, which it is told of."""
-        router = max(self._routers, key=lambda router: (router.top_k, router.num_experts))
-        size = block_rows(self._isa, tokens, router)
-        room = self._rooms.get(size)
-        if room is None or room.rows < tokens:
-            rows = max(rows for rows in (tokens, self._rows) if block_rows(self._isa, rows, router) == size)
-            room = self._rooms[size] = ExpertRoom(self._isa, rows, router, self._widest, size)
+        """Return the room for so many tokens, which it is told of. It is made for all that have blocks of its size, and
+        stays the same: tapes point at it."""
+        assert tokens <= self._rows
+        size = block_rows(self._isa, tokens, self._router)
+        if size not in self._rooms:
+            same = (rows for rows in range(tokens, self._rows + 1) if block_rows(self._isa, rows, self._router) == size)
+            self._rooms[size] = ExpertRoom(self._isa, max(same), self._router, self._widest, size)
+        room = self._rooms[size]
         room.shape[0] = tokens
         return room
 

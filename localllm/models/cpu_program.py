@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -141,9 +142,10 @@ class CpuProgram:
         experts = room.experts.room(room.activations.rows)
         tape.run(begin, end + GROUP_STEP)
         chosen = experts.chosen(body.config.router.top_k)
-        held = body.experts.pool.held(body.experts.block, torch.unique(chosen).tolist())
-        for _ in experts.arrange(chosen, held):
-            tape.run(end + GROUP_STEP + 1, end + COMBINE_STEP)
+        pool, wanted = body.experts.pool, torch.unique(chosen).tolist()
+        with closing(pool.held(body.experts.block, wanted)) as held, closing(experts.arrange(chosen, held)) as groups:
+            for _ in groups:
+                tape.run(end + GROUP_STEP + 1, end + COMBINE_STEP)
         tape.run(end + COMBINE_STEP, end)
 
     def _placed(self, room: _Room, batch: Batch) -> _WholeTape:

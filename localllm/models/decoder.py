@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -62,11 +62,12 @@ class BlockStream(Protocol):
         """Inside, the block's tensors are in place. Raises LocalLLMError where they cannot be brought."""
 
 
+@dataclass(frozen=True)
 class AllResident:
-    """Nothing is streamed."""
+    """No block is streamed. clock: of what is read in the middle of one."""
 
+    clock: StreamClock = field(default_factory=StreamClock)
     names: frozenset[str] = frozenset()
-    clock = StreamClock()
 
     def begin(self) -> None:
         """Every block is there."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,7 +60,7 @@ class ExpertRecords:
         numbers = torch.arange(len(self.memory), device=self.memory.device)
         return numbers * self.record_bytes + self.memory.data_ptr()
 
-    def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
+    def held(self, experts: Sequence[int]) -> Generator[list[tuple[int, MLP]], None, None]:
         yield [(index, self.form.mlp(self.memory[index])) for index in experts]
 
 
@@ -80,9 +81,10 @@ class PooledExperts:
         """The address of each record that is in a slot, int64 [experts]: the pool keeps it true."""
         return self.pool.table(self.block)
 
-    def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
-        for group in self.pool.held(self.block, experts):
-            yield [(index, self.form.mlp(self.pool.record(self.block, index))) for index in group]
+    def held(self, experts: Sequence[int]) -> Generator[list[tuple[int, MLP]], None, None]:
+        with closing(self.pool.held(self.block, experts)) as groups:
+            for group in groups:
+                yield [(index, self.form.mlp(self.pool.record(self.block, index))) for index in group]
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class SlottedExperts:
         """The address of each record that is in a slot, int64 [experts], on the device."""
         return self.slots.table(self.block)
 
-    def held(self, experts: Sequence[int]) -> Iterator[list[tuple[int, MLP]]]:
+    def held(self, experts: Sequence[int]) -> Generator[list[tuple[int, MLP]], None, None]:
         """Yield copies on the device, one after the other: slots are for our kernels."""
         for index in experts:
             yield [(index, self.form.mlp(self.home.memory[index].to(self.slots.memory.device)))]

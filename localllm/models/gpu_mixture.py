@@ -17,6 +17,7 @@ from localllm.kernels.gpu.experts import mixture
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
+from localllm.kernels.sizes import MOST_SLOTS
 from localllm.kernels.tile16 import TILE, PackedMatrix
 from localllm.layers.gpu_block import GpuForward, run_mlp
 from localllm.layers.moe import MoE
@@ -39,7 +40,8 @@ def is_for_kernels(body: MoE) -> bool:
         return False
     form = body.experts.form
     is_packed = all(isinstance(matrix.format(form.recipe), Int4 | Int8) for matrix in form.matrices)
-    return is_packed and not form.config.has_bias and form.config.intermediate_size % TILE == 0
+    is_launched = body.config.router.top_k <= MOST_SLOTS
+    return is_packed and is_launched and not form.config.has_bias and form.config.intermediate_size % TILE == 0
 
 
 def table_of(body: MoE) -> ExpertTable:

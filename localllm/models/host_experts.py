@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu_expert_room import Mixture
+from localllm.kernels.cpu_expert_room import ExpertRoom, Mixture
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.cpu_tape import Tape
@@ -34,12 +34,12 @@ class HostExperts:
         """mixtures: by the block's name. rows: as many as a step has."""
         self._mixtures = mixtures
         self._native: dict[str, Mixture] = {}
-        self._tapes: dict[tuple[str, int], Tape] = {}
+        self._tapes: dict[tuple[str, ExpertRoom], Tape] = {}
         if is_available() and all(is_native(each.records) for each in mixtures.values()):
             self._native = {name: host_mixture(each.body, each.records, each.norm) for name, each in mixtures.items()}
             self._isa = best_isa()
             self._rooms = ExpertRooms(self._isa, rows, [*self._native.values()])
-            self._sources: dict[int, Tensor] = {}
+            self._sources: dict[ExpertRoom, Tensor] = {}
 
     def compute(self, block: str, x: Tensor, chosen: Tensor, experts: Sequence[int], parts: Tensor) -> None:
         """Write what these experts have, before it is weighed, to the rows of their pairs. x fp32 [T, hidden], before
@@ -55,12 +55,12 @@ class HostExperts:
 
     def _by_steps(self, block: str, x: Tensor, chosen: Tensor, experts: Sequence[int], parts: Tensor) -> None:
         mixture, room = self._native[block], self._rooms.room(len(x))
-        source = self._sources.setdefault(id(room), torch.zeros(room.rows, x.shape[1]))
+        source = self._sources.setdefault(room, torch.zeros(room.rows, x.shape[1]))
         source[: len(x)] = x
-        if (block, id(room)) not in self._tapes:
-            self._tapes[block, id(room)] = Tape([*room.expert_steps(mixture, source)])
+        if (block, room) not in self._tapes:
+            self._tapes[block, room] = Tape([*room.expert_steps(mixture, source)])
         for _ in room.arrange(chosen, [experts]):
-            self._tapes[block, id(room)].run()
+            self._tapes[block, room].run()
         is_ours = torch.isin(chosen.flatten(), torch.tensor(experts, dtype=chosen.dtype))
         parts[: len(is_ours)][is_ours] = room.y[room.places[: len(is_ours)][is_ours].long()]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.models.decoder import ALL_RESIDENT, BlockStream, Decoder
+from localllm.models.decoder import ALL_RESIDENT, AllResident, BlockStream, Decoder
 from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.kept_uses import keep_uses
 from localllm.models.layout import EMBED, EXPERTS, HEAD, BlockLayout, block_layouts
@@ -104,8 +104,8 @@ class OffloadedModel:
         self._pinning.set_aside(Ring.of([block.num_bytes for block in _from_disk(blocks)]).num_bytes)
         self._move(blocks, progress)
         self.blocks, self.many_rows = tuple(blocks), many_rows
-        rings, streams = self._streamed(blocks)
         self._open_pool([block for block in blocks if block.held_bytes])
+        rings, streams = self._streamed(blocks)
         self._make_slots([block for block in blocks if block.is_slotted])
         if blocks[0].tier == "disk" and self._embedding is None:
             self._embedding = self._packed.disk_embedding(self._layouts[EMBED])
@@ -259,7 +259,7 @@ class OffloadedModel:
         passing = [block for block in blocks if self._passes(block)]
         in_decode = [block for block in passing if _passes_in_steps(block)]
         if not passing:
-            stream = self._disk or ALL_RESIDENT
+            stream = self._disk or (ALL_RESIDENT if self._pool is None else AllResident(self._pool.clock))
             return _Rings(host, {}, {}), (stream, stream)
         rings = [Ring.of([block.num_bytes for block in some]) for some in (in_decode, passing)]
         memory = torch.empty(max(ring.num_bytes for ring in rings), dtype=torch.uint8, device=self._device)

@@ -47,7 +47,7 @@ ROUTERS = {
 
 def parts_of(router: RouterConfig, hidden: int) -> RouterWeights:
     E = router.num_experts
-    correction = torch.randn(E) * 0.2 if router.has_correction else None
+    correction = torch.randn(E) * 0.5 - 0.6 if router.has_correction else None
     return RouterWeights(torch.randn(E, hidden) * hidden**-0.5, torch.randn(E), correction, torch.rand(hidden), 1e-5)
 
 

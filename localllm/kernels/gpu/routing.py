@@ -134,7 +134,7 @@ def _index_of(key):
 
 @triton.jit
 def _within_groups(choice, group, member, is_expert, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """Zeros for the experts of groups that are not among those of which the two best scores have the largest sums."""
+    """-inf for the experts of groups that are not among those of which the two best scores have the largest sums."""
     key = tl.where(is_expert, _key(choice, member), _LOWEST)
     best = tl.max(key, axis=1)[:, None]
     second = tl.max(tl.where(key == best, _LOWEST, key), axis=1)[:, None]
@@ -144,7 +144,7 @@ def _within_groups(choice, group, member, is_expert, GROUPS: tl.constexpr, TOP_G
         largest = left == tl.max(left, axis=0)[None, :]
         is_kept = is_kept | largest
         left = tl.where(largest, _LOWEST, left)
-    return tl.where(is_kept, choice, 0.0)
+    return tl.where(is_kept, choice, float("-inf"))
 
 
 @triton.jit

@@ -54,6 +54,8 @@ def _attentions(fields: Fields, **traits: Any) -> tuple[AttentionConfig, ...]:
         return read_attentions(fields, **traits)
     plain = {kind: replace(section, raw=_without_scaling(section.raw)) for kind, section in sections.items()}
     first, *_ = attentions = read_attentions(fields, ropes=plain, **traits)
+    if first.head_dim <= 2:
+        raise fields.refuse("head_dim", "a number above 2, beside an alpha,")
     theta = first.rope.theta * alpha ** (first.head_dim / (first.head_dim - 2))
     return tuple(replace(each, rope=replace(each.rope, theta=theta)) for each in attentions)
 

@@ -260,6 +260,8 @@ def sparse_layers(fields: Fields) -> tuple[bool, ...]:
     """Return which layers have experts, as Qwen's files say it: every so many, but those that are named."""
     step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS)
     dense = fields.items("mlp_only_layers", most=MAX_LAYERS) or []
+    if not all(is_integer(layer) and 0 <= layer < num_layers(fields) for layer in dense):
+        raise fields.refuse("mlp_only_layers", f"numbers of layers below num_hidden_layers = {num_layers(fields)}")
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers(fields)))
 
 

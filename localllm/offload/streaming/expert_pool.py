@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,14 +88,14 @@ class ExpertPool:
         """Return the bytes of a record that is held, uint8."""
         return self.memory[self._slots[block, index]]
 
-    def held(self, block: str, experts: Sequence[int]) -> Iterator[list[int]]:
+    def held(self, block: str, experts: Sequence[int]) -> Generator[list[int], None, None]:
         """Yield the experts in groups, whatever their order: first those that are here, then those that have been read.
-        A group is in its slots until the next one is asked for.
+        A group is in its slots until the next one is asked for; whoever stops before the last one closes this.
 
         Raises CheckpointError naming the file and the record that cannot be read or is damaged.
         """
         self.wanted += len(experts)
-        self._call += 1
+        self._call = call = self._call + 1
         here = [index for index in experts if (block, index) in self._slots]
         missing = [index for index in experts if (block, index) not in self._slots]
         self.hits += len(here)
@@ -117,14 +118,15 @@ class ExpertPool:
                 yield read
                 kept = set()
         finally:
-            self._give_up(block, reads)
+            self._give_up(block, reads, call)
 
     def close(self) -> None:
         for _ in self._readers:
             self._pieces.put(None)
         for reader in self._readers:
-            reader.join()
-        self._opened.close()
+            reader.join(STALLED_S)
+        if not any(reader.is_alive() for reader in self._readers):  # else the disk may still answer one
+            self._opened.close()
 
     def _begin(self, block: str, missing: list[int], kept: set[Expert], reads: dict[int, int]) -> None:
         """Begin to read as many of the missing ones as there are slots for; they leave `missing`."""
@@ -150,13 +152,16 @@ class ExpertPool:
 
     def _finished(self, block: str, reads: dict[int, int]) -> list[int]:
         """Wait for the next expert that is read, and return it with those that came with it."""
-        file = self._files[block]
+        file, began = self._files[block], time.perf_counter()
         found: list[int] = []
         while not found or not self._read.empty():
             index = self._next_piece(file).index
             reads[index] -= 1
             if not reads[index]:
                 found.append(index)
+        waited_s = time.perf_counter() - began
+        self.clock.wait_s += waited_s
+        self.clock.reading_s += waited_s
         for index in found:
             file.check(index, self.record(block, index).numpy().data)
         for index in found:
@@ -178,14 +183,14 @@ class ExpertPool:
             raise error
         return piece
 
-    def _give_up(self, block: str, reads: dict[int, int]) -> None:
+    def _give_up(self, block: str, reads: dict[int, int], call: int) -> None:
         """Forget what was asked for and is not here, once nothing is written to its slots any more."""
         while any(reads.values()):
             try:
                 piece, _ = self._read.get(timeout=STALLED_S)
             except Empty:  # the slots stay with a disk that may still write to them
                 break
-            if piece.call == self._call:
+            if piece.call == call:
                 reads[piece.index] -= 1
         for index, pieces in reads.items():
             slot = self._slots.pop((block, index))
@@ -251,9 +256,12 @@ class _OpenRecords:
             self.file.check(index, record)
             self._checked.add(index)
 
-    def _stamped(self) -> tuple[int, int, int]:
-        status = os.fstat(self._plain)
-        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    def _stamped(self) -> tuple[int, int]:
+        try:
+            status = os.fstat(self._plain)
+        except OSError as error:  # of a network that is gone
+            raise self.refusal("cannot be read", str(error)) from None
+        return status.st_size, status.st_mtime_ns
 
     def _fill(self, begin: int, into: memoryview) -> None:
         with suppress(OSError):  # not all of it is cached, or the file system cannot say
