@@ -1,6 +1,6 @@
 """Slots of memory for experts that rest on the disk: those used last stay, the others are read when they are wanted.
 
-A record is read whole, many of them at a time, from the page cache where all of it is there and past it else. Knows
+A record is read whole, many of them at a time, from the page cache where that has the file and past it else. Knows
 nothing of what a record holds.
 """
 
@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CheckpointError
-from localllm.offload.streaming.disk_read import open_direct, open_plain, read_into
+from localllm.offload.streaming.disk_read import CACHED_SHARE, cached_share, open_direct, open_plain, read_into
 from localllm.offload.streaming.disk_stream import STALLED_S, StreamClock
 from localllm.offload.streaming.expert_uses import ExpertUses
 
@@ -28,7 +28,7 @@ from localllm.offload.streaming.expert_uses import ExpertUses
 # where one record after the other has 0.9.
 READERS = 8
 _PIECE_BYTES = 1 << 20
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # reads what the page cache has, and nothing else
+_READS_A_LOOK = 64  # of a file, before the page cache is asked again: that takes a millisecond
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ExpertPool:
         self._free = list(range(len(memory)))
         self._tables = {file.block: torch.zeros(file.count, dtype=torch.int64) for file in files}
         with ExitStack() as opened:
-            self._files = {file.block: opened.enter_context(_OpenRecords(file)) for file in files}
+            self._files = {file.block: opened.enter_context(_OpenRecords(file, memory.shape[1])) for file in files}
             self._opened = opened.pop_all()
         self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()  # to be read; None ends a reader
         self._read: SimpleQueue[tuple[_Piece, Exception | None]] = SimpleQueue()  # with why it could not be, if so
@@ -222,7 +222,7 @@ class _Piece:
 class _OpenRecords:
     """A file's descriptors, through the page cache and past it. It goes on as it was where it is replaced."""
 
-    def __init__(self, file: ExpertFile) -> None:
+    def __init__(self, file: ExpertFile, record_bytes: int) -> None:
         self.file = file
         try:
             self._plain = open_plain(file.path)
@@ -230,6 +230,9 @@ class _OpenRecords:
             raise self.refusal("cannot be read", error.strerror or "unknown") from None
         self._direct = open_direct(file.path)
         self._stamp = self._stamped()
+        self._end = file.begin + file.count * record_bytes
+        self._reads = 0
+        self._from: int | None = None  # past the page cache, where that does not have nearly all of the file
         self._checked: set[int] = set()
 
     def __enter__(self) -> _OpenRecords:
@@ -264,10 +267,11 @@ class _OpenRecords:
         return status.st_size, status.st_mtime_ns
 
     def _fill(self, begin: int, into: memoryview) -> None:
-        with suppress(OSError):  # not all of it is cached, or the file system cannot say
-            if _NOWAIT and os.preadv(self._plain, [into], begin, _NOWAIT) == len(into):
-                return
-        read_into(self._plain, self._direct, begin, into)
+        if self._reads % _READS_A_LOOK == 0:
+            is_cached = cached_share(self._plain, self._end) >= CACHED_SHARE
+            self._from = None if is_cached else self._direct
+        self._reads += 1
+        read_into(self._plain, self._from, begin, into)
 
     def refusal(self, what: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self.file.path} {what}", why=why, fix=self.file.fix)
