@@ -17,7 +17,9 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, best_isa, link, openmp
 
 Arguments = ctypes.Array[ctypes.c_int64]
-_SPINS = 4096  # about 50 us of waiting; then the core may be wanted by another program, and is offered to it
+# About 50 us of waiting; then the core may be wanted, also by the rest of the team where that has just woken on it. A
+# sleep gives it away at once; a yield kept it for a time slice, 4 ms, behind each wait for the disk.
+_SPINS = 4096
 _COUNTER_BYTES = 64  # a cache line each
 
 # args: {tape, number of kernels, threads wanted, arrivals, counters}. OpenMP may give fewer threads than are wanted
@@ -27,7 +29,7 @@ _SOURCE = """
 declare void @GOMP_parallel(ptr, ptr, i32, i32)
 declare i32 @omp_get_thread_num()
 declare i32 @omp_get_num_threads()
-declare i32 @sched_yield()
+declare i32 @usleep(i32)
 {declare_pause}
 define void @run(ptr %args) {{
   %threads_at = getelementptr i64, ptr %args, i64 2
@@ -76,7 +78,7 @@ spin:
   {pause}
   br label %again
 yield:
-  %ignored = call i32 @sched_yield()
+  %ignored = call i32 @usleep(i32 20)
   br label %again
 again:
   %spins1 = add i64 %spins, 1
@@ -94,7 +96,7 @@ _PAUSES = {
     "x86_64": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
     "aarch64": ("declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)"),
 }
-_RESOLVED = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "sched_yield")
+_RESOLVED = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "usleep")
 
 
 class Tape:
@@ -127,7 +129,7 @@ def _runner(isa: Isa) -> Callable[[Arguments], None]:
 
     process = ctypes.CDLL(None)
     for symbol in _RESOLVED:
-        function = getattr(process if symbol == "sched_yield" else openmp(), symbol)
+        function = getattr(process if symbol == "usleep" else openmp(), symbol)
         llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)
     declare_pause, pause = _PAUSES[isa.machine]
     source = _SOURCE.format(declare_pause=declare_pause, pause=pause, spins=_SPINS, counter_bytes=_COUNTER_BYTES)
