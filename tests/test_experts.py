@@ -187,18 +187,24 @@ def test_an_expert_that_is_damaged_under_a_running_engine_ends_the_answer_with_i
             assert tokens(capped) == expected
 
 
-def test_an_expert_whose_bytes_are_not_those_of_its_checksum_is_not_computed_with(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def packed_mixture(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The packed file of a layer's mixture, in a cache of its own that a test may damage."""
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     with engine(directory, "int4", ctx=128) as whole:
         tokens(whole)
     (path,) = tmp_path.rglob("layers.1.mlp.safetensors")
-    content = bytearray(path.read_bytes())
+    return path
+
+
+def test_an_expert_whose_bytes_are_not_those_of_its_checksum_is_not_computed_with(
+    directory: Path, packed_mixture: Path
+) -> None:
+    content = bytearray(packed_mixture.read_bytes())
     experts = dict(shape_of(directory, "int4").mixtures)[shape_of(directory, "int4").blocks[3]]
     for begin in range(len(content) - experts.count * experts.num_bytes + 100, len(content), experts.num_bytes):
         content[begin] ^= 1
-    path.write_bytes(content)
+    packed_mixture.write_bytes(content)
     least = Search(shape_of(directory, "int4"), LEAST, 128).least_ram_bytes()
     with engine(directory, "int4", least, ctx=128) as capped:
         with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\S+ is damaged") as caught:
@@ -207,15 +213,11 @@ def test_an_expert_whose_bytes_are_not_those_of_its_checksum_is_not_computed_wit
 
 
 def test_what_all_tokens_share_of_a_mixture_is_compared_with_its_checksum(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    directory: Path, packed_mixture: Path
 ) -> None:
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
-    with engine(directory, "int4", ctx=128) as whole:
-        tokens(whole)
-    (path,) = tmp_path.rglob("layers.1.mlp.safetensors")
-    content = bytearray(path.read_bytes())
+    content = bytearray(packed_mixture.read_bytes())
     content[int.from_bytes(content[:8], "little") + 8 + 100] ^= 1  # in the router, with which the data begins
-    path.write_bytes(content)
+    packed_mixture.write_bytes(content)
     least = Search(shape_of(directory, "int4"), LEAST, 128).least_ram_bytes()
     damaged = pytest.raises(CheckpointError, match=r"layers\.1\.mlp\S+ is damaged")
     with damaged as caught, engine(directory, "int4", least, ctx=128):
