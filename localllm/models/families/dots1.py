@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from localllm.layers.config import MoEConfig
-from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
+from localllm.models.architecture import ModelConfig, StoredForm
 from localllm.models.families import glm4_moe
 from localllm.models.families.reading import (
     MAX_LAYERS,
     declared_kinds,
-    grouped_router,
+    grouped_layers,
     num_layers,
     read_attentions,
-    read_mlp,
     read_model,
-    read_shared,
     with_defaults,
 )
 from localllm.models.fields import Fields
@@ -39,12 +36,8 @@ def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
     has_bias = fields.flag("attention_bias")
     attentions = read_attentions(fields, _kinds(fields), qk_norm="head", has_bias=has_bias, has_output_bias=has_bias)
-    moe = MoEConfig(
-        grouped_router(fields), read_mlp(fields, "moe_intermediate_size"), read_shared(fields, "n_shared_experts")
-    )
-    dense, num_dense = read_mlp(fields), fields.optional_integer("first_k_dense_replace", 0, MAX_LAYERS) or 0
-    layers = [LayerConfig(attention, dense if layer < num_dense else moe) for layer, attention in enumerate(attentions)]
-    return read_model(fields, layers, stored=StoredForm(glm4_moe.RENAMES))
+    num_dense = fields.optional_integer("first_k_dense_replace", 0, MAX_LAYERS) or 0
+    return read_model(fields, grouped_layers(fields, attentions, num_dense), stored=StoredForm(glm4_moe.RENAMES))
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from localllm.layers.config import MoEConfig
-from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
+from localllm.models.architecture import ModelConfig, StoredForm
 from localllm.models.families.reading import (
     MAX_LAYERS,
-    grouped_router,
+    grouped_layers,
     read_attentions,
-    read_mlp,
     read_model,
-    read_shared,
     with_defaults,
 )
 from localllm.models.fields import Fields
@@ -43,12 +40,9 @@ def parse(fields: Fields) -> ModelConfig:
     qk_norm = "head" if fields.flag("use_qk_norm") else None
     has_bias, extra = fields.flag("attention_bias"), fields.optional_integer("num_nextn_predict_layers", 0, MAX_LAYERS)
     attentions = read_attentions(fields, rotates_partially=True, qk_norm=qk_norm, has_bias=has_bias)
-    moe = MoEConfig(
-        grouped_router(fields), read_mlp(fields, "moe_intermediate_size"), read_shared(fields, "n_shared_experts")
-    )
-    dense, num_dense = read_mlp(fields), fields.integer("first_k_dense_replace", 0, MAX_LAYERS)
+    num_dense = fields.integer("first_k_dense_replace", 0, MAX_LAYERS)
     return read_model(
         fields,
-        [LayerConfig(attention, dense if layer < num_dense else moe) for layer, attention in enumerate(attentions)],
+        grouped_layers(fields, attentions, num_dense),
         stored=StoredForm(RENAMES, num_extra_layers=extra or 0),
     )

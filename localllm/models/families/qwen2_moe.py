@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localllm.layers.config import MoEConfig
-from localllm.models.architecture import LayerConfig, ModelConfig
+from localllm.models.architecture import ModelConfig
 from localllm.models.families import qwen2
 from localllm.models.families.reading import (
     declared_kinds,
@@ -42,10 +42,8 @@ def parse(fields: Fields) -> ModelConfig:
         shared=read_mlp(fields, "shared_expert_intermediate_size"),
         gates_shared=True,
     )
-    dense = read_mlp(fields)
     attentions = read_attentions(fields, _kinds(fields), has_bias=fields.flag("qkv_bias"))
-    layers = zip(attentions, sparse_layers(fields), strict=True)
-    return read_model(fields, [LayerConfig(attention, moe if is_sparse else dense) for attention, is_sparse in layers])
+    return read_model(fields, sparse_layers(fields, attentions, moe))
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localllm.layers.config import MoEConfig
-from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
+from localllm.models.architecture import ModelConfig, StoredForm
 from localllm.models.families import qwen2
 from localllm.models.families.reading import (
     num_layers,
@@ -39,12 +39,7 @@ def parse(fields: Fields) -> ModelConfig:
 def experts_model(fields: Fields, kind: str, *, normalizes: bool, stored: StoredForm | None = None) -> ModelConfig:
     """Return the model of the fields. kind: of every layer's attention."""
     moe = MoEConfig(read_router(fields, "softmax", normalizes=normalizes), read_mlp(fields, "moe_intermediate_size"))
-    dense, has_bias = read_mlp(fields), fields.flag("attention_bias")
+    has_bias = fields.flag("attention_bias")
     kinds = (kind,) * num_layers(fields)
     attentions = read_attentions(fields, kinds, qk_norm="head", has_bias=has_bias, has_output_bias=has_bias)
-    layers = zip(attentions, sparse_layers(fields), strict=True)
-    return read_model(
-        fields,
-        [LayerConfig(attention, moe if is_sparse else dense) for attention, is_sparse in layers],
-        stored=stored or StoredForm(),
-    )
+    return read_model(fields, sparse_layers(fields, attentions, moe), stored=stored or StoredForm())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, get_args
 
 from localllm.errors import UnsupportedModelError
 from localllm.kernels.router import RouterConfig, Scores
-from localllm.layers.config import Activation, AttentionConfig, MLPConfig, RopeConfig, RopeKind
+from localllm.layers.config import Activation, AttentionConfig, MLPConfig, MoEConfig, RopeConfig, RopeKind
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredDtype
 from localllm.models.fields import Fields, is_integer, show
 from localllm.models.rope_fields import (
@@ -256,13 +256,24 @@ def read_shared(fields: Fields, count: str, **traits: Any) -> MLPConfig | None:
     return replace(one, intermediate_size=shared * one.intermediate_size) if shared else None
 
 
-def sparse_layers(fields: Fields) -> tuple[bool, ...]:
-    """Return which layers have experts, as Qwen's files say it: every so many, but those that are named."""
-    step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS)
-    dense = fields.items("mlp_only_layers", most=MAX_LAYERS) or []
-    if not all(is_integer(layer) and 0 <= layer < num_layers(fields) for layer in dense):
-        raise fields.refuse("mlp_only_layers", f"numbers of layers below num_hidden_layers = {num_layers(fields)}")
-    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers(fields)))
+def grouped_layers(fields: Fields, attentions: Sequence[AttentionConfig], num_dense: int) -> list[LayerConfig]:
+    """Return layers as DeepSeek's files describe them: the first num_dense are dense, the others choose by groups."""
+    experts = read_mlp(fields, "moe_intermediate_size")
+    moe = MoEConfig(grouped_router(fields), experts, read_shared(fields, "n_shared_experts"))
+    dense = read_mlp(fields)
+    return [LayerConfig(attention, dense if layer < num_dense else moe) for layer, attention in enumerate(attentions)]
+
+
+def sparse_layers(fields: Fields, attentions: Sequence[AttentionConfig], moe: MoEConfig) -> list[LayerConfig]:
+    """Return layers as Qwen's files describe them: every so many has experts, but those that are named."""
+    step, count = fields.integer("decoder_sparse_step", 1, MAX_LAYERS), num_layers(fields)
+    named = fields.items("mlp_only_layers", most=MAX_LAYERS) or []
+    if not all(is_integer(layer) and 0 <= layer < count for layer in named):
+        raise fields.refuse("mlp_only_layers", f"numbers of layers below num_hidden_layers = {count}")
+    dense = read_mlp(fields)
+    is_sparse = [(layer + 1) % step == 0 and layer not in named for layer in range(count)]
+    pairs = zip(attentions, is_sparse, strict=True)
+    return [LayerConfig(attention, moe if sparse else dense) for attention, sparse in pairs]
 
 
 def _activation(fields: Fields) -> Activation:
