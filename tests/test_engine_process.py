@@ -203,6 +203,23 @@ def test_who_uses_an_engine_that_is_killed_hears_why_and_can_have_another() -> N
         each.close()
 
 
+def test_a_request_of_which_nothing_was_answered_goes_to_another_engine_where_its_own_is_killed() -> None:
+    alive = [started(), started()]
+    for each in alive:
+        each.wait_loaded()
+    service = RenewedClient(attached(alive[0]), lambda: attached(alive[1]))
+    short, pid = request(service), alive[0].peer.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # it receives what is sent, and answers nothing
+    streams = [service.submit(each) for each in (short, request(service, sampling=ENDLESS))]
+    os.kill(pid, signal.SIGKILL)
+    assert len(token_ids(list(streams[0]))) == 8
+    streams[1].abort()
+    assert last(list(streams[1])).finish_reason == "cancelled"
+    for client in (service, *alive):
+        client.close()
+
+
 def test_who_attaches_in_the_moment_in_which_the_server_ends_has_another_engine(process: EngineClient) -> None:
     def gone() -> socket.socket:
         raise EngineGoneError("the server cannot be reached", why="it has ended")

@@ -184,19 +184,24 @@ class EngineClient:
         return self._settled.is_set()
 
     @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, or the engine has said that it is about to."""
+        return self.has_ended or isinstance(self._failure, EngineGoneError)
+
+    @property
     def is_doubtful(self) -> bool:
         """Whether the engine has not moved on for half of the patience, though something waits."""
         return self.watchdog.is_doubtful and not self.has_ended
 
-    def submit(self, request: Request, receive: Receive | None = None) -> RequestStream:
+    def submit(self, request: Request, receive: Receive | None = None, number: int | None = None) -> RequestStream:
         """Raises what `RemoteEngine.check` does without a call, and EngineGoneError; what else refuses the request
-        arrives in the place of events."""
+        arrives in the place of events. number: the request's, where its submitter counts them itself."""
         engine = self.wait_loaded()
         if engine is None:
             raise EngineClosedError("the engine has been closed", fix="load it again")
         require_fit(request, engine.ctx, engine.config, engine.fixes_for)
         plain = protocol.plain(request)
-        stream = RequestStream(next(self._numbers), self._abort)
+        stream = RequestStream(next(self._numbers) if number is None else number, self._abort)
         with self._lock:
             if self.has_ended:
                 raise self._failure or EngineClosedError("the engine has been closed", fix="load it again")
@@ -318,10 +323,13 @@ class EngineClient:
             case "event":
                 self._dispatch(protocol.read(protocol.EVENTS[message["kind"]], message["event"]))
             case "broken":
+                error = protocol.read(BaseException, message["error"])
                 with self._lock:
                     receive = self._receivers.pop(message["id"], None)
+                if isinstance(error, EngineGoneError):
+                    self._failure = error
                 if receive is not None:
-                    receive(protocol.read(BaseException, message["error"]))
+                    receive(error)
             case "answered" | "refused" as how:
                 with self._lock:
                     answer = self._calls.get(message["id"])
@@ -370,6 +378,55 @@ class EngineClient:
         self._settled.set()
 
 
+class _RenewedRequest:
+    """A request that is submitted once more where the engine is gone before anything of the answer has arrived."""
+
+    def __init__(self, number: int, submit: Callable[[Receive], RequestStream], receive: Receive | None) -> None:
+        self.stream = RequestStream(number, lambda _number: self._abort())
+        self._submit = submit
+        self._receive = receive or self.stream.events.put
+        self._submitted: RequestStream | None = None
+        self._submitting = threading.Lock()
+        self._is_renewable = True
+        self._is_aborted = False
+
+    def begin(self) -> None:
+        """Raises as `EngineClient.submit`."""
+        with self._submitting:
+            try:
+                self._submitted = self._submit(self._take)
+            except EngineGoneError as error:
+                if not self._is_renewed_after(error):
+                    raise
+                self._submitted = self._submit(self._receive)
+
+    def _take(self, item: Event | BaseException) -> None:
+        if self._is_renewed_after(item):  # on the thread of a connection, whose end the next one waits for
+            threading.Thread(target=self._renew, name="localllm-renew", daemon=True).start()
+        else:
+            self._receive(item)
+
+    def _is_renewed_after(self, item: Event | BaseException) -> bool:
+        """Return whether an engine that is gone is the first to arrive; one that is stuck may be so in this request."""
+        is_first, self._is_renewable = self._is_renewable, False
+        return is_first and isinstance(item, EngineGoneError) and not isinstance(item, EngineStuckError)
+
+    def _renew(self) -> None:
+        with self._submitting:
+            try:
+                self._submitted = self._submit(self._receive)
+            except BaseException as error:
+                self._receive(error)
+                return
+            if self._is_aborted:
+                self._submitted.abort()
+
+    def _abort(self) -> None:
+        self._is_aborted = True
+        if self._submitted is not None:
+            self._submitted.abort()
+
+
 class RenewedClient:
     """`EngineHandle` of an engine in another process, and of another one where that is gone."""
 
@@ -379,6 +436,7 @@ class RenewedClient:
         self.client = first  # of the present engine
         self._again = again
         self._lock = threading.Lock()
+        self._numbers = itertools.count()  # of the requests of all clients
         self._engine: RemoteEngine | None = None  # the same for all clients
         self._is_closed = self._is_renewed = False
 
@@ -405,11 +463,17 @@ class RenewedClient:
     def submit(self, request: Request, receive: Receive | None = None) -> RequestStream:
         """Raises as `EngineClient.submit`; ModelChangedError where the request was made for what the model was."""
         contents = "" if self._engine is None else self._engine.contents
+        number = next(self._numbers)
+        renewed = _RenewedRequest(number, lambda take: self._submit(request, contents, take, number), receive)
+        renewed.begin()
+        return renewed.stream
+
+    def _submit(self, request: Request, contents: str, receive: Receive, number: int) -> RequestStream:
         client = self._current()
         engine = self.wait_loaded()
         if engine is not None:
             require_same(contents, engine.contents)
-        return client.submit(request, receive)
+        return client.submit(request, receive, number)
 
     def wait_ended(self) -> BaseException | None:
         return self.client.wait_ended()
@@ -425,7 +489,7 @@ class RenewedClient:
     def _current(self) -> EngineClient:
         """Return the client, or a new one in the place of one that has ended, or whose model has changed."""
         with self._lock:
-            if not self._is_closed and (self.client.has_ended or self._has_changed()):
+            if not self._is_closed and (self.client.is_gone or self._has_changed()):
                 self._is_renewed = True
                 self.client.close()
                 self.client = self._again()
