@@ -102,16 +102,19 @@ def open_direct(path: Path) -> int | None:
         return None
 
 
-def cached_share(descriptor: int, num_bytes: int) -> float:
-    """Return how much of a file's first bytes lies in the page cache, as far as is known. The mapping is never read."""
-    num_bytes = min(num_bytes, os.fstat(descriptor).st_size)
-    if not num_bytes:
+def cached_share(descriptor: int, num_bytes: int, begin: int = 0) -> float:
+    """Return how much of so many bytes of a file lies in the page cache, as far as is known. The mapping is never read.
+
+    begin: the first of them, a multiple of a page's.
+    """
+    num_bytes = min(num_bytes, os.fstat(descriptor).st_size - begin)
+    if num_bytes <= 0:
         return 1.0
     resident = numpy.zeros(-(-num_bytes // mmap.PAGESIZE), numpy.uint8)
     mincore = ctypes.CDLL(None).mincore
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     try:
-        with mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ) as mapping:
+        with mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ, offset=begin) as mapping:
             address = numpy.frombuffer(mapping, numpy.uint8).ctypes.data
             failed = mincore(address, num_bytes, resident.ctypes.data)
     except (OSError, ValueError):  # a file system that maps nothing, or a file that has been cut since
