@@ -8,8 +8,10 @@ import random
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +38,8 @@ from localllm.offload.placement import NEVER, BlockPlacement, ExpertSlots, demot
 from localllm.offload.planner.hit_curve import LEAST_WANTED, USUAL, HitCurve
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.search import Search
+from localllm.offload.streaming import record_reads
+from localllm.offload.streaming.disk_read import CachedPages
 from localllm.offload.streaming.expert_pool import ExpertFile, ExpertPool
 from localllm.offload.streaming.expert_uses import BINS, ExpertUses
 from localllm.offload.streaming.host_buffer import host_buffer
@@ -312,33 +316,64 @@ def test_a_wrong_mixture_is_refused_by_the_name_of_its_tensor_and_nothing_is_kep
 # The pool
 
 
+@contextmanager
+def pooled(
+    way: str, slots: int, damaged: frozenset[int] = frozenset(), num_bytes: int = 9 * 4096
+) -> Iterator[ExpertPool]:
+    """A pool of nine records that are full of their number plus one. way: how they are read. damaged: those that the
+    check refuses. num_bytes: of the file."""
+
+    def check(index: int, _content: memoryview) -> None:
+        if index in damaged:
+            raise CheckpointError("the file is damaged", why=f"expert {index}")
+
+    no_kernel = mock.patch.object(record_reads, "KernelReads", side_effect=OSError)
+    share = mock.patch.object(CachedPages, "sampled_share", return_value=float(way == "from the page cache"))
+    with share, no_kernel if way == "by threads" else nullcontext(), tempfile.TemporaryDirectory() as folder:
+        path, size = Path(folder) / "records", 4096
+        path.write_bytes(b"".join(bytes([index + 1]) * size for index in range(9))[:num_bytes])
+        file = ExpertFile("b", path, 0, 9, check, "")
+        with closing(ExpertPool([file], host_buffer(slots * size).view(slots, size))) as pool:
+            yield pool
+
+
 @given(st.data())
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(150))
 def test_a_pool_gives_each_expert_its_own_bytes_and_keeps_those_used_last(data: st.DataObject) -> None:
-    count, size = 9, 4096
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "records"
-        path.write_bytes(b"".join(bytes([index + 1]) * size for index in range(count)))
-        slots = data.draw(st.integers(1, 6))
-        file = ExpertFile("b", path, 0, count, lambda _index, _content: None, "")
-        pool = ExpertPool([file], host_buffer(slots * size).view(slots, size))
-        recent: list[int] = []
-        wanted = hits = 0
+    slots, numbers = data.draw(st.integers(1, 6)), st.integers(0, 8)
+    way = data.draw(st.sampled_from(("by the kernel", "by threads", "from the page cache")))
+    damaged = data.draw(st.frozensets(numbers, max_size=2))
+    recent: list[int] = []
+    wanted = hits = 0
+    with pooled(way, slots, damaged) as pool:
         for _ in range(data.draw(st.integers(1, 8))):
-            asked = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=6, unique=True))
+            asked = data.draw(st.lists(numbers, min_size=1, max_size=6, unique=True))
             seen = []
-            for group in pool.held("b", asked):
-                for index in group:
-                    assert pool.record("b", index).unique().tolist() == [index + 1]
-                    assert int(pool.table("b")[index]) == pool.record("b", index).data_ptr()
-                seen += group
-            assert sorted(seen) == sorted(asked)
             wanted += len(asked)
             hits += len(set(asked) & set(recent))
-            recent = [index for index in range(count) if int(pool.table("b")[index])]
-            assert len(recent) <= slots and (len(asked) > slots or set(asked) <= set(recent))
+            try:
+                for group in pool.held("b", asked):
+                    for index in group:
+                        assert pool.record("b", index).unique().tolist() == [index + 1]
+                        assert int(pool.table("b")[index]) == pool.record("b", index).data_ptr()
+                    seen += group
+                assert sorted(seen) == sorted(asked)
+            except CheckpointError as error:
+                assert any(error.why == f"expert {index}" for index in damaged.intersection(asked) - set(seen))
+            recent = [index for index in range(9) if int(pool.table("b")[index])]
+            assert len(recent) <= slots and not damaged.intersection(recent)
+            assert len(asked) > slots or damaged.intersection(asked) or set(asked) <= set(recent)
         assert (pool.wanted, pool.hits) == (wanted, hits)
-        pool.close()
+
+
+@pytest.mark.parametrize("way", ["by the kernel", "by threads"])
+def test_a_file_that_ends_before_a_record_is_refused_by_its_number(way: str) -> None:
+    with pooled(way, 4, num_bytes=5 * 4096 + 100) as pool:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="cannot be read") as caught:
+                for _ in pool.held("b", [4, 5, 6]):
+                    pass
+            assert re.match("expert [56]: it ends at byte 20580", caught.value.why)
 
 
 # What runs teach of the experts

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy
@@ -20,6 +21,7 @@ from localllm.offload.streaming.ring import PAGE_BYTES as PAGE_BYTES
 # alone; through the page cache it was 0.4 to 1.6 GB/s, and a core was busy copying.
 READERS = 4
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 20, 8 << 20
+_SAMPLES = 64
 CACHED_SHARE = 0.9  # below it the misses cost more than the hits save
 
 
@@ -102,21 +104,41 @@ def open_direct(path: Path) -> int | None:
         return None
 
 
-def cached_share(descriptor: int, num_bytes: int, begin: int = 0) -> float:
-    """Return how much of so many bytes of a file lies in the page cache, as far as is known. The mapping is never read.
+class CachedPages:
+    """Tells how much of a file lies in the page cache. The mapping that it makes for this is never read."""
 
-    begin: the first of them, a multiple of a page's.
-    """
-    num_bytes = min(num_bytes, os.fstat(descriptor).st_size - begin)
-    if num_bytes <= 0:
-        return 1.0
-    resident = numpy.zeros(-(-num_bytes // mmap.PAGESIZE), numpy.uint8)
-    mincore = ctypes.CDLL(None).mincore
-    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    try:
-        with mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ, offset=begin) as mapping:
-            address = numpy.frombuffer(mapping, numpy.uint8).ctypes.data
-            failed = mincore(address, num_bytes, resident.ctypes.data)
-    except (OSError, ValueError):  # a file system that maps nothing, or a file that has been cut since
-        return 0.0
-    return 0.0 if failed else float((resident & 1).mean())
+    def __init__(self, descriptor: int) -> None:
+        self._num_bytes = os.fstat(descriptor).st_size
+        self._mapping: mmap.mmap | None = None
+        with suppress(OSError, ValueError):  # a file system that maps nothing, or an empty file
+            self._mapping = mmap.mmap(descriptor, self._num_bytes, prot=mmap.PROT_READ)
+            self._address = numpy.frombuffer(self._mapping, numpy.uint8).ctypes.data
+        self._mincore = ctypes.CDLL(None).mincore
+        self._mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+    def share(self, begin: int, num_bytes: int) -> float:
+        """Return how much of these bytes lies there, as far as is known. begin: a multiple of a page's."""
+        num_bytes = min(num_bytes, self._num_bytes - begin)
+        if num_bytes <= 0:
+            return 1.0
+        if self._mapping is None:
+            return 0.0
+        resident = numpy.zeros(-(-num_bytes // mmap.PAGESIZE), numpy.uint8)
+        failed = self._mincore(self._address + begin, num_bytes, resident.ctypes.data)
+        return 0.0 if failed else float((resident & 1).mean())
+
+    def sampled_share(self) -> float:
+        """Return how much of the file lies there by `_SAMPLES` of its pages: 0.2 ms, where all of 300 MB take 5."""
+        step = max(1, self._num_bytes // mmap.PAGESIZE // _SAMPLES) * mmap.PAGESIZE
+        shares = [self.share(begin, mmap.PAGESIZE) for begin in range(0, self._num_bytes, step)]
+        return sum(shares) / max(1, len(shares))
+
+    def close(self) -> None:
+        if self._mapping is not None:
+            self._mapping.close()
+
+
+def cached_share(descriptor: int, num_bytes: int) -> float:
+    """Return how much of a file's first bytes lies in the page cache, as far as is known."""
+    with closing(CachedPages(descriptor)) as pages:
+        return pages.share(0, num_bytes)

@@ -1,0 +1,198 @@
+"""Reads of records into memory, many of them at a time, and each told of when it has ended.
+
+What lies past the page cache is read by the kernel, what lies in it is copied by threads; so is everything where the
+system has no such reads. Knows nothing of what a record holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from localllm.errors import CheckpointError
+from localllm.offload.streaming.disk_read import CACHED_SHARE, CachedPages, open_direct, open_plain, read_into
+from localllm.offload.streaming.kernel_reads import KernelReads
+
+# A token misses two or three experts of a block, 2.6 MB each. Read whole they come at 3.5 GB/s, as fast as the disk is;
+# in pieces of 1 MB that the interpreter passes to threads one by one, at 1.2.
+_THREADS = 4
+_READS_A_LOOK = 64  # of a file, before the page cache is asked again
+_DEPTH = 16  # of the kernel's reads: 40 MB; more wait in line for the disk, and whoever begins them with them
+
+
+class RecordFile:
+    """A file of records of one size, open through the page cache and past it. It goes on as it was where it is
+    replaced. begin: of the first record, in bytes. fix: the command that makes the file anew."""
+
+    def __init__(self, path: Path, begin: int, record_bytes: int, fix: str) -> None:
+        """Raises CheckpointError where the file cannot be opened."""
+        self._path, self._begin, self._record_bytes, self._fix = path, begin, record_bytes, fix
+        try:
+            self._plain = open_plain(path)
+        except OSError as error:
+            raise self.refusal("cannot be read", error.strerror or "unknown") from None
+        self.direct = open_direct(path)
+        self._stamp = self._stamped()
+        self._pages = CachedPages(self._plain)
+        self._num_reads = 0
+        self._is_cached = False
+
+    def __enter__(self) -> RecordFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pages.close()
+        for descriptor in (self._plain, self.direct):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def begin(self, index: int) -> int:
+        """Return where a record begins, in bytes."""
+        return self._begin + index * self._record_bytes
+
+    def comes_from_cache(self) -> bool:
+        """Return whether a record is to be read from the page cache, which has nearly all of the file, or past which
+        there is no way. A single record that it has is no reason: its readahead would bring the others, too."""
+        if self._num_reads % _READS_A_LOOK == 0:
+            self._is_cached = self.direct is None or self._pages.sampled_share() >= CACHED_SHARE
+        self._num_reads += 1
+        return self._is_cached
+
+    def read(self, index: int, record: memoryview, *, is_cached: bool) -> None:
+        """Raises CheckpointError."""
+        try:
+            read_into(self._plain, None if is_cached else self.direct, self.begin(index), record)
+        except (OSError, EOFError) as error:
+            raise self.refusal("cannot be read", f"expert {index}: {error}") from None
+
+    def require_unwritten(self, index: int) -> None:
+        """Raise CheckpointError where the file is not as it was opened."""
+        if self._stamped() != self._stamp:
+            raise self.refusal("was written to", f"expert {index} may be another one now")
+
+    def refusal(self, what: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} {what}", why=why, fix=self._fix)
+
+    def _stamped(self) -> tuple[int, int]:
+        try:
+            status = os.fstat(self._plain)
+        except OSError as error:  # of a network that is gone
+            raise self.refusal("cannot be read", str(error)) from None
+        return status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class RecordRead:
+    """A record that is wanted, and the memory for it, which begins at a page. call: the number of who wants it."""
+
+    call: int
+    file: RecordFile
+    index: int
+    record: memoryview
+    address: int
+
+
+class RecordReads:
+    """The reads of one thread, in whatever order they end."""
+
+    def __init__(self) -> None:
+        self._line: deque[RecordRead] = deque()  # behind those that the kernel reads
+        self._read_by_kernel: dict[int, RecordRead] = {}  # by the address that is written to
+        self._ended: deque[RecordRead] = deque()
+        self._threads: list[threading.Thread] = []
+        self._wanted: SimpleQueue[tuple[RecordRead, bool] | None] = SimpleQueue()  # None ends a thread
+        self._read: SimpleQueue[tuple[RecordRead, Exception | None]] = SimpleQueue()  # with why it could not be, if so
+        self._kernel: KernelReads | None = None
+        with contextlib.suppress(OSError):  # the system has no such reads, or has as many as it allows
+            self._kernel = KernelReads(_DEPTH)
+
+    def begin(self, reads: Sequence[RecordRead]) -> None:
+        for read in reads:
+            is_cached = read.file.comes_from_cache()
+            if is_cached or self._kernel is None:
+                self._begin_by_thread(read, is_cached)
+            else:
+                self._line.append(read)
+        self._fill_kernel()
+
+    def next(self, timeout_s: float) -> tuple[RecordRead, Exception | None]:
+        """Wait for a read that ends, and return it, with why it could not be done, if so. Raises Empty."""
+        until = time.monotonic() + timeout_s
+        while not self._ended and self._read_by_kernel and self._read.empty():
+            self._take_ended(until)
+        if self._ended:
+            return self._ended.popleft(), None
+        return self._read.get(timeout=max(0.0, until - time.monotonic()))
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `next` need not wait."""
+        return bool(self._ended) or not self._read.empty()
+
+    def close(self, timeout_s: float) -> bool:
+        """Return whether nothing is written to any memory any more: it waits so long for that."""
+        for _ in self._threads:
+            self._wanted.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+        if self._kernel is not None and not self._read_by_kernel:
+            self._kernel.close()
+        return not self._read_by_kernel and not any(thread.is_alive() for thread in self._threads)
+
+    def _begin_by_thread(self, read: RecordRead, is_cached: bool) -> None:
+        if not self._threads:
+            for _ in range(_THREADS):
+                thread = threading.Thread(target=self._work, name="records", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        self._wanted.put((read, is_cached))
+
+    def _fill_kernel(self) -> None:
+        """Let the kernel begin as many of those in line as it takes."""
+        assert self._kernel is not None or not self._line
+        count = min(len(self._line), _DEPTH - len(self._read_by_kernel))
+        if self._kernel is None or not count:
+            return
+        reads = [self._line.popleft() for _ in range(count)]
+        asked = [
+            (read.address, read.file.direct or 0, read.file.begin(read.index), read.address, len(read.record))
+            for read in reads
+        ]
+        try:
+            begun = self._kernel.begin(asked)
+        except OSError:  # this file system reads in another way
+            begun = 0
+        self._read_by_kernel |= {read.address: read for read in reads[:begun]}
+        for read in reads[begun:]:
+            self._begin_by_thread(read, is_cached=False)
+
+    def _take_ended(self, until: float) -> None:
+        """Wait for the kernel's next reads. Raises Empty."""
+        assert self._kernel is not None
+        events = self._kernel.ended(max(0.0, until - time.monotonic()))
+        if not events:
+            raise Empty
+        for address, num_bytes in events:
+            read = self._read_by_kernel.pop(address)
+            if num_bytes == len(read.record):
+                self._ended.append(read)
+            else:  # a thread goes on by other ways, or learns why there is none
+                self._begin_by_thread(read, is_cached=False)
+        self._fill_kernel()
+
+    def _work(self) -> None:
+        while (wanted := self._wanted.get()) is not None:
+            read, is_cached = wanted
+            try:
+                read.file.read(read.index, read.record, is_cached=is_cached)
+            except Exception as error:  # told to whoever waits
+                self._read.put((read, error))
+            else:
+                self._read.put((read, None))
