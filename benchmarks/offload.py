@@ -1,6 +1,7 @@
 """Models larger than their memory, beside the disk that they are read from and beside accelerate's disk offload.
 
-    python -m benchmarks.offload [--part stream|job|predict|accelerate|experts|predict-experts ...] [--rounds 5]
+    python -m benchmarks.offload [--part stream|job|predict|accelerate|experts|experts-llama|predict-experts ...]
+                                 [--rounds 5] [--llama-python PYTHON]
 
 Random weights of real shapes, packed on the disk of the cache directory; every figure is taken in a process of its own
 under a cap (--ram), whose peak of resident memory is compared with the plan's ledger. Results go to
@@ -17,16 +18,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import harmonic_mean, median
 from typing import Any
 
 from benchmarks import offload_accelerate
 from benchmarks.measure import known, machine, paired, parser, plain, save, spread
+from benchmarks.memory_group import join, memory_group
 from benchmarks.offload_experts import Spec as ExpertSpec
 from benchmarks.offload_worker import Spec
 from benchmarks.peers import Match
-from benchmarks.peers_protocol import UnavailableError
+from benchmarks.peers_protocol import UnavailableError, Worker
 from benchmarks.random_files import random_model
 from localllm.config import user_directories
 from localllm.engine.weights import compact_form
@@ -136,6 +139,26 @@ def _experts_beside_accelerate(rounds: int) -> dict[str, Any]:
             result = run(files, weights, cap, ctx=256, prompt_tokens=64, gen_tokens=16, rounds=rounds)
         ours[f"localllm {weights}"] = {key: spread(result[key]) for key in ("decode_tok_s",)}
     return {"layers": ACCELERATE_LAYERS, "cap_bytes": cap, "accelerate": theirs, "peaks": peaks, **ours}
+
+
+def experts_beside_llama(rounds: int, llama_python: str, layers: int | None = None) -> dict[str, Any]:
+    """Qwen3-30B-A3B under half its size, beside llama.cpp with mapped pages in a control group of as much memory: each
+    with experts that its random router chooses, which are seldom those of the token before."""
+    shape, gen_tokens = cut_shape(MIXTURE, layers), 8
+    with packed(MIXTURE, "int4-g64", layers) as (files, num_bytes):
+        cap = _PROGRAM_BYTES + num_bytes // 2
+        ours = run(files, "int4-g64", cap, ctx=256, prompt_tokens=64, gen_tokens=32, rounds=rounds)
+    with tempfile.TemporaryDirectory(dir=user_directories().cache) as directory, memory_group(cap) as group:
+        worker = Worker([llama_python, "-m", "benchmarks.peers_llama"])
+        with contextlib.closing(worker):
+            join(group, worker.pid)
+            facts = worker.call("load", shape=shape, threads=2, directory=directory, repacks=False)
+            took = [worker.call("decode", tokens=gen_tokens, depth=64, flash=False) for _ in range(rounds + 1)]
+    return {
+        "cap_bytes": cap,
+        "localllm int4-g64": {key: spread(ours[key]) for key in ("decode_tok_s",)},
+        "llama.cpp Q4_0": {"decode_tok_s": spread([gen_tokens / each for each in took[1:]]), **facts},
+    }
 
 
 def job(_rounds: int) -> dict[str, Any]:
@@ -298,16 +321,21 @@ PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "experts": experts,
     "predict-experts": predict_experts,
 }
+LLAMA_PART = "experts-llama"  # which is told of an interpreter
 
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
+    arguments.add_argument(
+        "--part", action="append", choices=[*PARTS, LLAMA_PART], help="may be repeated; default: all"
+    )
+    arguments.add_argument("--llama-python", default=sys.executable, help="the interpreter that has llama_cpp and gguf")
     options = arguments.parse_args()
     results = known("offload") | {"machine": machine()}
-    for name in options.part or PARTS:
+    parts = PARTS | {LLAMA_PART: partial(experts_beside_llama, llama_python=options.llama_python)}
+    for name in options.part or parts:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        results[name] = PARTS[name](options.rounds)
+        results[name] = parts[name](options.rounds)
         print(json.dumps({name: results[name]}, indent=1, default=plain))
         save("offload", results)
 

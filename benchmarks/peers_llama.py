@@ -6,6 +6,7 @@ Runs in the interpreter that has llama_cpp and gguf; imports nothing of localllm
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import shutil
@@ -35,12 +36,18 @@ BATCH_TOKENS = 2048  # llama.cpp's own defaults for a prompt, in pieces of 512
 class LlamaCpp:
     """One model, and a context for each flash attention setting and depth, filled once and trimmed after each use."""
 
-    def load(self, *, shape: dict[str, Any], threads: int, directory: str, head: str = "Q6_K") -> dict[str, Any]:
-        """Write the random model, read it. Raises UnavailableError without llama_cpp, disk space, or its success."""
+    def load(
+        self, *, shape: dict[str, Any], threads: int, directory: str, head: str = "Q6_K", repacks: bool = True
+    ) -> dict[str, Any]:
+        """Write the random model, read it. Raises UnavailableError without llama_cpp, disk space, or its success.
+
+        repacks: matrices are copied into the order of its fastest kernels; else they stay in the file's mapped pages.
+        """
         if MISSING:
             raise UnavailableError(f"llama_cpp or gguf cannot be imported ({MISSING})", INSTALL)
         self.threads = threads
-        self.tokens = random.Random(0).choices(range(shape["vocab_size"]), k=BATCH_TOKENS)  # nothing is sampled
+        tokens = random.Random(0).choices(range(shape["vocab_size"]), k=BATCH_TOKENS)
+        self.tokens = itertools.cycle(tokens)  # nothing is sampled; other tokens choose other experts
         self.contexts: dict[tuple[bool, int], Any] = {}
         self.log: list[str] = []
         self._keep_log = llama_cpp.llama_log_callback(self._note)  # C holds it: it must outlive this call
@@ -49,7 +56,9 @@ class LlamaCpp:
         path = Path(directory) / "random-q4_0.gguf"
         _check_room(path.parent, sum(tensor.nbytes for tensor in model_tensors(shape, head)))
         facts: dict[str, Any] = {**write_random(path, shape, head)}
-        self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = repacks
+        self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not self.model:
             raise UnavailableError(f"llama.cpp does not load the file: {''.join(self.log[-3:]).strip()}")
         buffers = [line.split(":", 1)[1].strip() for line in "".join(self.log).splitlines() if "buffer size" in line]
@@ -98,7 +107,7 @@ class LlamaCpp:
         """Append so many tokens; logits for the last of each batch, as generation needs them."""
         while tokens:
             count = min(tokens, BATCH_TOKENS)
-            ids = (llama_cpp.llama_token * count)(*self.tokens[:count])
+            ids = (llama_cpp.llama_token * count)(*itertools.islice(self.tokens, count))
             status = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, count))
             if status != 0:
                 raise UnavailableError(f"llama_decode returned {status}")
