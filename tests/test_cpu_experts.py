@@ -31,6 +31,7 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.router import RouterConfig
+from localllm.kernels.sizes import most_blocks
 from localllm.kernels.tile16 import PackedMatrix
 
 HOST_ISAS = cpu_isa.host_isas()
@@ -162,7 +163,7 @@ def test_logits_are_a_product_with_the_normed_row(isa, experts, has_norm, has_bi
 def grouped(experts: Tensor, num_experts: int, block_rows: int) -> tuple[list[list[int]], Tensor, Tensor]:
     """The kernel over experts int32 [T, top_k]: blocks, tokens [blocks, block_rows], places [T, top_k]."""
     T, top_k = experts.shape
-    most = cpu_experts.most_blocks(T * top_k, num_experts, block_rows)
+    most = most_blocks(T * top_k, num_experts, block_rows)
     blocks = torch.full((most + 1, 4), -1, dtype=torch.int32)
     tokens = torch.full((most + 1, block_rows), -1, dtype=torch.int32)
     places, shape = torch.full((T, top_k), -1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)

@@ -102,15 +102,15 @@ def test_every_lap_sees_the_bytes_of_every_file(tmp_path_factory, pages, data):
 
 def test_the_time_of_reading_counts_while_more_is_being_read(tmp_path, monkeypatch):
     first, second = written(tmp_path, [1, 1])
-    finish, read = threading.Event(), disk_stream._OpenFile.read
+    finish, read = threading.Event(), disk_stream._BlockFile.read
 
-    def read_slowly(file: disk_stream._OpenFile, *arguments) -> None:
+    def read_slowly(file: disk_stream._BlockFile, *arguments) -> None:
         time.sleep(0.02)
         if file._file is second:
             finish.wait(PATIENCE_S)
         read(file, *arguments)
 
-    monkeypatch.setattr(disk_stream._OpenFile, "read", read_slowly)
+    monkeypatch.setattr(disk_stream._BlockFile, "read", read_slowly)
     with opened([first, second]) as it:
         it.stream.begin()
         with it.stream.held(first.name):

@@ -18,7 +18,7 @@ from localllm.kernels.cpu_jit import Native
 from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.expert_block import BLOCK_WORDS
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import TILE, Weights
+from localllm.kernels.sizes import TILE, Weights, most_blocks
 
 SMALLEST_GROUP = 32  # of columns that share a scale
 
@@ -77,7 +77,7 @@ class ExpertRoom:
         """router, gate_up: the largest of what the mixtures have."""
         self.isa, self.rows, self.block_rows = isa, rows, block_rows
         pairs = rows * router.top_k
-        blocks = cpu_experts.most_blocks(pairs, router.num_experts, block_rows)
+        blocks = most_blocks(pairs, router.num_experts, block_rows)
         self.shape = torch.tensor([rows, 1])  # tokens, and rows of their blocks where experts read them one by one
         self.logits = torch.zeros(rows * (router.num_experts + TILE))
         self.experts = torch.zeros(pairs, dtype=torch.int32)

@@ -22,12 +22,6 @@ from localllm.kernels.sizes import Weights
 Shared = Literal["none", "plain", "gated"]
 
 
-def most_blocks(pairs: int, num_experts: int, block_rows: int) -> int:
-    """Return how many blocks `group` may make of so many pairs of a token and a slot, whatever was chosen."""
-    used = min(pairs, num_experts)
-    return used + (pairs - used) // block_rows
-
-
 def group_source(num_experts: int, block_rows: int) -> Kernel:
     """experts int32 [T, top_k] -> blocks of at most `block_rows` rows of one expert, in the order of the experts and,
     within one, of the pairs.

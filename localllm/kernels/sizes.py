@@ -37,6 +37,13 @@ class KVShape:
     head_dim: int
 
 
+def most_blocks(pairs: int, num_experts: int, block_rows: int) -> int:
+    """Return how many blocks of one expert's rows there may be of so many pairs of a token and a slot, whatever was
+    chosen: every expert that has any may have a last block of one."""
+    used = min(pairs, num_experts)
+    return used + (pairs - used) // block_rows
+
+
 def units(in_features: int) -> int:
     return -(-in_features // UNIT)
 

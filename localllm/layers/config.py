@@ -79,6 +79,9 @@ class MLPConfig:
     has_bias: bool = False
 
 
+MAX_EXPERTS = 4096  # of a layer: eight times what the largest published models have
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """The weighted sum of the experts that the router chooses for a token, and of one that computes every token.

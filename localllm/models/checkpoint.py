@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.layers.config import MAX_EXPERTS
 from localllm.models.architecture import StoredForm
 from localllm.models.fields import show
 from localllm.models.safetensors_file import SafetensorsFile, allocate
@@ -30,7 +31,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _INDEX_LIMITS = JsonLimits(size_bytes=32 << 20, containers=1000, elements=1_000_000)
 _MAX_SHARDS = 4096
-_MAX_EXPERTS = 4096  # of a layer: eight times what the largest published models have
 _USUAL_FORM = StoredForm()
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
@@ -221,8 +221,8 @@ def _with_experts(
         if fused is None:
             continue
         shape = locations[name].spec(name).shape
-        if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
-            why = f"it has the shape {list(shape)}; [experts, rows, columns] is needed, at most {_MAX_EXPERTS} experts"
+        if len(shape) != 3 or shape[0] > MAX_EXPERTS:
+            why = f"it has the shape {list(shape)}; [experts, rows, columns] is needed, at most {MAX_EXPERTS} experts"
             raise CheckpointError(f"{directory}: {show(name)} is not a tensor of experts", why=why, fix=FETCH_ANEW)
         experts, matrix = fused.groups()
         parts = ("gate_proj", "up_proj", "gate_up_proj") if matrix == "gate_up_proj" else ("down_proj",)

@@ -16,7 +16,7 @@ from localllm.kernels.gpu import check_cases
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.check import BRIEF, sizes_of
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
-from localllm.kernels.gpu.expert_rows import NOBODY, ExpertRows, group_rows, most_blocks
+from localllm.kernels.gpu.expert_rows import NOBODY, ExpertRows, group_rows
 from localllm.kernels.gpu.experts import Inner, gates, is_few, mixed, mixture
 from localllm.kernels.gpu.gemm import gemm
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
@@ -24,6 +24,7 @@ from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.ready import Ways
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
 from localllm.kernels.router import RouterConfig
+from localllm.kernels.sizes import most_blocks
 from localllm.kernels.tile16 import PackedMatrix
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
+from localllm.kernels.sizes import most_blocks
 
 _BLOCK = 1024  # pairs that a program looks at together
 _WARP = 32  # fewer bins than it has threads no histogram is made of everywhere
@@ -34,11 +35,6 @@ class ExpertRows:
     def empty(cls, pairs: int, experts: int, each: int, device: torch.device) -> ExpertRows:
         room = torch.empty(pairs, dtype=torch.int32, device=device)
         return cls(room, torch.empty((3, most_blocks(pairs, experts, each)), dtype=torch.int32, device=device), each)
-
-
-def most_blocks(pairs: int, experts: int, each: int) -> int:
-    """Every expert that has any pairs may have a last block of one."""
-    return (pairs + min(experts, pairs) * (each - 1)) // each
 
 
 @triton.jit(do_not_specialize=["count", "num_experts", "most"])

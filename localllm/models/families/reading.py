@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from localllm.errors import UnsupportedModelError
 from localllm.kernels.router import RouterConfig, Scores
-from localllm.layers.config import Activation, AttentionConfig, MLPConfig, MoEConfig, RopeConfig, RopeKind
+from localllm.layers.config import MAX_EXPERTS, Activation, AttentionConfig, MLPConfig, MoEConfig, RopeConfig, RopeKind
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredDtype
 from localllm.models.fields import Fields, is_integer, show
 from localllm.models.rope_fields import (
@@ -30,7 +30,6 @@ MAX_INTERMEDIATE = 1 << 20
 _MAX_HEADS = 2048
 _MAX_HEAD_DIM = 2048
 _MAX_VOCAB = 1 << 22
-_MAX_EXPERTS = 4096
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_EOS_TOKENS = 256
 
@@ -220,8 +219,8 @@ def read_router(
 ) -> RouterConfig:
     """Return the router. num_experts, top_k: their keys; transformers may say `num_local_experts` for the first."""
     key = num_experts if num_experts in fields.raw or "num_local_experts" not in fields.raw else "num_local_experts"
-    count = fields.integer(key, 1, _MAX_EXPERTS)
-    chosen = fields.integer(top_k, 1, _MAX_EXPERTS)
+    count = fields.integer(key, 1, MAX_EXPERTS)
+    chosen = fields.integer(top_k, 1, MAX_EXPERTS)
     if chosen > count:
         raise fields.refuse(top_k, f"a number of experts of which there are {count}")
     return RouterConfig(scores, count, chosen, **traits)
@@ -229,7 +228,7 @@ def read_router(
 
 def grouped_router(fields: Fields) -> RouterConfig:
     """Return a router as DeepSeek-V3 has it (arXiv:2412.19437): sigmoids, a correction, and groups of experts."""
-    groups = fields.optional_integer("n_group", 1, _MAX_EXPERTS) or 1
+    groups = fields.optional_integer("n_group", 1, MAX_EXPERTS) or 1
     router = read_router(
         fields,
         "sigmoid",

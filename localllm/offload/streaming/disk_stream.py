@@ -6,11 +6,10 @@ only where a run is still in use, or on its way to a device. Knows nothing of wh
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from localllm.errors import CheckpointError
-from localllm.offload.streaming.disk_read import CACHED_SHARE, READERS, cached_share, open_direct, open_plain, read_into
+from localllm.offload.streaming.disk_read import CACHED_SHARE, READERS, cached_share, read_into
+from localllm.offload.streaming.open_file import OpenFile
 from localllm.offload.streaming.page_map import MappableMemory, can_map, unwritten
 from localllm.offload.streaming.ring import Ring
 
@@ -78,7 +78,7 @@ class DiskStream:
         self._memory = MappableMemory(memory)
         self._index = {file.name: index for index, file in enumerate(files)}
         with ExitStack() as opened:
-            self._files = [opened.enter_context(_OpenFile(file, maps=maps)) for file in files]
+            self._files = [opened.enter_context(closing(_BlockFile(file, maps=maps))) for file in files]
             self._opened = opened.pop_all()
         self._changed = threading.Condition()
         # Runs are counted on over the laps: number n is file n % len(files).
@@ -225,31 +225,18 @@ class DiskStream:
         return number, self._pieces[piece]
 
 
-class _OpenFile:
+class _BlockFile(OpenFile):
     """One of the files. While the page cache holds it, it is mapped, or copied from there where that is not possible;
     else it is read past the cache, in which it would only push out what others need."""
 
     def __init__(self, file: StreamedFile, *, maps: bool) -> None:
         """Raises CheckpointError."""
+        super().__init__(file.path, file.fix)
         self._file = file
         self.num_bytes = file.num_bytes
-        try:
-            self._plain = open_plain(file.path)
-        except OSError as error:
-            raise self.refusal("cannot be read", str(error)) from None
-        self._direct = open_direct(file.path)
-        self._stamp = self._stamped()
         self._is_checked = False
-        self._is_cached = self._direct is None or self._lies_in_cache()
-        self._may_map = maps and self._direct is not None and can_map(self._plain)
-
-    def __enter__(self) -> _OpenFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for descriptor in (self._plain, self._direct):
-            if descriptor is not None:
-                os.close(descriptor)
+        self._is_cached = self.direct is None or self._lies_in_cache()
+        self._may_map = maps and self.direct is not None and can_map(self.plain)
 
     def pieces(self) -> Sequence[tuple[int, int]]:
         """Return the bounds, in bytes, of the pieces in which it is read. What is mapped is one piece."""
@@ -261,15 +248,15 @@ class _OpenFile:
         where the file has become too short."""
         if self._may_map and self._is_cached and self._map(begin, end, memory, at):
             return
-        if not begin and self._direct is not None:
+        if not begin and self.direct is not None:
             self._is_cached = self._lies_in_cache()
-        direct = None if self._is_cached else self._direct
-        read_into(self._plain, direct, begin, memory.writable(at + begin, at + end))
+        direct = None if self._is_cached else self.direct
+        read_into(self.plain, direct, begin, memory.writable(at + begin, at + end))
 
     def _map(self, begin: int, end: int, memory: MappableMemory, at: int) -> bool:
         started = time.perf_counter()
         try:
-            memory.map(at + begin, at + end, self._plain, begin)
+            memory.map(at + begin, at + end, self.plain, begin)
         except OSError:  # what is wrong with it, reading tells
             self._may_map = False
             return False
@@ -286,7 +273,7 @@ class _OpenFile:
             self._examine(memory[at:end])
             yield
             return
-        with unwritten(self._plain) as is_unwritten:
+        with unwritten(self.plain) as is_unwritten:
             if not is_unwritten:  # it is being written to, and may be cut: copied
                 self._may_map = False
                 try:
@@ -296,31 +283,16 @@ class _OpenFile:
                     raise self.refusal("cannot be read", str(error)) from None
             self._examine(memory[at:end])
             yield
-            self._require_unchanged()  # a lease does not outlive 45 s in which this process is stopped
+            self.require_unchanged()  # a lease does not outlive 45 s in which this process is stopped
 
     def _lies_in_cache(self) -> bool:
-        return cached_share(self._plain, self.num_bytes) >= CACHED_SHARE
+        return cached_share(self.plain, self.num_bytes) >= CACHED_SHARE
 
     def _examine(self, content: memoryview) -> None:
-        self._require_unchanged()
+        self.require_unchanged()
         if not self._is_checked:
             self._file.check(content)
             self._is_checked = True
 
-    def _require_unchanged(self) -> None:
-        try:
-            stamp = self._stamped()
-        except OSError as error:  # of a network's file that is gone
-            raise self.refusal("cannot be read", str(error)) from None
-        if stamp != self._stamp:
-            raise self.refusal("was changed while it was in use", "something has written to it")
-
-    def refusal(self, what: str, why: str) -> CheckpointError:
-        return CheckpointError(f"{self._file.path} {what}", why=why, fix=self._file.fix)
-
     def stalled(self) -> CheckpointError:
         return self.refusal("cannot be read", f"its disk has given nothing for {STALLED_S:.0f} s")
-
-    def _stamped(self) -> tuple[int, int]:
-        status = os.fstat(self._plain)
-        return status.st_size, status.st_mtime_ns

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -61,7 +61,7 @@ class ExpertPool:
         self._unwritten: set[int] = set()  # the experts of this call whose slots are still written to
         with ExitStack() as opened:
             self._files = {
-                file.block: opened.enter_context(RecordFile(file.path, file.begin, memory.shape[1], file.fix))
+                file.block: opened.enter_context(closing(RecordFile(file.path, file.begin, memory.shape[1], file.fix)))
                 for file in files
             }
             self._opened = opened.pop_all()
@@ -150,7 +150,7 @@ class ExpertPool:
         self.clock.wait_s += waited_s
         self.clock.reading_s += waited_s
         for index in found:
-            file.require_unwritten(index)
+            file.require_unchanged(f"expert {index} may be another one now")
             if (block, index) not in self._checked:
                 self._experts[block].check(index, self.record(block, index).numpy().data)
                 self._checked.add((block, index))

@@ -7,7 +7,6 @@ system has no such reads. Knows nothing of what a record holds.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from localllm.errors import CheckpointError
-from localllm.offload.streaming.disk_read import CACHED_SHARE, CachedPages, open_direct, open_plain, read_into
+from localllm.offload.streaming.disk_read import CACHED_SHARE, CachedPages, read_into
 from localllm.offload.streaming.kernel_reads import KernelReads
+from localllm.offload.streaming.open_file import OpenFile
 
 # A token misses two or three experts of a block, 2.6 MB each. Read whole they come at 3.5 GB/s, as fast as the disk is;
 # in pieces of 1 MB that the interpreter passes to threads one by one, at 1.2.
@@ -27,31 +26,20 @@ _READS_A_LOOK = 64  # of a file, before the page cache is asked again
 _DEPTH = 16  # of the kernel's reads: 40 MB; more wait in line for the disk, and whoever begins them with them
 
 
-class RecordFile:
-    """A file of records of one size, open through the page cache and past it. It goes on as it was where it is
-    replaced. begin: of the first record, in bytes. fix: the command that makes the file anew."""
+class RecordFile(OpenFile):
+    """A file of records of one size."""
 
     def __init__(self, path: Path, begin: int, record_bytes: int, fix: str) -> None:
-        """Raises CheckpointError where the file cannot be opened."""
-        self._path, self._begin, self._record_bytes, self._fix = path, begin, record_bytes, fix
-        try:
-            self._plain = open_plain(path)
-        except OSError as error:
-            raise self.refusal("cannot be read", error.strerror or "unknown") from None
-        self.direct = open_direct(path)
-        self._stamp = self._stamped()
-        self._pages = CachedPages(self._plain)
+        """begin: of the first record, in bytes. fix: see `OpenFile`. Raises CheckpointError as it does."""
+        super().__init__(path, fix)
+        self._begin, self._record_bytes = begin, record_bytes
+        self._pages = CachedPages(self.plain)
         self._num_reads = 0
         self._is_cached = False
 
-    def __enter__(self) -> RecordFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._pages.close()
-        for descriptor in (self._plain, self.direct):
-            if descriptor is not None:
-                os.close(descriptor)
+        super().close()
 
     def begin(self, index: int) -> int:
         """Return where a record begins, in bytes."""
@@ -68,24 +56,9 @@ class RecordFile:
     def read(self, index: int, record: memoryview, *, is_cached: bool) -> None:
         """Raises CheckpointError."""
         try:
-            read_into(self._plain, None if is_cached else self.direct, self.begin(index), record)
+            read_into(self.plain, None if is_cached else self.direct, self.begin(index), record)
         except (OSError, EOFError) as error:
             raise self.refusal("cannot be read", f"expert {index}: {error}") from None
-
-    def require_unwritten(self, index: int) -> None:
-        """Raise CheckpointError where the file is not as it was opened."""
-        if self._stamped() != self._stamp:
-            raise self.refusal("was written to", f"expert {index} may be another one now")
-
-    def refusal(self, what: str, why: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} {what}", why=why, fix=self._fix)
-
-    def _stamped(self) -> tuple[int, int]:
-        try:
-            status = os.fstat(self._plain)
-        except OSError as error:  # of a network that is gone
-            raise self.refusal("cannot be read", str(error)) from None
-        return status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True)
