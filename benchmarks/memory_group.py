@@ -17,21 +17,25 @@ _VERSIONS = ((_ROOT / "memory", "memory.limit_in_bytes"), (_ROOT, "memory.max"))
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path]:
     """A group that is empty, and has to be so in the end. Raises UnavailableError where this user may make none."""
-    name = f"localllm-benchmark-{os.getpid()}"
+    group = _new_group(limit_bytes)
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def _new_group(limit_bytes: int) -> Path:
     for folder, limit in _VERSIONS:
-        group = folder / name
+        group = folder / f"localllm-benchmark-{os.getpid()}"
         with contextlib.suppress(OSError):
             group.mkdir()
             try:
-                (group / limit).write_text(str(limit_bytes))
+                with (group / limit).open("r+") as file:  # a folder of no groups has no such file
+                    file.write(str(limit_bytes))
             except OSError:
                 group.rmdir()
-                continue
-            try:
-                yield group
-            finally:
-                group.rmdir()
-            return
+            else:
+                return group
     raise UnavailableError("no group with a limit of memory can be made", "run it as root, on Linux")
 
 

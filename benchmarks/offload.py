@@ -145,15 +145,15 @@ def experts_beside_llama(rounds: int, llama_python: str, layers: int | None = No
     """Qwen3-30B-A3B under half its size, beside llama.cpp with mapped pages in a control group of as much memory: each
     with experts that its random router chooses, which are seldom those of the token before."""
     shape, gen_tokens = cut_shape(MIXTURE, layers), 8
-    with packed(MIXTURE, "int4-g64", layers) as (files, num_bytes):
-        cap = _PROGRAM_BYTES + num_bytes // 2
-        ours = run(files, "int4-g64", cap, ctx=256, prompt_tokens=64, gen_tokens=32, rounds=rounds)
+    cap = _PROGRAM_BYTES + model_bytes(parse_config(shape, MIXTURE), RECIPES["int4-g64"]) // 2
     with tempfile.TemporaryDirectory(dir=user_directories().cache) as directory, memory_group(cap) as group:
         worker = Worker([llama_python, "-m", "benchmarks.peers_llama"])
         with contextlib.closing(worker):
             join(group, worker.pid)
             facts = worker.call("load", shape=shape, threads=2, directory=directory, repacks=False)
             took = [worker.call("decode", tokens=gen_tokens, depth=64, flash=False) for _ in range(rounds + 1)]
+    with packed(MIXTURE, "int4-g64", layers) as (files, _):
+        ours = run(files, "int4-g64", cap, ctx=256, prompt_tokens=64, gen_tokens=32, rounds=rounds)
     return {
         "cap_bytes": cap,
         "localllm int4-g64": {key: spread(ours[key]) for key in ("decode_tok_s",)},
@@ -335,7 +335,11 @@ def main() -> None:
     parts = PARTS | {LLAMA_PART: partial(experts_beside_llama, llama_python=options.llama_python)}
     for name in options.part or parts:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        results[name] = parts[name](options.rounds)
+        try:
+            results[name] = parts[name](options.rounds)
+        except UnavailableError as error:
+            print(f"{name} did not run: {error.reason}. To mend it: {error.fix}", file=sys.stderr)
+            continue
         print(json.dumps({name: results[name]}, indent=1, default=plain))
         save("offload", results)
 

@@ -57,6 +57,8 @@ class LlamaCpp:
         _check_room(path.parent, sum(tensor.nbytes for tensor in model_tensors(shape, head)))
         facts: dict[str, Any] = {**write_random(path, shape, head)}
         params = llama_cpp.llama_model_default_params()
+        if "use_extra_bufts" not in dict(params._fields_):
+            raise UnavailableError("this llama-cpp-python cannot leave matrices as they are", INSTALL)
         params.use_extra_bufts = repacks
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not self.model:

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import psutil
 import pytest
@@ -217,6 +218,23 @@ def test_a_request_of_which_nothing_was_answered_goes_to_another_engine_where_it
     streams[1].abort()
     assert last(list(streams[1])).finish_reason == "cancelled"
     for client in (service, *alive):
+        client.close()
+
+
+def test_a_request_that_was_stopped_loads_no_other_engine() -> None:
+    process, again = started(), mock.Mock(side_effect=AssertionError)
+    process.wait_loaded()
+    service = RenewedClient(attached(process), again)
+    endless, pid = request(service, sampling=ENDLESS), process.peer.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    stream = service.submit(endless)
+    stream.abort()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineGoneError):
+        list(stream)
+    assert not again.called
+    for client in (service, process):
         client.close()
 
 

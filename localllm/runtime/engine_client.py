@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from localllm.engine.engine_info import EngineFacts, EngineStatus
-from localllm.engine.events import Event, FinishedEvent, GrownEvent
+from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent
 from localllm.engine.request import Request
 from localllm.engine.validation import encode_prompt, require_fit, require_same, require_unchanged
 from localllm.errors import (
@@ -388,43 +388,45 @@ class _RenewedRequest:
         self._submitted: RequestStream | None = None
         self._submitting = threading.Lock()
         self._is_renewable = True
-        self._is_aborted = False
+        self._aborted = threading.Event()
 
     def begin(self) -> None:
         """Raises as `EngineClient.submit`."""
         with self._submitting:
-            try:
-                self._submitted = self._submit(self._take)
-            except EngineGoneError as error:
-                if not self._is_renewed_after(error):
-                    raise
-                self._submitted = self._submit(self._receive)
+            self._submitted = self._submit(self._take)
 
     def _take(self, item: Event | BaseException) -> None:
-        if self._is_renewed_after(item):  # on the thread of a connection, whose end the next one waits for
-            threading.Thread(target=self._renew, name="localllm-renew", daemon=True).start()
-        else:
-            self._receive(item)
+        is_renewed = self._is_renewable and may_renew(item) and not self._aborted.is_set()
+        self._is_renewable = self._is_renewable and isinstance(item, PrefillEvent)
+        if is_renewed:
+            with contextlib.suppress(RuntimeError):  # no thread can be started
+                # This is the thread of the connection that has ended, whose end the next one waits for.
+                threading.Thread(target=self._renew, args=(item,), name="localllm-renew", daemon=True).start()
+                return
+        self._receive(item)
 
-    def _is_renewed_after(self, item: Event | BaseException) -> bool:
-        """Return whether an engine that is gone is the first to arrive; one that is stuck may be so in this request."""
-        is_first, self._is_renewable = self._is_renewable, False
-        return is_first and isinstance(item, EngineGoneError) and not isinstance(item, EngineStuckError)
-
-    def _renew(self) -> None:
+    def _renew(self, gone: Event | BaseException) -> None:
         with self._submitting:
+            if self._aborted.is_set():
+                self._receive(gone)
+                return
             try:
                 self._submitted = self._submit(self._receive)
             except BaseException as error:
                 self._receive(error)
                 return
-            if self._is_aborted:
+            if self._aborted.is_set():
                 self._submitted.abort()
 
     def _abort(self) -> None:
-        self._is_aborted = True
+        self._aborted.set()
         if self._submitted is not None:
             self._submitted.abort()
+
+
+def may_renew(item: object) -> bool:
+    """Return whether this is an engine that is gone, and is not stuck: it might be so in the request."""
+    return isinstance(item, EngineGoneError) and not isinstance(item, EngineStuckError)
 
 
 class RenewedClient:
@@ -438,14 +440,15 @@ class RenewedClient:
         self._lock = threading.Lock()
         self._numbers = itertools.count()  # of the requests of all clients
         self._engine: RemoteEngine | None = None  # the same for all clients
-        self._is_closed = self._is_renewed = False
+        self._is_renewed = False
+        self._closed = threading.Event()
 
     def wait_loaded(self, timeout_s: float | None = None) -> RemoteEngine | None:
         """Raises what stopped the load, and EngineGoneError. The first engine may be gone before it was there."""
         try:
             engine = self.client.wait_loaded(timeout_s)
         except EngineGoneError:
-            if self._engine is not None or self._is_renewed or self._is_closed:
+            if self._engine is not None or self._is_renewed or self._closed.is_set():
                 raise
             engine = self._current().wait_loaded(timeout_s)
         if engine is None:
@@ -469,7 +472,18 @@ class RenewedClient:
         return renewed.stream
 
     def _submit(self, request: Request, contents: str, receive: Receive, number: int) -> RequestStream:
+        before = self.client
         client = self._current()
+        try:
+            return self._submit_to(client, request, contents, receive, number)
+        except EngineGoneError as error:  # it has ended since it was looked at
+            if client is not before or not may_renew(error):
+                raise
+            return self._submit_to(self._current(), request, contents, receive, number)
+
+    def _submit_to(
+        self, client: EngineClient, request: Request, contents: str, receive: Receive, number: int
+    ) -> RequestStream:
         engine = self.wait_loaded()
         if engine is not None:
             require_same(contents, engine.contents)
@@ -479,20 +493,22 @@ class RenewedClient:
         return self.client.wait_ended()
 
     def stop(self) -> None:
-        self._is_closed = True
+        self._closed.set()
         self.client.stop()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        self._is_closed = True
+        self._closed.set()
         self.client.close(timeout_s)
 
     def _current(self) -> EngineClient:
         """Return the client, or a new one in the place of one that has ended, or whose model has changed."""
         with self._lock:
-            if not self._is_closed and (self.client.is_gone or self._has_changed()):
+            if not self._closed.is_set() and (self.client.is_gone or self._has_changed()):
                 self._is_renewed = True
                 self.client.close()
                 self.client = self._again()
+                if self._closed.is_set():  # meanwhile, with the one before
+                    self.client.close()
             return self.client
 
     def _has_changed(self) -> bool:

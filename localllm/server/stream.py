@@ -14,7 +14,8 @@ from types import TracebackType
 
 from localllm.chat.answer import MAX_ANSWERS
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
-from localllm.errors import EngineGoneError, EngineStuckError
+from localllm.errors import EngineGoneError
+from localllm.runtime.engine_client import may_renew
 from localllm.runtime.engine_handle import EngineHandle, RequestStream
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import PreparedRequest
@@ -151,7 +152,7 @@ class GenerationStream:
             try:
                 arrived = await self._mailbox.take(silence_s)
             except EngineGoneError as error:
-                if self._renewed is None or isinstance(error, EngineStuckError):  # it might be stuck in this very one
+                if self._renewed is None or not may_renew(error):
                     raise
                 renewed, self._renewed = self._renewed, None
                 self._submit(await renewed())

@@ -175,6 +175,7 @@ class ExpertPool:
 
     def _give_up(self, block: str, reads: set[int]) -> None:
         """Forget what was asked for and is not here, once nothing is written to its slots any more."""
+        self._unwritten -= {read.index for read in self._reads.drop_waiting() if read.call == self._call}
         while self._unwritten:
             try:
                 read, _ = self._reads.next(STALLED_S)

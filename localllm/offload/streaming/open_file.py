@@ -21,7 +21,11 @@ class OpenFile:
         except OSError as error:
             raise self.refusal("cannot be read", error.strerror or "unknown") from None
         self.direct = open_direct(path)
-        self._stamp = self._stamped()
+        try:
+            self._stamp = self._stamped()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         for descriptor in (self.plain, self.direct):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,6 +23,7 @@ from localllm.offload.streaming.open_file import OpenFile
 # A token misses two or three experts of a block, 2.6 MB each. Read whole they come at 3.5 GB/s, as fast as the disk is;
 # in pieces of 1 MB that the interpreter passes to threads one by one, at 1.2.
 _THREADS = 4
+_LOOK_S = 0.01  # between two looks at what the threads have read, while the kernel's reads are waited for, too
 _READS_A_LOOK = 64  # of a file, before the page cache is asked again
 _DEPTH = 16  # of the kernel's reads: 40 MB; more wait in line for the disk, and whoever begins them with them
 
@@ -33,13 +35,8 @@ class RecordFile(OpenFile):
         """begin: of the first record, in bytes. fix: see `OpenFile`. Raises CheckpointError as it does."""
         super().__init__(path, fix)
         self._begin, self._record_bytes = begin, record_bytes
-        self._pages = CachedPages(self.plain)
         self._num_reads = 0
         self._is_cached = False
-
-    def close(self) -> None:
-        self._pages.close()
-        super().close()
 
     def begin(self, index: int) -> int:
         """Return where a record begins, in bytes."""
@@ -49,7 +46,8 @@ class RecordFile(OpenFile):
         """Return whether a record is to be read from the page cache, which has nearly all of the file, or past which
         there is no way. A single record that it has is no reason: its readahead would bring the others, too."""
         if self._num_reads % _READS_A_LOOK == 0:
-            self._is_cached = self.direct is None or self._pages.sampled_share() >= CACHED_SHARE
+            with closing(CachedPages(self.plain)) as pages:
+                self._is_cached = self.direct is None or pages.sampled_share() >= CACHED_SHARE
         self._num_reads += 1
         return self._is_cached
 
@@ -72,6 +70,12 @@ class RecordRead:
     address: int
 
 
+def _asked(read: RecordRead) -> tuple[int, int, int, int, int]:
+    """Return what the kernel is asked for: see `KernelReads.begin`."""
+    assert read.file.direct is not None
+    return read.address, read.file.direct, read.file.begin(read.index), read.address, len(read.record)
+
+
 class RecordReads:
     """The reads of one thread, in whatever order they end."""
 
@@ -79,12 +83,15 @@ class RecordReads:
         self._line: deque[RecordRead] = deque()  # behind those that the kernel reads
         self._read_by_kernel: dict[int, RecordRead] = {}  # by the address that is written to
         self._ended: deque[RecordRead] = deque()
-        self._threads: list[threading.Thread] = []
+        self._num_by_threads = 0
         self._wanted: SimpleQueue[tuple[RecordRead, bool] | None] = SimpleQueue()  # None ends a thread
         self._read: SimpleQueue[tuple[RecordRead, Exception | None]] = SimpleQueue()  # with why it could not be, if so
         self._kernel: KernelReads | None = None
         with contextlib.suppress(OSError):  # the system has no such reads, or has as many as it allows
             self._kernel = KernelReads(_DEPTH)
+        self._threads = [threading.Thread(target=self._work, name="records", daemon=True) for _ in range(_THREADS)]
+        for thread in self._threads:
+            thread.start()
 
     def begin(self, reads: Sequence[RecordRead]) -> None:
         for read in reads:
@@ -99,10 +106,15 @@ class RecordReads:
         """Wait for a read that ends, and return it, with why it could not be done, if so. Raises Empty."""
         until = time.monotonic() + timeout_s
         while not self._ended and self._read_by_kernel and self._read.empty():
-            self._take_ended(until)
+            # What the threads have read is not told of by the kernel.
+            part = until if not self._num_by_threads else min(until, time.monotonic() + _LOOK_S)
+            if not self._take_ended(part) and time.monotonic() >= until:
+                raise Empty
         if self._ended:
             return self._ended.popleft(), None
-        return self._read.get(timeout=max(0.0, until - time.monotonic()))
+        read = self._read.get(timeout=max(0.0, until - time.monotonic()))
+        self._num_by_threads -= 1
+        return read
 
     @property
     def has_next(self) -> bool:
@@ -111,47 +123,45 @@ class RecordReads:
 
     def close(self, timeout_s: float) -> bool:
         """Return whether nothing is written to any memory any more: it waits so long for that."""
+        until = time.monotonic() + timeout_s
+        self.drop_waiting()
         for _ in self._threads:
             self._wanted.put(None)
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, until - time.monotonic()))
+        while self._read_by_kernel and self._take_ended(until):
+            pass
         if self._kernel is not None and not self._read_by_kernel:
             self._kernel.close()
         return not self._read_by_kernel and not any(thread.is_alive() for thread in self._threads)
 
+    def drop_waiting(self) -> list[RecordRead]:
+        """Give up what only waits in line, and return it."""
+        waiting = [*self._line]
+        self._line.clear()
+        return waiting
+
     def _begin_by_thread(self, read: RecordRead, is_cached: bool) -> None:
-        if not self._threads:
-            for _ in range(_THREADS):
-                thread = threading.Thread(target=self._work, name="records", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+        self._num_by_threads += 1
         self._wanted.put((read, is_cached))
 
     def _fill_kernel(self) -> None:
         """Let the kernel begin as many of those in line as it takes."""
-        assert self._kernel is not None or not self._line
-        count = min(len(self._line), _DEPTH - len(self._read_by_kernel))
-        if self._kernel is None or not count:
-            return
-        reads = [self._line.popleft() for _ in range(count)]
-        asked = [
-            (read.address, read.file.direct or 0, read.file.begin(read.index), read.address, len(read.record))
-            for read in reads
-        ]
-        try:
-            begun = self._kernel.begin(asked)
-        except OSError:  # this file system reads in another way
-            begun = 0
-        self._read_by_kernel |= {read.address: read for read in reads[:begun]}
-        for read in reads[begun:]:
-            self._begin_by_thread(read, is_cached=False)
+        while self._kernel is not None and self._line and len(self._read_by_kernel) < _DEPTH:
+            count = min(len(self._line), _DEPTH - len(self._read_by_kernel))
+            reads = [self._line.popleft() for _ in range(count)]
+            try:
+                begun = self._kernel.begin([_asked(read) for read in reads])
+            except OSError:  # this file system reads in another way
+                begun = 0
+            self._read_by_kernel |= {read.address: read for read in reads[:begun]}
+            for read in reads[begun:]:
+                self._begin_by_thread(read, is_cached=False)
 
-    def _take_ended(self, until: float) -> None:
-        """Wait for the kernel's next reads. Raises Empty."""
+    def _take_ended(self, until: float) -> bool:
+        """Wait for the kernel's next reads, and return whether there were any."""
         assert self._kernel is not None
         events = self._kernel.ended(max(0.0, until - time.monotonic()))
-        if not events:
-            raise Empty
         for address, num_bytes in events:
             read = self._read_by_kernel.pop(address)
             if num_bytes == len(read.record):
@@ -159,6 +169,7 @@ class RecordReads:
             else:  # a thread goes on by other ways, or learns why there is none
                 self._begin_by_thread(read, is_cached=False)
         self._fill_kernel()
+        return bool(events)
 
     def _work(self) -> None:
         while (wanted := self._wanted.get()) is not None:
