@@ -1,4 +1,4 @@
-"""The Llama-shaped network that `train_tiny.py` trains.
+"""The network that `train_tiny.py` trains: Llama's, or Mixtral's where it has experts.
 
 Owns the forward pass, the dropping of blocks and a hint that shows a few heads, early in the training, how to copy:
 one head each of two lower layers shall look at the token before, one head each of two higher layers at the token that
@@ -6,7 +6,7 @@ followed the same token earlier. Together they copy whatever was said before, a 
 finds this by itself only after many more tokens than tales need otherwise. Knows nothing about text, files or
 optimizers.
 
-Parameter names are those of a Hugging Face Llama checkpoint, so the state dict is written as it is.
+Parameter names are those of a Hugging Face checkpoint, but for the experts of a layer, which lie in one tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INDUCTION_HEADS = ((4, 0), (6, 0))
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """Sizes of the network. All are multiples of 64, so that 4-bit groups of 64 fit."""
+    """Sizes of the network. All are multiples of 64, so that 4-bit groups of 64 fit. num_experts: 0 for one MLP."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -39,6 +39,11 @@ class TinyConfig:
     max_positions: int = 1024
     rope_theta: float = 10000.0
     rms_eps: float = 1e-5
+    num_experts: int = 0
+    top_k: int = 2
+
+
+WITH_EXPERTS = TinyConfig(num_layers=8, intermediate_size=64, num_experts=16)  # 9 million parameters, 3 of them active
 
 
 class RMSNorm(nn.Module):
@@ -127,6 +132,39 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
+class Experts(nn.Module):
+    """SwiGLU experts, of which each token has the `top_k` that its router finds most likely, weighed by that."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        shape = config.num_experts, config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(shape[0], 2 * shape[2], shape[1]))
+        self.down_proj = nn.Parameter(torch.empty(shape[0], shape[1], shape[2]))
+        self.chosen = torch.empty(0, dtype=torch.int64)  # [B * T, top_k], of the last forward
+        self.imbalance = torch.zeros(())  # of the last forward: 1 where all experts have as much to do
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        shares = self.gate(rows).float().softmax(-1)  # [N, E]
+        weights, self.chosen = shares.topk(self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        experts = self.chosen.flatten()
+        counts = experts.bincount(minlength=shares.shape[1])
+        # The loss of Switch Transformers (arXiv 2101.03961, equation 4), for several experts a token.
+        self.imbalance = (counts / len(experts) * shares.mean(0)).sum() * shares.shape[1]
+        order = experts.argsort(stable=True)
+        parts = torch.split(rows[order // self.top_k], counts.tolist())
+        mixed = torch.cat([self._expert(number, part) for number, part in enumerate(parts)])
+        scaled = mixed * weights.flatten()[order, None].to(mixed.dtype)
+        return torch.zeros_like(rows).index_add(0, order // self.top_k, scaled.to(rows.dtype)).view_as(x)
+
+    def _expert(self, number: int, rows: Tensor) -> Tensor:
+        gate, up = F.linear(rows, self.gate_up_proj[number]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down_proj[number])
+
+
 class Layer(nn.Module):
     """One attention block and one MLP block, either of which may be skipped."""
 
@@ -135,7 +173,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if config.num_experts else MLP(config)
 
     def attention_block(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         mixed: Tensor = self.self_attn(self.input_layernorm(x), cos, sin)
@@ -177,8 +215,8 @@ class TinyLM(nn.Module):
         for name, weight in self.named_parameters():
             if weight.dim() < 2:
                 continue
-            std = 0.02 if "embed" in name else weight.shape[1] ** -0.5 * 0.6
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std = 0.02 if "embed" in name else weight.shape[-1] ** -0.5 * 0.6
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                 std *= shrink
             nn.init.normal_(weight, std=std, generator=generator)
 
@@ -212,7 +250,27 @@ class TinyLM(nn.Module):
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
             layer.attention_block = torch.compile(layer.attention_block, dynamic=False)  # type: ignore[method-assign]
-            layer.mlp_block = torch.compile(layer.mlp_block, dynamic=False)  # type: ignore[method-assign]
+            if not self.config.num_experts:  # of which each has another number of rows every time
+                layer.mlp_block = torch.compile(layer.mlp_block, dynamic=False)  # type: ignore[method-assign]
+
+    def experts(self) -> list[Experts]:
+        return [module for module in self.modules() if isinstance(module, Experts)]
+
+    def checkpoint(self) -> dict[str, Tensor]:
+        """The parameters by the names of a Llama checkpoint, or of a Mixtral one."""
+        tensors: dict[str, Tensor] = {}
+        for name, value in self.state_dict().items():
+            place, _, kind = name.partition("mlp.")
+            if not self.config.num_experts or not kind:
+                tensors[name] = value
+            elif kind == "gate.weight":
+                tensors[f"{place}block_sparse_moe.gate.weight"] = value
+            else:
+                parts = [("w2", value)] if kind == "down_proj" else zip(("w1", "w3"), value.chunk(2, 1), strict=True)
+                for part, experts in parts:
+                    for number, matrix in enumerate(experts):
+                        tensors[f"{place}block_sparse_moe.experts.{number}.{part}.weight"] = matrix
+        return tensors
 
 
 def dropped_blocks(num_layers: int, highest_rate: float, rng: random.Random) -> frozenset[int]:

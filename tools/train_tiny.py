@@ -1,6 +1,7 @@
 """Train localllm's built-in tiny model, from the old tales and the story grammar to a checkpoint directory.
 
     python tools/train_tiny.py --tales DIR --work DIR --minutes 65 --output localllm/tiny
+    python tools/train_tiny.py --tales DIR --work DIR --minutes 65 --experts --output DIR  # one with experts
     python tools/train_tiny.py --tales DIR --write-heldout heldout.txt
 
 The learning rate follows the elapsed time, so that it reaches zero just when the budget of minutes is spent; run the
@@ -10,6 +11,7 @@ same command again to go on after an interruption. Everything but the timing fol
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -36,7 +38,7 @@ from tiny_data import (
     make_conversations,
     special_ids,
 )
-from tiny_model import TinyConfig, TinyLM, dropped_blocks, hint_loss, middle_blocks
+from tiny_model import WITH_EXPERTS, TinyConfig, TinyLM, dropped_blocks, hint_loss, middle_blocks
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -66,6 +68,7 @@ class Recipe:
     drop_from: float = 0.3
     steps_per_block: int = 32
     hint_weight: float = 0.5
+    balance_weight: float = 0.01  # of the mean imbalance of the experts, where there are any
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,9 @@ def label_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 class Trainer:
     """The state of a run: model, optimizer, steps done, time spent and the loss curve."""
 
-    def __init__(self, recipe: Recipe, rows: RowMaker, held_out: Tensor, work: Path) -> None:
+    def __init__(self, config: TinyConfig, recipe: Recipe, rows: RowMaker, held_out: Tensor, work: Path) -> None:
         self.recipe, self.rows, self.held_out, self.work = recipe, rows, held_out, work
-        self.model = TinyLM(TinyConfig(), recipe.seed)
+        self.model = TinyLM(config, recipe.seed)
         self.optimizer = make_optimizer(self.model, recipe)
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(label_loss)
         self.step, self.tokens, self.seconds, self.hint = 0, 0, 0.0, 0.0
@@ -113,17 +116,22 @@ class Trainer:
     def progress(self) -> float:
         return self.seconds / (60 * self.recipe.minutes)
 
+    @property
+    def state_path(self) -> Path:
+        return self.work / ("experts.pt" if self.model.config.num_experts else "state.pt")
+
     def save(self) -> None:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
                  "tokens": self.tokens, "seconds": self.seconds, "curve": [asdict(p) for p in self.curve]}  # fmt: skip
-        torch.save(state, self.work / "state.pt.new")
-        (self.work / "state.pt.new").replace(self.work / "state.pt")
+        new = self.state_path.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(self.state_path)
         (self.work / "curve.json").write_text(json.dumps(state["curve"], indent=1))
 
     def load(self) -> None:
-        if not (self.work / "state.pt").exists():
+        if not self.state_path.exists():
             return
-        state = torch.load(self.work / "state.pt")
+        state = torch.load(self.state_path)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
@@ -140,8 +148,12 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.model.hidden(tokens, skipped, taps)
             loss = self.loss(hidden.flatten(0, 1), self.model.model.embed_tokens.weight, labels.flatten())
-            hint = hint_loss(self.model, tokens, taps)
-        (loss + r.hint_weight * hint).backward()  # type: ignore[no-untyped-call]
+            hint = hint_loss(self.model, tokens, taps) if r.hint_weight else torch.zeros(())
+        total = loss + r.hint_weight * hint
+        for body in self.model.experts():
+            total = total + r.balance_weight / self.model.config.num_layers * body.imbalance
+            body.imbalance = torch.zeros(())  # the next step may skip it
+        total.backward()  # type: ignore[no-untyped-call]
         self.hint = float(hint.detach())
         torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], r.clip)
         self.optimizer.step()
@@ -251,8 +263,45 @@ def format_report(report: list[Measurement]) -> str:
     return "\n".join(lines)
 
 
+@torch.no_grad()
+def locality_report(model: TinyLM, tokens: Tensor) -> str:
+    """How soon the experts of a token [T] are wanted again, in every layer, and how evenly they are used."""
+    c, repeated, hits, load = model.config, [], [], []
+    for window in cut(tokens, c.max_positions):
+        with torch.autocast("cpu", torch.bfloat16):
+            model.hidden(window[None, :-1])
+        for body in model.experts():
+            chosen = body.chosen.tolist()
+            repeated += [len({*now} & {*before}) / c.top_k for before, now in itertools.pairwise(chosen)]
+            hits.append(recent_share(chosen, c.num_experts // 2))
+            load.append(body.chosen.flatten().bincount(minlength=c.num_experts) / body.chosen.numel())
+    mean_load = torch.stack(load).view(-1, c.num_layers, c.num_experts).mean(0)
+    return (
+        f"of a token's experts {math.fsum(repeated) / len(repeated):.3f} are those of the token before, "
+        f"{math.fsum(hits) / len(hits):.3f} among the half used last; by chance {c.top_k / c.num_experts:.3f}, 0.500\n"
+        f"the most used of a layer's {c.num_experts} has {float(mean_load.max()):.3f} of all, the least used "
+        f"{float(mean_load.min()):.3f}"
+    )
+
+
+def recent_share(chosen: list[list[int]], slots: int) -> float:
+    """Return how many of the experts of tokens are among the last `slots` used ones."""
+    recent: list[int] = []
+    hits = 0
+    for experts in chosen:
+        hits += len({*experts} & {*recent})
+        recent = (experts + [expert for expert in recent if expert not in experts])[:slots]
+    return hits / sum(map(len, chosen))
+
+
 def _config(model: TinyLM, ids: dict[str, int]) -> dict[str, object]:
     c = model.config
+    experts = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": c.num_experts,
+        "num_experts_per_tok": c.top_k,
+    }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -279,6 +328,7 @@ def _config(model: TinyLM, ids: dict[str, int]) -> dict[str, object]:
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "vocab_size": c.vocab_size,
+        **(experts if c.num_experts else {}),
     }
 
 
@@ -311,7 +361,7 @@ def export(model: TinyLM, tokenizer: Tokenizer, directory: Path, sampling: dict[
                   "pad_token_id": ids[END_OF_TEXT], **sampling}  # fmt: skip
     scratch = Path(tempfile.mkdtemp(prefix=".tiny-", dir=directory.parent))
     try:
-        weights = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
+        weights = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in model.checkpoint().items()}
         save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(str(scratch / "tokenizer.json"))
         for name, content in (
@@ -336,6 +386,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=65.0, help="time budget of the training")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--experts", action="store_true", help="train a mixture of 16 experts, 2 for each token")
     parser.add_argument("--export-only", action="store_true", help="export the saved state without training further")
     parser.add_argument("--measure", action="store_true", help="measure the saved state on the held-out book")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
@@ -354,8 +405,11 @@ def main() -> None:
     conversations = make_conversations(rare_nouns(books))
     tokenizer = load_or_train_tokenizer(args.work / "tokenizer.json", books, conversations, args.seed)
     rows = RowMaker(tokenizer, books, conversations, Mixture())
-    recipe = Recipe(minutes=args.minutes, seed=args.seed)
-    trainer = Trainer(recipe, rows, torch.tensor(rows.encode(held_out)), args.work)
+    # The hint is for copying, in twelve layers; from the first step on its gradients drown the others.
+    recipe = Recipe(minutes=args.minutes, seed=args.seed, hint_weight=0.0 if args.experts else Recipe.hint_weight)
+    trainer = Trainer(
+        WITH_EXPERTS if args.experts else TinyConfig(), recipe, rows, torch.tensor(rows.encode(held_out)), args.work
+    )
     trainer.load()
     print(f"{sum(p.numel() for p in trainer.model.parameters())} parameters, "
           f"{len(rows.old_tales)} tokens of old tales", file=sys.stderr)  # fmt: skip
@@ -367,6 +421,8 @@ def main() -> None:
         export(trainer.model, tokenizer, args.output, SAMPLING)
     if args.measure:
         print(format_report(held_out_report(trainer.model, rows.encode(held_out), held_out)))
+        if args.experts:
+            print(locality_report(trainer.model, trainer.held_out))
 
 
 if __name__ == "__main__":
