@@ -8,7 +8,8 @@ in INT4, all on the card, beside a plain loop in torch. speculation: drafts that
 drafts that are all wrong. texts: whether every placement of blocks writes the same. caps: for each a model of 1.5 times
 its size, of random weights and made in memory, in bf16 and in INT4: blocks copied in every step beside the plain pinned
 copy, the plan beside copying alone and the CPU alone and beside accelerate, the peak of the card's memory beside the
-cap and the ledger, predictions beside what was measured.
+cap and the ledger, predictions beside what was measured. experts: for each cap Qwen3-30B-A3B in INT4, as many of its
+experts on the card as have room, beside the CPU alone.
 
 The sides are processes that take turns. A part that fails or has no time left is one line, and the rest goes on.
 With --device cpu a CPU stands in for the card: its figures mean nothing. Results go to benchmarks/results/gpu.json, or
@@ -48,8 +49,10 @@ _SMALL_CAP_BYTES = 40 * 10**6
 _TEXT_TOKENS = {False: (48, 200), True: (12, 32)}  # of each placement, and of the one that is written twice
 # Shares of the time; that of a cap, and of each GB of it.
 _SHARES = {"machine": 4.0, "products": 5.0, "model": 8.0, "speculation": 3.0, "texts": 1.0}
+_SIDES = ("placed", "host")  # of a mixture
 _CAP, _CAP_GB = 1.5, 1 / 16
-PARTS = (*_SHARES, "caps")
+_EXPERTS, _EXPERTS_TOKENS = 1.5, {False: 64, True: 4}  # a share for each cap, and the tokens of a turn
+PARTS = (*_SHARES, "caps", "experts")
 
 
 @dataclass
@@ -148,6 +151,20 @@ class Parts:
         self._report.caps.append(found)
         self._report.add(gpu_table.cap_rows(cap.name, cap.weights, cap.num_bytes, found))
 
+    def experts(self, name: str, cap_bytes: int, seconds: float) -> None:
+        tokens, until = _EXPERTS_TOKENS[self._is_small], time.monotonic() + 0.9 * seconds
+        options = {"weights": "int4-g64", "cap_bytes": cap_bytes, "small": self._is_small}
+        with processes(seconds + 5, "gpu_worker experts") as (worker,):
+            found = {"facts": worker.call("load", device=self._device, **options), "turns": []}
+            found["peak"] = worker.call("peak")
+            for seed in range(self._rounds + 1):  # the first one fills the slots
+                if seed < 2 or time.monotonic() < until:
+                    turn = {side: worker.call("decode", side=side, tokens=tokens, seed=seed) for side in _SIDES}
+                    found["turns"].append(turn)
+        found["turns"] = found["turns"][1:]
+        self._report.found.setdefault("experts", {})[name] = found
+        self._report.add(gpu_table.expert_rows(name, found))
+
     def _run(self, seconds: float) -> Run:
         return Run(self._device, time.monotonic() + seconds, self._rounds, self._report.add)
 
@@ -172,6 +189,10 @@ def chosen_parts(arguments: argparse.Namespace, report: Report) -> list[tuple[st
     chosen = [(name, share, getattr(parts, name)) for name, share in _SHARES.items() if name in arguments.parts]
     for cap in caps(arguments) if "caps" in arguments.parts else []:
         chosen.append((cap.name, _CAP + _CAP_GB * cap.num_bytes / GB, partial(parts.cap, cap)))
+    sizes = sorted({cap.num_bytes for cap in caps(arguments)}) if "experts" in arguments.parts else []
+    for size in sizes:
+        name = f"experts, {size / GB:g} GB"
+        chosen.append((name, _EXPERTS, partial(parts.experts, name, size)))
     return chosen
 
 

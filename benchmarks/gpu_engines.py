@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_table import MODEL
+from benchmarks.gpu_table import MIXTURE, MODEL
 from benchmarks.peers_protocol import UnavailableError
 from localllm.bench.random_model import RandomBlocks, word_vocabulary
 from localllm.cache.paged_kv import KVPages, PagedKV
@@ -52,6 +52,10 @@ _SMALL = {
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
+_SMALL_MIXTURE = {
+    **_SMALL, "model_type": "qwen3_moe", "num_hidden_layers": 16, "num_experts": 16, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "norm_topk_prob": True,
+}  # fmt: skip
 _TINY = {  # in place of MODEL, for a stand-in that interprets kernels
     **_SMALL, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -69,6 +73,11 @@ def ignore(_text: str) -> None:
 def model_config(*, small: bool) -> dict[str, Any]:
     """config.json of the model that lies on the card as a whole."""
     return dict(_TINY) if small else dict(shipped_shapes()[MODEL])
+
+
+def mixture_config(*, small: bool) -> dict[str, Any]:
+    """config.json of the mixture whose experts have slots on the card."""
+    return dict(_SMALL_MIXTURE) if small else dict(shipped_shapes()[MIXTURE])
 
 
 def sized(shape: str, weights: str, num_bytes: int) -> dict[str, Any]:
@@ -95,6 +104,8 @@ class MemoryModel:
     The weights are those of the first block of its kind: their values do not decide how fast they are copied or
     computed.
     """
+
+    directory = Path("in-memory")  # there is none, and so nothing is kept from an earlier run
 
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         self.config = config
@@ -152,11 +163,13 @@ def as_card(device: torch.device, model: MemoryModel | None = None) -> Iterator[
             patched.enter_context(patch.object(card, "card_memory", _stand_in_memory))
             for module in (loading, planner):
                 patched.enter_context(patch.object(module, "has_card", lambda _device: True))
-            patched.enter_context(patch.object(loading, "cap_allocator", lambda _device, _card: None))
+            patched.enter_context(patch.object(loading, "cap_allocator", lambda *_: None))
         yield
 
 
-def _stand_in_memory(_device: torch.device, vram: int | None, rates: DeviceRates, workspace: int) -> CardMemory:
+def _stand_in_memory(
+    _device: torch.device, vram: int | None, rates: DeviceRates, workspace: int, _graph_bytes: int = 0
+) -> CardMemory:
     assert vram is not None
     return CardMemory(vram, rates.context_bytes, workspace, vram, vram)
 

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.measure import Spread, paired, spread
 
 MODEL = "llama-3.1-8b"  # the model that lies on the card as a whole, and whose figures have targets
+MIXTURE = "qwen3-30b-a3b"  # whose experts have slots on the card
 DEEPEST = 32768  # of the depths at which the model is decoded
 FEW, MANY = (1, 2, 4, 8, 16, 32, 64), (128, 512)  # rows of products: of steps, and of prompts
 ACCELERATE = "accelerate"  # the only side of a cap that is not ours
@@ -288,6 +289,25 @@ def cap_rows(name: str, weights: str, cap_bytes: int, found: Found) -> list[Row]
     skipped = [f"no {side}: {reason}" for side, reason in found["skipped"].items()]
     gave_way = ["memory ran out on the way: blocks gave way"] if peak["gave_way"] else []
     return [rows[0].noted("; ".join([few, *skipped, *gave_way]).strip("; ")), *rows[1:]]
+
+
+def expert_rows(name: str, found: Found) -> list[Row]:
+    """The figures of a mixture under a cap, whose random router wants other experts than a trained one."""
+    facts, turns = found["facts"], found["turns"]
+    ours, host = ([turn[side]["tok_s"] for turn in turns] for side in ("placed", "host"))
+    hits = [turn["placed"]["hit_rate"] for turn in turns if turn["placed"]["hit_rate"] is not None]
+    places = f"{facts['held']:,} of {facts['total']:,} experts on the card"
+    note = f"{places}, {facts['model_bytes'] / 1e9:.3g} GB in all"
+    rows = [
+        compared(name, "tok/s beside the CPU alone", ours, host, least=1 - _NOISE, note=note),
+        compared(name, "tok/s beside the plan's, of usual hits", ours, [facts["predicted_tok_s"]] * len(ours)),
+        compared(
+            name, "hits beside the share of experts with room", hits, [facts["held"] / facts["total"]] * len(hits)
+        ),
+    ]
+    if "peak_bytes" in found["peak"]:
+        rows.append(_peak(name, facts["cap_bytes"], found["peak"], facts))
+    return rows
 
 
 def _streaming(name: str, rounds: Sequence[Found], rates: Rates, facts: Found) -> Row:

@@ -4,6 +4,7 @@ cap: a model under one cap of the card's memory, placed as the plan has it, and 
 is copied in every step; besides, a CPU alone computes its blocks where they lie in the host's memory.
 model: a whole model on the card: decode, prefill, first tokens, the card's memory.
 speculation: drafts that are right as often as asked for, and drafts that are all wrong, on the same model.
+experts: a mixture under one cap: the experts used last in slots on the card, beside a CPU alone.
 texts: the built-in model's greedy text in fp32 by the placement of its blocks; that of a CPU alone is right.
 """
 
@@ -33,6 +34,7 @@ from benchmarks.gpu_engines import (
     behind,
     decoded,
     ignore,
+    mixture_config,
     resident,
     sequence,
     written,
@@ -66,6 +68,7 @@ from localllm.offload.measurements.device_rates import gpu
 from localllm.offload.measurements.measurement import device_measured, measured
 from localllm.offload.measurements.roofline import DeviceFloors, warm_up
 from localllm.offload.placement import NEVER, BlockPlacement
+from localllm.offload.planner.plan import Plan
 from localllm.offload.planner.profile import kept_profile
 from localllm.offload.planner.search import Search
 from localllm.quant.recipe import RECIPES
@@ -182,6 +185,56 @@ class CappedModel:
     @property
     def _vocab_size(self) -> int:
         return self.model.config.vocab_size
+
+
+class CappedMixture:
+    """A mixture under a cap of the card's memory: the experts used last are there, the host computes the others."""
+
+    def load(self, *, weights: str, cap_bytes: int, device: str, small: bool) -> dict[str, Any]:
+        self.device = choose_device(device)
+        with tempfile.TemporaryDirectory() as folder:
+            files = written(Path(folder), mixture_config(small=small))
+            self.model = MemoryModel(load_config(files.directory), RECIPES[weights])
+            config = EngineConfig(device=device, weights=weights, ctx=CTX, vram=cap_bytes, speculate="off")
+            with as_card(self.device, self.model):
+                _reset_peak(self.device)
+                self.engine = Engine.load(files, config, reuse=NO_REUSE)
+        plan = self.engine.plan
+        assert plan is not None
+        decoder = load_decoder(self.model, self.model.config, RECIPES[weights], dtype=torch.bfloat16, device=_HOST)
+        self.sides = {"placed": self.engine, "host": Engine(LoadedModel(decoder, CTX), self.engine.tokenizer)}
+        return {
+            "cap_bytes": cap_bytes,
+            "model_bytes": plan.shape.num_bytes,
+            "held": _experts_on_device(plan),
+            "total": sum(experts.count for _, experts in plan.shape.mixtures),
+            "blocks": _kinds(plan.blocks),
+            "predicted_tok_s": plan.decode_tok_s,
+            "ledger": plan.ledger["vram"],
+            "context_bytes": plan.ledger["vram"].get("context", 0),
+        }
+
+    def peak(self) -> dict[str, Any]:
+        """The peak of the card's memory over a prompt and the tokens behind it."""
+        prompt = random_ids(LONG_PROMPT, self.model.config.vocab_size, 0)
+        ttft_s = answer(self.engine, [prompt], 3).ttft_s
+        return {"ttft_s": ttft_s, **_peak(self.device, self.engine.facts().ledger["vram"].get("context", 0))}
+
+    def decode(self, *, side: str, tokens: int, seed: int) -> dict[str, float | None]:
+        """Tokens a second, and the share of wanted experts that were in slots; None where there are none."""
+        engine, before = self.sides[side], self.engine.facts()
+        tok_s = answer(engine, [random_ids(PROMPT, self.model.config.vocab_size, seed)], tokens).decode_tok_s
+        after = self.engine.facts()
+        wanted = after.experts_wanted - before.experts_wanted
+        return {"tok_s": tok_s, "hit_rate": (after.expert_hits - before.expert_hits) / wanted if wanted else None}
+
+
+def _experts_on_device(plan: Plan) -> int:
+    """Return how many have room there at a time."""
+    counts = {block.name: experts.count for block, experts in plan.shape.mixtures}
+    mixtures = [block for block in plan.blocks if block.name in counts]
+    slots = sum(block.experts.slots for block in mixtures if block.experts is not None and block.is_slotted)
+    return slots + sum(counts[block.name] for block in mixtures if block.tier == "vram")
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -465,4 +518,12 @@ def _packed(checkpoint: Path) -> Iterator[PackedModel]:
 
 
 if __name__ == "__main__":
-    serve({"cap": CappedModel, "model": ResidentModel, "speculation": SpeculationRows, "texts": Texts}[sys.argv[1]]())
+    serve(
+        {
+            "cap": CappedModel,
+            "experts": CappedMixture,
+            "model": ResidentModel,
+            "speculation": SpeculationRows,
+            "texts": Texts,
+        }[sys.argv[1]]()
+    )

@@ -99,11 +99,15 @@ def mixture(shape: ModelShape) -> str:
     )
 
 
+EXPERTS_IN = {"ram": "in memory", "vram": "in VRAM"}  # by the tier of their slots
+
+
 def experts_in_memory(experts: ExpertCount) -> str:
-    """Return how many there are in memory: "3,869 of 6,144 in memory"."""
+    """Return how many there are in memory: "3,869 of 6,144 in memory", or "in VRAM"."""
+    where = EXPERTS_IN[experts.tier]
     if experts.in_memory == experts.total:
-        return f"all {experts.total:,} in memory"
-    return f"{experts.in_memory:,} of {experts.total:,} in memory"
+        return f"all {experts.total:,} {where}"
+    return f"{experts.in_memory:,} of {experts.total:,} {where}"
 
 
 def expected_hits(plan: Plan) -> str:

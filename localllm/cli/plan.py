@@ -133,6 +133,7 @@ def _experts(plan: Plan) -> dict[str, Any] | None:
         "total": plan.experts.total,
         "active": sum(experts.active for _, experts in plan.shape.mixtures),
         "in_memory": plan.experts.in_memory,
+        "memory": plan.experts.tier,
         "expected_hits": plan.hit_rate,
         "learnt_from_tokens": plan.learnt_tokens,
     }

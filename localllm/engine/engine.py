@@ -284,7 +284,7 @@ class Engine(StepLoop):
         if (experts := ExpertCount.of(self.residency.blocks)) is not None:
             uses = self.residency.expert_uses
             facts = replace(facts, num_experts=experts.total, experts_in_memory=experts.in_memory)
-            facts = replace(facts, experts_wanted=uses.wanted, expert_hits=uses.hits)
+            facts = replace(facts, experts_tier=experts.tier, experts_wanted=uses.wanted, expert_hits=uses.hits)
         return replace(
             facts,
             weight_bytes=plan.shape.num_bytes,

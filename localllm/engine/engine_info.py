@@ -31,7 +31,8 @@ class EngineFacts:
     streamed_bytes: int = 0  # that are read from the disk at every step
     num_experts: int = 0  # of a mixture, all layers together
     experts_in_memory: int = 0  # the most of them at a time
-    experts_wanted: int = 0  # by single tokens, since the model was loaded, while experts rest on the disk
+    experts_tier: str = "ram"  # of that memory
+    experts_wanted: int = 0  # by single tokens, since the model was loaded, while some of them have slots
     expert_hits: int = 0  # of these, that were in memory
     host_bytes: int = 0  # of the host's memory that the model has
     contents: str = ""  # of the files when they were read, as `hub.contents` has it; "" where nobody looked

@@ -96,7 +96,7 @@ class Residency:
 
     @property
     def expert_uses(self) -> ExpertUses:
-        """What single tokens have wanted of the experts that rest on the disk."""
+        """What single tokens have wanted of the experts of which some have slots."""
         return ExpertUses() if self.placed is None else self.placed.expert_uses
 
     @property

@@ -65,7 +65,7 @@ class OffloadedModel:
         self._disk: DiskStream | None = None
         self._from_disk: Tensor | None = None  # the host's memory that it reads into
         self._pool: ExpertPool | None = None  # of experts, where they rest on the disk
-        self.expert_uses = ExpertUses()  # since the model was loaded; nothing while no experts rest on the disk
+        self.expert_uses = ExpertUses()  # since the model was loaded; nothing while no experts have slots
         self._kept_uses = list(self.expert_uses.counts)
         self._kept_at = time.monotonic()
         self._slots: CardSlots | None = None  # of experts, where they rest in the host's memory
@@ -232,7 +232,9 @@ class OffloadedModel:
             count = sum(block.experts.slots for block in blocks if block.experts is not None)
             (record_bytes,) = {home.shape[1] for home in homes.values()}
             memory = torch.empty((count, record_bytes), dtype=torch.uint8, device=self._device)
-            self._slots = CardSlots(homes, memory, self._lane)
+            mixtures = {name: self._layouts[name].experts for name in homes}
+            active = {name: experts.top_k for name, experts in mixtures.items() if experts is not None}
+            self._slots = CardSlots(homes, memory, self._lane, active, self.expert_uses)
 
     def _passes(self, block: BlockPlacement) -> bool:
         """Return whether a block is copied to the device for a forward of many rows. An embedding's rows are looked

@@ -69,21 +69,26 @@ class BlockPlacement:
 
 @dataclass(frozen=True)
 class ExpertCount:
-    """Experts of all blocks together: those of blocks that are in memory as a whole, slots for others, and all."""
+    """Experts of all blocks together: those of blocks that are in memory as a whole, slots for others, and all.
+
+    tier: of the slots, and so of the memory that this is about: "vram" where a device computes with slots of its own.
+    """
 
     resident: int
     slots: int
     total: int
+    tier: Tier = "ram"
 
     @classmethod
     def of(cls, blocks: Sequence[BlockPlacement]) -> ExpertCount | None:
         """Return the experts of a mixture; None for any other model."""
-        placed = [(block.tier, block.experts) for block in blocks if block.experts is not None]
+        placed = [(block, block.experts) for block in blocks if block.experts is not None]
         if not placed:
             return None
-        resident = sum(experts.count for tier, experts in placed if tier != "disk")
-        slots = sum(experts.slots for tier, experts in placed if tier == "disk")
-        return cls(resident, slots, sum(experts.count for _, experts in placed))
+        slotted = [experts for block, experts in placed if block.is_slotted or block.tier == "disk"]
+        total = sum(experts.count for _, experts in placed)
+        resident, slots = total - sum(each.count for each in slotted), sum(each.slots for each in slotted)
+        return cls(resident, slots, total, "vram" if any(block.is_slotted for block, _ in placed) else "ram")
 
     @property
     def in_memory(self) -> int:

@@ -88,7 +88,8 @@ def test_experts_that_are_in_slots_and_those_that_are_not_write_the_text_of_the_
         assert card.counts["replays"]
         held = placed._slots
         assert held is not None and held.num_slots == 2 * slots
-        assert held.wanted == 2 * 2 * 5 and 0 < held.hits < held.wanted
+        uses = placed.expert_uses
+        assert uses.wanted == 2 * 2 * 5 and 0 < uses.hits < uses.wanted
 
 
 def test_experts_that_no_native_step_knows_are_left_to_operators(mixtures, expected, simulated_card, monkeypatch):
@@ -158,5 +159,7 @@ def test_a_model_too_large_for_the_card_is_planned_with_slots_and_writes_the_sam
         engine = Engine.load(tmp_path, replace(wanted, device="cuda", vram=164_000 << 10))
         assert [block.experts.slots for block in engine.residency.blocks if block.is_slotted] == [6] * 4
         assert generated(engine, PROMPT, 8, temperature=0.9, seed=5) == right
-        assert engine.residency.placed._slots.hits
+        facts = engine.facts()
+        assert (facts.experts_in_memory, facts.num_experts, facts.experts_tier) == (24, 96, "vram")
+        assert 0 < facts.expert_hits < facts.experts_wanted
         engine.close()

@@ -5,6 +5,7 @@ FlexGen's cost model (arXiv:2303.06865, section 4.3), extended to blocks that ar
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +21,7 @@ ATTENTION_SHARE = 0.75  # of the rate of matrices, at which attention reads its 
 PASS_TOKENS = 2048
 # Between two runs the disk's queue runs low: files of 12 MB in turn came at 2.7 GB/s where one large one did at 3.6.
 RUN_S = 1e-3
+POOLED_BLOCK_S = 0.35e-3  # of a block whose experts come from the disk: two runs of its steps, and the search for slots
 _MOST_ROWS = 4096
 _Phase = Literal["step", "prompt"]
 
@@ -71,11 +73,12 @@ class Costs:
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Return the seconds of a step of `rows` sequences, each with `depth` tokens behind it."""
         serial_s, disk_s = self._serial_s("step", depth, rows), self._disk_s("step", rows)
-        if self.work.missed_bytes:  # read while the other experts of the same block are computed, and no longer before
-            beside_s = self._experts_s(serial_s, rows)
-            serial_s += max(beside_s, disk_s, self._missed_s(rows)) - beside_s
-            return serial_s if self.card is None else max(serial_s, self._link_s("step", rows))
-        return max(serial_s, self._link_s("step"), disk_s)
+        if not self.work.missed_bytes:
+            return max(serial_s, self._link_s("step"), disk_s)
+        experts_s = self._experts_s(serial_s, rows)
+        if self.card is None:
+            return serial_s + self._reading_s(experts_s, disk_s, rows)
+        return max(serial_s + max(0.0, self._missed_s(rows) - experts_s), self._link_s("step", rows))
 
     def fast_s(self, num_bytes: int) -> float:
         """Return the seconds of a step of one token of a dense model of so many bytes, all in the fastest memory."""
@@ -174,6 +177,26 @@ class Costs:
     def _missed_s(self, rows: int) -> float:
         """Return the seconds in which the host computes the experts that the device lacks."""
         return 0.0 if self.card is None else self._missed(rows) / self.rates.matrix_gbs / 1e9
+
+    def _reading_s(self, experts_s: float, disk_s: float, rows: int) -> float:
+        """Return the seconds by which experts from the disk lengthen such a step of the host.
+
+        Those of a block that are missing, each as likely as any other, are read while the rest of the same block is
+        computed, and not before. experts_s: of all experts. disk_s: of reading.
+        """
+        shape, growth = self.shape, self.shape.expert_growth(rows)
+        blocks = len(shape.mixtures)
+        wanted = max(1, round(growth * sum(experts.active for _, experts in shape.mixtures) / blocks))
+        absent = min(1.0, self._missed(rows) / (shape.active_expert_bytes * growth))
+        computed_s, read_s = experts_s / blocks / wanted, disk_s / blocks / (wanted * absent)
+        waits_s = sum(
+            math.comb(wanted, missing)
+            * absent**missing
+            * (1 - absent) ** (wanted - missing)
+            * max(0.0, missing * read_s - (wanted - missing) * computed_s)
+            for missing in range(wanted + 1)
+        )
+        return blocks * (waits_s + POOLED_BLOCK_S)
 
     def _missed(self, rows: int) -> float:
         """Return the bytes of the experts that such a step misses."""

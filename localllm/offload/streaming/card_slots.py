@@ -18,6 +18,7 @@ from torch import Tensor
 
 from localllm.kernels.page_locked import page_locked
 from localllm.offload.streaming.device_stream import Lane
+from localllm.offload.streaming.expert_uses import ExpertUses
 
 
 @dataclass
@@ -34,11 +35,16 @@ class CardSlots:
     """Records of one size in the slots of `memory`, uint8 [slots, bytes of a record], on the lane's device. One thread
     asks."""
 
-    def __init__(self, homes: Mapping[str, Tensor], memory: Tensor, lane: Lane) -> None:
-        """homes: by the block's name, uint8 [experts, bytes of a record] of the host's memory, best pinned."""
+    def __init__(
+        self, homes: Mapping[str, Tensor], memory: Tensor, lane: Lane, active: Mapping[str, int], uses: ExpertUses
+    ) -> None:
+        """
+        homes: by the block's name, uint8 [experts, bytes of a record] of the host's memory, best pinned
+        active: by the same name, how many experts a token wants
+        uses: is told of every step
+        """
         self.memory = memory
-        self.hits = self.wanted = 0
-        self._homes, self._lane = homes, lane
+        self._homes, self._lane, self._active, self._uses = homes, lane, active, uses
         self._slots: OrderedDict[tuple[str, int], int] = OrderedDict()  # those used last at the end
         self._free = list(range(len(memory)))
         self._tables = {
@@ -77,8 +83,8 @@ class CardSlots:
                 self._slots.move_to_end((block, index))
             else:
                 found.append(index)
-        self.wanted += len(experts)
-        self.hits += len(experts) - len(found)
+        hits = len(experts) - len(found) if len(experts) == self._active[block] else None
+        self._uses.see(block, experts, len(self._homes[block]), hits)
         return found
 
     def bring(self, block: str, missing: Sequence[int], wanted: Sequence[int]) -> None:

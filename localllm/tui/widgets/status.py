@@ -14,6 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm.chat.context import ContextUsage
+from localllm.chat.plan_text import EXPERTS_IN
 from localllm.chat.text import error_rows, one_line
 from localllm.config import format_bytes, format_figure
 from localllm.engine.engine_info import EngineFacts
@@ -212,7 +213,8 @@ def _memory(facts: EngineFacts, *, is_short: bool) -> Iterator[Content]:
             yield Content.styled(f"{name} ", "$foreground-muted") + shown + Content(f" {figures}")
     disk = Content.styled("disk ", "$foreground-muted")
     if facts.num_experts > facts.experts_in_memory:
-        share = Content(f"{facts.experts_in_memory / facts.num_experts:.0%}{'' if is_short else ' in memory'}")
+        where = "" if is_short else f" {EXPERTS_IN[facts.experts_tier]}"
+        share = Content(f"{facts.experts_in_memory / facts.num_experts:.0%}{where}")
         yield Content.styled("experts ", "$foreground-muted") + share
         if facts.hit_rate is not None:
             yield Content.styled("hits ", "$foreground-muted") + Content.styled(
@@ -228,7 +230,7 @@ def _memory(facts: EngineFacts, *, is_short: bool) -> Iterator[Content]:
 def why_slow(facts: EngineFacts, finished: FinishedEvent | None, *, is_short: bool = False) -> str:
     """The wait of a step, measured if there was an answer; "" where it is neither for the disk nor for the link."""
     name, what = _BOUND.get(facts.bound_by, ("blocks", "blocks on their way"))
-    if facts.num_experts > facts.experts_in_memory:
+    if facts.num_experts > facts.experts_in_memory and facts.experts_tier == "ram":
         what = "reading experts from the disk"
     if finished is None:
         if facts.bound_by not in _BOUND:
