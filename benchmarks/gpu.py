@@ -51,7 +51,7 @@ _TEXT_TOKENS = {False: (48, 200), True: (12, 32)}  # of each placement, and of t
 _SHARES = {"machine": 4.0, "products": 5.0, "model": 8.0, "speculation": 3.0, "texts": 1.0}
 _SIDES = ("placed", "host")  # of a mixture
 _CAP, _CAP_GB = 1.5, 1 / 16
-_EXPERTS, _EXPERTS_TOKENS = 1.5, {False: 64, True: 4}  # a share for each cap, and the tokens of a turn
+_EXPERTS, _EXPERTS_TOKENS = 4.0, {False: 64, True: 4}  # a share for each cap, of 17 GB to be made; tokens of a turn
 PARTS = (*_SHARES, "caps", "experts")
 
 

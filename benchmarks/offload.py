@@ -143,7 +143,7 @@ def _experts_beside_accelerate(rounds: int) -> dict[str, Any]:
 
 def experts_beside_llama(rounds: int, llama_python: str, layers: int | None = None) -> dict[str, Any]:
     """Qwen3-30B-A3B under half its size, beside llama.cpp with mapped pages in a control group of as much memory: each
-    with experts that its random router chooses, which are seldom those of the token before."""
+    writes other tokens in every round, for which its random router chooses the experts."""
     shape, gen_tokens = cut_shape(MIXTURE, layers), 8
     cap = _PROGRAM_BYTES + model_bytes(parse_config(shape, MIXTURE), RECIPES["int4-g64"]) // 2
     with tempfile.TemporaryDirectory(dir=user_directories().cache) as directory, memory_group(cap) as group:
@@ -153,7 +153,7 @@ def experts_beside_llama(rounds: int, llama_python: str, layers: int | None = No
             facts = worker.call("load", shape=shape, threads=2, directory=directory, repacks=False)
             took = [worker.call("decode", tokens=gen_tokens, depth=64, flash=False) for _ in range(rounds + 1)]
     with packed(MIXTURE, "int4-g64", layers) as (files, _):
-        ours = run(files, "int4-g64", cap, ctx=256, prompt_tokens=64, gen_tokens=32, rounds=rounds)
+        ours = run(files, "int4-g64", cap, ctx=256, prompt_tokens=64, gen_tokens=32, rounds=rounds, temperature=2.0)
     return {
         "cap_bytes": cap,
         "localllm int4-g64": {key: spread(ours[key]) for key in ("decode_tok_s",)},

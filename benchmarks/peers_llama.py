@@ -57,9 +57,10 @@ class LlamaCpp:
         _check_room(path.parent, sum(tensor.nbytes for tensor in model_tensors(shape, head)))
         facts: dict[str, Any] = {**write_random(path, shape, head)}
         params = llama_cpp.llama_model_default_params()
-        if "use_extra_bufts" not in dict(params._fields_):
-            raise UnavailableError("this llama-cpp-python cannot leave matrices as they are", INSTALL)
-        params.use_extra_bufts = repacks
+        if not repacks:
+            if not hasattr(params, "use_extra_bufts"):  # any attribute could be set
+                raise UnavailableError("this llama-cpp-python cannot leave matrices as they are", INSTALL)
+            params.use_extra_bufts = False
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not self.model:
             raise UnavailableError(f"llama.cpp does not load the file: {''.join(self.log[-3:]).strip()}")

@@ -25,13 +25,14 @@ from localllm.engine.step import StepLoop
 from localllm.errors import CardFaultError, EngineGoneError, LocalLLMError
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.runtime import engine_process
-from localllm.runtime.engine_client import EngineClient, RenewedClient
+from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_handle import EngineHandle, EnginePeer
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.engine_process import _serve
 from localllm.runtime.engine_server import EngineServer
 from localllm.runtime.engine_thread import EngineThread
 from localllm.runtime.model_pool import ModelPool
+from localllm.runtime.renewed_client import RenewedClient
 from localllm.runtime.selection import Selection, locate, with_defaults
 from tests.cli_support import run_cli
 from tests.engine_support import generated, token_ids

@@ -25,10 +25,11 @@ from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import ContextOverflowError, EngineClosedError, EngineGoneError, GrammarError, UsageError
 from localllm.runtime import protocol
-from localllm.runtime.engine_client import EngineClient, RenewedClient
+from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_handle import EngineHandle, EnginePeer
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, foresee, grant, start_engine
+from localllm.runtime.renewed_client import RenewedClient
 from localllm.runtime.selection import Selection, locate, with_defaults
 from localllm.runtime.server_client import Server, ServerEngine
 from localllm.runtime.sockets import connected, listening

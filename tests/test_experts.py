@@ -43,6 +43,7 @@ from localllm.offload.streaming.disk_read import CachedPages
 from localllm.offload.streaming.expert_pool import ExpertFile, ExpertPool
 from localllm.offload.streaming.expert_uses import BINS, ExpertUses
 from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.offload.streaming.kernel_reads import KernelReads
 from localllm.quant.recipe import recipe
 from tests.checkpoints import write_checkpoint
 from tests.packed_support import SOURCE, pack, small_checkpoint
@@ -364,6 +365,18 @@ def test_a_pool_gives_each_expert_its_own_bytes_and_keeps_those_used_last(data: 
             assert len(recent) <= slots and not damaged.intersection(recent)
             assert len(asked) > slots or damaged.intersection(asked) or set(asked) <= set(recent)
         assert (pool.wanted, pool.hits) == (wanted, hits)
+
+
+def test_the_kernel_reads_what_the_page_cache_lacks_and_no_thread_does(tmp_path: Path) -> None:
+    try:
+        KernelReads(1).close()
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"this system or its file system has no such reads: {error}")
+    with mock.patch.object(record_reads, "read_into", side_effect=AssertionError), pooled("by the kernel", 4) as pool:
+        for group in pool.held("b", [1, 5, 7]):
+            assert [pool.record("b", index).unique().tolist() for index in group] == [[index + 1] for index in group]
+        assert pool.clock.bytes_read == 3 * 4096
 
 
 @pytest.mark.parametrize("way", ["by the kernel", "by threads"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
 from localllm.offload.planner.advice import advise, fixes_for_context
 from localllm.offload.planner.calibration import Corrections, Term
-from localllm.offload.planner.costs import RUN_S, Costs, Work
+from localllm.offload.planner.costs import POOLED_BLOCK_S, RUN_S, Costs, Work
 from localllm.offload.planner.hit_curve import HitCurve
 from localllm.offload.planner.host_placements import LOGIT_ROWS
 from localllm.offload.planner.machine import Machine, Memory, Rates
@@ -208,6 +209,23 @@ def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:
     )
     cached = costs(it, replace(RATES, cached_share=1.0), 3_000_000_000, 50, 2048)
     assert cached.decode_s(0) == costs(it, RATES, 0, 0, 2048).decode_s(0)
+
+
+@pytest.mark.parametrize("missing", [0.02, 0.3, 1.0])
+def test_each_block_waits_for_its_own_missing_experts_and_for_no_others(missing: float) -> None:
+    """Simulated: of 8 experts a block each is missing by chance, and read while the others are computed."""
+    it = model_shape(parse_config(shipped_shapes()["qwen3-30b-a3b"], "it"), RECIPES["int4-g64"], "bf16", "it")
+    rates, size, rng = replace(RATES, matrix_gbs=48.0, disk_gbs=3.7), it.mixtures[0][1].num_bytes, random.Random(0)
+    work = Work(it.block_bytes + it.lm_head.num_bytes, missed_bytes=round(missing * it.active_expert_bytes))
+    whole, some = (Costs(it, rates, None, each, 64) for each in (replace(work, missed_bytes=0), work))
+    some = replace(some, work=replace(work, absent_bytes=it.expert_bytes))
+    waits = list[float]()
+    for _ in range(40 * 48):
+        absent = sum(rng.random() < missing for _ in range(8))
+        computed_s = (8 - absent) * size / rates.matrix_gbs / 1e9
+        waits.append(max(0.0, absent * size / rates.disk_gbs / 1e9 - computed_s))
+    expected = whole.decode_s(0) + sum(waits) / 40 + 48 * POOLED_BLOCK_S
+    assert some.decode_s(0) == pytest.approx(expected, rel=0.05)
 
 
 def test_a_tied_embedding_is_read_and_multiplied_as_a_head_of_its_own_would_be() -> None:

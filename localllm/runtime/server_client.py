@@ -23,7 +23,7 @@ from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, list
 from localllm.version import __version__
 
 if TYPE_CHECKING:
-    from localllm.runtime.engine_client import RenewedClient
+    from localllm.runtime.renewed_client import RenewedClient
     from localllm.runtime.selection import Selection
 
 Progress = Callable[[str, tuple[Any, ...]], None]
@@ -112,8 +112,9 @@ def attached(selection: Selection, note: Callable[[str], None], progress: Progre
     first = _at_server(selection, note)
     if first is None:
         return None
-    from localllm.runtime.engine_client import EngineClient, RenewedClient
+    from localllm.runtime.engine_client import EngineClient
     from localllm.runtime.engine_process import Caps, LoadObserver, start_engine
+    from localllm.runtime.renewed_client import RenewedClient
 
     directory = selection.files.directory
 

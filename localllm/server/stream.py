@@ -15,8 +15,8 @@ from types import TracebackType
 from localllm.chat.answer import MAX_ANSWERS
 from localllm.engine.events import Event, FinishedEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError
-from localllm.runtime.engine_client import may_renew
 from localllm.runtime.engine_handle import EngineHandle, RequestStream
+from localllm.runtime.renewed_client import may_renew
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import PreparedRequest
 from localllm.server.tools.deltas import AnswerParser, Delta, Part, ToolCallDelta

@@ -22,7 +22,7 @@ from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.errors import EngineGoneError, EngineStuckError, ModelChangedError
 from localllm.runtime import server_client
-from localllm.runtime.engine_client import RenewedClient
+from localllm.runtime.renewed_client import RenewedClient
 from localllm.runtime.selection import locate, with_defaults
 from localllm.runtime.server_client import Server, ServerEngine, attached
 from localllm.runtime.watchdog import Patience

@@ -6,12 +6,11 @@ system has no such reads. Knows nothing of what a record holds.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,7 +24,7 @@ from localllm.offload.streaming.open_file import OpenFile
 _THREADS = 4
 _LOOK_S = 0.01  # between two looks at what the threads have read, while the kernel's reads are waited for, too
 _READS_A_LOOK = 64  # of a file, before the page cache is asked again
-_DEPTH = 16  # of the kernel's reads: 40 MB; more wait in line for the disk, and whoever begins them with them
+_DEPTH = 16  # of the kernel's reads, 40 MB: of more the disk's queue is full, and io_submit itself would wait
 
 
 class RecordFile(OpenFile):
@@ -87,7 +86,7 @@ class RecordReads:
         self._wanted: SimpleQueue[tuple[RecordRead, bool] | None] = SimpleQueue()  # None ends a thread
         self._read: SimpleQueue[tuple[RecordRead, Exception | None]] = SimpleQueue()  # with why it could not be, if so
         self._kernel: KernelReads | None = None
-        with contextlib.suppress(OSError):  # the system has no such reads, or has as many as it allows
+        with suppress(OSError):  # the system has no such reads, or has as many as it allows
             self._kernel = KernelReads(_DEPTH)
         self._threads = [threading.Thread(target=self._work, name="records", daemon=True) for _ in range(_THREADS)]
         for thread in self._threads:
