@@ -280,6 +280,12 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], dict[str, obj
         {},
         "experts.0.down_proj",
     ),
+    "an expert that the file has by another name": (
+        "mixtral",
+        lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w2.weight"),
+        {},
+        "block_sparse_moe.experts.1.w2.weight",
+    ),
     "fused experts without rows": ("granitemoe", lambda t: t.update({FUSED: torch.zeros(5, 192)}), {}, "input_linear"),
     "a NaN in a router": (
         "qwen3_moe",

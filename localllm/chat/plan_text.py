@@ -92,11 +92,16 @@ def mixture(shape: ModelShape) -> str:
     if not shape.mixtures:
         return ""
     _, experts = shape.mixtures[0]
-    total, active = (f"{count / 1e9:.1f}B" for count in (shape.num_weights, shape.num_active_weights))
+    total, active = map(_amount, (shape.num_weights, shape.num_active_weights))
     return (
         f"{total} parameters, {active} active: a token is computed by {experts.active} of the {experts.count} experts "
         f"in each of {len(shape.mixtures)} layers, and reads {format_bytes(shape.token_bytes)}"
     )
+
+
+def _amount(count: int) -> str:
+    """ "30.5B", "9.0M"."""
+    return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"
 
 
 EXPERTS_IN = {"ram": "in memory", "vram": "in VRAM"}  # by the tier of their slots

@@ -185,7 +185,8 @@ class Checkpoint:
             # difflib over all of a large checkpoint would take seconds; those of its layer are enough.
             layer = name.rpartition(".layers.")[2].partition(".")[0]
             alike = [other for other in self._stored if f".{layer}." in other or ".layers." not in other][:1000]
-            near = ", ".join(show(other) for other in difflib.get_close_matches(name, alike)) or "none"
+            stored = dict.fromkeys(self._stored[other].name for other in difflib.get_close_matches(name, alike))
+            near = ", ".join(map(show, stored)) or "none"
             raise CheckpointError(
                 f"{self.directory} has no tensor {name}",
                 why=f"{len(self._stored)} tensors are stored; the nearest names: {near}",
