@@ -119,6 +119,7 @@ def _experts(rounds: int, layers: int | None) -> dict[str, Any]:
         "decode_tok_s": spread(result["decode_tok_s"]),
         "predicted_tok_s": result["predicted_tok_s"],
         "missed_bytes_per_token": spread(result["missed_bytes"]),
+        "read_bytes_per_token": spread(result["read_bytes"]),  # with those of wrong guesses
         "disk_gbs": spread(result["floor_gbs"]),
         "share_of_disk": paired([tok_s * missed / 1e9 for tok_s, missed in rates], result["floor_gbs"]),
         "hit_rate": spread(result["hit_rate"]),

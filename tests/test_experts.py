@@ -42,8 +42,10 @@ from localllm.offload.streaming import record_reads
 from localllm.offload.streaming.disk_read import CachedPages
 from localllm.offload.streaming.expert_pool import ExpertFile, ExpertPool
 from localllm.offload.streaming.expert_uses import BINS, ExpertUses
+from localllm.offload.streaming.foresight import Foresight
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.offload.streaming.kernel_reads import KernelReads
+from localllm.offload.streaming.record_reads import RecordReads
 from localllm.quant.recipe import recipe
 from tests.checkpoints import write_checkpoint
 from tests.packed_support import SOURCE, pack, small_checkpoint
@@ -117,6 +119,51 @@ def test_experts_from_the_disk_give_the_bits_of_those_in_memory(mixture, weights
                 assert torch.equal(logits(model, batch_rows=7), expected)
             model.place(placements(packed, weights, None), NEVER)
             assert torch.equal(logits(model), expected)
+
+
+def test_what_is_read_before_it_is_wanted_changes_no_bit(tmp_path: Path) -> None:
+    chosen = recipe("int4")
+    with packed_model(tmp_path / "p", "qwen3_moe", "int4") as packed:
+        parts = DecoderParts(packed.config, chosen, torch.bfloat16, HOST)
+        past_cache = mock.patch.object(CachedPages, "sampled_share", return_value=0.0)
+        with past_cache, OffloadedModel(packed, parts, None) as model:
+            model.place(placements(packed, "int4", None), NEVER)
+            ends = (*range(60, 100), 120)
+            expected = logits(model, ends=ends)
+            model.place(placements(packed, "int4", 8), NEVER)
+            with mock.patch.object(Foresight, "is_worth", return_value=True) as guessed:
+                assert torch.equal(logits(model, ends=ends), expected)
+    if not guessed.call_count:
+        pytest.skip("this system or its file system has no reads beside the program")
+    assert {call.args[0][0] for call in guessed.call_args_list} == {"layers.2.mlp"}  # of two mixtures
+
+
+def test_a_guess_is_read_where_it_is_worth_the_time_that_a_wrong_one_takes() -> None:
+    now = 0.0
+    foresight = Foresight(lambda: now)
+
+    def block(read_s: float, idle_s: float, *, is_right: bool) -> bool:
+        """Return whether the guess behind a block's reads would have been read."""
+        nonlocal now
+        foresight.disk_is_busy()
+        now += 2 * read_s
+        foresight.disk_is_idle(num_read=2)
+        is_worth = foresight.is_worth(("b", 3))
+        now += idle_s
+        foresight.learn("b", [3, 7] if is_right else [5, 7])
+        return is_worth
+
+    assert not block(1.0, 0.5, is_right=True)  # nothing is known of the disk's idle time
+    for _ in range(20):
+        assert block(1.0, 0.5, is_right=True)
+    assert block(1.0, 0.5, is_right=False)
+    worth = [block(1.0, 0.5, is_right=False) for _ in range(30)]
+    assert worth == sorted(worth, reverse=True) and not worth[-1]  # it learns from what it would have guessed
+    for _ in range(100):
+        block(20.0, 0.5, is_right=True)
+    for _ in range(100):
+        block(20.0, 0.5, is_right=False)
+    assert not block(20.0, 0.5, is_right=True)
 
 
 # A whole engine
@@ -350,16 +397,20 @@ def test_a_pool_gives_each_expert_its_own_bytes_and_keeps_those_used_last(data: 
     slots, numbers = data.draw(st.integers(1, 6)), st.integers(0, 8)
     way = data.draw(st.sampled_from(("by the kernel", "by threads", "from the page cache")))
     damaged = data.draw(st.frozensets(numbers, max_size=2))
+    worth = mock.patch.object(Foresight, "is_worth", return_value=data.draw(st.booleans()))
     recent: list[int] = []
-    wanted = hits = 0
-    with pooled(way, slots, damaged) as pool:
+    unasked: set[int] = set()  # what the disk may have been asked for that nobody waited for: it may come, and need not
+    wanted = hits = late_hits = 0
+    with worth, pooled(way, slots, damaged) as pool:
         for _ in range(data.draw(st.integers(1, 8))):
             asked = data.draw(st.lists(numbers, min_size=1, max_size=6, unique=True))
-            seen = []
+            guesses = [("b", index) for index in data.draw(st.lists(numbers, max_size=3, unique=True))]
+            seen: list[int] = []
             wanted += len(asked)
             hits += len(set(asked) & set(recent))
+            late_hits += len((set(asked) & unasked) - set(recent))
             try:
-                for group in pool.held("b", asked):
+                for group in pool.held("b", asked, lambda own=guesses: own):  # type: ignore[misc]
                     for index in group:
                         assert pool.record("b", index).unique().tolist() == [index + 1]
                         assert int(pool.table("b")[index]) == pool.record("b", index).data_ptr()
@@ -367,10 +418,41 @@ def test_a_pool_gives_each_expert_its_own_bytes_and_keeps_those_used_last(data: 
                 assert sorted(seen) == sorted(asked)
             except CheckpointError as error:
                 assert any(error.why == f"expert {index}" for index in damaged.intersection(asked) - set(seen))
+                unasked |= set(asked) - set(seen)
             recent = [index for index in range(9) if int(pool.table("b")[index])]
             assert len(recent) <= slots and not damaged.intersection(recent)
-            assert len(asked) > slots or damaged.intersection(asked) or set(asked) <= set(recent)
-        assert (pool.wanted, pool.hits) == (wanted, hits)
+            unasked |= {index for _, index in guesses}
+            assert len(asked) > slots or unasked or set(asked) <= set(recent)
+        assert pool.wanted == wanted and hits <= pool.hits <= hits + late_hits
+
+
+def test_what_is_foreseen_is_read_while_nothing_else_is_and_a_wrong_guess_gives_way_first() -> None:
+    look, always = RecordReads.look, mock.patch.object(Foresight, "is_worth", return_value=True)
+
+    def patient(reads: RecordReads) -> bool:
+        while not look(reads):
+            pass
+        return True
+
+    with always, mock.patch.object(RecordReads, "look", patient), pooled("by the kernel", 3) as pool:
+        if not pool.reads_aside("b"):
+            pytest.skip("this system or its file system has no reads beside the program")
+
+        def hold(asked: list[int], *guesses: int) -> None:
+            for _ in pool.held("b", asked, lambda: [("b", index) for index in guesses]):
+                pass
+
+        hold([0, 1], 0, 4, 5)  # the first that is not here
+        hold([4])
+        assert (pool.hits, pool.wanted, pool.clock.bytes_read) == (0, 3, 3 * 4096)  # it came by foresight, not by luck
+        hold([0, 4])
+        assert pool.hits == 2
+        hold([4])  # nothing is read: nobody is asked what comes next
+        hold([5], 6)  # takes the place of 1; the guess that of 0
+        hold([4])
+        hold([7])  # takes the place of the wrong guess
+        hold([4, 5])
+        assert (pool.hits, pool.wanted, pool.clock.bytes_read) == (6, 11, 6 * 4096)
 
 
 def test_the_kernel_reads_what_the_page_cache_lacks_and_no_thread_does(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from tiny_data import (
     make_conversations,
     special_ids,
 )
-from tiny_model import WITH_EXPERTS, TinyConfig, TinyLM, dropped_blocks, hint_loss, middle_blocks
+from tiny_model import WITH_EXPERTS, Layer, TinyConfig, TinyLM, dropped_blocks, hint_loss, middle_blocks
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -284,14 +284,59 @@ def locality_report(model: TinyLM, tokens: Tensor) -> str:
     )
 
 
+@torch.no_grad()
+def foresight_report(model: TinyLM, tokens: Tensor) -> str:
+    """How often a layer's router, given what goes into the experts of the layer before, foresees its own choice."""
+    c, first, inputs = model.config, [], list[Tensor]()
+    shares: list[list[float]] = [[] for _ in range(c.num_layers - 1)]
+    norms = [layer.post_attention_layernorm for layer in model.model.layers if isinstance(layer, Layer)]
+    for window in cut(tokens, c.max_positions):
+        inputs.clear()
+        hooks = [norm.register_forward_pre_hook(lambda _norm, args: inputs.append(args[0])) for norm in norms]
+        with torch.autocast("cpu", torch.bfloat16):
+            model.hidden(window[None, :-1])
+            for hook in hooks:
+                hook.remove()
+            guesses = [
+                body.gate(norm(x))[0].topk(c.top_k).indices.tolist()
+                for body, norm, x in zip(model.experts()[1:], norms[1:], inputs[:-1], strict=True)
+            ]
+        for own, guessed, body in zip(shares, guesses, model.experts()[1:], strict=True):
+            chosen = body.chosen.tolist()
+            own += [len({*guess} & {*experts}) / c.top_k for guess, experts in zip(guessed, chosen, strict=True)]
+            first += first_absent(guessed, chosen, c.num_experts // 2)
+    layers = ", ".join(f"{math.fsum(each) / len(each):.2f}" for each in shares)
+    return (
+        f"of a layer's experts, its router foresees a layer ahead (from the second one on): {layers}\n"
+        f"its first guess that is not among the half used last is right in {math.fsum(first) / len(first):.3f}"
+    )
+
+
+def first_absent(guessed: list[list[int]], chosen: list[list[int]], slots: int) -> list[bool]:
+    """Return of each token whose guess has an expert that is not among the last `slots` used, whether it wants it."""
+    recent: list[int] = []
+    found = []
+    for guess, experts in zip(guessed, chosen, strict=True):
+        absent = next((expert for expert in guess if expert not in recent), None)
+        if absent is not None:
+            found.append(absent in experts)
+        recent = _renewed(recent, experts, slots)
+    return found
+
+
 def recent_share(chosen: list[list[int]], slots: int) -> float:
     """Return how many of the experts of tokens are among the last `slots` used ones."""
     recent: list[int] = []
     hits = 0
     for experts in chosen:
         hits += len({*experts} & {*recent})
-        recent = (experts + [expert for expert in recent if expert not in experts])[:slots]
+        recent = _renewed(recent, experts, slots)
     return hits / sum(map(len, chosen))
+
+
+def _renewed(recent: list[int], experts: list[int], slots: int) -> list[int]:
+    """Return the last `slots` used experts, the newest first."""
+    return (experts + [expert for expert in recent if expert not in experts])[:slots]
 
 
 def _config(model: TinyLM, ids: dict[str, int]) -> dict[str, object]:
@@ -423,6 +468,7 @@ def main() -> None:
         print(format_report(held_out_report(trainer.model, rows.encode(held_out), held_out)))
         if args.experts:
             print(locality_report(trainer.model, trainer.held_out))
+            print(foresight_report(trainer.model, trainer.held_out))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ alike however many there are: a prompt in chunks, a batch of answers and the ver
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,24 +131,41 @@ class CpuProgram:
         body = self.decoder.blocks[index].body
         begin, end = whole.starts[index], whole.starts[index + 1]
         if isinstance(body, MoE) and isinstance(body.experts, PooledExperts):
-            self._run_pooled(room, whole.tape, (begin, end), body)
+            self._run_pooled(room, whole, index, body)
         else:
             whole.tape.run(begin, end)
         if not is_in_room:
             x.copy_(room.x[: len(x)])
 
-    def _run_pooled(self, room: _Room, tape: Tape, span: tuple[int, int], body: MoE) -> None:
+    def _run_pooled(self, room: _Room, whole: _WholeTape, index: int, body: MoE) -> None:
         """Run a mixture whose experts come from the disk: those that are here while the others are read."""
-        begin, end = span
+        begin, end = whole.starts[index], whole.starts[index + 1]
         assert room.experts is not None and isinstance(body.experts, PooledExperts)
-        experts = room.experts.room(room.activations.rows)
+        experts, tape = room.experts.room(room.activations.rows), whole.tape
         tape.run(begin, end + GROUP_STEP)
         chosen = experts.chosen(body.config.router.top_k)
-        pool, wanted = body.experts.pool, torch.unique(chosen).tolist()
-        with closing(pool.held(body.experts.block, wanted)) as held, closing(experts.arrange(chosen, held)) as groups:
+        pool, wanted = body.experts.pool, sorted({*chosen.flatten().tolist()})
+        foresee = self._foresight(whole, experts, index) if len(chosen) == 1 else None
+        held = pool.held(body.experts.block, wanted, foresee)
+        with closing(held), closing(experts.arrange(chosen, held)) as groups:
             for _ in groups:
                 tape.run(end + GROUP_STEP + 1, end + COMBINE_STEP)
         tape.run(end + COMBINE_STEP, end)
+
+    def _foresight(
+        self, whole: _WholeTape, experts: ExpertRoom, index: int
+    ) -> Callable[[], Sequence[tuple[str, int]]] | None:
+        """Return what guesses the experts of the next mixture behind a block; None where nothing would be read."""
+        guess = whole.guesses.get(index)
+        if guess is None:
+            return None
+        bank, top_k, tape = guess
+
+        def foresee() -> Sequence[tuple[str, int]]:
+            tape.run()
+            return [(bank.block, expert) for expert in experts.guessed(top_k)]
+
+        return foresee if bank.pool.reads_aside(bank.block) else None
 
     def _placed(self, room: _Room, batch: Batch) -> _WholeTape:
         """Place a batch in the room, and return the tape for it."""
@@ -196,8 +215,16 @@ class CpuProgram:
                 starts.append(len(steps))
             head = [] if _packed(self.decoder.head) is None else [*recorder.head(room.wide)]
             output = (head[-1][1], head[-1][0].pointers.index("y")) if head else None
-            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), output)
+            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), output, recorder.guesses())
         return self._tapes[key]
+
+
+class _Guess(NamedTuple):
+    """tape: guesses the experts of a mixture, `top_k` of the bank's."""
+
+    bank: PooledExperts
+    top_k: int
+    tape: Tape
 
 
 @dataclass(frozen=True)
@@ -205,6 +232,7 @@ class _WholeTape:
     tape: Tape
     starts: tuple[int, ...]  # of each block, in steps, and of the head; before the first is the embedding, if anything
     head: tuple[ctypes.Array[ctypes.c_int64], int] | None  # the last step's words, and the one of y: each forward's own
+    guesses: Mapping[int, _Guess]  # by the number of the block whose input tells
 
 
 class _Room:
@@ -328,6 +356,16 @@ class _Recorder:
             yield self.multiply(shared.down_proj, room.y, adds=False)
         rows = None if shared is None else room.y
         yield from self.experts.steps(room.mixtures[block.name], room.x, room.x, adds=True, shared=rows)
+
+    def guesses(self) -> dict[int, _Guess]:
+        """Of each mixture but the last, what guesses the experts of the next one, where these come from the disk."""
+        found = {}
+        numbers = [number for number, block in enumerate(self.decoder.blocks) if isinstance(block.body, MoE)]
+        for (number, _), (_, (block, body)) in itertools.pairwise(zip(numbers, _mixtures(self.decoder), strict=True)):
+            if self.experts is not None and isinstance(body.experts, PooledExperts):
+                tape = Tape([*self.experts.guess_steps(self.room.mixtures[block.name], self.room.x)])
+                found[number] = _Guess(body.experts, body.config.router.top_k, tape)
+        return found
 
     def head(self, logits: Tensor) -> Iterator[Step]:
         """logits: rows of whole tiles."""

@@ -8,7 +8,6 @@ Knows nothing of what a record holds.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from localllm.kernels.page_locked import page_locked
 from localllm.offload.streaming.device_stream import Lane
 from localllm.offload.streaming.expert_uses import ExpertUses
+from localllm.offload.streaming.lru_slots import LruSlots
 
 
 @dataclass
@@ -45,8 +45,7 @@ class CardSlots:
         """
         self.memory = memory
         self._homes, self._lane, self._active, self._uses = homes, lane, active, uses
-        self._slots: OrderedDict[tuple[str, int], int] = OrderedDict()  # those used last at the end
-        self._free = list(range(len(memory)))
+        self._slots = LruSlots(len(memory))
         self._tables = {
             name: _Table(
                 page_locked((len(home),), torch.int64, memory.device),
@@ -80,7 +79,7 @@ class CardSlots:
         found = []
         for index in experts:
             if (block, index) in self._slots:
-                self._slots.move_to_end((block, index))
+                self._slots.use((block, index))
             else:
                 found.append(index)
         hits = len(experts) - len(found) if len(experts) == self._active[block] else None
@@ -94,21 +93,13 @@ class CardSlots:
             return
         kept, table, after = {(block, index) for index in wanted}, self._tables[block], self._lane.mark()
         for index in missing:
-            slot = self._free_slot(kept)
-            if slot is None:
+            taken = self._slots.take((block, index), kept)
+            if taken is None:
                 return
-            self._slots[block, index] = slot
+            slot, loser = taken
+            if loser is not None:
+                losing = self._tables[loser[0]]
+                losing.on_host[loser[1]], losing.has_changed = 0, True
             table.arriving.append(self._lane.copy(self._homes[block][index], self.memory[slot], after))
             table.on_host[index] = self.memory[slot].data_ptr()
             table.has_changed = True
-
-    def _free_slot(self, kept: set[tuple[str, int]]) -> int | None:
-        """Return a slot, of the expert that was used longest ago where all are taken; None where that must stay."""
-        if self._free:
-            return self._free.pop()
-        oldest = next(iter(self._slots))
-        if oldest in kept:
-            return None
-        table = self._tables[oldest[0]]
-        table.on_host[oldest[1]], table.has_changed = 0, True
-        return self._slots.pop(oldest)

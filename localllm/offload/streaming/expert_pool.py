@@ -1,4 +1,5 @@
-"""Slots of memory for experts that rest on the disk: those used last stay, the others are read when they are wanted.
+"""Slots of memory for experts that rest on the disk: those used last stay, the others are read when they are wanted,
+or a little before where the disk has nothing else to do.
 
 Knows nothing of what a record holds.
 """
@@ -6,18 +7,20 @@ Knows nothing of what a record holds.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
 
 import torch
 from torch import Tensor
 
+from localllm.errors import CheckpointError
 from localllm.offload.streaming.disk_stream import STALLED_S, StreamClock
 from localllm.offload.streaming.expert_uses import ExpertUses
+from localllm.offload.streaming.foresight import Foresight
+from localllm.offload.streaming.lru_slots import Expert, LruSlots
 from localllm.offload.streaming.record_reads import RecordFile, RecordRead, RecordReads
 
 
@@ -38,7 +41,14 @@ class ExpertFile:
     active: int = 0
 
 
-Expert = tuple[str, int]  # a block's name, and a number in it
+@dataclass(frozen=True)
+class _Block:
+    """table int64 [experts]: the addresses of the records that are here. checked: the records that have been."""
+
+    file: ExpertFile
+    opened: RecordFile
+    table: Tensor
+    checked: set[int] = field(default_factory=set)
 
 
 class ExpertPool:
@@ -52,16 +62,17 @@ class ExpertPool:
         self.clock = StreamClock()
         self.hits = self.wanted = 0
         self._uses = uses or ExpertUses()
-        self._slots: OrderedDict[Expert, int] = OrderedDict()  # those used last at the end
-        self._free = list(range(len(memory)))
-        self._tables = {file.block: torch.zeros(file.count, dtype=torch.int64) for file in files}
-        self._experts = {file.block: file for file in files}
-        self._checked: set[Expert] = set()
-        self._call = 0  # of `held`: what a disk gives after an earlier one has given up is not taken for this one's
-        self._unwritten: set[int] = set()  # the experts of this call whose slots are still written to
+        self._slots = LruSlots(len(memory))
+        self._arriving: dict[Expert, RecordRead] = {}  # what slots are still written by, whether anybody waits or not
+        self._foresight = Foresight()
+        self._foreseen: Expert | None = None  # what was read as foreseen, until the next block is asked for
         with ExitStack() as opened:
-            self._files = {
-                file.block: opened.enter_context(closing(RecordFile(file.path, file.begin, memory.shape[1], file.fix)))
+            self._blocks = {
+                file.block: _Block(
+                    file,
+                    opened.enter_context(closing(RecordFile(file.path, file.begin, memory.shape[1], file.fix))),
+                    torch.zeros(file.count, dtype=torch.int64),
+                )
                 for file in files
             }
             self._opened = opened.pop_all()
@@ -74,118 +85,171 @@ class ExpertPool:
     def table(self, block: str) -> Tensor:
         """The addresses of a block's records, int64 [experts]: 0 for those that are not here. It is always the same
         tensor."""
-        return self._tables[block]
+        return self._blocks[block].table
+
+    def reads_aside(self, block: str) -> bool:
+        """Return whether the disk can read experts of a block while no thread waits for them, so that it is worth
+        foreseeing them."""
+        return self._reads.costs_no_core(self._blocks[block].opened)
 
     def record(self, block: str, index: int) -> Tensor:
         """Return the bytes of a record that is held, uint8."""
         return self.memory[self._slots[block, index]]
 
-    def held(self, block: str, experts: Sequence[int]) -> Generator[list[int], None, None]:
+    def held(
+        self, block: str, experts: Collection[int], foresee: Callable[[], Sequence[Expert]] | None = None
+    ) -> Generator[list[int], None, None]:
         """Yield the experts in groups, whatever their order: first those that are here, then those that have been read.
         A group is in its slots until the next one is asked for; whoever stops before the last one closes this.
 
+        foresee: says which experts another block may want next, most likely ones first. It is asked while the disk
+        reads for this block. Behind that the first one that is not here is read, where that is worth it.
+
         Raises CheckpointError naming the file and the record that cannot be read or is damaged.
         """
-        self.wanted += len(experts)
-        self._call += 1
-        here = [index for index in experts if (block, index) in self._slots]
-        missing = [index for index in experts if (block, index) not in self._slots]
-        self.hits += len(here)
-        file = self._experts[block]
-        self._uses.see(block, experts, file.count, len(here) if len(experts) == file.active else None)
-        for index in here:
-            self._slots.move_to_end((block, index))
-        kept = {(block, index) for index in here}
-        reads: set[int] = set()  # the experts that are still to come
+        while self._arriving and self._reads.look():
+            self._take_next(block, ())
+        self._foresight.learn(block, experts)
+        here, awaited, missing = self._sorted(block, experts)
+        guesses: Sequence[Expert] = ()
+        kept, num_missing = {(block, index) for index in here}, len(missing)
         try:
-            self._begin(block, missing, kept, reads)
+            self._foresight.disk_is_busy()
+            self._begin(block, missing, kept, awaited)
+            if foresee is not None and num_missing:
+                guesses = foresee()
             if here:
                 yield here
             kept.clear()
-            while missing or reads:
-                self._begin(block, missing, kept, reads)
-                read = self._finished(block, reads)
+            while missing or awaited:
+                self._begin(block, missing, kept, awaited)
+                read = self._finished(block, awaited)
                 kept = {(block, index) for index in read}
-                self._begin(block, missing, kept, reads)
-                yield read
+                self._begin(block, missing, kept, awaited)
+                if guesses and not missing and not self._arriving:
+                    self._foresight.disk_is_idle(num_missing)
+                    self._begin_foreseen(guesses, kept)
+                if read:
+                    yield read
                 kept = set()
         finally:
-            self._give_up(block, reads)
+            self._give_up()
 
     def close(self) -> None:
         if self._reads.close(STALLED_S):  # else the disk may still answer one
             self._opened.close()
 
-    def _begin(self, block: str, missing: list[int], kept: set[Expert], reads: set[int]) -> None:
+    def _sorted(self, block: str, experts: Collection[int]) -> tuple[list[int], set[int], list[int]]:
+        """Count the experts as used; return those that are here, those that are being read, and the others."""
+        here: list[int] = []
+        awaited: set[int] = set()
+        missing: list[int] = []
+        for index in experts:
+            if (block, index) not in self._slots:
+                missing.append(index)
+                continue
+            self._slots.use((block, index))
+            if (block, index) in self._arriving:
+                awaited.add(index)
+            else:
+                here.append(index)
+        hits, foreseen, self._foreseen = len(here), self._foreseen, None
+        if foreseen is not None and foreseen[0] == block and foreseen[1] in experts:
+            hits -= foreseen[1] in here  # it had to be read
+        elif foreseen is not None and foreseen in self._slots:
+            self._slots.give_way_next(foreseen)
+        self.hits += hits
+        self.wanted += len(experts)
+        file = self._blocks[block].file
+        self._uses.see(block, [*experts], file.count, hits if len(experts) == file.active else None)
+        return here, awaited, missing
+
+    def _begin(self, block: str, missing: list[int], kept: set[Expert], awaited: set[int]) -> None:
         """Begin to read as many of the missing ones as there are slots for; they leave `missing`."""
-        stays, begun = kept | {(block, index) for index in reads}, []
-        while missing and (slot := self._free_slot(stays)) is not None:
-            index = missing.pop(0)
-            self._slots[block, index] = slot
-            reads.add(index)
-            self._unwritten.add(index)
-            stays.add((block, index))
-            memory = self.memory[slot]
-            begun.append(RecordRead(self._call, self._files[block], index, memory.numpy().data, memory.data_ptr()))
+        begun = []
+        while missing and (read := self._placed((block, missing[0]), kept)) is not None:
+            awaited.add(missing.pop(0))
+            begun.append(read)
         self._reads.begin(begun)
 
-    def _free_slot(self, kept: set[Expert]) -> int | None:
-        """Return a slot, of the expert that was used longest ago where all are taken; None where all must stay."""
-        if self._free:
-            return self._free.pop()
-        oldest = next((expert for expert in self._slots if expert not in kept), None)
-        if oldest is None:
+    def _begin_foreseen(self, guesses: Sequence[Expert], kept: set[Expert]) -> None:
+        """Begin to read the first that is not here: with a second record the disk would not be done in time."""
+        guess = next((each for each in guesses if each not in self._slots), None)
+        if guess is None or not self._foresight.is_worth(guess):
+            return
+        read = self._placed(guess, kept.union(guesses))
+        if read is not None:
+            self._foreseen = guess
+            self._reads.begin([read])
+
+    def _placed(self, expert: Expert, kept: set[Expert]) -> RecordRead | None:
+        """Give an expert a slot, and return the read that fills it; None where all must stay as they are."""
+        taken = self._slots.take(expert, kept.union(self._arriving))
+        if taken is None:
             return None
-        block, index = oldest
-        self._tables[block][index] = 0
-        return self._slots.pop(oldest)
-
-    def _finished(self, block: str, reads: set[int]) -> list[int]:
-        """Wait for the next expert that is read, and return it with those that came with it."""
-        file, began = self._files[block], time.perf_counter()
-        found = [self._next_read(file).index]
-        while len(found) < len(reads) and self._reads.has_next:
-            found.append(self._next_read(file).index)
-        waited_s = time.perf_counter() - began
-        self.clock.wait_s += waited_s
-        self.clock.reading_s += waited_s
-        for index in found:
-            file.require_unchanged(f"expert {index} may be another one now")
-            if (block, index) not in self._checked:
-                self._experts[block].check(index, self.record(block, index).numpy().data)
-                self._checked.add((block, index))
-        for index in found:
-            reads.remove(index)
-            self._tables[block][index] = self.record(block, index).data_ptr()
-            self.clock.bytes_read += self.memory.shape[1]
-        return found
-
-    def _next_read(self, file: RecordFile) -> RecordRead:
-        """Return what was read next. Raises CheckpointError where it could not be."""
-        try:
-            read, error = self._reads.next(STALLED_S)
-            while read.call != self._call:
-                read, error = self._reads.next(STALLED_S)
-        except Empty:
-            raise file.refusal("gives nothing", f"no byte came for {STALLED_S:.0f} seconds") from None
-        self._unwritten.remove(read.index)
-        if error is not None:
-            raise error
+        slot, loser = taken
+        if loser is not None:
+            self._blocks[loser[0]].table[loser[1]] = 0
+        block, index = expert
+        memory = self.memory[slot]
+        read = RecordRead(block, self._blocks[block].opened, index, memory.numpy().data, memory.data_ptr())
+        self._arriving[expert] = read
         return read
 
-    def _give_up(self, block: str, reads: set[int]) -> None:
-        """Forget what was asked for and is not here, once nothing is written to its slots any more."""
-        self._unwritten -= {read.index for read in self._reads.drop_waiting() if read.call == self._call}
-        while self._unwritten:
-            try:
-                read, _ = self._reads.next(STALLED_S)
-            except Empty:  # the slots stay with a disk that may still write to them
-                break
-            if read.call == self._call:
-                self._unwritten.discard(read.index)
-        for index in reads:
-            slot = self._slots.pop((block, index))
-            if index not in self._unwritten:
-                self._free.append(slot)
-        self._unwritten.clear()
-        reads.clear()
+    def _finished(self, block: str, awaited: set[int]) -> list[int]:
+        """Wait for the next record that is read, and return those of the awaited experts that came with it."""
+        began, found = time.perf_counter(), []
+        try:
+            while True:
+                index = self._take_next(block, awaited)
+                if index is not None:
+                    awaited.remove(index)
+                    found.append(index)
+                if not awaited or not self._reads.has_next:
+                    return found
+        finally:
+            waited_s = time.perf_counter() - began
+            self.clock.wait_s += waited_s
+            self.clock.reading_s += waited_s
+
+    def _take_next(self, block: str, awaited: Collection[int]) -> int | None:
+        """Wait for a record that is read, and return its number if it is an awaited one. Raises CheckpointError where
+        an awaited one could not be read; what nobody awaits is forgotten then."""
+        try:
+            read, error = self._reads.next(STALLED_S)
+        except Empty:
+            for index in awaited:  # their slots stay with a disk that may still write to them
+                self._slots.lose((block, index))
+                del self._arriving[block, index]
+            why = f"no byte came for {STALLED_S:.0f} seconds"
+            raise self._blocks[block].opened.refusal("gives nothing", why) from None
+        expert = read.block, read.index
+        if self._arriving.get(expert) is not read:  # a disk answers that was not waited for any longer
+            return None
+        is_awaited = read.block == block and read.index in awaited
+        try:
+            if error is not None:
+                raise error
+            self._check(read)
+            self._blocks[read.block].table[read.index] = read.address
+            self.clock.bytes_read += len(read.record)
+        except BaseException as failure:
+            self._slots.free(expert)
+            if is_awaited or not isinstance(failure, CheckpointError):
+                raise
+        finally:
+            del self._arriving[expert]
+        return read.index if is_awaited else None
+
+    def _check(self, read: RecordRead) -> None:
+        own = self._blocks[read.block]
+        own.opened.require_unchanged(f"expert {read.index} may be another one now")
+        if read.index not in own.checked:
+            own.file.check(read.index, read.record)
+            own.checked.add(read.index)
+
+    def _give_up(self) -> None:
+        """Forget what only waits in line for the disk; what it is reading will be here when it is wanted again."""
+        for read in self._reads.drop_waiting():
+            del self._arriving[read.block, read.index]
+            self._slots.free((read.block, read.index))

@@ -35,7 +35,7 @@ class RecordFile(OpenFile):
         super().__init__(path, fix)
         self._begin, self._record_bytes = begin, record_bytes
         self._num_reads = 0
-        self._is_cached = False
+        self.is_cached = False  # as `comes_from_cache` last found
 
     def begin(self, index: int) -> int:
         """Return where a record begins, in bytes."""
@@ -46,9 +46,9 @@ class RecordFile(OpenFile):
         there is no way. A single record that it has is no reason: its readahead would bring the others, too."""
         if self._num_reads % _READS_A_LOOK == 0:
             with closing(CachedPages(self.plain)) as pages:
-                self._is_cached = self.direct is None or pages.sampled_share() >= CACHED_SHARE
+                self.is_cached = self.direct is None or pages.sampled_share() >= CACHED_SHARE
         self._num_reads += 1
-        return self._is_cached
+        return self.is_cached
 
     def read(self, index: int, record: memoryview, *, is_cached: bool) -> None:
         """Raises CheckpointError."""
@@ -60,9 +60,9 @@ class RecordFile(OpenFile):
 
 @dataclass(frozen=True)
 class RecordRead:
-    """A record that is wanted, and the memory for it, which begins at a page. call: the number of who wants it."""
+    """A record that is wanted, and the memory for it, which begins at a page. block: whose file it is."""
 
-    call: int
+    block: str
     file: RecordFile
     index: int
     record: memoryview
@@ -101,6 +101,16 @@ class RecordReads:
                 self._line.append(read)
         self._fill_kernel()
 
+    def costs_no_core(self, file: RecordFile) -> bool:
+        """Return whether reads of a file need no thread, as far as the last one has told."""
+        return self._kernel is not None and not file.is_cached
+
+    def look(self) -> bool:
+        """Return whether anything has ended, without a wait: 10 us where the kernel must be asked."""
+        if not self._ended and self._read_by_kernel:
+            self._take_ended(0.0)
+        return self.has_next
+
     def next(self, timeout_s: float) -> tuple[RecordRead, Exception | None]:
         """Wait for a read that ends, and return it, with why it could not be done, if so. Raises Empty."""
         until = time.monotonic() + timeout_s
@@ -135,7 +145,7 @@ class RecordReads:
         return not self._read_by_kernel and not any(thread.is_alive() for thread in self._threads)
 
     def drop_waiting(self) -> list[RecordRead]:
-        """Give up what only waits in line, and return it."""
+        """Give up what only waits in line, and return it; the rest ends as it would."""
         waiting = [*self._line]
         self._line.clear()
         return waiting
