@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import offload_accelerate
 from benchmarks.measure import known, machine, paired, parser, plain, save, spread
-from benchmarks.memory_group import join, memory_group
+from benchmarks.memory_group import bytes_from_disk, join, memory_group
 from benchmarks.offload_experts import Spec as ExpertSpec
 from benchmarks.offload_worker import Spec
 from benchmarks.peers import Match
@@ -144,21 +144,33 @@ def _experts_beside_accelerate(rounds: int) -> dict[str, Any]:
 
 def experts_beside_llama(rounds: int, llama_python: str, layers: int | None = None) -> dict[str, Any]:
     """Qwen3-30B-A3B under half its size, beside llama.cpp with mapped pages in a control group of as much memory: each
-    writes other tokens in every round, for which its random router chooses the experts."""
-    shape, gen_tokens = cut_shape(MIXTURE, layers), 8
+    writes other tokens in every round, for which its random router chooses the experts. How often these are the same
+    differs from model to model, so the bytes that were read for a token stand beside its speed."""
+    shape, gen_tokens = cut_shape(MIXTURE, layers), 32
     cap = _PROGRAM_BYTES + model_bytes(parse_config(shape, MIXTURE), RECIPES["int4-g64"]) // 2
+    theirs = []
     with tempfile.TemporaryDirectory(dir=user_directories().cache) as directory, memory_group(cap) as group:
-        worker = Worker([llama_python, "-m", "benchmarks.peers_llama"])
-        with contextlib.closing(worker):
-            join(group, worker.pid)
-            facts = worker.call("load", shape=shape, threads=2, directory=directory, repacks=False)
-            took = [worker.call("decode", tokens=gen_tokens, depth=64, flash=False) for _ in range(rounds + 1)]
+        side = Worker([llama_python, "-m", "benchmarks.peers_llama"])
+        with contextlib.closing(side):
+            join(group, side.pid)
+            facts = side.call("load", shape=shape, threads=2, directory=directory, repacks=False)
+            for _ in range(rounds + 1):
+                side.call("prefill", tokens=64, flash=False)  # as the other side does: it takes the memory of experts
+                before = bytes_from_disk(side.pid)
+                took = side.call("decode", tokens=gen_tokens, depth=64, flash=False)
+                theirs.append((gen_tokens / took, (bytes_from_disk(side.pid) - before) / gen_tokens))
     with packed(MIXTURE, "int4-g64", layers) as (files, _):
-        ours = run(files, "int4-g64", cap, ctx=256, prompt_tokens=64, gen_tokens=32, rounds=rounds, temperature=2.0)
+        spec = ExpertSpec(str(files.directory), "int4-g64", cap, None, temperature=2.0, rounds=rounds)
+        ours = worker("benchmarks.offload_experts", asdict(spec))
+    rates, reads = zip(*theirs[1:], strict=True)
     return {
         "cap_bytes": cap,
-        "localllm int4-g64": {key: spread(ours[key]) for key in ("decode_tok_s",)},
-        "llama.cpp Q4_0": {"decode_tok_s": spread([gen_tokens / each for each in took[1:]]), **facts},
+        "localllm int4-g64": {
+            "decode_tok_s": spread(ours["decode_tok_s"]),
+            "read_bytes_per_token": spread(ours["read_bytes"]),
+            "hit_rate": spread(ours["hit_rate"]),
+        },
+        "llama.cpp Q4_0": {"decode_tok_s": spread(rates), "read_bytes_per_token": spread(reads), **facts},
     }
 
 

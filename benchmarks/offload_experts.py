@@ -1,8 +1,8 @@
-"""A mixture under a cap of half its size, its experts chosen by a trace: `python -m benchmarks.offload_experts SPEC`.
+"""A mixture under a cap, its experts chosen by a trace or by its router: `python -m benchmarks.offload_experts SPEC`.
 
 A random router chooses at random, which no trained one does: of the experts of a token some 45 % are those of the token
-before (Qwen3-30B-A3B). The trace repeats that share, and draws the others anew. Of a block's experts the router, given
-what goes into the block before, foresees some 0.8 (`tools/train_tiny.py --experts --measure`); so does the trace.
+before (Qwen3-30B-A3B). The trace repeats that share, and draws the others anew. It foresees 0.8 of a block's experts;
+the first of them that is not in memory is right in 0.7, as in the mixture that `tools/train_tiny.py --experts` trains.
 Prints one JSON object.
 """
 
@@ -16,6 +16,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -42,11 +43,15 @@ from localllm.settings import EngineConfig
 
 @dataclass(frozen=True)
 class Spec:
+    """repetition, foresight: of the trace; without a repetition the router chooses, and a temperature above 0 lets each
+    round write other tokens, for which it chooses other experts."""
+
     folder: str
     weights: str
     ram_bytes: int
-    repetition: float
+    repetition: float | None
     foresight: float = 0.8
+    temperature: float = 0.0
     prompt_tokens: int = 64
     gen_tokens: int = 48
     rounds: int = 5
@@ -60,7 +65,7 @@ class Trace:
     """
 
     def __init__(self, blocks: int, num_experts: int, repetition: float, foresight: float, slots: int) -> None:
-        self._random = random.Random(0)
+        self._random, self._guesses = random.Random(0), random.Random(1)  # the trace is the same without guesses
         self._num_experts, self._repetition, self._foresight = num_experts, repetition, foresight
         self._blocks, self._slots = blocks, slots
         self._block = 0
@@ -80,10 +85,10 @@ class Trace:
     def guess(self, top_k: int) -> list[int]:
         """Return a guess at a single token's experts in the next block, in any order."""
         self._drawn = self._next(self._block, top_k)
+        guess = [expert for expert in self._drawn if self._guesses.random() < self._foresight]
         others = [expert for expert in range(self._num_experts) if expert not in self._drawn]
-        wrong = self._random.sample(others, top_k)
-        right = [expert for expert in self._drawn if self._random.random() < self._foresight]
-        return self._random.sample(right + wrong[len(right) :], top_k)
+        guess += self._guesses.sample(others, min(top_k - len(guess), len(others)))
+        return self._guesses.sample(guess, len(guess))
 
     def _next(self, block: int, top_k: int) -> list[int]:
         kept = [expert for expert in self._last.get(block, []) if self._random.random() < self._repetition]
@@ -105,7 +110,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Round:
-    """tok_s: behind the first token. bytes_read, hits, wanted: of those tokens. A hit had not to be read."""
+    """tok_s: behind the first token. bytes_read, hits, wanted: of those tokens. A hit was in memory without a guess."""
 
     tok_s: float
     bytes_read: int
@@ -124,10 +129,12 @@ def measure(spec: Spec) -> dict[str, Any]:
     pool = bodies[0].experts.pool if isinstance(bodies[0].experts, PooledExperts) else None
     plan = engine.plan
     assert pool is not None and plan is not None, "the cap is below the model's size"
-    trace = Trace(len(bodies), bodies[0].config.router.num_experts, spec.repetition, spec.foresight, pool.num_slots)
+    num_experts, trace = bodies[0].config.router.num_experts, None
+    if spec.repetition is not None:
+        trace = Trace(len(bodies), num_experts, spec.repetition, spec.foresight, pool.num_slots)
     paths = [packed_directory(files, spec.weights) / f"{name}.safetensors" for name in plan.streamed]
     peak, rounds, floors = PeakMemory(torch.device("cpu")), [], []
-    with traced(trace):
+    with nullcontext() if trace is None else traced(trace):
         for number in range(spec.rounds + 1):
             rounds.append(answered(engine, pool, trace, spec, number))
             floors.append(files_read_gbs(paths))
@@ -141,7 +148,7 @@ def measure(spec: Spec) -> dict[str, Any]:
         "read_bytes": [each.bytes_read / each.tokens for each in rounds[1:]],
         "floor_gbs": [statistics.harmonic_mean(pair) for pair in itertools.pairwise(floors)],
         "hit_rate": [each.hits / each.wanted for each in rounds[1:]],
-        "ideal_hit_rate": [each.ideal_hits / each.wanted for each in rounds[1:]],
+        "ideal_hit_rate": None if trace is None else [each.ideal_hits / each.wanted for each in rounds[1:]],
         "predicted_tok_s": plan.decode_tok_s,
         "ledger_bytes": plan.total_bytes("ram"),
         "peak_rss_bytes": peak.rss_bytes(),
@@ -162,9 +169,9 @@ def traced(trace: Trace) -> Any:
     return mock.patch.multiple(ExpertRoom, chosen=chosen, guessed=guessed)
 
 
-def answered(engine: Engine, pool: ExpertPool, trace: Trace, spec: Spec, number: int) -> Round:
+def answered(engine: Engine, pool: ExpertPool, trace: Trace | None, spec: Spec, number: int) -> Round:
     prompt = random_ids(spec.prompt_tokens, engine.model.config.vocab_size, number)
-    sampling = SamplingParams(temperature=0, max_tokens=spec.gen_tokens + 1, ignore_eos=True)
+    sampling = SamplingParams(temperature=spec.temperature, max_tokens=spec.gen_tokens + 1, ignore_eos=True)
     marks = [*_marks(engine, pool, trace, prompt, sampling)]
     (began, *before), (ended, *after) = marks[0], marks[-1]
     bytes_read, hits, wanted, ideal = (new - old for new, old in zip(after, before, strict=True))
@@ -173,12 +180,12 @@ def answered(engine: Engine, pool: ExpertPool, trace: Trace, spec: Spec, number:
 
 
 def _marks(
-    engine: Engine, pool: ExpertPool, trace: Trace, prompt: Sequence[int], sampling: SamplingParams
+    engine: Engine, pool: ExpertPool, trace: Trace | None, prompt: Sequence[int], sampling: SamplingParams
 ) -> Iterator[tuple[float, int, int, int, int]]:
     """When each token was drawn, and the counters then."""
     for event in engine.generate(prompt, sampling):
         if isinstance(event, TokenEvent):
-            yield time.perf_counter(), pool.clock.bytes_read, pool.hits, pool.wanted, trace.hits
+            yield time.perf_counter(), pool.clock.bytes_read, pool.hits, pool.wanted, 0 if trace is None else trace.hits
 
 
 if __name__ == "__main__":

@@ -33,8 +33,7 @@ from localllm.settings import EngineConfig
 
 @dataclass(frozen=True)
 class Spec:
-    """sequences: more than one make a throughput job. is_cold: the page cache is emptied of the model's files first.
-    temperature: above 0, each round writes other tokens, for which a mixture wants other experts."""
+    """sequences: more than one make a throughput job. is_cold: the page cache is emptied of the model's files first."""
 
     folder: str
     weights: str
@@ -45,7 +44,6 @@ class Spec:
     rounds: int = 5
     sequences: int = 1
     is_cold: bool = True
-    temperature: float = 0.0
 
 
 def measure(spec: Spec) -> dict[str, Any]:
@@ -64,15 +62,13 @@ def measure(spec: Spec) -> dict[str, Any]:
     packed = packed_directory(files, plan.shape.weights)
     streamed = [packed / f"{name}.safetensors" for name in plan.streamed]
     prompts = [random_ids(spec.prompt_tokens, engine.model.config.vocab_size, seed) for seed in range(spec.sequences)]
-    answers = [
-        answer(engine, prompts, spec.gen_tokens, temperature=spec.temperature)
-    ]  # warm: kernels are compiled, the ring is full
+    answers = [answer(engine, prompts, spec.gen_tokens)]  # warm: kernels are compiled, the ring is full
     peaks = [peak.rss_bytes()]
     floors = [files_read_gbs(streamed)] if streamed else []
     between = []
     for _ in range(spec.rounds):
         peak = PeakMemory(torch.device("cpu"))  # without what the floor was read into
-        answers.append(answer(engine, prompts, spec.gen_tokens, temperature=spec.temperature))
+        answers.append(answer(engine, prompts, spec.gen_tokens))
         peaks.append(peak.rss_bytes())
         floors += [files_read_gbs(streamed)] if streamed else []
         between.append(by_rates_now(plan, spec))

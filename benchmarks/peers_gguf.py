@@ -15,8 +15,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 EMBEDDING = "token_embd.weight"
-# fp16 scale of a block: where it stands in the block's bytes, and what makes weights of about 0.02.
-SCALES = {Type.Q4_0: (0, 0.0043), Type.Q6_K: (208, 1e-5)}
+# fp16 scale of a block: where it stands in the block's bytes, and what makes weights of about 1.
+SCALES = {Type.Q4_0: (0, 0.23), Type.Q6_K: (208, 5e-4)}
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def _read_bytes(tensor: GGUFTensor, shape: Mapping[str, Any]) -> int:
 
 
 def random_values(tensor: GGUFTensor, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Ones for a norm, normal numbers for a router; for a matrix blocks of random bytes, each with the same sane scale:
-    no NaN, no infinity."""
+    """Ones for a norm, normal numbers for a router; for a matrix blocks of random bytes, each with the same scale, so
+    that activations stay near 1."""
     if tensor.type is Type.F32:
         if len(tensor.shape) == 1:
             return np.ones(tensor.shape, np.float32)
@@ -137,5 +137,12 @@ def random_values(tensor: GGUFTensor, rng: np.random.Generator) -> np.ndarray[An
     _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
     blocks = rng.integers(0, 256, (tensor.nbytes // block_bytes, block_bytes), dtype=np.uint8)
     offset, scale = SCALES[tensor.type]
+    if tensor.type is Type.Q4_0:
+        # 0 to 15 stand for -8 to 7: their mean would add the same to each hidden state, for which a router chooses the
+        # same experts.
+        codes = blocks[:, 2:]
+        codes[codes & 0x0F == 0] |= 0x08
+        codes[codes & 0xF0 == 0] |= 0x80
+    scale *= tensor.shape[-1] ** -0.5
     blocks[:, offset : offset + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     return blocks.reshape(tensor.byte_shape)

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,6 +20,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.layout import block_layouts
 from localllm.models.packed import PackedModel, PackedPlan
+from localllm.offload.streaming.kernel_reads import KernelReads
 from localllm.quant.recipe import recipe
 from tests.checkpoints import write_checkpoint
 from tests.forks import in_child
@@ -27,6 +29,15 @@ WEIGHTS = "int4-g64"
 SOURCE = "maker/model@0123abcd"
 # int4 with groups that the fixtures' widths do not fill, int8, a format with odd sizes, and one that is not quantized.
 FORMATS = ["int4-g64", "int4-g32-rtn", "int8", "nf4", "bf16", "bf12"]
+
+
+def require_kernel_reads(folder: Path) -> None:
+    """Skip the test where the kernel reads no file of this folder beside the program."""
+    try:
+        KernelReads(1).close()
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"this system or its file system has no such reads: {error}")
 
 
 def small_checkpoint(folder: Path, family: str = "llama", seed: int = 0) -> Path:

@@ -6,17 +6,13 @@ import json
 import os
 import random
 import re
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,19 +34,15 @@ from localllm.offload.placement import NEVER, BlockPlacement, ExpertSlots, demot
 from localllm.offload.planner.hit_curve import LEAST_WANTED, USUAL, HitCurve
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.search import Search
-from localllm.offload.streaming import record_reads
 from localllm.offload.streaming.disk_read import CachedPages
 from localllm.offload.streaming.expert_pool import ExpertFile, ExpertPool
 from localllm.offload.streaming.expert_uses import BINS, ExpertUses
 from localllm.offload.streaming.foresight import Foresight
 from localllm.offload.streaming.host_buffer import host_buffer
-from localllm.offload.streaming.kernel_reads import KernelReads
-from localllm.offload.streaming.record_reads import RecordReads
 from localllm.quant.recipe import recipe
 from tests.checkpoints import write_checkpoint
-from tests.packed_support import SOURCE, pack, small_checkpoint
+from tests.packed_support import SOURCE, pack, require_kernel_reads, small_checkpoint
 from tests.test_placement import engine, shape_of, tokens, with_small_models
-from tests.thinning import examples
 
 HOST = torch.device("cpu")
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -122,6 +114,8 @@ def test_experts_from_the_disk_give_the_bits_of_those_in_memory(mixture, weights
 
 
 def test_what_is_read_before_it_is_wanted_changes_no_bit(tmp_path: Path) -> None:
+    """Also where a prompt and a token of another sequence share a step: then nothing is guessed."""
+    require_kernel_reads(tmp_path)
     chosen = recipe("int4")
     with packed_model(tmp_path / "p", "qwen3_moe", "int4") as packed:
         parts = DecoderParts(packed.config, chosen, torch.bfloat16, HOST)
@@ -129,41 +123,22 @@ def test_what_is_read_before_it_is_wanted_changes_no_bit(tmp_path: Path) -> None
         with past_cache, OffloadedModel(packed, parts, None) as model:
             model.place(placements(packed, "int4", None), NEVER)
             ends = (*range(60, 100), 120)
-            expected = logits(model, ends=ends)
+            expected, side_by_side = logits(model, ends=ends), two_sequences(model)
             model.place(placements(packed, "int4", 8), NEVER)
             with mock.patch.object(Foresight, "is_worth", return_value=True) as guessed:
                 assert torch.equal(logits(model, ends=ends), expected)
-    if not guessed.call_count:
-        pytest.skip("this system or its file system has no reads beside the program")
-    assert {call.args[0][0] for call in guessed.call_args_list} == {"layers.2.mlp"}  # of two mixtures
+                assert {call.args[0][0] for call in guessed.call_args_list} == {"layers.2.mlp"}  # of two mixtures
+                guessed.reset_mock()
+                assert torch.equal(two_sequences(model), side_by_side)
+                assert not guessed.call_count
 
 
-def test_a_guess_is_read_where_it_is_worth_the_time_that_a_wrong_one_takes() -> None:
-    now = 0.0
-    foresight = Foresight(lambda: now)
-
-    def block(read_s: float, idle_s: float, *, is_right: bool) -> bool:
-        """Return whether the guess behind a block's reads would have been read."""
-        nonlocal now
-        foresight.disk_is_busy()
-        now += 2 * read_s
-        foresight.disk_is_idle(num_read=2)
-        is_worth = foresight.is_worth(("b", 3))
-        now += idle_s
-        foresight.learn("b", [3, 7] if is_right else [5, 7])
-        return is_worth
-
-    assert not block(1.0, 0.5, is_right=True)  # nothing is known of the disk's idle time
-    for _ in range(20):
-        assert block(1.0, 0.5, is_right=True)
-    assert block(1.0, 0.5, is_right=False)
-    worth = [block(1.0, 0.5, is_right=False) for _ in range(30)]
-    assert worth == sorted(worth, reverse=True) and not worth[-1]  # it learns from what it would have guessed
-    for _ in range(100):
-        block(20.0, 0.5, is_right=True)
-    for _ in range(100):
-        block(20.0, 0.5, is_right=False)
-    assert not block(20.0, 0.5, is_right=True)
+def two_sequences(model: OffloadedModel) -> Tensor:
+    """All logits of a step with one token of one sequence and a prompt of another."""
+    runner, ids = ModelRunner(model.decode_model, batch_rows=16), list(range(40))
+    one, other = (new_pages(model.decode_model, KV_FORMATS["bf16"]).new(256) for _ in range(2))
+    runner.forward([Chunk(ids[:20], one, 20)])
+    return runner.forward([Chunk(ids[:21], one, 1, all_logits=True), Chunk(ids, other, 40, all_logits=True)])
 
 
 # A whole engine
@@ -365,116 +340,6 @@ def test_a_wrong_mixture_is_refused_by_the_name_of_its_tensor_and_nothing_is_kep
         pack(checkpoint, tmp_path / "p")
     assert named in refusal.value.what + refusal.value.why
     assert not [*(tmp_path / "p").glob("*.safetensors")]
-
-
-# The pool
-
-
-@contextmanager
-def pooled(
-    way: str, slots: int, damaged: frozenset[int] = frozenset(), num_bytes: int = 9 * 4096
-) -> Iterator[ExpertPool]:
-    """A pool of nine records that are full of their number plus one. way: how they are read. damaged: those that the
-    check refuses. num_bytes: of the file."""
-
-    def check(index: int, _content: memoryview) -> None:
-        if index in damaged:
-            raise CheckpointError("the file is damaged", why=f"expert {index}")
-
-    no_kernel = mock.patch.object(record_reads, "KernelReads", side_effect=OSError)
-    share = mock.patch.object(CachedPages, "sampled_share", return_value=float(way == "from the page cache"))
-    with share, no_kernel if way == "by threads" else nullcontext(), tempfile.TemporaryDirectory() as folder:
-        path, size = Path(folder) / "records", 4096
-        path.write_bytes(b"".join(bytes([index + 1]) * size for index in range(9))[:num_bytes])
-        file = ExpertFile("b", path, 0, 9, check, "")
-        with closing(ExpertPool([file], host_buffer(slots * size).view(slots, size))) as pool:
-            yield pool
-
-
-@given(st.data())
-@settings(max_examples=examples(150))
-def test_a_pool_gives_each_expert_its_own_bytes_and_keeps_those_used_last(data: st.DataObject) -> None:
-    slots, numbers = data.draw(st.integers(1, 6)), st.integers(0, 8)
-    way = data.draw(st.sampled_from(("by the kernel", "by threads", "from the page cache")))
-    damaged = data.draw(st.frozensets(numbers, max_size=2))
-    worth = mock.patch.object(Foresight, "is_worth", return_value=data.draw(st.booleans()))
-    recent: list[int] = []
-    unasked: set[int] = set()  # what the disk may have been asked for that nobody waited for: it may come, and need not
-    wanted = hits = late_hits = 0
-    with worth, pooled(way, slots, damaged) as pool:
-        for _ in range(data.draw(st.integers(1, 8))):
-            asked = data.draw(st.lists(numbers, min_size=1, max_size=6, unique=True))
-            guesses = [("b", index) for index in data.draw(st.lists(numbers, max_size=3, unique=True))]
-            seen: list[int] = []
-            wanted += len(asked)
-            hits += len(set(asked) & set(recent))
-            late_hits += len((set(asked) & unasked) - set(recent))
-            try:
-                for group in pool.held("b", asked, lambda own=guesses: own):  # type: ignore[misc]
-                    for index in group:
-                        assert pool.record("b", index).unique().tolist() == [index + 1]
-                        assert int(pool.table("b")[index]) == pool.record("b", index).data_ptr()
-                    seen += group
-                assert sorted(seen) == sorted(asked)
-            except CheckpointError as error:
-                assert any(error.why == f"expert {index}" for index in damaged.intersection(asked) - set(seen))
-                unasked |= set(asked) - set(seen)
-            recent = [index for index in range(9) if int(pool.table("b")[index])]
-            assert len(recent) <= slots and not damaged.intersection(recent)
-            unasked |= {index for _, index in guesses}
-            assert len(asked) > slots or unasked or set(asked) <= set(recent)
-        assert pool.wanted == wanted and hits <= pool.hits <= hits + late_hits
-
-
-def test_what_is_foreseen_is_read_while_nothing_else_is_and_a_wrong_guess_gives_way_first() -> None:
-    look, always = RecordReads.look, mock.patch.object(Foresight, "is_worth", return_value=True)
-
-    def patient(reads: RecordReads) -> bool:
-        while not look(reads):
-            pass
-        return True
-
-    with always, mock.patch.object(RecordReads, "look", patient), pooled("by the kernel", 3) as pool:
-        if not pool.reads_aside("b"):
-            pytest.skip("this system or its file system has no reads beside the program")
-
-        def hold(asked: list[int], *guesses: int) -> None:
-            for _ in pool.held("b", asked, lambda: [("b", index) for index in guesses]):
-                pass
-
-        hold([0, 1], 0, 4, 5)  # the first that is not here
-        hold([4])
-        assert (pool.hits, pool.wanted, pool.clock.bytes_read) == (0, 3, 3 * 4096)  # it came by foresight, not by luck
-        hold([0, 4])
-        assert pool.hits == 2
-        hold([4])  # nothing is read: nobody is asked what comes next
-        hold([5], 6)  # takes the place of 1; the guess that of 0
-        hold([4])
-        hold([7])  # takes the place of the wrong guess
-        hold([4, 5])
-        assert (pool.hits, pool.wanted, pool.clock.bytes_read) == (6, 11, 6 * 4096)
-
-
-def test_the_kernel_reads_what_the_page_cache_lacks_and_no_thread_does(tmp_path: Path) -> None:
-    try:
-        KernelReads(1).close()
-        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
-    except OSError as error:
-        pytest.skip(f"this system or its file system has no such reads: {error}")
-    with mock.patch.object(record_reads, "read_into", side_effect=AssertionError), pooled("by the kernel", 4) as pool:
-        for group in pool.held("b", [1, 5, 7]):
-            assert [pool.record("b", index).unique().tolist() for index in group] == [[index + 1] for index in group]
-        assert pool.clock.bytes_read == 3 * 4096
-
-
-@pytest.mark.parametrize("way", ["by the kernel", "by threads"])
-def test_a_file_that_ends_before_a_record_is_refused_by_its_number(way: str) -> None:
-    with pooled(way, 4, num_bytes=5 * 4096 + 100) as pool:
-        for _ in range(2):
-            with pytest.raises(CheckpointError, match="cannot be read") as caught:
-                for _ in pool.held("b", [4, 5, 6]):
-                    pass
-            assert re.match("expert [56]: it ends at byte 20580", caught.value.why)
 
 
 # What runs teach of the experts

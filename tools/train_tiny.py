@@ -287,8 +287,10 @@ def locality_report(model: TinyLM, tokens: Tensor) -> str:
 @torch.no_grad()
 def foresight_report(model: TinyLM, tokens: Tensor) -> str:
     """How often a layer's router, given what goes into the experts of the layer before, foresees its own choice."""
-    c, first, inputs = model.config, [], list[Tensor]()
+    c = model.config
     shares: list[list[float]] = [[] for _ in range(c.num_layers - 1)]
+    first: list[bool] = []
+    inputs: list[Tensor] = []
     norms = [layer.post_attention_layernorm for layer in model.model.layers if isinstance(layer, Layer)]
     for window in cut(tokens, c.max_positions):
         inputs.clear()

@@ -33,7 +33,7 @@ class EngineFacts:
     experts_in_memory: int = 0  # the most of them at a time
     experts_tier: str = "ram"  # of that memory
     experts_wanted: int = 0  # by single tokens, since the model was loaded, while some of them have slots
-    expert_hits: int = 0  # of these, that were in memory
+    expert_hits: int = 0  # of these, that were in memory and not because they were foreseen
     host_bytes: int = 0  # of the host's memory that the model has
     contents: str = ""  # of the files when they were read, as `hub.contents` has it; "" where nobody looked
 

@@ -127,7 +127,7 @@ class ExpertRoom:
 
     def guess_steps(self, mixture: Mixture, source: Tensor) -> Iterator[Step]:
         """Guess the experts of a single token, source [1, hidden], before the blocks in front of the mixture have added
-        to it. Of a trained mixture of 9 million parameters 0.8 of such guesses are right a block ahead."""
+        to it. Of a trained mixture of 9 million parameters three of four such guesses are right a block ahead."""
         outputs = len(mixture.matrix)
         yield from self._choose(mixture, source, torch.zeros(outputs), self._guesses, torch.zeros(len(self._guesses)))
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from localllm.models.cpu_mixture import ExpertRooms, is_native, mixture_of
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts
 from localllm.models.layout import EMBED, HEAD
+from localllm.offload.streaming.lru_slots import Expert
 from localllm.quant.dense import dense_name
 
 _TapeKey = tuple[int, int, bool, Layouts, ExpertRoom | None, AttentionRoom]
@@ -89,7 +91,8 @@ class CpuProgram:
         for index, block in enumerate(self.decoder.blocks):
             with self.decoder.stream.held(block.name):
                 for batch, x in zip(batches, states, strict=True):
-                    self._run_block(room, batch, index, x)
+                    # A guess is judged by the pool's next call, which is another batch's where there are several.
+                    self._run_block(room, batch, index, x, foresees=sum(map(len, batches)) == 1)
                     if on_block is not None:
                         on_block(block, x)
         return self._head(room, torch.cat([x[batch.logit_rows] for batch, x in zip(batches, states, strict=True)]))
@@ -122,8 +125,8 @@ class CpuProgram:
                 states.append(x if len(batches) == 1 else x.clone())
         return states
 
-    def _run_block(self, room: _Room, batch: Batch, index: int, x: Tensor) -> None:
-        """Run x [T, hidden] through a block, in place."""
+    def _run_block(self, room: _Room, batch: Batch, index: int, x: Tensor, *, foresees: bool) -> None:
+        """Run x [T, hidden] through a block, in place. foresees: whether the next block's experts are guessed."""
         is_in_room = x.data_ptr() == room.x.data_ptr()
         whole = self._placed(room, batch)
         if not is_in_room:
@@ -131,13 +134,13 @@ class CpuProgram:
         body = self.decoder.blocks[index].body
         begin, end = whole.starts[index], whole.starts[index + 1]
         if isinstance(body, MoE) and isinstance(body.experts, PooledExperts):
-            self._run_pooled(room, whole, index, body)
+            self._run_pooled(room, whole, index, body, foresees=foresees)
         else:
             whole.tape.run(begin, end)
         if not is_in_room:
             x.copy_(room.x[: len(x)])
 
-    def _run_pooled(self, room: _Room, whole: _WholeTape, index: int, body: MoE) -> None:
+    def _run_pooled(self, room: _Room, whole: _WholeTape, index: int, body: MoE, *, foresees: bool) -> None:
         """Run a mixture whose experts come from the disk: those that are here while the others are read."""
         begin, end = whole.starts[index], whole.starts[index + 1]
         assert room.experts is not None and isinstance(body.experts, PooledExperts)
@@ -145,27 +148,13 @@ class CpuProgram:
         tape.run(begin, end + GROUP_STEP)
         chosen = experts.chosen(body.config.router.top_k)
         pool, wanted = body.experts.pool, sorted({*chosen.flatten().tolist()})
-        foresee = self._foresight(whole, experts, index) if len(chosen) == 1 else None
+        guesser = whole.guessers.get(index) if foresees else None
+        foresee = None if guesser is None or not guesser.is_of_use else partial(guesser.guess, experts)
         held = pool.held(body.experts.block, wanted, foresee)
         with closing(held), closing(experts.arrange(chosen, held)) as groups:
             for _ in groups:
                 tape.run(end + GROUP_STEP + 1, end + COMBINE_STEP)
         tape.run(end + COMBINE_STEP, end)
-
-    def _foresight(
-        self, whole: _WholeTape, experts: ExpertRoom, index: int
-    ) -> Callable[[], Sequence[tuple[str, int]]] | None:
-        """Return what guesses the experts of the next mixture behind a block; None where nothing would be read."""
-        guess = whole.guesses.get(index)
-        if guess is None:
-            return None
-        bank, top_k, tape = guess
-
-        def foresee() -> Sequence[tuple[str, int]]:
-            tape.run()
-            return [(bank.block, expert) for expert in experts.guessed(top_k)]
-
-        return foresee if bank.pool.reads_aside(bank.block) else None
 
     def _placed(self, room: _Room, batch: Batch) -> _WholeTape:
         """Place a batch in the room, and return the tape for it."""
@@ -215,16 +204,25 @@ class CpuProgram:
                 starts.append(len(steps))
             head = [] if _packed(self.decoder.head) is None else [*recorder.head(room.wide)]
             output = (head[-1][1], head[-1][0].pointers.index("y")) if head else None
-            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), output, recorder.guesses())
+            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), output, recorder.guessers())
         return self._tapes[key]
 
 
-class _Guess(NamedTuple):
-    """tape: guesses the experts of a mixture, `top_k` of the bank's."""
+class _Guesser(NamedTuple):
+    """Guesses the experts of a mixture by what goes into the block before it. top_k: how many."""
 
     bank: PooledExperts
     top_k: int
     tape: Tape
+
+    @property
+    def is_of_use(self) -> bool:
+        return self.bank.pool.is_read_by_kernel(self.bank.block)
+
+    def guess(self, room: ExpertRoom) -> list[Expert]:
+        """Return them, the most likely one first. room: which the tape was recorded for."""
+        self.tape.run()
+        return [(self.bank.block, expert) for expert in room.guessed(self.top_k)]
 
 
 @dataclass(frozen=True)
@@ -232,7 +230,7 @@ class _WholeTape:
     tape: Tape
     starts: tuple[int, ...]  # of each block, in steps, and of the head; before the first is the embedding, if anything
     head: tuple[ctypes.Array[ctypes.c_int64], int] | None  # the last step's words, and the one of y: each forward's own
-    guesses: Mapping[int, _Guess]  # by the number of the block whose input tells
+    guessers: Mapping[int, _Guesser]  # by the number of the block whose input tells
 
 
 class _Room:
@@ -357,14 +355,17 @@ class _Recorder:
         rows = None if shared is None else room.y
         yield from self.experts.steps(room.mixtures[block.name], room.x, room.x, adds=True, shared=rows)
 
-    def guesses(self) -> dict[int, _Guess]:
-        """Of each mixture but the last, what guesses the experts of the next one, where these come from the disk."""
-        found = {}
-        numbers = [number for number, block in enumerate(self.decoder.blocks) if isinstance(block.body, MoE)]
-        for (number, _), (_, (block, body)) in itertools.pairwise(zip(numbers, _mixtures(self.decoder), strict=True)):
-            if self.experts is not None and isinstance(body.experts, PooledExperts):
+    def guessers(self) -> dict[int, _Guesser]:
+        """Of each mixture but the last, what guesses the next one's experts of a token, if they come from the disk."""
+        found: dict[int, _Guesser] = {}
+        if self.experts is None or self.experts.block_rows > 1:
+            return found
+        mixtures = [pair for pair in enumerate(self.decoder.blocks) if isinstance(pair[1].body, MoE)]
+        for (number, _), (_, block) in itertools.pairwise(mixtures):
+            body = block.body
+            if isinstance(body, MoE) and isinstance(body.experts, PooledExperts):
                 tape = Tape([*self.experts.guess_steps(self.room.mixtures[block.name], self.room.x)])
-                found[number] = _Guess(body.experts, body.config.router.top_k, tape)
+                found[number] = _Guesser(body.experts, body.config.router.top_k, tape)
         return found
 
     def head(self, logits: Tensor) -> Iterator[Step]:

@@ -96,10 +96,10 @@ class CardSlots:
             taken = self._slots.take((block, index), kept)
             if taken is None:
                 return
-            slot, loser = taken
-            if loser is not None:
-                losing = self._tables[loser[0]]
-                losing.on_host[loser[1]], losing.has_changed = 0, True
+            slot, evicted = taken
+            if evicted is not None:
+                other = self._tables[evicted[0]]
+                other.on_host[evicted[1]], other.has_changed = 0, True
             table.arriving.append(self._lane.copy(self._homes[block][index], self.memory[slot], after))
             table.on_host[index] = self.memory[slot].data_ptr()
             table.has_changed = True

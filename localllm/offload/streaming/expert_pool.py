@@ -28,7 +28,7 @@ from localllm.offload.streaming.record_reads import RecordFile, RecordRead, Reco
 class ExpertFile:
     """The file of one block. begin: of its first record, in bytes; the records lie one behind the other.
 
-    check: sees the bytes of a record when it is there for the first time, and raises LocalLLMError where they are not
+    check: sees the bytes of a record when it is there for the first time, and raises CheckpointError where they are not
     right. fix: the command that makes the file anew. active: how many records a token wants.
     """
 
@@ -63,7 +63,7 @@ class ExpertPool:
         self.hits = self.wanted = 0
         self._uses = uses or ExpertUses()
         self._slots = LruSlots(len(memory))
-        self._arriving: dict[Expert, RecordRead] = {}  # what slots are still written by, whether anybody waits or not
+        self._arriving: dict[Expert, RecordRead] = {}  # reads that have not ended: their slots are being written
         self._foresight = Foresight()
         self._foreseen: Expert | None = None  # what was read as foreseen, until the next block is asked for
         with ExitStack() as opened:
@@ -87,10 +87,10 @@ class ExpertPool:
         tensor."""
         return self._blocks[block].table
 
-    def reads_aside(self, block: str) -> bool:
-        """Return whether the disk can read experts of a block while no thread waits for them, so that it is worth
-        foreseeing them."""
-        return self._reads.costs_no_core(self._blocks[block].opened)
+    def is_read_by_kernel(self, block: str) -> bool:
+        """Return whether no thread reads a block's experts, as far as the last read has told: only then guessing them
+        is worth while."""
+        return self._blocks[block].opened.is_read_by_kernel
 
     def record(self, block: str, index: int) -> Tensor:
         """Return the bytes of a record that is held, uint8."""
@@ -100,10 +100,11 @@ class ExpertPool:
         self, block: str, experts: Collection[int], foresee: Callable[[], Sequence[Expert]] | None = None
     ) -> Generator[list[int], None, None]:
         """Yield the experts in groups, whatever their order: first those that are here, then those that have been read.
-        A group is in its slots until the next one is asked for; whoever stops before the last one closes this.
+        A group is in its slots until the next one is asked for. Whoever stops before the last one closes this; what the
+        disk is reading then goes on, and is kept.
 
-        foresee: says which experts another block may want next, most likely ones first. It is asked while the disk
-        reads for this block. Behind that the first one that is not here is read, where that is worth it.
+        foresee: says which experts the block of the next call may want, most likely ones first. It is asked while the
+        disk reads for this block. Behind that the first one that is not here is read, where that is worth it.
 
         Raises CheckpointError naming the file and the record that cannot be read or is damaged.
         """
@@ -122,10 +123,10 @@ class ExpertPool:
                 yield here
             kept.clear()
             while missing or awaited:
-                self._begin(block, missing, kept, awaited)
+                self._begin(block, missing, kept, awaited)  # into slots of the last group, which may be evicted now
                 read = self._finished(block, awaited)
                 kept = {(block, index) for index in read}
-                self._begin(block, missing, kept, awaited)
+                self._begin(block, missing, kept, awaited)  # so that the disk reads while this group is computed
                 if guesses and not missing and not self._arriving:
                     self._foresight.disk_is_idle(num_missing)
                     self._begin_foreseen(guesses, kept)
@@ -157,7 +158,7 @@ class ExpertPool:
         if foreseen is not None and foreseen[0] == block and foreseen[1] in experts:
             hits -= foreseen[1] in here  # it had to be read
         elif foreseen is not None and foreseen in self._slots:
-            self._slots.give_way_next(foreseen)
+            self._slots.evict_next(foreseen)
         self.hits += hits
         self.wanted += len(experts)
         file = self._blocks[block].file
@@ -167,7 +168,9 @@ class ExpertPool:
     def _begin(self, block: str, missing: list[int], kept: set[Expert], awaited: set[int]) -> None:
         """Begin to read as many of the missing ones as there are slots for; they leave `missing`."""
         begun = []
-        while missing and (read := self._placed((block, missing[0]), kept)) is not None:
+        stays = kept.union(self._arriving)
+        while missing and (read := self._placed((block, missing[0]), stays)) is not None:
+            stays.add(read.expert)
             awaited.add(missing.pop(0))
             begun.append(read)
         self._reads.begin(begun)
@@ -175,24 +178,23 @@ class ExpertPool:
     def _begin_foreseen(self, guesses: Sequence[Expert], kept: set[Expert]) -> None:
         """Begin to read the first that is not here: with a second record the disk would not be done in time."""
         guess = next((each for each in guesses if each not in self._slots), None)
-        if guess is None or not self._foresight.is_worth(guess):
+        if guess is None:
             return
-        read = self._placed(guess, kept.union(guesses))
-        if read is not None:
+        self._foresight.guess(guess)
+        if self._foresight.is_worth(guess) and (read := self._placed(guess, kept.union(guesses))) is not None:
             self._foreseen = guess
             self._reads.begin([read])
 
-    def _placed(self, expert: Expert, kept: set[Expert]) -> RecordRead | None:
-        """Give an expert a slot, and return the read that fills it; None where all must stay as they are."""
-        taken = self._slots.take(expert, kept.union(self._arriving))
+    def _placed(self, expert: Expert, stays: set[Expert]) -> RecordRead | None:
+        """Give an expert a slot, and return the read that fills it; None where none of the others may be evicted."""
+        taken = self._slots.take(expert, stays)
         if taken is None:
             return None
-        slot, loser = taken
-        if loser is not None:
-            self._blocks[loser[0]].table[loser[1]] = 0
-        block, index = expert
+        slot, evicted = taken
+        if evicted is not None:
+            self._blocks[evicted[0]].table[evicted[1]] = 0
         memory = self.memory[slot]
-        read = RecordRead(block, self._blocks[block].opened, index, memory.numpy().data, memory.data_ptr())
+        read = RecordRead(expert, self._blocks[expert[0]].opened, memory.numpy().data, memory.data_ptr())
         self._arriving[expert] = read
         return read
 
@@ -218,31 +220,35 @@ class ExpertPool:
         try:
             read, error = self._reads.next(STALLED_S)
         except Empty:
-            for index in awaited:  # their slots stay with a disk that may still write to them
-                self._slots.lose((block, index))
-                del self._arriving[block, index]
-            why = f"no byte came for {STALLED_S:.0f} seconds"
-            raise self._blocks[block].opened.refusal("gives nothing", why) from None
-        expert = read.block, read.index
-        if self._arriving.get(expert) is not read:  # a disk answers that was not waited for any longer
+            raise self._stalled(block) from None
+        if self._arriving.get(read.expert) is not read:  # a disk answers that was not waited for any longer
             return None
-        is_awaited = read.block == block and read.index in awaited
+        is_awaited = read.expert[0] == block and read.index in awaited
         try:
             if error is not None:
                 raise error
             self._check(read)
-            self._blocks[read.block].table[read.index] = read.address
+            self._blocks[read.expert[0]].table[read.index] = read.address
             self.clock.bytes_read += len(read.record)
         except BaseException as failure:
-            self._slots.free(expert)
+            self._slots.free(read.expert)
             if is_awaited or not isinstance(failure, CheckpointError):
                 raise
         finally:
-            del self._arriving[expert]
+            del self._arriving[read.expert]
         return read.index if is_awaited else None
 
+    def _stalled(self, block: str) -> CheckpointError:
+        """Return what is to be said of a disk that gives nothing. It may still write to the slots of what it was asked
+        for: they are lost."""
+        self._give_up()
+        for expert in self._arriving:
+            self._slots.retire(expert)
+        self._arriving.clear()
+        return self._blocks[block].opened.refusal("gives nothing", f"no byte came for {STALLED_S:.0f} seconds")
+
     def _check(self, read: RecordRead) -> None:
-        own = self._blocks[read.block]
+        own = self._blocks[read.expert[0]]
         own.opened.require_unchanged(f"expert {read.index} may be another one now")
         if read.index not in own.checked:
             own.file.check(read.index, read.record)
@@ -251,5 +257,5 @@ class ExpertPool:
     def _give_up(self) -> None:
         """Forget what only waits in line for the disk; what it is reading will be here when it is wanted again."""
         for read in self._reads.drop_waiting():
-            del self._arriving[read.block, read.index]
-            self._slots.free((read.block, read.index))
+            del self._arriving[read.expert]
+            self._slots.free(read.expert)

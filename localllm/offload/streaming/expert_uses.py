@@ -11,7 +11,8 @@ BINS = 20  # of the share of a block's experts that were used since
 
 
 class ExpertUses:
-    """hits, wanted: of the experts of single tokens, those that were in memory, and all of them.
+    """hits, wanted: of the experts of single tokens, those that were in memory and not because they were foreseen, and
+    all of them.
 
     counts: of these, by how many other experts of their block had been used since their last use, in `BINS` equal
     shares of all; behind them those that had not been used before. A prompt counts for nothing, but its experts have

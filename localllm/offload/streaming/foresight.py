@@ -15,10 +15,10 @@ _WEIGHT = 1 / 16  # of the newest in a running mean
 class Foresight:
     """Judges one guess a block by what came of the earlier ones, in the order of the calls below.
 
-    A right guess saves the time in which the disk has nothing else to do: from the end of one block's reads until the
-    next block knows its experts. A wrong one keeps the disk busy for as much longer as a record takes than that. So it
-    is worth a read where idle > (1 - right) * read: nearly always for records of 3 MB, never for one that takes ten
-    times as long as a block computes.
+    A right guess saves the time in which the disk has nothing else to do: from the end of one block's reads, as the
+    host sees it, until the next block knows its experts. A wrong one keeps the disk busy for as much longer as a record
+    takes than that. So it is worth a read where idle > (1 - right) * read: nearly always for records of 3 MB, never for
+    one that takes ten times as long as a block computes.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -39,15 +39,18 @@ class Foresight:
         self._idle_since = self._now()
         self._read_s = _mean(self._read_s, (self._idle_since - self._busy_since) / num_read)
 
-    def is_worth(self, guess: Expert) -> bool:
-        """Return whether to read the guess now: the disk has become idle."""
-        self._guess = guess
+    def guess(self, expert: Expert) -> None:
+        """Take the most likely one of those that are not here, whether it is read or not."""
+        self._guess = expert
+
+    def is_worth(self, expert: Expert) -> bool:
+        """Return whether to read the guess while the disk is idle."""
         if self._idle_s is None or self._read_s is None:
             return False
-        return self._idle_s > (1 - self._right.get(guess[0], _USUAL_RIGHT_SHARE)) * self._read_s
+        return self._idle_s > (1 - self._right.get(expert[0], _USUAL_RIGHT_SHARE)) * self._read_s
 
     def learn(self, block: str, experts: Collection[int]) -> None:
-        """What was guessed before this block is judged by what it wants."""
+        """Judge the last guess by what this block, which was next, wants."""
         guess, self._guess = self._guess, None
         if guess is not None and guess[0] == block:
             self._idle_s = _mean(self._idle_s, self._now() - self._idle_since)

@@ -1,4 +1,4 @@
-"""Which experts have slots, and which of them gives way: the one that was used longest ago. Knows no memory."""
+"""Which experts have slots, and which of them is evicted: the one that was used longest ago. Knows no memory."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ class LruSlots:
         return self._slots[expert]
 
     def use(self, expert: Expert) -> None:
+        """Let the expert be evicted last."""
         self._slots.move_to_end(expert)
 
-    def give_way_next(self, expert: Expert) -> None:
+    def evict_next(self, expert: Expert) -> None:
+        """Let the expert be evicted first."""
         self._slots.move_to_end(expert, last=False)
 
     def take(self, expert: Expert, kept: Container[Expert]) -> tuple[int, Expert | None] | None:
-        """Return a slot for the expert, and who lost it, if anyone did; None where all are taken by those in `kept`."""
-        loser = None if self._free else next((each for each in self._slots if each not in kept), None)
-        if loser is None and not self._free:
+        """Return a slot for the expert, and who was evicted from it, if any; None where `kept` has all of them."""
+        evicted = None if self._free else next((each for each in self._slots if each not in kept), None)
+        if evicted is None and not self._free:
             return None
-        slot = self._free.pop() if loser is None else self._slots.pop(loser)
+        slot = self._free.pop() if evicted is None else self._slots.pop(evicted)
         self._slots[expert] = slot
-        return slot, loser
+        return slot, evicted
 
     def free(self, expert: Expert) -> None:
+        """Let another expert have the slot of this one."""
         self._free.append(self._slots.pop(expert))
 
-    def lose(self, expert: Expert) -> None:
-        """Forget an expert whose slot may never be used again."""
+    def retire(self, expert: Expert) -> None:
+        """Forget an expert whose slot must never be used again."""
         del self._slots[expert]

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 
 from localllm.offload.streaming.disk_read import CACHED_SHARE, CachedPages, read_into
 from localllm.offload.streaming.kernel_reads import KernelReads
+from localllm.offload.streaming.lru_slots import Expert
 from localllm.offload.streaming.open_file import OpenFile
 
 # A token misses two or three experts of a block, 2.6 MB each. Read whole they come at 3.5 GB/s, as fast as the disk is;
@@ -35,7 +36,8 @@ class RecordFile(OpenFile):
         super().__init__(path, fix)
         self._begin, self._record_bytes = begin, record_bytes
         self._num_reads = 0
-        self.is_cached = False  # as `comes_from_cache` last found
+        self._is_cached = self.direct is None
+        self.is_read_by_kernel = self.direct is not None  # as far as the last read has told
 
     def begin(self, index: int) -> int:
         """Return where a record begins, in bytes."""
@@ -46,9 +48,9 @@ class RecordFile(OpenFile):
         there is no way. A single record that it has is no reason: its readahead would bring the others, too."""
         if self._num_reads % _READS_A_LOOK == 0:
             with closing(CachedPages(self.plain)) as pages:
-                self.is_cached = self.direct is None or pages.sampled_share() >= CACHED_SHARE
+                self._is_cached = self.direct is None or pages.sampled_share() >= CACHED_SHARE
         self._num_reads += 1
-        return self.is_cached
+        return self._is_cached
 
     def read(self, index: int, record: memoryview, *, is_cached: bool) -> None:
         """Raises CheckpointError."""
@@ -60,13 +62,17 @@ class RecordFile(OpenFile):
 
 @dataclass(frozen=True)
 class RecordRead:
-    """A record that is wanted, and the memory for it, which begins at a page. block: whose file it is."""
+    """A record that is wanted, and the memory for it, which begins at a page. expert: whose it is."""
 
-    block: str
+    expert: Expert
     file: RecordFile
-    index: int
     record: memoryview
     address: int
+
+    @property
+    def index(self) -> int:
+        """Its number in the file."""
+        return self.expert[1]
 
 
 def _asked(read: RecordRead) -> tuple[int, int, int, int, int]:
@@ -95,15 +101,12 @@ class RecordReads:
     def begin(self, reads: Sequence[RecordRead]) -> None:
         for read in reads:
             is_cached = read.file.comes_from_cache()
+            read.file.is_read_by_kernel = not is_cached and self._kernel is not None
             if is_cached or self._kernel is None:
                 self._begin_by_thread(read, is_cached)
             else:
                 self._line.append(read)
         self._fill_kernel()
-
-    def costs_no_core(self, file: RecordFile) -> bool:
-        """Return whether reads of a file need no thread, as far as the last one has told."""
-        return self._kernel is not None and not file.is_cached
 
     def look(self) -> bool:
         """Return whether anything has ended, without a wait: 10 us where the kernel must be asked."""
@@ -165,6 +168,7 @@ class RecordReads:
                 begun = 0
             self._read_by_kernel |= {read.address: read for read in reads[:begun]}
             for read in reads[begun:]:
+                read.file.is_read_by_kernel = False
                 self._begin_by_thread(read, is_cached=False)
 
     def _take_ended(self, until: float) -> bool:
