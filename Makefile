@@ -16,8 +16,9 @@ RAY := $(VENV)/ray/.installed
 run: $(VENV)/.installed
 	@$(BIN)/localllm run --prompt "Tell me a tale about a fox who finds a lantern."
 
+# Three processes on two cores: some tests wait. 388 s, where two processes take 418.
 test: $(VENV)/.installed-dev $(VENV)/triton-3.6 clients check
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/.installed-dev $(VENV)/triton-3.6 clients $(RAY) check
 	$(BIN)/python -m pytest -n 2 --dist worksteal

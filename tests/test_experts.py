@@ -155,7 +155,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8", "bf16"])
+@pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow), "bf16"])
 def test_a_mixture_writes_the_same_text_in_whatever_memory(directory: Path, weights: str) -> None:
     """From the least that it runs in to where all of it fits: prompts, steps, and answers side by side."""
     shape = shape_of(directory, weights)

@@ -27,9 +27,8 @@ def wrong(x, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
 
 @triton.jit
 def crowded(x, y, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
-    a, b = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    tile = tl.load(x + a * SIZE + b)
-    tl.store(y + a * SIZE + b, tl.dot(tile, tl.dot(tile, tile).to(tl.float16)))
+    values = tl.load(x + tl.arange(0, SIZE)).to(tl.float32)
+    tl.store(y + tl.arange(0, SIZE), values / tl.sum(values))
 
 @triton.jit
 def _gemv(x, y, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
@@ -48,7 +47,7 @@ def in_time(x, y, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
     tl.store(y + tl.arange(0, SIZE), tl.load(x + tl.arange(0, SIZE)))
 
 x, y = torch.empty(1 << 18, dtype=torch.float16), torch.empty(1 << 18)
-for kernel, size, card in ((wrong, 3, 89), (crowded, 256, 89), (_gemv, 1024, 89), (early, 64, 90), (in_time, 64, 90)):
+for kernel, size, card in ((wrong, 3, 89), (crowded, 65536, 89), (_gemv, 1024, 89), (early, 64, 90), (in_time, 64, 90)):
     arguments = {"x": x} if kernel is wrong else {"x": x, "y": y}
     print("; ".join(faults(KernelLaunch(kernel, (1,), arguments, {"SIZE": size}), card)) or "nothing found")
 """

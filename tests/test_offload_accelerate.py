@@ -66,6 +66,7 @@ def test_every_placement_computes_with_the_weights_of_the_checkpoint(tmp_path):
 
 
 @needs_accelerate
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # see test_parity.py
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_with_its_pages_dropped_each_token_comes_from_the_disk(tmp_path, placement):
     if not reads_are_counted(tmp_path):
