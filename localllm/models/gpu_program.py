@@ -80,7 +80,7 @@ class _Rows:
         return torch.zeros((CHUNK_ROWS, self._decoder.config.hidden_size), device=self._decoder.device)
 
 
-class _Room:
+class _ForwardRoom:
     """The buffers that forwards of one shape read and write. Logits are of a step's rows."""
 
     def __init__(self, tables: GpuTables, x: Tensor, rows: _Rows) -> None:
@@ -173,7 +173,7 @@ class GpuProgram:
 
     # A few rows
 
-    def _few(self, batch: Batch, draws: Sequence[Draw], previous: Tensor | None = None) -> _Room:
+    def _few(self, batch: Batch, draws: Sequence[Draw], previous: Tensor | None = None) -> _ForwardRoom:
         runs, rows = self._runs, 1 << (len(batch) - 1).bit_length()
         room = self._room(batch, rows, draws)
         if previous is not None:
@@ -202,14 +202,14 @@ class GpuProgram:
             wanted = room.x[moved(batch.logit_rows, self.device)]
             return torch.cat([self._head(part) for part in torch.split(wanted, _LOGIT_ROWS)])
 
-    def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _Room:
+    def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _ForwardRoom:
         """Return the room for a batch, with its tables filled."""
         layouts = batch.segments[0].kv.layouts
         shape, tokens = self._shape(batch, rows, table_pages(_longest(batch), rows))
 
-        def new_room() -> _Room:
+        def new_room() -> _ForwardRoom:
             x = self._rows.x if rows <= product.FEW_ROWS else self._rows.long_x
-            return _Room(GpuTables(shape, self.device, layouts), x[:rows], self._rows)
+            return _ForwardRoom(GpuTables(shape, self.device, layouts), x[:rows], self._rows)
 
         room = self._graphs.room(self.name_in_graphs, (shape, layouts), new_room)
         room.tables.fill(batch, self._groups(batch), tokens, draws)
@@ -228,7 +228,7 @@ class GpuProgram:
             yield
 
     @contextmanager
-    def _attended(self, run: _Run, room: _Room, tokens: int) -> Iterator[None]:
+    def _attended(self, run: _Run, room: _ForwardRoom, tokens: int) -> Iterator[None]:
         """Inside, the run is launched; the host does what it has to do of its parts."""
         for part in run.parts:
             self._slotted.before(part)
@@ -236,7 +236,7 @@ class GpuProgram:
         for part in run.parts:
             self._slotted.behind(part, room.tables.shape.rows, tokens)
 
-    def _run(self, index: int, run: _Run, room: _Room, forward: GpuForward, *, draws: bool) -> None:
+    def _run(self, index: int, run: _Run, room: _ForwardRoom, forward: GpuForward, *, draws: bool) -> None:
         graph = room.graphs.get(index)
         if graph is not None:
             graph.replay()
@@ -248,7 +248,7 @@ class GpuProgram:
         if is_free and self._is_capturable(run) and self._has_pinned(run, room):
             room.graphs[index] = self._graphs.captured(partial(self._launch, run, room, forward, draws))
 
-    def _launch(self, run: _Run, room: _Room, forward: GpuForward, draws: bool) -> None:
+    def _launch(self, run: _Run, room: _ForwardRoom, forward: GpuForward, draws: bool) -> None:
         for stage in run.stages:
             if isinstance(stage, Block):
                 if run.is_ours:
@@ -404,7 +404,7 @@ class GpuProgram:
                 yield _Run((block,), is_ours(block, self.device), block.name in streamed)
         yield _Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed)
 
-    def _has_pinned(self, run: _Run, room: _Room) -> bool:
+    def _has_pinned(self, run: _Run, room: _ForwardRoom) -> bool:
         """Return whether what is copied to the host is copied by the device alone."""
         return all(self._slotted.is_capturable(part, room.tables.shape.rows) for part in run.parts)
 

@@ -44,7 +44,7 @@ def is_slotted(block: Block) -> bool:
     return isinstance(block.body, MoE) and isinstance(block.body.experts, SlottedExperts)
 
 
-class _Room:
+class _MixtureRoom:
     """The buffers of a mixture for so many rows, at the same addresses each time: parts of a block are in graphs of
     their own. Blocks that are alike share them, one after the other."""
 
@@ -72,7 +72,7 @@ class SlottedMixtures:
         self._host = HostExperts(
             {block.name: _host_mixture(block) for block in decoder.blocks if is_slotted(block)}, product.FEW_ROWS
         )
-        self._rooms: dict[tuple[object, int], _Room] = {}
+        self._rooms: dict[tuple[object, int], _MixtureRoom] = {}
 
     def launch(self, part: BlockPart, x: Tensor, forward: GpuForward) -> None:
         """Give the device its work of a part. x fp32 [M, hidden]: is added to."""
@@ -116,13 +116,13 @@ class SlottedMixtures:
         """Return whether a graph can hold the part: copies to memory that is not page-locked it cannot."""
         return part.name != "choose" or self._room(part.block, rows).is_pinned
 
-    def _room(self, block: Block, rows: int) -> _Room:
+    def _room(self, block: Block, rows: int) -> _MixtureRoom:
         body = _body(block)
         key = body.config, rows
         if key not in self._rooms:
             if rows > product.FEW_ROWS:  # which come in many numbers, and one after the other
                 self._rooms = {kept: room for kept, room in self._rooms.items() if kept[1] <= product.FEW_ROWS}
-            self._rooms[key] = _Room(body, self._tables[block.name], rows, self._hidden, self._device)
+            self._rooms[key] = _MixtureRoom(body, self._tables[block.name], rows, self._hidden, self._device)
         return self._rooms[key]
 
 

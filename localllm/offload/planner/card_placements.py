@@ -187,7 +187,8 @@ class CardPlacements:
     @cached_property
     def _block_bytes(self) -> tuple[int, int]:
         """The sizes of the largest attention block and of the largest MLP: where layers differ, more is free."""
-        return tuple(max(block.num_bytes for block in self.shape.blocks[kind::2]) for kind in (0, 1))  # type: ignore[return-value]
+        attention, mlp = (max(block.num_bytes for block in self.shape.blocks[kind::2]) for kind in (0, 1))
+        return attention, mlp
 
     def _fastest(self, amount: _Amount) -> tuple[float, _Choice] | None:
         """Return the choice that makes a step the shortest, and how long that is."""
