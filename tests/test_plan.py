@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.config import format_bytes
 from localllm.engine import model_plan, planner
 from localllm.engine.model_plan import consider
 from localllm.engine.placement import model_shape
@@ -424,8 +425,11 @@ def test_advice_for_a_mixture_is_the_memory_of_all_its_experts_in_this_machine_o
     for total_gib, says in ((32, "--ram 1"), (8, " GiB more memory than is free, in a larger machine: ")):
         machine = Machine(Memory(6 * GIB, 300 << 20, total_gib * GIB, total_gib * GIB), replace(RATES, disk_gbs=0.2))
         wanted = Search(it, machine, 2048)
-        (text, *_) = advise(wanted, wanted.best(), None, [])
+        text, *more = advise(wanted, wanted.best(), None, [])
         assert says in text and "all experts stay in memory, about " in text
+    lacking = replace(wanted.without_limit(), ctx=wanted.best().ctx).best().total_bytes("ram") - 8 * GIB
+    assert text.startswith(format_bytes(lacking))
+    assert any(each.startswith("--ram up to 8.0 GiB: more of it stays in memory, about ") for each in more)
     learnt = replace(it, hit_curve=HitCurve.of([384_000, *[0] * BINS], it.hit_curve))
     plan = Search(learnt, machine, 2048).best()
     assert (plan.learnt_tokens, plan.hit_rate) == (1000, 1.0)

@@ -222,7 +222,7 @@ def read_router(
     count = fields.integer(key, 1, MAX_EXPERTS)
     chosen = fields.integer(top_k, 1, MAX_EXPERTS)
     if chosen > count:
-        raise fields.refuse(top_k, f"a number of experts of which there are {count}")
+        raise fields.refuse(top_k, f"at most {count}, the number of experts,")
     return RouterConfig(scores, count, chosen, **traits)
 
 

@@ -72,16 +72,16 @@ def _largest_that_fits(search: Search, others: Iterable[ModelShape]) -> Plan | N
 
 
 def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
-    """Yield the cap that keeps everything in the fast memory, where the machine has so much; of a mixture also how
-    much it lacks."""
+    """Yield the cap that keeps everything in the fast memory, where the machine has so much; else a higher cap, if it
+    has more than the plan may use, and of a mixture also how much it lacks."""
     better = replace(search.without_limit(), ctx=plan.ctx).fitting
     if better is None:
         return
     needed, room = better.total_bytes(better.fast), search.machine.fast_memory
     on_card = better.fast == "vram"
-    all_of_it = "every block stays" if plan.experts is None or on_card else "all experts stay"
-    gain = f"{all_of_it} {'on the GPU' if on_card else 'in memory'}"
-    missing = format_bytes(needed - plan.limits[plan.fast])
+    place = "on the GPU" if on_card else "in memory"
+    gain = f"{'every block stays' if plan.experts is None or on_card else 'all experts stay'} {place}"
+    missing = format_bytes(needed - room.most_bytes)
     if needed <= room.most_bytes:
         # Of itself it would take a longer context where that costs little of the speed.
         ctx = f" --ctx {plan.ctx}" if search.job is None and plan.ctx < better.shape.default_ctx else ""
@@ -91,6 +91,11 @@ def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
         yield better, f"free {missing} of {kind} (close other programs): {gain}"
     elif plan.experts is not None and not on_card:  # of a dense model too much is missing to be bought
         yield better, f"{missing} more memory than is free, in a larger machine: {gain}"
+    if plan.limits[plan.fast] < room.most_bytes < needed:
+        whole_room = search.with_vram(room.most_bytes) if on_card else search.with_ram(room.most_bytes)
+        roomier = replace(whole_room, ctx=plan.ctx).fitting
+        if roomier is not None:
+            yield roomier, f"--{plan.fast} up to {format_bytes(room.most_bytes)}: more of it stays {place}"
 
 
 def _command_of(search: Search, plan: Plan) -> str:
