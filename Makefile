@@ -16,7 +16,7 @@ RAY := $(VENV)/ray/.installed
 run: $(VENV)/.installed
 	@$(BIN)/localllm run --prompt "Tell me a tale about a fox who finds a lantern."
 
-# Three processes on two cores: some tests wait. 388 s, where two processes take 418.
+# Some tests wait: three processes keep two cores 0.9 busy.
 test: $(VENV)/.installed-dev $(VENV)/triton-3.6 clients check
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 

@@ -429,7 +429,7 @@ def test_advice_for_a_mixture_is_the_memory_of_all_its_experts_in_this_machine_o
         assert says in text and "all experts stay in memory, about " in text
     lacking = replace(wanted.without_limit(), ctx=wanted.best().ctx).best().total_bytes("ram") - 8 * GIB
     assert text.startswith(format_bytes(lacking))
-    assert any(each.startswith("--ram up to 8.0 GiB: more of it stays in memory, about ") for each in more)
+    assert any(each.startswith("--ram up to 8.0 GiB: more experts stay in memory, about ") for each in more)
     learnt = replace(it, hit_curve=HitCurve.of([384_000, *[0] * BINS], it.hit_curve))
     plan = Search(learnt, machine, 2048).best()
     assert (plan.learnt_tokens, plan.hit_rate) == (1000, 1.0)

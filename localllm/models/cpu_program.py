@@ -86,13 +86,14 @@ class CpuProgram:
         room = self._room
         if on_block is None and len(batches) == 1 and not self._waits:
             return self._in_one_call(room, batches[0])
+        # A guess is judged by the pool's next call, which is another batch's where there are several.
+        foresees = sum(map(len, batches)) == 1
         self.decoder.stream.begin()
         states = self._embedded(room, batches)
         for index, block in enumerate(self.decoder.blocks):
             with self.decoder.stream.held(block.name):
                 for batch, x in zip(batches, states, strict=True):
-                    # A guess is judged by the pool's next call, which is another batch's where there are several.
-                    self._run_block(room, batch, index, x, foresees=sum(map(len, batches)) == 1)
+                    self._run_block(room, batch, index, x, foresees=foresees)
                     if on_block is not None:
                         on_block(block, x)
         return self._head(room, torch.cat([x[batch.logit_rows] for batch, x in zip(batches, states, strict=True)]))

@@ -92,10 +92,10 @@ def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
     elif plan.experts is not None and not on_card:  # of a dense model too much is missing to be bought
         yield better, f"{missing} more memory than is free, in a larger machine: {gain}"
     if plan.limits[plan.fast] < room.most_bytes < needed:
-        whole_room = search.with_vram(room.most_bytes) if on_card else search.with_ram(room.most_bytes)
-        roomier = replace(whole_room, ctx=plan.ctx).fitting
+        roomier = replace(search.with_fast_memory(room.most_bytes), ctx=plan.ctx).fitting
         if roomier is not None:
-            yield roomier, f"--{plan.fast} up to {format_bytes(room.most_bytes)}: more of it stays {place}"
+            more = "more blocks stay" if plan.experts is None or on_card else "more experts stay"
+            yield roomier, f"--{plan.fast} up to {format_bytes(room.most_bytes)}: {more} {place}"
 
 
 def _command_of(search: Search, plan: Plan) -> str:

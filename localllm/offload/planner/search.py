@@ -78,9 +78,13 @@ class Search:
         card = replace(card, memory=replace(card.memory, vram_bytes=vram_bytes))
         return replace(self, machine=replace(self.machine, card=card))
 
+    def with_fast_memory(self, num_bytes: int) -> Search:
+        """Return the same search with so much of the GPU's memory, or of the host's where there is no GPU."""
+        return self.with_ram(num_bytes) if self.machine.card is None else self.with_vram(num_bytes)
+
     def without_limit(self) -> Search:
         """Return the same search with as much of the fast memory as may be wanted."""
-        return self.with_ram(1 << 62) if self.machine.card is None else self.with_vram(1 << 62)
+        return self.with_fast_memory(1 << 62)
 
     def is_better_than(self, own: Search) -> bool:
         """Compare a form of the weights in fewer bytes with their own, which does not fit as a whole."""

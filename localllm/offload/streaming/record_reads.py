@@ -36,7 +36,7 @@ class RecordFile(OpenFile):
         super().__init__(path, fix)
         self._begin, self._record_bytes = begin, record_bytes
         self._num_reads = 0
-        self._is_cached = self.direct is None
+        self._is_cached = False
         self.is_read_by_kernel = self.direct is not None  # as far as the last read has told
 
     def begin(self, index: int) -> int:
