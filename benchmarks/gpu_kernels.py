@@ -23,7 +23,8 @@ from localllm.kernels.gpu import gemm, gemv, product
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.launch import run_all
-from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.sizes import INT8_GROUP, TILE
 from localllm.offload.measurements.roofline import device_seconds, recorded
 
 _STRETCH_S, _MOST_LAUNCHES = 5e-3, 400  # of a graph

@@ -32,7 +32,7 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.kernels import reference, tile16
-from localllm.kernels.tile16 import INT8_GROUP
+from localllm.kernels.sizes import INT8_GROUP
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoint import Checkpoint
@@ -101,14 +101,14 @@ FORMATS: tuple[WeightFormat, ...] = (
 
 @dataclass(frozen=True)
 class Exactly(Dense):
-    """The values of `weights` in fp32, times activations in fp32, or in INT8 by groups of `activation_group`."""
+    """The values of `means` in fp32, times activations in fp32, or in INT8 by groups of `activation_group`."""
 
     name: str = "fp32"
-    weights: WeightFormat = field(default_factory=Dense)
+    means: WeightFormat = field(default_factory=Dense)
     activation_group: int | None = None
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        return super().quantize(self.weights.dequantize(self.weights.quantize(weight), *weight.shape))
+        return super().quantize(self.means.dequantize(self.means.quantize(weight), *weight.shape))
 
     def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
         if self.activation_group is not None:
@@ -182,7 +182,7 @@ class Subjects:
         loaded, dtype = recipe, torch.bfloat16
         if activations != "product":
             wrapped = [
-                Exactly(weights=weights, activation_group=_activation_group(weights) if activations == "int8" else None)
+                Exactly(means=weights, activation_group=_activation_group(weights) if activations == "int8" else None)
                 for weights in (recipe.blocks, recipe.embedding, recipe.router)
             ]
             loaded, dtype = Recipe(recipe.name, *wrapped), torch.float32

@@ -30,14 +30,23 @@ from localllm.kernels.cpu_ir import Kernel
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import float_bits
 from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import most_blocks
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.sizes import Weights, most_blocks
+from localllm.quant.layouts import TABLES
 
 HOST_ISAS = cpu_isa.host_isas()
 pytestmark = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 every_isa = pytest.mark.parametrize("isa", HOST_ISAS, ids=[isa.name for isa in HOST_ISAS])
-FORMATS = [("int4", 32), ("int4", 64), ("int4", 128), ("int8", 64)]
+FORMS = [
+    Weights(),
+    Weights(4, 32),
+    Weights(4, 128),
+    Weights(8, None, has_bias=False),
+    Weights(8, 16, has_bias=False),
+    Weights(4, 32, has_bias=False, table=TABLES["fp4"]),
+]
+every_form = pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
 NAN = float("nan")
 
 
@@ -209,17 +218,19 @@ class Experts:
     records: Tensor
 
 
-def random_matrix(weights: str, N: int, K: int, group: int, seed: int) -> tuple[PackedMatrix, Tensor]:
+def random_matrix(form: Weights, N: int, K: int, seed: int) -> tuple[PackedMatrix, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    if weights == "int8":
+    if form.group is None:
         codes = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
         scale = torch.rand(N, generator=generator) * 0.001
         return PackedMatrix(int8.pack(codes), scale.view(-1, 16), None), codes * scale[:, None]
     codes = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
-    scale = (torch.rand(N, K // group, generator=generator) * 0.01 + 0.001).half()
-    bias = (-8 * scale.float() + 0.001 * torch.randn(N, K // group, generator=generator)).half()
-    packed = PackedMatrix(tile16.pack(codes), tile16.pack_groups(scale), tile16.pack_groups(bias))
-    return packed, tile16.dequantize(packed.qweight, packed.scale, packed.bias, N, K, torch.float32)
+    qweight = tile16.pack(codes) if form.bits == 4 else int8.pack(codes.char() * 16 - 128)
+    scale = (torch.rand(N, K // form.group, generator=generator) * 0.01 + 0.001).half() * (form.bits == 4 or 1 / 16)
+    bias = (-8 * scale.float() + 0.001 * torch.randn(N, K // form.group, generator=generator)).half()
+    bias_tiles = tile16.pack_groups(bias) if form.has_bias else None
+    packed = PackedMatrix(qweight, tile16.pack_groups(scale), bias_tiles, form.table)
+    return packed, packed.dequantize(N, K, torch.float32)
 
 
 def record_of(matrices: list[tuple[PackedMatrix, Tensor]]) -> tuple[Tensor, list[list[int]]]:
@@ -240,15 +251,13 @@ def some_experts(
     router: RouterConfig,
     hidden: int,
     inner: int,
-    weights: str = "int4",
-    group: int = 64,
+    form: Weights = FORMS[0],
     extra: int = 0,
     **rest: Tensor,
 ) -> Experts:
     sizes = ((2 * inner, hidden), (hidden, inner))
     both = [
-        [random_matrix(weights, N, K, group, seed=2 * e + i) for i, (N, K) in enumerate(sizes)]
-        for e in range(router.num_experts)
+        [random_matrix(form, N, K, seed=2 * e + i) for i, (N, K) in enumerate(sizes)] for e in range(router.num_experts)
     ]
     biases = [[random(N, seed=500 + 2 * e + i) for i, (N, _) in enumerate(sizes)] for e in range(router.num_experts)]
     made = [
@@ -262,7 +271,7 @@ def some_experts(
     for expert, place in enumerate(order):
         records[first + place * size : first + (place + 1) * size] = made[expert][0]
     table = torch.tensor([records.data_ptr() + first + place * size for place in order])
-    matrices = [ExpertMatrix(weights, group, N, K, *at) for (N, K), at in zip(sizes, offsets, strict=True)]
+    matrices = [ExpertMatrix(form, N, K, *at) for (N, K), at in zip(sizes, offsets, strict=True)]
     matrix = random(router.num_experts + extra, hidden, seed=9) / hidden**0.5
     mixture = Mixture(router, matrix, table, *matrices, "silu", correction=correction_of(router), **rest)
     packed = [(pair[0][0], pair[1][0]) for pair in both]
@@ -283,9 +292,9 @@ SMALL = RouterConfig("softmax", 5, 3, normalizes=True)
 
 
 @every_isa
-@pytest.mark.parametrize(("weights", "group"), FORMATS)
-def test_a_row_of_a_block_is_its_token_times_its_experts_matrix_to_the_bit(isa, weights, group):
-    experts = some_experts(SMALL, 256, 128, weights, group)
+@every_form
+def test_a_row_of_a_block_is_its_token_times_its_experts_matrix_to_the_bit(isa, form):
+    experts, group = some_experts(SMALL, 256, 128, form), form.columns
     for T, rows in ((1, 1), (9, 1), (9, 3), (23, isa.max_rows)):
         x = random(T, 256, seed=T)
         _, room = run(isa, experts, x, rows)
@@ -349,9 +358,9 @@ def test_a_router_may_have_a_bias():
     assert room.experts.view(4, 3).sort().values.tolist() == [[0, 2, 4]] * 4
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8"])
-def test_a_token_has_the_same_bits_beside_any_others_and_on_any_instruction_set(weights):
-    experts = some_experts(SMALL, 128, 64, weights, norm=random(128, seed=4), eps=1e-5)
+@every_form
+def test_a_token_has_the_same_bits_beside_any_others_and_on_any_instruction_set(form):
+    experts = some_experts(SMALL, 128, 128, form, norm=random(128, seed=4), eps=1e-5)
     source = random(40, 128)
     alone = torch.cat([run(HOST_ISAS[0], experts, row[None], 1)[0] for row in source])
     assert bool(alone.isfinite().all())
@@ -387,7 +396,7 @@ def test_the_number_of_threads_changes_no_bit(threads):
 def test_all_tokens_may_choose_one_expert(monkeypatch, tiles):
     """Thirteen blocks of it, and none of the others; also where tiles are read side by side, the last ones lacking."""
     monkeypatch.setattr(Isa, "tiles_side_by_side", lambda *_: tiles)
-    experts = some_experts(RouterConfig("softmax", 7, 1), 96, 96, "int4", 32)
+    experts = some_experts(RouterConfig("softmax", 7, 1), 96, 96, Weights(4, 32))
     experts.mixture.matrix[:] = 0
     experts.mixture.matrix[3] = 1
     source = random(37, 96).abs()
@@ -427,8 +436,8 @@ SOURCES: dict[str, Callable[[Isa], Kernel]] = {
     "group": lambda _: cpu_experts.group_source(128, 4),
     "gathered": lambda _: cpu_quantize.quantize_source(64, "norm", rows="gathered"),
     "grouped": lambda _: cpu_quantize.quantize_source(64, "gated", "silu", rows="grouped"),
-    "int4": lambda isa: cpu_experts.expert_matmul_source(isa, "int4", 64, 4, has_bias=True),
-    "int8": lambda isa: cpu_experts.expert_matmul_source(isa, "int8", 64, 1, gathers=True),
+    "int4": lambda isa: cpu_experts.expert_matmul_source(isa, Weights(), 4, has_bias=True),
+    "int8": lambda isa: cpu_experts.expert_matmul_source(isa, Weights(8, None, has_bias=False), 1, gathers=True),
     "combine": lambda _: cpu_experts.combine_source(adds=True, shared="gated"),
 }
 

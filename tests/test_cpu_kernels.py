@@ -34,7 +34,9 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Activations, float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PageLayout
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.sizes import CENTRED, Weights
+from localllm.quant.layouts import TABLES
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other, one_in
 
@@ -65,8 +67,25 @@ def int8_matrix(N: int, K: int, seed: int = 0) -> tuple[PackedMatrix, Tensor]:
     return PackedMatrix(int8.pack(codes), scale.view(-1, 16), None), codes * scale[:, None]
 
 
-def matrix(weights: str, N: int, K: int, group: int) -> tuple[PackedMatrix, Tensor]:
-    return int4_matrix(N, K, group) if weights == "int4" else int8_matrix(N, K)
+def matrix(form: Weights, N: int, K: int) -> tuple[PackedMatrix, Tensor]:
+    """Random tensors of a form, and what they mean, fp32 [N, K]."""
+    if form.group is None:
+        return int8_matrix(N, K)
+    if form.bits == 4 and form.table is None:
+        return int4_matrix(N, K, form.group)
+    generator = torch.Generator().manual_seed(0)
+    lowest, highest = (-128, 127) if form.bits == 8 else (0, 15)
+    codes = torch.randint(lowest, highest + 1, (N, K), generator=generator)
+    values = codes if form.table is None else torch.tensor(form.table)[codes]
+    scale = (torch.rand(N, K // form.group, generator=generator) * 0.01 + 0.001).half()
+    dense = scale.float().repeat_interleave(form.group, 1) * values
+    bias = None
+    if form.has_bias:
+        bias = torch.randn(N, K // form.group, generator=generator).half()
+        dense = dense + bias.float().repeat_interleave(form.group, 1)
+    pack = int8.pack if form.bits == 8 else tile16.pack
+    packed = pack(codes.to(torch.int8 if form.bits == 8 else torch.uint8)), tile16.pack_groups(scale)
+    return PackedMatrix(*packed, None if bias is None else tile16.pack_groups(bias), form.table), dense
 
 
 def as_int8(x: Tensor, group: int) -> Tensor:
@@ -75,13 +94,23 @@ def as_int8(x: Tensor, group: int) -> Tensor:
     return (codes * scale.unsqueeze(-1)).view(x.shape)
 
 
-FORMATS = [("int4", 32), ("int4", 64), ("int4", 128), ("int8", 64)]
+FORMS = [
+    *(Weights(4, group) for group in (16, 32, 64, 128)),
+    Weights(8, None, has_bias=False),
+    *(Weights(8, group, has_bias=group > 16) for group in (16, 32, 64, 128)),
+    Weights(8, 32, has_bias=False),
+    *(Weights(4, group, has_bias=False, table=CENTRED) for group in (16, 32, 128)),
+    *(Weights(4, 32, has_bias=False, table=TABLES[kind]) for kind in ("fp4", "iq4", "nf4", "bnb4")),
+    Weights(4, 16, has_bias=False, table=TABLES["fp4"]),
+]
+every_form = pytest.mark.parametrize("form", FORMS, ids=[f"{number}-{form.name}" for number, form in enumerate(FORMS)])
 
 
 @every_isa
-@pytest.mark.parametrize(("weights", "group"), FORMATS)
-def test_a_packed_matrix_multiplies_int8_activations_exactly(isa, weights, group):
-    packed, dense = matrix(weights, 208, 384, group)
+@every_form
+def test_a_packed_matrix_multiplies_int8_activations_exactly(isa, form):
+    packed, dense = matrix(form, 208, 384)
+    group = form.columns
     for rows in (1, 2, 3, 4, 7, 8, 12, 13, 40):
         x = random(rows, 384) * 3
         y = cpu_linear.packed_linear(x, packed, 208, isa)
@@ -97,27 +126,29 @@ def extremes(rows: int, columns: int, lowest: float, highest: float) -> Tensor:
 
 
 @every_isa
-@pytest.mark.parametrize(("weights", "group"), FORMATS)
-def test_the_largest_weights_times_the_largest_activations_overflow_nothing(isa, weights, group):
+@every_form
+def test_the_largest_weights_times_the_largest_activations_overflow_nothing(isa, form):
     """Scales are powers of two, and whole numbers stay below 2 ** 24: fp32 rounds nothing, the formula's bits hold."""
     N, K, T = 48, 256, 13
+    group = form.columns
     x = extremes(T, K, -127.0, 127.0)
     codes, x_scale = reference.int8_activations(x, group)
     assert torch.equal(codes.flatten(1).float(), x) and bool((x_scale == 1).all())
-    if weights == "int4":
-        scale, bias = (tile16.pack_groups(torch.full((N, K // group), value).half()) for value in (0.5, -4.0))
-        packed = PackedMatrix(tile16.pack(extremes(N, K, 0, 15).byte()), scale, bias)
-        expected = reference.int4_product(codes, x_scale, packed.qweight, scale, bias, N)
-    else:
-        packed = PackedMatrix(int8.pack(extremes(N, K, -128, 127).char()), torch.full((N // 16, 16), 0.5), None)
-        expected = reference.int8_product(codes, x_scale, packed.qweight, packed.scale, N)
+    scale, bias = (tile16.pack_groups(torch.full((N, K // group), value).half()) for value in (0.5, -4.0))
+    scale = torch.full((N // 16, 16), 0.5) if form.group is None else scale
+    qweight = int8.pack(extremes(N, K, -128, 127).char())
+    if form.bits == 4:
+        in_order = sorted(range(16), key=lambda code: form.table[code] if form.table else code)
+        qweight = tile16.pack(extremes(N, K, in_order[0], in_order[-1]).byte())
+    packed = PackedMatrix(qweight, scale, bias if form.has_bias else None, form.table)
+    expected = x.double() @ packed.dequantize(N, K, torch.float32).double().T
     for rows in (1, 2, 3, 4, T):
         assert torch.equal(cpu_linear.packed_linear(x[:rows], packed, N, isa).double(), expected[:rows])
 
 
-@pytest.mark.parametrize(("weights", "group"), FORMATS)
-def test_a_row_has_the_same_bits_beside_any_others_and_on_any_instruction_set(weights, group):
-    packed, _ = matrix(weights, 80, 256, group)
+@every_form
+def test_a_row_has_the_same_bits_beside_any_others_and_on_any_instruction_set(form):
+    packed, _ = matrix(form, 80, 256)
     x = random(29, 256)
     alone = torch.cat([cpu_linear.packed_linear(row[None], packed, 80) for row in x])
     for isa in HOST_ISAS:
@@ -157,14 +188,14 @@ def test_a_matrix_adds_its_bias_once(isa, monkeypatch, rows, tiles):
     block_rows = room.resize(rows, isa)
     y = functional.pad(before, (0, 0, 0, block_rows))
     quantize = room.quantize(cpu_quantize.quantize(isa, 64, "plain"), x, 64, 128)
-    source = cpu_matmul.matmul_source(isa, "int8", 64, block_rows, adds=True, has_bias=True)
+    source = cpu_matmul.matmul_source(isa, Weights(8, None, has_bias=False), block_rows, adds=True, has_bias=True)
     Tape([quantize, room.multiply(cpu_jit.compile_kernel(source, isa), packed, y, 96, bias)]).run()
     torch.testing.assert_close(y[:rows], as_int8(x, 64) @ dense.T + bias + before, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("weights", "group"), FORMATS)
-def test_what_is_not_finite_in_a_row_of_activations_comes_out_of_it_and_of_no_other(weights, group):
-    packed, _ = matrix(weights, 32, 256, group)
+@every_form
+def test_what_is_not_finite_in_a_row_of_activations_comes_out_of_it_and_of_no_other(form):
+    packed, _ = matrix(form, 32, 256)
     for value in (float("nan"), float("inf"), -float("inf")):
         x = random(3, 256)
         x[1, 77] = value
@@ -253,8 +284,11 @@ X86 = {
 DENSE = PageLayout(2, 128, "dense", "dense", torch.bfloat16)
 CODED = PageLayout(2, 128, "int8", "int4", torch.bfloat16)
 SOURCES: dict[str, Callable[[Isa], Kernel]] = {
-    "int4": lambda isa: cpu_matmul.matmul_source(isa, "int4", 64, 4, adds=True, has_bias=True),
-    "int8": lambda isa: cpu_matmul.matmul_source(isa, "int8", 64, 4, adds=False, has_bias=False),
+    "int4": lambda isa: cpu_matmul.matmul_source(isa, Weights(), 4, adds=True, has_bias=True),
+    "int8": lambda isa: cpu_matmul.matmul_source(isa, Weights(8, None, has_bias=False), 4, adds=False, has_bias=False),
+    "int4-lut": lambda isa: cpu_matmul.matmul_source(
+        isa, Weights(4, 32, has_bias=False, table=TABLES["iq4"]), 4, adds=False, has_bias=False
+    ),
     "gated": lambda isa: cpu_quantize.quantize_source(64, "gated", "gelu"),
     "norm quantize": lambda isa: cpu_quantize.quantize_source(64, "norm"),
     "rope": lambda isa: cpu_rope.rope_source(DENSE, CODED, 128, "first"),

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.kernels import int8, packed_linear, tile16
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels import packed_matrix as packed_matrices
+from localllm.kernels.packed_matrix import PackedMatrix, packed_matrix
 
 tiles = st.integers(1, 4)
 groups = st.integers(1, 4)
@@ -75,7 +76,7 @@ def int4_matrices(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], torch.Tenso
 @given(int4_matrices(), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_dequantizing_is_scale_times_code_plus_bias(matrix, dtype):
     tensors, weights, N, K = matrix
-    met = tile16.dequantize(**tensors, out_features=N, in_features=K, dtype=dtype)
+    met = packed_matrix(tensors).dequantize(N, K, dtype)
     assert torch.equal(met, weights[:N, :K].to(dtype))
 
 
@@ -84,16 +85,16 @@ def test_dequantizing_is_scale_times_code_plus_bias(matrix, dtype):
 def test_rows_are_those_of_the_dequantized_matrix(matrix, seed):
     tensors, weights, N, K = matrix
     indices = torch.randint(0, N, (seed % 9,), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(tile16.rows(**tensors, indices=indices, in_features=K), weights[indices, :K])
+    assert torch.equal(packed_matrix(tensors).rows(indices, K), weights[indices, :K])
 
 
 @pytest.mark.parametrize("slab_weights", [1, 3000, 1 << 30])
 def test_the_slab_does_not_show_in_what_is_dequantized(monkeypatch, slab_weights):
     q, scale, bias = codes(80, 128, 0), group_values(80, 2, 1), group_values(80, 2, 2)
     tensors = tile16.pack(q), tile16.pack_groups(scale), tile16.pack_groups(bias)
-    expected = tile16.dequantize(*tensors, 75, 120, torch.float32)
-    monkeypatch.setattr(tile16, "SLAB_WEIGHTS", slab_weights)
-    assert torch.equal(tile16.dequantize(*tensors, 75, 120, torch.float32), expected)
+    expected = PackedMatrix(*tensors).dequantize(75, 120, torch.float32)
+    monkeypatch.setattr(packed_matrices, "SLAB_WEIGHTS", slab_weights)
+    assert torch.equal(PackedMatrix(*tensors).dequantize(75, 120, torch.float32), expected)
 
 
 @pytest.mark.parametrize("slab_weights", [1, 3000, 1 << 30])
@@ -103,7 +104,7 @@ def test_the_dequantized_product_is_that_of_the_whole_matrix(monkeypatch, slab_w
     q, scale, bias = codes(80, 128, 0), group_values(80, 2, 1), group_values(80, 2, 2)
     tensors = tile16.pack(q), tile16.pack_groups(scale), tile16.pack_groups(bias)
     x = torch.randn((3, 120), generator=torch.Generator().manual_seed(3)).to(dtype)
-    exact = x.double() @ tile16.dequantize(*tensors, 75, 120, dtype).double().T
+    exact = x.double() @ PackedMatrix(*tensors).dequantize(75, 120, dtype).double().T
     # fp32 sums of 120 products; the result is rounded to dtype.
     tolerance = 1e-4 + exact.abs() * torch.finfo(dtype).eps
     assert ((packed_linear.dequantized_linear(x, PackedMatrix(*tensors), 75).double() - exact).abs() <= tolerance).all()
@@ -129,15 +130,15 @@ def test_dequantizing_bytes_is_scale_times_code(num_tiles, num_words, seed, dtyp
     scale = torch.rand((rows, 1), generator=generator)
     tensors, N, K = (int8.pack(q), scale.view(-1, 16)), rows - seed % 16, columns - seed % 4
     expected = (scale * q)[:N, :K]
-    assert torch.equal(int8.dequantize(*tensors, N, K, dtype), expected.to(dtype))
+    assert torch.equal(PackedMatrix(*tensors, None).dequantize(N, K, dtype), expected.to(dtype))
     indices = torch.randint(0, N, (5,), generator=generator)
-    assert torch.equal(int8.rows(*tensors, indices, K), expected[indices])
+    assert torch.equal(PackedMatrix(*tensors, None).rows(indices, K), expected[indices])
 
 
 @pytest.mark.parametrize("slab_weights", [1, 1 << 30])
 def test_the_dequantized_product_of_bytes_is_that_of_the_whole_matrix(monkeypatch, slab_weights):
     monkeypatch.setattr(packed_linear, "SLAB_WEIGHTS", slab_weights)
-    monkeypatch.setattr(tile16, "SLAB_WEIGHTS", slab_weights)
+    monkeypatch.setattr(packed_matrices, "SLAB_WEIGHTS", slab_weights)
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(-127, 128, (80, 128), generator=generator, dtype=torch.int8)
     scale = torch.rand((5, 16), generator=generator) / 127

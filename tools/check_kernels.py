@@ -51,8 +51,9 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
+from localllm.kernels.sizes import INT8_GROUP, TILE
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.

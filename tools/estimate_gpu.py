@@ -26,7 +26,8 @@ from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
-from localllm.kernels.tile16 import INT8_GROUP, TILE, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.sizes import INT8_GROUP, TILE
 
 HIDDEN, WIDE, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, GROUP = 4096, 14336, 32, 8, 128, 32, 128256, 64
 DEPTH, CHUNK = 512, 512

@@ -23,7 +23,8 @@ from localllm.kernels.gpu import gemm, gemv
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch
-from localllm.kernels.tile16 import TILE, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import TILE
 from localllm.offload.measurements.roofline import device_seconds, recorded, warm_up
 
 TABLE = Path("localllm/kernels/gpu/dispatch.json")

@@ -20,7 +20,7 @@ from localllm.kernels.expert_block import BLOCK_WORDS
 from localllm.kernels.router import RouterConfig
 from localllm.kernels.sizes import TILE, Weights, most_blocks
 
-SMALLEST_GROUP = 32  # of columns that share a scale
+SMALLEST_GROUP = 16  # of columns that share a scale
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,16 @@ class ExpertMatrix:
     """
 
     weights: Weights
-    group: int
     out_features: int  # a multiple of 16
     in_features: int  # a multiple of the group
     qweight: int
     scale: int
     bias: int = 0
     linear_bias: int | None = None
+
+    @property
+    def group(self) -> int:
+        return self.weights.columns
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,6 @@ class ExpertRoom:
         kernel = cpu_experts.expert_matmul(
             self.isa,
             matrix.weights,
-            matrix.group,
             self.block_rows,
             has_bias=matrix.linear_bias is not None,
             gathers=gathers,

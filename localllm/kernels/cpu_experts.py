@@ -69,7 +69,7 @@ def _lay_out(k: Kernel, counts: Value, num_experts: int, block_rows: int) -> Val
 
 
 def expert_matmul_source(
-    isa: Isa, weights: Weights, group: int, block_rows: int, *, has_bias: bool = False, gathers: bool = False
+    isa: Isa, weights: Weights, block_rows: int, *, has_bias: bool = False, gathers: bool = False
 ) -> Kernel:
     """y = x @ W.T, each block of x times the matrix of its expert, to the bits of `cpu_matmul`.
 
@@ -89,7 +89,7 @@ def expert_matmul_source(
         "table blocks shape tokens x x_scale x_bias x_offset y | qweight scale bias linear_bias tiles groups features",
     )
     a = k.arg
-    units = Units(k, isa, weights, group, block_rows, adds=False)
+    units = Units(k, isa, weights, block_rows, adds=False)
     skipped = a.shape.at(16).load(I64, 8) * units.count
     with k.balanced(a.shape.load(I64, 8) * units.count) as own_item:
         item = own_item + skipped
@@ -162,9 +162,9 @@ def group(isa: Isa, num_experts: int, block_rows: int) -> Native:
 
 @cache
 def expert_matmul(
-    isa: Isa, weights: Weights, group: int, block_rows: int, *, has_bias: bool = False, gathers: bool = False
+    isa: Isa, weights: Weights, block_rows: int, *, has_bias: bool = False, gathers: bool = False
 ) -> Native:
-    source = expert_matmul_source(isa, weights, group, block_rows, has_bias=has_bias, gathers=gathers)
+    source = expert_matmul_source(isa, weights, block_rows, has_bias=has_bias, gathers=gathers)
     return compile_kernel(source, isa)
 
 

@@ -211,6 +211,10 @@ class Kernel:
         """A vector of these."""
         return Value(self, vector_of(F32, len(numbers)), f"<{', '.join(f'float {_float_text(n)}' for n in numbers)}>")
 
+    def byte_lanes(self, numbers: Sequence[int]) -> Value:
+        """A vector of these, unsigned."""
+        return Value(self, vector_of("i8", len(numbers)), f"<{', '.join(f'i8 {number}' for number in numbers)}>")
+
     def lane_numbers(self) -> Value:
         return Value(self, I32V, "<" + ", ".join(f"i32 {lane}" for lane in range(LANES)) + ">")
 

@@ -66,6 +66,20 @@ class Isa:
         parts = _parts(kernel, pairs, 16)
         return _joined(kernel, [kernel.call(vector_of("i32", 8), "llvm.x86.avx2.pmadd.wd", p, ones) for p in parts])
 
+    def looked_up(self, kernel: Kernel, table: list[int], nibbles: Value) -> Value:
+        """The bytes of a table, of 16, in place of the nibbles 0..15 that the bytes of <16 x i32> are."""
+        lanes = 64 if self.name == "avx512-vnni" else 16 if self.machine == "aarch64" else 32
+        kind = vector_of("i8", lanes)
+        bytes_of = kernel.byte_lanes(table * (lanes // 16))
+        parts = []
+        for part in _parts(kernel, nibbles.convert("bitcast", vector_of("i8", 64)), lanes):
+            if self.machine == "aarch64":
+                parts.append(kernel.call(kind, "llvm.aarch64.neon.tbl1.v16i8", bytes_of, part))
+            else:
+                name = "avx512.pshuf.b.512" if lanes == 64 else "avx2.pshuf.b"
+                parts.append(kernel.call(kind, f"llvm.x86.{name}", bytes_of, part))
+        return _joined(kernel, parts).convert("bitcast", I32V)
+
     def dot(self, kernel: Kernel, total: Value, unsigned: Value, signed: Value) -> Value:
         """total + the dot products of four bytes a lane, all <16 x i32>; see `multiplies_whole_bytes`."""
         if self.name == "avx512-vnni":

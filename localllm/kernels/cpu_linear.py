@@ -13,7 +13,8 @@ from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import Native, best_isa
 from localllm.kernels.cpu_matmul import is_available as is_available
 from localllm.kernels.cpu_tape import Arguments, Tape
-from localllm.kernels.tile16 import TILE, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import TILE
 
 Step = tuple[Native, Arguments]
 
@@ -76,7 +77,7 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int, isa: Isa |
     room.resize(T, isa)
     y = torch.empty((T + block_rows, matrix.tiles * TILE))
     quantize = cpu_quantize.quantize(isa, matrix.group, "plain")
-    multiply = cpu_matmul.matmul(isa, matrix.weights, matrix.group, block_rows)
+    multiply = cpu_matmul.matmul(isa, matrix.weights, block_rows)
     first = room.quantize(quantize, padded, matrix.group, matrix.in_features)
     Tape([first, room.multiply(multiply, matrix, y, y.shape[1], None)]).run()
     return y[:T, :out_features].to(x.dtype)

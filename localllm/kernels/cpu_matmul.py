@@ -25,10 +25,11 @@ from localllm.kernels.sizes import Weights
 PREFETCH_BYTES = 16384  # a tile of 2048 columns; 4 KB ahead reads 3 to 5 % less
 NIBBLES = 0x0F0F0F0F
 SIGN_BITS = -0x7F7F7F80  # 0x80808080: a signed byte plus 128
+X_OFFSET = 128  # what x_offset takes back of every byte
 HALVES = 2  # of eight columns: one dot product has four
 
 
-def matmul_source(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bool, has_bias: bool) -> Kernel:
+def matmul_source(isa: Isa, weights: Weights, rows: int, *, adds: bool, has_bias: bool) -> Kernel:
     """The kernel for blocks of `rows` rows of x.
 
     qweight, scale, bias: see `tile16`. x int8 [blocks, K/8, rows, 8]; x_scale and x_bias fp32, x_offset int32
@@ -38,7 +39,7 @@ def matmul_source(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bo
     k = Kernel("matmul", "qweight scale bias linear_bias x x_scale x_bias x_offset y blocks | tiles groups features")
     a = k.arg
     blocks = a.blocks.load("i64", 8)
-    units = Units(k, isa, weights, group, rows, adds=adds)
+    units = Units(k, isa, weights, rows, adds=adds)
     matrix = TiledMatrix(a.qweight, a.scale, a.bias, a.linear_bias if has_bias else None, k.i64(PREFETCH_BYTES))
     with k.balanced(units.count) as unit, k.range(k.i64(0), blocks) as block:
         units.multiply(matrix, unit, block, block, rows)
@@ -63,19 +64,18 @@ class Units:
     The kernel has the words x, x_scale, x_bias, x_offset, y, tiles, groups, features.
     """
 
-    def __init__(self, k: Kernel, isa: Isa, weights: Weights, group: int, block_rows: int, *, adds: bool) -> None:
-        self.k, self.isa, self.weights, self.group, self.block_rows = k, isa, weights, group, block_rows
+    def __init__(self, k: Kernel, isa: Isa, weights: Weights, block_rows: int, *, adds: bool) -> None:
+        self.k, self.isa, self.weights, self.block_rows = k, isa, weights, block_rows
         self.adds = adds
         self.tiles = isa.tiles_side_by_side(block_rows)
         # Of a tile's weights, as many as lie one behind the other.
-        self.tile_bytes = k.arg.groups * (group * (8 if weights == "int4" else 16))
+        self.tile_bytes = k.arg.groups * weights.group_bytes
         self.count = (k.arg.tiles + (self.tiles - 1)) / self.tiles
         self._sums = [[k.stack(F32V) for _ in range(block_rows)] for _ in range(self.tiles)]
 
     def multiply(self, matrix: TiledMatrix, unit: Value, x_block: Value, y_block: Value, rows: int) -> None:
         """The first `rows` rows of a block of x, into a block of y."""
         k, a = self.k, self.k.arg
-        inner = _int4_group if self.weights == "int4" else _int8_group
         sums = [row[:rows] for row in self._sums]
         # Where the last unit lacks tiles the last one takes their places: its sums are computed again, and stored once.
         first = unit * self.tiles
@@ -84,19 +84,21 @@ class Units:
             slot.store(k.f32v(0), 64)
         with k.range(k.i64(0), a.groups) as g:
             x_at = (x_block * a.groups + g) * self.block_rows
-            inner(k, self.isa, matrix, Group(self.group, self.block_rows, g, x_at), tiles, sums)
+            group = Group(self.weights.columns, self.block_rows, g, x_at)
+            _add_group(k, self.isa, self.weights, matrix, group, tiles, sums)
         for t, tile in enumerate(tiles):
             with k.when((first + t).compare("ult", a.tiles)):
                 self._store(matrix, tile, y_block * self.block_rows, sums[t])
 
     def _store(self, matrix: TiledMatrix, tile: Value, first_row: Value, sums: list[Value]) -> None:
         a = self.k.arg
-        if self.weights == "int8":
+        has_row_scale = self.weights.group is None
+        if has_row_scale:
             scale = matrix.scale.at(tile * 64).load(F32V, 64)
         for m, slot in enumerate(sums):
             y_at = a.y.at(((first_row + m) * a.features + tile * 16) * 4)
             total = slot.load(F32V, 64)
-            total = total * scale if self.weights == "int8" else total
+            total = total * scale if has_row_scale else total
             if matrix.linear_bias is not None:
                 total = total + matrix.linear_bias.at(tile * 64).load(F32V)
             y_at.store(total + y_at.load(F32V) if self.adds else total)
@@ -124,7 +126,8 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """A tile's weights of one group: 64 bytes of INT4 for eight columns, or 128 of INT8. ahead: as in `TiledMatrix`."""
+    """A tile's weights of one group: 64 bytes of 4-bit codes for eight columns, or 128 of bytes. ahead: as in
+    `TiledMatrix`."""
 
     isa: Isa
     weights: Weights
@@ -133,23 +136,34 @@ class GroupWeights:
 
     @property
     def octet_bytes(self) -> int:
-        return 64 if self.weights == "int4" else 128
+        return 16 * self.weights.bits
 
     @property
     def planes(self) -> int:
         """Return how many sums make up a product: 2 where bytes are taken apart, the second counting 16 times."""
-        return 1 if self.weights == "int4" or self.isa.multiplies_whole_bytes else 2
+        is_nibbles = self.weights.bits == 4 and not self.weights.is_looked_up
+        return 1 if is_nibbles or self.isa.multiplies_whole_bytes else 2
 
     def operands(self, octet: Value, plane: int) -> tuple[Value, Value]:
         """What the halves of an octet of x are multiplied with, for one of the planes."""
         at = self.begin.at(octet * self.octet_bytes)
-        if self.weights == "int4":
+        if self.weights.bits == 4:
             word = at.load(I32V, 64)
-            return word & NIBBLES, (word >> 4) & NIBBLES
+            low, high = word & NIBBLES, (word >> 4) & NIBBLES
+            if not self.weights.is_looked_up:
+                return low, high
+            table = self._table(plane)
+            return self.isa.looked_up(octet.kernel, table, low), self.isa.looked_up(octet.kernel, table, high)
         first, second = (at.at(64 * half).load(I32V, 64) ^ SIGN_BITS for half in range(HALVES))
         if self.isa.multiplies_whole_bytes:
             return first, second
         return (first >> (4 * plane)) & NIBBLES, (second >> (4 * plane)) & NIBBLES
+
+    def _table(self, plane: int) -> list[int]:
+        """The unsigned bytes of the 16 codes, or one of their halves."""
+        assert self.weights.table is not None
+        values = [value + self.weights.offset for value in self.weights.table]
+        return values if self.planes == 1 else [(value >> (4 * plane)) & 15 for value in values]
 
     def fetch(self, octet: Value) -> None:
         """Begin to fetch what is as far behind this octet as `ahead` says."""
@@ -157,39 +171,44 @@ class GroupWeights:
             octet.kernel.prefetch(self.begin.at(octet * self.octet_bytes).at(line).at(self.ahead))
 
 
-def _int4_group(
-    k: Kernel, isa: Isa, matrix: TiledMatrix, group: Group, tiles: list[Value], sums: list[list[Value]]
+def _add_group(
+    k: Kernel,
+    isa: Isa,
+    weights: Weights,
+    matrix: TiledMatrix,
+    group: Group,
+    tiles: list[Value],
+    sums: list[list[Value]],
 ) -> None:
-    """sums += x_scale * scale * (q . x) + bias * x_bias of one group of columns."""
+    """sums += x_scale * scale * (value . x) + bias * x_bias of one group of columns, without scale where rows have one,
+    and without bias where there is none. value + offset is what is multiplied; x_offset takes it back."""
     a = k.arg
-    zeros = [k.constant(I32V, 0) for _ in sums[0]]
-    totals = dots(group, [_weights(isa, "int4", matrix, group, tile) for tile in tiles], zeros)
+    first = [k.constant(I32V, 0) for _ in sums[0]]
+    if weights.offset:
+        share = X_OFFSET // weights.offset  # a power of two
+        offsets = [group.of_row(a.x_offset, m).load(I32) for m in range(len(first))]
+        first = [offset.shift_signed(share.bit_length() - 1).splat() for offset in offsets]
+    totals = dots(group, [_weights(isa, weights, matrix, group, tile) for tile in tiles], first)
     for t, tile in enumerate(tiles):
         at = (tile * a.groups + group.number) * 32
-        scale = matrix.scale.at(at).load(vector_of("half"), 32).convert("fpext", F32V)
-        bias = matrix.bias.at(at).load(vector_of("half"), 32).convert("fpext", F32V)
+        scale = _halfs(matrix.scale.at(at)) if weights.group is not None else None
+        bias = _halfs(matrix.bias.at(at)) if weights.has_bias else None
         for m, slot in enumerate(sums[t]):
-            x_scale = group.of_row(a.x_scale, m).load(F32).splat()
-            x_bias = group.of_row(a.x_bias, m).load(F32).splat()
-            dot = totals[t][m].convert("sitofp", F32V)
-            slot.store(k.fma(scale * x_scale, dot, k.fma(bias, x_bias, slot.load(F32V, 64))), 64)
+            factor = group.of_row(a.x_scale, m).load(F32).splat()
+            factor = factor if scale is None else scale * factor
+            total = slot.load(F32V, 64)
+            if bias is not None:
+                total = k.fma(bias, group.of_row(a.x_bias, m).load(F32).splat(), total)
+            slot.store(k.fma(factor, totals[t][m].convert("sitofp", F32V), total), 64)
 
 
-def _int8_group(
-    k: Kernel, isa: Isa, matrix: TiledMatrix, group: Group, tiles: list[Value], sums: list[list[Value]]
-) -> None:
-    """sums += x_scale * (q . x) of one group of columns; q + 128 is what is multiplied, x_offset takes it back."""
-    offsets = [group.of_row(k.arg.x_offset, m).load(I32).splat() for m in range(len(sums[0]))]
-    totals = dots(group, [_weights(isa, "int8", matrix, group, tile) for tile in tiles], offsets)
-    for t, row in enumerate(sums):
-        for m, slot in enumerate(row):
-            x_scale = group.of_row(k.arg.x_scale, m).load(F32).splat()
-            slot.store(k.fma(x_scale, totals[t][m].convert("sitofp", F32V), slot.load(F32V, 64)), 64)
+def _halfs(at: Value) -> Value:
+    return at.load(vector_of("half"), 32).convert("fpext", F32V)
 
 
 def _weights(isa: Isa, weights: Weights, matrix: TiledMatrix, group: Group, tile: Value) -> GroupWeights:
-    before = (tile * group.number.kernel.arg.groups + group.number) * group.size  # columns
-    return GroupWeights(isa, weights, matrix.qweight.at(before * (8 if weights == "int4" else 16)), matrix.ahead)
+    groups_before = tile * group.number.kernel.arg.groups + group.number
+    return GroupWeights(isa, weights, matrix.qweight.at(groups_before * weights.group_bytes), matrix.ahead)
 
 
 def dots(group: Group, tiles: list[GroupWeights], first: list[Value]) -> list[list[Value]]:
@@ -244,8 +263,8 @@ def _pair_dots(group: Group, tile: GroupWeights, plane: int, rows: int) -> list[
 
 
 @cache
-def matmul(isa: Isa, weights: Weights, group: int, rows: int, *, adds: bool = False, has_bias: bool = False) -> Native:
-    return compile_kernel(matmul_source(isa, weights, group, rows, adds=adds, has_bias=has_bias), isa)
+def matmul(isa: Isa, weights: Weights, rows: int, *, adds: bool = False, has_bias: bool = False) -> Native:
+    return compile_kernel(matmul_source(isa, weights, rows, adds=adds, has_bias=has_bias), isa)
 
 
 def rows_a_block(isa: Isa, rows: int) -> int:
@@ -257,4 +276,4 @@ def rows_a_block(isa: Isa, rows: int) -> int:
 @cache
 def is_available() -> bool:
     """Return whether this machine compiles and runs the kernels; asking compiles one of them (15-150 ms, once)."""
-    return compiles(lambda: matmul(best_isa(), "int4", 64, 1))
+    return compiles(lambda: matmul(best_isa(), Weights(), 1))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.sizes import INT8_WORD as WORD
-from localllm.kernels.tile16 import TILE, slab_tiles
+from localllm.kernels.tile16 import TILE
 
 
 def pack(q: Tensor) -> Tensor:
@@ -24,23 +24,3 @@ def unpack(qweight: Tensor) -> Tensor:
     """The inverse of `pack`: int8 [N, K]."""
     tiles, words, _, _ = qweight.shape
     return qweight.transpose(1, 2).reshape(tiles * TILE, words * WORD)
-
-
-def dequantize(qweight: Tensor, scale: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    """w = scale * q, computed in fp32, rounded once to `dtype`: [out_features, in_features], slab by slab."""
-    tiles, words, _, _ = qweight.shape
-    out = torch.empty((out_features, in_features), dtype=dtype, device=qweight.device)
-    step = slab_tiles(words * WORD, qweight.device)
-    for first in range(0, tiles, step):
-        part = slice(first, first + step)
-        rows = out[first * TILE : (first + step) * TILE]
-        weights = unpack(qweight[part]).float().mul_(scale[part].reshape(-1, 1))
-        rows.copy_(weights[: len(rows), :in_features])
-    return out
-
-
-def rows(qweight: Tensor, scale: Tensor, indices: Tensor, in_features: int) -> Tensor:
-    """fp32 [len(indices), in_features]: those rows of `dequantize`, read from their tiles alone."""
-    tile, lane = indices // TILE, indices % TILE
-    codes = qweight[tile, :, lane].flatten(1).float()  # [R, K]
-    return codes.mul_(scale[tile, lane].unsqueeze(-1))[:, :in_features]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels import cpu_linear, int8, tile16
+from localllm.kernels import cpu_linear
 from localllm.kernels.cpu_gemv import dense_linear
 from localllm.kernels.gpu.ready import lacks_bf16, why_not
-from localllm.kernels.tile16 import TILE, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import TILE
 
 SLAB_WEIGHTS = 1 << 22  # dequantized for one matrix product: 8 MiB of bf16, enough rows for the library to work well
 
@@ -45,10 +46,6 @@ def dequantized_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Te
     for first in range(0, matrix.tiles, step):
         part, begin = slice(first, first + step), first * TILE
         N = min(out_features - begin, step * TILE)
-        qweight, scale = matrix.qweight[part], matrix.scale[part]
-        if matrix.bias is None:
-            weight = int8.dequantize(qweight, scale, N, K, x.dtype)
-        else:
-            weight = tile16.dequantize(qweight, scale, matrix.bias[part], N, K, x.dtype)
+        weight = matrix.part(part).dequantize(N, K, x.dtype)
         y[:, begin : begin + N] = dense_linear(x, weight)
     return y

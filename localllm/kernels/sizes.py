@@ -17,7 +17,6 @@ _EXCEPTIONS = 256  # of so many weights one may be one; of normal ones, one in 6
 
 PAGE_TOKENS = 64
 GROUP = 32  # features of keys and values that share a scale, and that a rotation mixes
-Weights = Literal["int4", "int8"]
 Coding = Literal["dense", "int8", "int4"]
 CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}
 
@@ -27,6 +26,48 @@ TOKEN_WORDS = ("pages", "own_page", "own_stride", "position")
 # Rows of a segment count from its first token, heads of a group first. part: the first of the task's rows in `parts`,
 # where other tasks have the other sections; -1 where it has them all.
 TASK_WORDS = ("first_token", "first_row", "rows", "first_section", "end_section", "part")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The meaning of a packed matrix's codes: w = scale * value(code), plus a bias where there is one.
+
+    bits: of a code. group: columns that share a scale, and a bias; None where each row has one scale, in fp32.
+    table: the values of 4-bit codes, each a signed byte; without one a code is its own value, signed if of 8 bits.
+    """
+
+    bits: Literal[4, 8] = 4
+    group: int | None = 64
+    has_bias: bool = True
+    table: tuple[int, ...] | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of activations that share a scale."""
+        return INT8_GROUP if self.group is None else self.group
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of the codes of a tile in one group."""
+        return TILE * self.columns * self.bits // 8
+
+    @property
+    def offset(self) -> int:
+        """What is added to values so that they are unsigned bytes."""
+        return 0 if self.bits == 4 and self.table is None else 8 if self.table == CENTRED else 128
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Return whether codes are no sums of their values and `offset`."""
+        return self.table not in (None, CENTRED)
+
+    @property
+    def name(self) -> str:
+        table = "" if self.table is None else f"-{'sym' if self.table == CENTRED else 'lut'}"
+        return f"int{self.bits}-g{self.group or 'row'}{table}{'-bias' if self.has_bias else ''}"
+
+
+CENTRED = tuple(range(-8, 8))  # the table of 4-bit codes that stand for themselves less 8
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from localllm.kernels.tile16 import PackedMatrix
-from localllm.quant.int4 import Int4
-from localllm.quant.int8 import Int8
+from localllm.kernels.packed_matrix import PackedMatrix, packed_matrix
 from localllm.quant.weight_format import WeightFormat
 
 
@@ -31,9 +29,8 @@ class Linear:
     @property
     def packed(self) -> PackedMatrix | None:
         """The matrix as compiled kernels take it; None where its format is not theirs."""
-        if isinstance(self.format, Int4 | Int8):
-            return PackedMatrix(self.tensors["qweight"], self.tensors["scale"], self.tensors.get("bias"))
-        return None
+        weights = self.format.weights
+        return None if weights is None else packed_matrix(self.tensors, weights.table)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""

@@ -9,13 +9,11 @@ import torch
 
 from localllm.kernels.cpu_expert_room import ExpertMatrix, ExpertRoom, Mixture, block_rows
 from localllm.kernels.cpu_isa import Isa
-from localllm.kernels.sizes import INT8_GROUP, TILE
+from localllm.kernels.sizes import TILE
 from localllm.layers.moe import ExpertBank, MoE
 from localllm.layers.norm import RMSNorm
 from localllm.models.expert_records import ExpertRecords, PooledExperts, RecordForm
 from localllm.models.layout import Matrix
-from localllm.quant.int4 import Int4
-from localllm.quant.int8 import Int8
 
 
 def is_native(records: ExpertBank) -> bool:
@@ -83,16 +81,12 @@ class ExpertRooms:
 
 def _expert_matrix(matrix: Matrix, form: RecordForm) -> ExpertMatrix | None:
     """Return where a matrix is in each record; None where the kernels do not know its format or its sizes."""
-    weight_format = matrix.format(form.recipe)
-    if not isinstance(weight_format, Int4 | Int8):
-        return None
-    group = weight_format.group if isinstance(weight_format, Int4) else INT8_GROUP
-    if matrix.out_features % TILE or matrix.in_features % group:
+    weights = matrix.format(form.recipe).weights
+    if weights is None or matrix.out_features % TILE or matrix.in_features % weights.columns:
         return None
     begins = {name: placed.begin for name, placed in form.record.tensors.items()}
     return ExpertMatrix(
-        weights="int4" if isinstance(weight_format, Int4) else "int8",
-        group=group,
+        weights=weights,
         out_features=matrix.out_features,
         in_features=matrix.in_features,
         qweight=begins[f"{matrix.name}.qweight"],

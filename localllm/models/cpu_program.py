@@ -26,7 +26,8 @@ from localllm.kernels.cpu_linear import Activations, Step, float_bits
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import layer_groups
-from localllm.kernels.tile16 import TILE, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.linear import Linear
@@ -302,7 +303,7 @@ class _Recorder:
         if not isinstance(embedding.matrix, Linear):
             return
         packed = _packed(embedding.matrix)
-        if packed is None or packed.weights != "int8":
+        if packed is None or packed.weights.group is not None:
             return
         kernel = cpu_embed.embed(self.isa)
         yield kernel.step(
@@ -373,7 +374,7 @@ class _Recorder:
         """logits: rows of whole tiles."""
         yield self.quantize(self.decoder.head, self.room.x, as_rms(self.decoder.final_norm))
         head = _required(self.decoder.head)
-        kernel = cpu_matmul.matmul(self.isa, head.weights, head.group, self.block_rows)
+        kernel = cpu_matmul.matmul(self.isa, head.weights, self.block_rows)
         yield self.room.activations.multiply(kernel, head, logits, head.tiles * TILE, None)
 
     def quantize(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Step:
@@ -384,9 +385,7 @@ class _Recorder:
 
     def multiply(self, linear: Linear, y: Tensor, *, adds: bool) -> Step:
         packed, has_bias = _required(linear), linear.bias is not None
-        kernel = cpu_matmul.matmul(
-            self.isa, packed.weights, packed.group, self.block_rows, adds=adds, has_bias=has_bias
-        )
+        kernel = cpu_matmul.matmul(self.isa, packed.weights, self.block_rows, adds=adds, has_bias=has_bias)
         bias = None if linear.bias is None else linear.bias.float()
         return self.room.activations.multiply(kernel, packed, y, linear.out_features, bias)
 

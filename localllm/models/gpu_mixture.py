@@ -17,8 +17,9 @@ from localllm.kernels.gpu.experts import mixture
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.sizes import MOST_SLOTS
-from localllm.kernels.tile16 import TILE, PackedMatrix
+from localllm.kernels.tile16 import TILE
 from localllm.layers.gpu_block import GpuForward, run_mlp
 from localllm.layers.moe import MoE
 from localllm.layers.norm import RMSNorm

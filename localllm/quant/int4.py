@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from localllm.kernels import cpu_calibrate, tile16
 from localllm.kernels.packed_linear import packed_linear
-from localllm.kernels.tile16 import TILE, WORD, PackedMatrix
+from localllm.kernels.packed_matrix import packed_matrix
+from localllm.kernels.tile16 import TILE, WORD
 from localllm.quant import hqq
 from localllm.quant.layouts import INT4_SLAB, Calibration, Int4Layout
 from localllm.quant.weight_format import require_finite
@@ -63,11 +64,11 @@ class Int4(Int4Layout):
         tensors["bias"][:, groups] = tile16.pack_groups(bias.view(R, -1))
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
-        return tile16.dequantize(**tensors, out_features=out_features, in_features=in_features, dtype=torch.float32)
+        return packed_matrix(tensors).dequantize(out_features, in_features, torch.float32)
 
     def rows(self, tensors: dict[str, Tensor], indices: Tensor, in_features: int) -> Tensor:
-        return tile16.rows(**tensors, indices=indices, in_features=in_features)
+        return packed_matrix(tensors).rows(indices, in_features)
 
     def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
-        y = packed_linear(x, PackedMatrix(**tensors), out_features)
+        y = packed_linear(x, packed_matrix(tensors), out_features)
         return y if bias is None else y + bias

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from localllm.kernels import int8
 from localllm.kernels.packed_linear import packed_linear
+from localllm.kernels.packed_matrix import packed_matrix
 from localllm.kernels.sizes import INT8_WORD, TILE
-from localllm.kernels.tile16 import PackedMatrix
 from localllm.quant.layouts import INT8_SLAB, Int8Layout
 from localllm.quant.weight_format import require_finite
 
@@ -43,11 +43,11 @@ class Int8(Int8Layout):
         return tensors
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
-        return int8.dequantize(tensors["qweight"], tensors["scale"], out_features, in_features, torch.float32)
+        return packed_matrix(tensors).dequantize(out_features, in_features, torch.float32)
 
     def rows(self, tensors: dict[str, Tensor], indices: Tensor, in_features: int) -> Tensor:
-        return int8.rows(tensors["qweight"], tensors["scale"], indices, in_features)
+        return packed_matrix(tensors).rows(indices, in_features)
 
     def linear(self, x: Tensor, tensors: dict[str, Tensor], out_features: int, bias: Tensor | None) -> Tensor:
-        y = packed_linear(x, PackedMatrix(**tensors, bias=None), out_features)
+        y = packed_linear(x, packed_matrix(tensors), out_features)
         return y if bias is None else y + bias

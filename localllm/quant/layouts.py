@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from localllm.errors import Fix, UsageError
-from localllm.kernels.sizes import INT8_WORD, TILE, UNIT, UNIT_BYTES, WORD, capacity, units
+from localllm.kernels.sizes import CENTRED, INT8_WORD, TILE, UNIT, UNIT_BYTES, WORD, Weights, capacity, units
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,11 @@ class WeightLayout(Protocol):
         """The tensors that `quantize` makes, in the order in which they lie on the disk."""
         ...
 
+    @property
+    def weights(self) -> Weights | None:
+        """What the codes mean to our kernels; None where they do not read them."""
+        ...
+
     def working_bytes(self, in_features: int, /) -> int:
         """The most that `quantize` holds at once on a CPU, beside the weight and the tensors that it returns."""
         ...
@@ -75,6 +80,10 @@ class DenseLayout:
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         return {"weight": TensorSpec((out_features, in_features), DTYPE_NAMES[self.name])}
+
+    @property
+    def weights(self) -> None:
+        return None
 
     def working_bytes(self, _in_features: int, /) -> int:
         return 0
@@ -102,6 +111,10 @@ class Int4Layout:
             "bias": TensorSpec((tiles, groups, TILE), "float16"),
         }
 
+    @property
+    def weights(self) -> Weights:
+        return Weights(4, self.group)
+
     def working_bytes(self, in_features: int, /) -> int:
         return _INT4_COPIES * 4 * max(INT4_SLAB, TILE * in_features)
 
@@ -119,6 +132,69 @@ class Int8Layout:
             "scale": TensorSpec((tiles, TILE), "float32"),
         }
 
+    @property
+    def weights(self) -> Weights:
+        return Weights(8, None, has_bias=False)
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return _INT8_COPIES * 4 * max(INT8_SLAB, TILE * in_features)
+
+
+CodeKind = Literal["int4", "int8", "fp4", "iq4", "nf4", "bnb4"]
+# The values of the 16 codes, as whole numbers: what they are in units of a group's scale.
+TABLES: Mapping[CodeKind, tuple[int, ...]] = MappingProxyType(
+    {
+        "int4": CENTRED,
+        # Twice the values of FP4 (OCP Microscaling v1.0, E2M1): MXFP4 and NVFP4.
+        "fp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+        # llama.cpp's IQ4_NL and IQ4_XS (`kvalues_iq4nl`).
+        "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+        # 127 times bitsandbytes' normal floats (arXiv:2305.14314), rounded: up to 0.4 % of a group's largest weight.
+        "nf4": (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127),
+        # 120 times bitsandbytes' FP4; the smallest, 0.625, is rounded.
+        "bnb4": (0, 1, 80, 120, 40, 60, 20, 30, 0, -1, -80, -120, -40, -60, -20, -30),
+    }
+)
+
+
+@dataclass(frozen=True)
+class CodedLayout:
+    """Codes in groups along K, each with a scale in fp16, as other programs' files have them: w = scale * value(code),
+    plus a bias where the groups of `int8` have one. Tiled as INT4 and INT8 are; padding weighs nothing.
+
+    kind: signed bytes, or 4-bit codes that stand for the values of a table.
+    """
+
+    kind: CodeKind
+    group: int
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.group in (16, 32, 64, 128) and (self.kind == "int8" or not self.has_bias)
+
+    @property
+    def name(self) -> str:
+        """`int4-g32` is another format, whose groups have a bias."""
+        return f"{self.kind}-g{self.group}" + ("-bias" if self.has_bias else "-sym" if self.kind == "int4" else "")
+
+    @property
+    def table(self) -> tuple[int, ...] | None:
+        """The values of 4-bit codes; None for bytes."""
+        return TABLES.get(self.kind)
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        tiles, groups = -(-out_features // TILE), -(-in_features // self.group)
+        columns = groups * self.group
+        codes = TensorSpec((tiles, columns // WORD, TILE), "int32")
+        if self.kind == "int8":
+            codes = TensorSpec((tiles, columns // INT8_WORD, TILE, INT8_WORD), "int8")
+        values = TensorSpec((tiles, groups, TILE), "float16")
+        return {"qweight": codes, "scale": values} | ({"bias": values} if self.has_bias else {})
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(8 if self.kind == "int8" else 4, self.group, self.has_bias, self.table)
+
     def working_bytes(self, in_features: int, /) -> int:
         return _INT8_COPIES * 4 * max(INT8_SLAB, TILE * in_features)
 
@@ -135,6 +211,10 @@ class NF4Layout:
             "qweight": TensorSpec((-(-count // 2),), "uint8"),
             "absmax": TensorSpec((-(-count // NF4_BLOCK),), "float32"),
         }
+
+    @property
+    def weights(self) -> None:
+        return None
 
     def working_bytes(self, in_features: int, /) -> int:
         return _NF4_COPIES * 4 * whole_blocks(in_features, NF4_SLAB) * in_features
@@ -158,6 +238,10 @@ class BF12Layout:
             "row": TensorSpec((tiles, TILE, 3), "int32"),
             "exceptions": TensorSpec((tiles, capacity(in_features)), "int32"),
         }
+
+    @property
+    def weights(self) -> None:
+        return None
 
     def working_bytes(self, in_features: int, /) -> int:
         return _BF12_COPIES * 4 * max(BF12_SLAB, TILE * units(in_features) * UNIT)

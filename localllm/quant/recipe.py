@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from localllm.quant.coded import Coded
 from localllm.quant.dense import Dense
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
@@ -11,6 +12,7 @@ from localllm.quant.layouts import DEFAULT as DEFAULT
 from localllm.quant.layouts import (
     SIZES,
     BF12Layout,
+    CodedLayout,
     DenseLayout,
     Int4Layout,
     Int8Layout,
@@ -30,7 +32,7 @@ def _computing(layout: WeightLayout) -> WeightFormat:
         from localllm.quant.bf12 import BF12
 
         return BF12()
-    formats = {DenseLayout: Dense, Int4Layout: Int4, Int8Layout: Int8, NF4Layout: NF4}
+    formats = {CodedLayout: Coded, DenseLayout: Dense, Int4Layout: Int4, Int8Layout: Int8, NF4Layout: NF4}
     found: WeightFormat = formats[type(layout)](**vars(layout))
     return found
 

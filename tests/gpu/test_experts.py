@@ -23,9 +23,9 @@ from localllm.kernels.gpu.launch import KernelLaunch, run_all
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.ready import Ways
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
 from localllm.kernels.sizes import most_blocks
-from localllm.kernels.tile16 import PackedMatrix
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 from tests.thinning import every_other

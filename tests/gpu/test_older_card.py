@@ -21,7 +21,7 @@ from localllm.kernels.gpu import check, check_cases, product, ready
 from localllm.kernels.gpu.launch import recorded
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.packed_linear import halved_linear
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.models.shapes import find_shape
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
@@ -78,7 +78,7 @@ def test_products_in_fp16_overflow_at_no_activation():
     x[2] = 0
     x[3, 5] = torch.nan
     matrix = matrix_of(weights)
-    expected = x.double() @ int8.dequantize(matrix.qweight, matrix.scale, 32, 128, torch.float32).double().T
+    expected = x.double() @ matrix.dequantize(32, 128, torch.float32).double().T
     found = halved_linear(x, matrix, 32)
     assert found.dtype is torch.float32 and (found[2] == 0).all() and found[3].isnan().all()
     errors = (found[:2] - expected[:2]).norm(dim=1) / expected[:2].norm(dim=1)

@@ -17,7 +17,7 @@ from localllm.kernels.gpu.gemv import gemv
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch, _tables
 from localllm.kernels.gpu.product_end import Gate
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 from tests.thinning import every_other

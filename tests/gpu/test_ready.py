@@ -30,7 +30,7 @@ from localllm.kernels.gpu.attention import PREFILL_ROWS
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.ready import ALL, BRIEF, CheckScope
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.models.shapes import find_shape
 from localllm.quant.recipe import RECIPES
 from tests.thinning import every_other

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from localllm.engine.request import SamplingParams
 from localllm.engine.sampler import PlainDraw, sample
-from localllm.kernels import int8, reference
+from localllm.kernels import reference
 from localllm.kernels.gpu.activations import Codes, to_codes, to_floats
 from localllm.kernels.gpu.embedding import embed
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.sample import NOT_FINITE, SampleRoom
 from localllm.kernels.gpu.sample import sample as sample_launches
+from localllm.kernels.packed_matrix import packed_matrix
 from localllm.layers.mlp import ACTIVATIONS
 from localllm.layers.norm import RMSNorm
 from localllm.quant.int8 import Int8
@@ -90,7 +91,7 @@ def test_embedded_tokens_are_the_rows_of_the_matrix() -> None:
     tensors, ids = Int8().quantize(torch.randn(50, 200)), torch.tensor([3, 49, 0, NOT_FINITE])
     x = torch.full((4, 200), torch.nan)
     embed(tensors["qweight"], tensors["scale"], ids, x, 2.0).run()
-    assert torch.equal(x, 2 * int8.rows(tensors["qweight"], tensors["scale"], ids.clamp(min=0), 200))
+    assert torch.equal(x, 2 * packed_matrix(tensors).rows(ids.clamp(min=0), 200))
 
 
 def drawn(logits: Tensor, draws: list[PlainDraw], positions: list[int]) -> list[int]:

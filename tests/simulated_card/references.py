@@ -24,8 +24,8 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.tile16 import PackedMatrix
 from tests.simulated_card.device import SimulatedCard
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -184,7 +184,7 @@ def _matrix(card: SimulatedCard, place: RecordMatrix, address: int) -> PackedMat
 
 
 def _embed(_: SimulatedCard, qweight: Tensor, scale: Tensor, token_ids: Tensor, x: Tensor, factor: float) -> None:
-    x.copy_(int8.rows(qweight, scale, token_ids.clamp(min=0), x.shape[1]) * factor)
+    x.copy_(PackedMatrix(qweight, scale, None).rows(token_ids.clamp(min=0), x.shape[1]) * factor)
 
 
 def _rope_store(

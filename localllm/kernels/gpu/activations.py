@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
 
 _BLOCK = 1024  # columns of a program where no norm asks for the whole row
 # Of more than a few rows, the tensor cores' kernel reads the scales of two side by side.

@@ -28,9 +28,10 @@ from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
 from localllm.kernels.noise import gumbel_noise, noise_key
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.sizes import INT8_GROUP
 
 EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
 ROUNDED = 5e-3  # where bf16 is multiplied
@@ -241,7 +242,7 @@ def _gated(device: torch.device, group: int | None, named: str, sizes: CheckSize
 
 def _codes_for(group: int | None, rows: int, columns: int, device: torch.device) -> Codes:
     """Return a buffer for the codes of a matrix in such groups."""
-    length = group or tile16.INT8_GROUP
+    length = group or INT8_GROUP
     return Codes.empty(rows, -(-columns // length) * length, length, device, 4 if group else 8)
 
 
@@ -373,7 +374,7 @@ def _embedded(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
     matrix, ids = _matrix(device, None, sizes), torch.tensor([3, 0, sizes.N - 1], device=device)
     x = _poisoned(3, sizes.K, device=device)
     embedding.embed(matrix.qweight, matrix.scale, ids, x, 2.0).run()
-    yield Case("an embedding", _error(x, 2 * int8.rows(matrix.qweight, matrix.scale, ids, sizes.K)), EXACT)
+    yield Case("an embedding", _error(x, 2 * matrix.rows(ids, sizes.K)), EXACT)
 
 
 def _drawn(device: torch.device) -> Iterator[Case]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.rope import page_at
-from localllm.kernels.tile16 import PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
 
 _ALIGN = 16  # bytes, of records and of places in them, for loads of 128 bits
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
 from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, store_gated, tiles_of
-from localllm.kernels.tile16 import TILE, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import TILE
 
 MAGIC_BITS = tl.constexpr(0x4B400000)  # of 1.5 * 2^23: with a whole number below 2^22 added, those of their sum
 _REDUCED = 256  # columns of a program of the second launch

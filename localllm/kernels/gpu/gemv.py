@@ -19,7 +19,8 @@ from torch import Tensor
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
 from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, store_gated, tiles_of
-from localllm.kernels.tile16 import TILE, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import TILE
 
 MOST_ROWS = 4  # of a program; more are further programs, for which the weights are in the second cache
 # Of a program, one a warp. ptxas gives a program of one warp the registers to have 8 KB of weights on their way, where

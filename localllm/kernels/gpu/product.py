@@ -17,7 +17,8 @@ from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.gemm import ProgramShape
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
 from localllm.kernels.gpu.product_end import Gate
-from localllm.kernels.tile16 import TILE, PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import TILE
 
 FEW_ROWS = 16  # of a step at most
 _MOST_ROWS = 64  # of a program

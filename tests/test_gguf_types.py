@@ -1,0 +1,90 @@
+"""The tensor types of GGUF files, against the `gguf` package: its sizes, and its numbers bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from localllm.models.checkpoints.gguf_types import REFUSED, TYPES, TensorType, dequantize
+from localllm.quant.layouts import CodedLayout
+
+gguf = pytest.importorskip("gguf")
+
+ROWS, COLUMNS = 6, 1024
+CODED = {number: kind for number, kind in TYPES.items() if kind.read is not None}
+# The bytes of a block at which an fp16 begins.
+HALVES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "MXFP4": (),
+    "NVFP4": (),
+}
+of_coded_types = pytest.mark.parametrize("number", CODED, ids=lambda number: CODED[number].name)
+
+
+def random_bytes(kind: TensorType, columns: int = COLUMNS, rows: int = ROWS) -> np.ndarray:
+    random = np.random.default_rng(kind.block_bytes)
+    blocks = random.integers(0, 256, (rows, columns // kind.block_weights, kind.block_bytes), dtype=np.uint8)
+    for at in HALVES[kind.name]:
+        halves = random.standard_normal((*blocks.shape[:2], 1)).astype(np.float16)
+        halves[0, 0], halves[-1, -1] = 6e-8, -65504  # a subnormal; the largest
+        blocks[..., at : at + 2] = halves.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def check(number: int, raw: np.ndarray) -> None:
+    kind = CODED[number]
+    # At an odd address, as a file's bytes may be.
+    blocks = torch.empty(raw.size + 1, dtype=torch.uint8)[1:].view(raw.shape[0], -1, kind.block_bytes)
+    codes = kind.read(blocks.copy_(torch.from_numpy(raw).view_as(blocks)))
+    with np.errstate(over="ignore"):
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(number))
+    weights = dequantize(codes, kind.kept)
+    assert weights.dtype == codes.scale.dtype == torch.float32
+    assert np.array_equal(weights.numpy(), expected)
+
+    coded = isinstance(kind.kept, CodedLayout)
+    in_bytes = coded and kind.kept.kind == "int8"
+    assert codes.q.dtype == (torch.int8 if in_bytes else torch.uint8) and (in_bytes or int(codes.q.max()) < 16)
+    groups = (raw.shape[0], expected.shape[1] // kind.kept.group)
+    assert codes.scale.shape == groups
+    assert (None if codes.bias is None else codes.bias.shape) == (None if coded and not kind.kept.has_bias else groups)
+
+
+@of_coded_types
+def test_random_blocks_mean_what_gguf_says(number):
+    check(number, random_bytes(CODED[number]))
+    check(number, random_bytes(CODED[number], columns=CODED[number].block_weights, rows=1))
+
+
+# The types that gguf can make.
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_quantized_weights_mean_what_gguf_says(name):
+    number = int(gguf.GGMLQuantizationType[name])
+    weights = np.random.default_rng(number).standard_normal((ROWS, COLUMNS), dtype=np.float32)
+    weights[0, :256] = 0
+    check(number, gguf.quants.quantize(weights, gguf.GGMLQuantizationType(number)))
+
+
+def test_every_scale_of_one_byte_means_what_gguf_says():
+    for number in (39, 40):
+        kind = CODED[number]
+        blocks = np.repeat(np.arange(256, dtype=np.uint8)[:, None], kind.block_bytes, axis=1)
+        blocks[:, -8:] = np.arange(8, dtype=np.uint8) * 34 + 16  # every code
+        check(number, blocks)
+
+
+def test_the_tables_cover_ggufs():
+    assert not TYPES.keys() & REFUSED.keys()
+    for number, kind in TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == kind.name
+        assert gguf.GGML_QUANT_SIZES[number] == (kind.block_weights, kind.block_bytes)
+        assert (kind.dense is None) == (kind.read is not None) == (kind.kept is not None)
+        if kind.dense:
+            assert getattr(torch, kind.dense).itemsize == kind.block_bytes
+    names = {number: kind.name for number, kind in TYPES.items()} | REFUSED
+    assert {int(member): member.name for member in gguf.GGMLQuantizationType}.items() <= names.items()
