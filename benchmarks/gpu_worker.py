@@ -71,6 +71,7 @@ from localllm.offload.placement import NEVER, BlockPlacement
 from localllm.offload.planner.plan import Plan
 from localllm.offload.planner.profile import kept_profile
 from localllm.offload.planner.search import Search
+from localllm.quant.layouts import SIZES
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
@@ -105,7 +106,7 @@ class CappedModel:
                 asked = ModelPlanner(
                     files.name,
                     files,
-                    weights,
+                    SIZES[weights],
                     "bf16",
                     str(self.device),
                     EngineConfig(ctx=CTX, vram=cap_bytes),

@@ -113,16 +113,21 @@ def contenders(arguments: argparse.Namespace, shape: dict[str, Any], directory: 
     return [
         Contender(
             OURS,
-            f"localllm {arguments.weights}",
+            f"localllm {arguments.gguf or arguments.weights}",
             [*torch_side, "localllm"],
-            {**common, "weights": arguments.weights, "context": shape["max_position_embeddings"]},
+            {
+                **common,
+                "weights": arguments.weights,
+                "context": shape["max_position_embeddings"],
+                "file": str(directory / f"random-{arguments.gguf.lower()}.gguf") if arguments.gguf else "",
+            },
             needed_bytes=int(BYTES_A_WEIGHT.get(arguments.weights, 0.65) * weights) + GIB,
         ),
         Contender(
             LLAMA,
-            "llama.cpp Q4_0",
+            f"llama.cpp {arguments.gguf or 'Q4_0'}",
             [arguments.llama_python, "-m", "benchmarks.peers_llama"],
-            {**common, "directory": str(directory), "head": arguments.llama_head},
+            {**common, "directory": str(directory), "head": arguments.llama_head, "mix": arguments.gguf or "Q4_0"},
             needed_bytes=int(1.2 * weights) + GIB,  # the file, and its copy in the order that the kernels read
             variants={"flash attention off": {"flash": False}, "flash attention on": {"flash": True}},
         ),
@@ -250,6 +255,8 @@ def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     match = Match()
     with _directory(arguments.keep) as directory, contextlib.closing(match):
         sides = contenders(arguments, shape, directory)
+        if arguments.gguf:
+            _write_gguf(arguments, shape, directory)
         for side in sides:
             if side.name in arguments.skip:
                 match.skipped[side.name] = UnavailableError("left out with --skip")
@@ -336,6 +343,14 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _write_gguf(arguments: argparse.Namespace, shape: Mapping[str, Any], directory: Path) -> None:
+    """Write the one file that both sides read."""
+    from benchmarks.peers_gguf import write_random
+
+    note(f"writing the model in {arguments.gguf}")
+    write_random(directory / f"random-{arguments.gguf.lower()}.gguf", shape, arguments.llama_head, arguments.gguf)
+
+
 @contextlib.contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
     """The folder of llama.cpp's random model: the one that a person names, else one that is removed in the end."""
@@ -351,6 +366,7 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated; default: tinyllama-1.1b")
     parser.add_argument("--weights", default="int4", help="of localllm: any format it knows")
+    parser.add_argument("--gguf", choices=("Q4_0", "Q4_K_M"), help="both read one GGUF file, of this mix of types")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--depth", type=int, nargs="+", default=list(DEPTHS), help="of decode, in tokens")
@@ -374,7 +390,7 @@ def main() -> None:
             sys.exit(f"localllm itself did not run: {error.reason}")
         print_report(model, result)
         if not arguments.no_save:
-            update(model, result)
+            update(f"{model}, a {arguments.gguf} file" if arguments.gguf else model, result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A GGUF file of the shape of a Llama or of Qwen3-MoE with random weights, as `llama-quantize ... Q4_0` lays it out.
+"""A GGUF file of the shape of a Llama or of Qwen3-MoE with random weights, as `llama-quantize` lays it out.
 
-Matrices in Q4_0, the head in Q6_K, norms and routers in fp32, no vocabulary: llama.cpp decodes token ids alone.
+Q4_0: matrices in Q4_0, the head in Q6_K, norms and routers in fp32. Q4_K_M: as files are published most, with half of
+the values and of the second MLP matrices in Q6_K. The vocabulary is one word an id.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+Mix = Literal["Q4_0", "Q4_K_M"]
 EMBEDDING = "token_embd.weight"
 # fp16 scale of a block: where it stands in the block's bytes, and what makes weights of about 1.
-SCALES = {Type.Q4_0: (0, 0.23), Type.Q6_K: (208, 5e-4)}
+SCALES = {Type.Q4_0: (0, 0.23), Type.Q4_K: (0, 0.23 / 63), Type.Q6_K: (208, 5e-4)}
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,15 @@ class GGUFTensor:
         return int(np.prod(self.byte_shape))
 
 
-def model_tensors(shape: Mapping[str, Any], head: str) -> Iterator[GGUFTensor]:
+def model_tensors(shape: Mapping[str, Any], head: str, mix: Mix = "Q4_0") -> Iterator[GGUFTensor]:
     """Every tensor by llama.cpp's names. shape: Hugging Face's config. head: Q6_K or Q4_0."""
+    most = Type.Q4_0 if mix == "Q4_0" else Type.Q4_K
+    layers = shape["num_hidden_layers"]
     hidden, heads, head_dim = shape["hidden_size"], shape["num_attention_heads"], _head_dim(shape)
     mixed, kv = heads * head_dim, shape["num_key_value_heads"] * head_dim
     is_mixture = "num_experts" in shape
-    yield GGUFTensor(EMBEDDING, (shape["vocab_size"], hidden), Type.Q4_0)
-    for layer in range(shape["num_hidden_layers"]):
+    yield GGUFTensor(EMBEDDING, (shape["vocab_size"], hidden), most)
+    for layer in range(layers):
         matrices = {
             "attn_q": (mixed, hidden),
             "attn_k": (kv, hidden),
@@ -54,11 +58,17 @@ def model_tensors(shape: Mapping[str, Any], head: str) -> Iterator[GGUFTensor]:
             plain |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
             plain["ffn_gate_inp"] = (shape["num_experts"], hidden)
         for name, matrix in matrices.items():
-            yield GGUFTensor(f"blk.{layer}.{name}.weight", matrix, Type.Q4_0)
+            is_more = mix == "Q4_K_M" and name in ("attn_v", "ffn_down") and _has_more_bits(layer, layers)
+            yield GGUFTensor(f"blk.{layer}.{name}.weight", matrix, Type.Q6_K if is_more else most)
         for name, numbers in plain.items():
             yield GGUFTensor(f"blk.{layer}.{name}.weight", numbers, Type.F32)
     yield GGUFTensor("output_norm.weight", (hidden,), Type.F32)
     yield GGUFTensor("output.weight", (shape["vocab_size"], hidden), Type[head])
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    """Return whether `llama-quantize` gives some matrices of a layer more bits in Q4_K_M."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
 def _head_dim(shape: Mapping[str, Any]) -> int:
@@ -88,7 +98,7 @@ def _described(path: Path, shape: Mapping[str, Any]) -> gguf.GGUFWriter:
     writer.add_rope_dimension_count(_head_dim(shape))
     writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
     writer.add_vocab_size(shape["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    _add_vocabulary(writer, shape["vocab_size"])
     if is_mixture:
         writer.add_key_length(_head_dim(shape))
         writer.add_value_length(_head_dim(shape))
@@ -98,10 +108,23 @@ def _described(path: Path, shape: Mapping[str, Any]) -> gguf.GGUFWriter:
     return writer
 
 
-def write_random(path: Path, shape: Mapping[str, Any], head: str) -> dict[str, int]:
-    """Write the file tensor by tensor. Returns `file_bytes` and `weight_bytes_per_token`: without the embedding's, and
-    of experts those of a token."""
-    tensors = list(model_tensors(shape, head))
+def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab", *(f"t{index}" for index in range(3, size))])
+    writer.add_token_types([1] * size)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(size - 1)
+
+
+def weight_bytes(shape: Mapping[str, Any], head: str, mix: Mix = "Q4_0") -> int:
+    """Return the bytes that a token reads: without the embedding's, and of experts those of a token."""
+    return sum(_read_bytes(tensor, shape) for tensor in model_tensors(shape, head, mix) if tensor.name != EMBEDDING)
+
+
+def write_random(path: Path, shape: Mapping[str, Any], head: str, mix: Mix = "Q4_0") -> dict[str, int]:
+    """Write the file tensor by tensor. Returns `file_bytes` and `weight_bytes_per_token`."""
+    tensors = list(model_tensors(shape, head, mix))
     writer = _described(path, shape)
     for tensor in tensors:
         # A quantized tensor is described by its shape in bytes, a plain one by its shape in numbers.
@@ -117,7 +140,7 @@ def write_random(path: Path, shape: Mapping[str, Any], head: str) -> dict[str, i
     writer.close()
     return {
         "file_bytes": path.stat().st_size,
-        "weight_bytes_per_token": sum(_read_bytes(tensor, shape) for tensor in tensors if tensor.name != EMBEDDING),
+        "weight_bytes_per_token": weight_bytes(shape, head, mix),
     }
 
 
@@ -137,6 +160,10 @@ def random_values(tensor: GGUFTensor, rng: np.random.Generator) -> np.ndarray[An
     _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
     blocks = rng.integers(0, 256, (tensor.nbytes // block_bytes, block_bytes), dtype=np.uint8)
     offset, scale = SCALES[tensor.type]
+    if tensor.type is Type.Q4_K:
+        blocks[:, 4:16] = 0xFF  # a group's scale and least: 63 times those of the block
+        least = 7.5 * scale * tensor.shape[-1] ** -0.5  # half of 15 steps: the mean of the weights is zero
+        blocks[:, 2:4] = np.frombuffer(np.float16(least).tobytes(), np.uint8)
     if tensor.type is Type.Q4_0:
         # 0 to 15 stand for -8 to 7: their mean would add the same to each hidden state, for which a router chooses the
         # same experts.

@@ -19,7 +19,7 @@ from benchmarks.peers_protocol import UnavailableError, serve
 try:
     import llama_cpp
 
-    from benchmarks.peers_gguf import model_tensors, write_random
+    from benchmarks.peers_gguf import Mix, model_tensors, weight_bytes, write_random
 
     MISSING = ""
 except (ImportError, OSError, RuntimeError) as error:  # the last two: a library that cannot be loaded
@@ -37,9 +37,17 @@ class LlamaCpp:
     """One model, and a context for each flash attention setting and depth, filled once and trimmed after each use."""
 
     def load(
-        self, *, shape: dict[str, Any], threads: int, directory: str, head: str = "Q6_K", repacks: bool = True
+        self,
+        *,
+        shape: dict[str, Any],
+        threads: int,
+        directory: str,
+        head: str = "Q6_K",
+        mix: Mix = "Q4_0",
+        repacks: bool = True,
     ) -> dict[str, Any]:
-        """Write the random model, read it. Raises UnavailableError without llama_cpp, disk space, or its success.
+        """Write the random model where it is not there yet, read it. Raises UnavailableError without llama_cpp, disk
+        space, or its success.
 
         repacks: matrices are copied into the order of its fastest kernels; else they stay in the file's mapped pages.
         """
@@ -53,9 +61,12 @@ class LlamaCpp:
         self._keep_log = llama_cpp.llama_log_callback(self._note)  # C holds it: it must outlive this call
         llama_cpp.llama_log_set(self._keep_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        path = Path(directory) / "random-q4_0.gguf"
-        _check_room(path.parent, sum(tensor.nbytes for tensor in model_tensors(shape, head)))
-        facts: dict[str, Any] = {**write_random(path, shape, head)}
+        path = Path(directory) / f"random-{mix.lower()}.gguf"
+        if path.exists():
+            facts: dict[str, Any] = {"weight_bytes_per_token": weight_bytes(shape, head, mix)}
+        else:
+            _check_room(path.parent, sum(tensor.nbytes for tensor in model_tensors(shape, head, mix)))
+            facts = {**write_random(path, shape, head, mix)}
         params = llama_cpp.llama_model_default_params()
         if not repacks:
             if not hasattr(params, "use_extra_bufts"):  # any attribute could be set

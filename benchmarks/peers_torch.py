@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.peers_protocol import UnavailableError, serve
-from localllm.bench.target import matrix_bytes, random_target
+from localllm import hub
+from localllm.bench.target import installed_target, matrix_bytes, random_target
 from localllm.bench.workload import Workload
 from localllm.engine.events import FinishedEvent, TokenEvent
+from localllm.engine.loader import Watcher
 from localllm.engine.request import SamplingParams
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape
@@ -25,14 +29,24 @@ READS = 8  # of the floor's buffer: a quarter of a second in all, so that one mo
 class Localllm:
     """Requests through the Engine, as a front end makes them: sampling and detokenizing are in the time."""
 
-    def load(self, *, shape: dict[str, Any], threads: int, weights: str, context: int) -> dict[str, Any]:
-        shape_of = Shape("the benchmark's shape", parse_config(shape, "the benchmark's shape"), shape)
-        config = EngineConfig(device="cpu", weights=weights, threads=threads)
-        target = random_target(shape_of, config, Workload(context - 1, 0, (0,), 1))
+    def load(
+        self, *, shape: dict[str, Any], threads: int, weights: str, context: int, file: str = ""
+    ) -> dict[str, Any]:
+        """file: a GGUF file of the shape, whose own codes are computed with; "": random weights."""
+        workload, started = Workload(context - 1, 0, (0,), 1), time.perf_counter()
+        if file:
+            os.environ["LOCALLLM_CACHE"] = str(Path(file).parent / "cache")
+            config = EngineConfig(device="cpu", threads=threads)
+            target = installed_target(hub.locate(file), config, workload, Watcher())
+        else:
+            shape_of = Shape("the benchmark's shape", parse_config(shape, "the benchmark's shape"), shape)
+            config = EngineConfig(device="cpu", weights=weights, threads=threads)
+            target = random_target(shape_of, config, workload)
         self.engine = target.engine
         self.floor: MemoryFloor | None = None
         return {
             "title": f"localllm {target.engine.weights}",
+            "load_s": time.perf_counter() - started,
             "weight_bytes_per_token": matrix_bytes(self.engine.model),
             "version": f"torch {torch.__version__}",
             "cpu_features": torch.backends.cpu.get_cpu_capability(),

@@ -35,7 +35,7 @@ from localllm.kernels import reference, tile16
 from localllm.kernels.sizes import INT8_GROUP
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import CheckpointBlocks
-from localllm.models.checkpoint import Checkpoint
+from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
 from localllm.models.layout import block_layouts, model_bytes
@@ -185,7 +185,8 @@ class Subjects:
                 Exactly(means=weights, activation_group=_activation_group(weights) if activations == "int8" else None)
                 for weights in (recipe.blocks, recipe.embedding, recipe.router)
             ]
-            loaded, dtype = Recipe(recipe.name, *wrapped), torch.float32
+            blocks, embedding, router = wrapped
+            loaded, dtype = Recipe(recipe.name, blocks, embedding, router), torch.float32
         cpu, config = torch.device("cpu"), self.config
         with Checkpoint.open(TINY_DIRECTORY) as checkpoint:
             source = CheckpointBlocks(checkpoint, config, loaded)

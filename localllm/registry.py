@@ -50,6 +50,11 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Quantizers whose checkpoints are read, by the quant_method of a config.json.
+QUANTIZERS = (
+    "gptq", "awq", "compressed-tensors", "mlx", "bitsandbytes", "fp8", "fbgemm_fp8", "mxfp4", "modelopt",
+)  # fmt: skip
+
 SAMPLING_KEYS = taken_by("models.toml")
 _ENTRY_KEYS: Mapping[str, Accepts] = {
     "name": Accepts("text"),

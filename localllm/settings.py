@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 # "int4" stands for one of the groups; the round-to-nearest forms are there to be compared with.
 WEIGHTS = (
-    "auto", "bf16", "int8", "int4", "nf4", "bf12", "int4-g32", "int4-g64", "int4-g128",
+    "auto", "bf16", "int8", "int4", "nf4", "bf12", "kept", "int4-g32", "int4-g64", "int4-g128",
     "int4-g32-rtn", "int4-g64-rtn", "int4-g128-rtn",
 )  # fmt: skip
 
@@ -209,10 +209,11 @@ class EngineConfig:
         "GPU that emulates bf16 (RTX 20, GTX 16, T4). For weights see --weights, for the KV cache --kv.",
     )  # fmt: skip
     weights: str = setting(
-        "auto", Accepts("text", choices=WEIGHTS), _MEASURED + "bench", "auto|bf16|int8|int4|nf4|bf12",
+        "auto", Accepts("text", choices=WEIGHTS), _MEASURED + "bench", "auto|bf16|int8|int4|nf4|bf12|kept",
         "Format of the weights; also int4-g32, -g64, -g128. Fewer bits take less memory and are faster, at some loss "
-        "of quality; bf12 stores bf16 without loss in 12 bits. Packed on first use. auto: the format that is already "
-        "packed, else int4 for models of 512 MiB or more.",
+        "of quality; bf12 stores bf16 without loss in 12 bits; kept: a quantized file's own codes. Packed on first "
+        "use. auto: a file's own codes if it has any, else the format that is already packed, else int4 for models of "
+        "512 MiB or more.",
     )  # fmt: skip
     kv: str = setting(
         "auto", Accepts("text", choices=KV_FORMATS), _MEASURED + "bench", "auto|bf16|int8|k8v4|int4",

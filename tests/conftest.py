@@ -10,6 +10,7 @@ import signal
 import ssl
 
 os.environ["TRITON_INTERPRET"] = "1"  # what kernels are defined by: read when Triton is imported, by whichever test
+os.environ["OLLAMA_MODELS"] = os.environ["LLAMA_CACHE"] = "/absent"  # no test lists this machine's own models
 os.environ["OMP_NUM_THREADS"] = "1"  # a command that a test forks would wait for threads that were not forked with it
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager

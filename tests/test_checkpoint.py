@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from localllm.errors import CheckpointError, DoesNotFitError, TokenizerError
-from localllm.models import safetensors_file
-from localllm.models.checkpoint import Checkpoint
+from localllm.models.checkpoints import safetensors_file
+from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.text.tokenizer import Tokenizer
 
 ATTENTION = "model.layers.0.self_attn"
@@ -233,7 +233,7 @@ def test_a_file_that_may_be_whole_is_not_to_be_deleted(error, tmp_path, monkeypa
     (tmp_path / "tokenizer_config.json").touch()
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(CheckpointError, match="cannot be read") as caught:
-        safetensors_file.SafetensorsFile.open(path)
+        safetensors_file.SafetensorsFile(path)
     assert (caught.value.why, caught.value.fix) == (os.strerror(error), f"ls -l {path}")
     with pytest.raises(TokenizerError, match="cannot be read") as caught:
         Tokenizer.load(tmp_path)

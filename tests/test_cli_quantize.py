@@ -139,8 +139,6 @@ def test_quantize_mends_a_block_that_was_damaged(model: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "setting", "group", "method", "name"),
     [
-        (None, "auto", None, None, "int4-g64"),
-        ("auto", "int8", None, None, "int4-g64"),
         ("int4", "auto", 32, None, "int4-g32"),
         ("int4", "auto", 128, "rtn", "int4-g128-rtn"),
         (None, "auto", None, "rtn", "int4-g64-rtn"),
@@ -286,7 +284,7 @@ def test_a_note_stands_above_what_is_drawn() -> None:
 
 
 def test_every_format_of_the_settings_is_a_recipe_and_the_other_way_round() -> None:
-    assert {recipe(name).name for name in WEIGHTS if name != "auto"} == set(RECIPES) - {"fp32"}
+    assert {recipe(name).name for name in WEIGHTS if name not in ("auto", "kept")} == set(RECIPES) - {"fp32"}
 
 
 @pytest.mark.parametrize("weights", every_other(["int8", "nf4", "int4", "int4-g32", "int4-g64-rtn", "int4-g128"]))
@@ -338,7 +336,7 @@ def test_the_format_can_be_a_setting(model: Path, tmp_path: Path, monkeypatch: p
 def test_an_unknown_format_is_refused_with_the_known_ones(model: Path, cache: Path, weights: str) -> None:
     result = ask(model, "--weights", weights)
     assert (result.code, result.out) == (2, b"")
-    assert "one of auto, bf16, int8, int4, nf4, bf12, int4-g32" in " ".join(result.error_lines)
+    assert "one of auto, bf16, int8, int4, nf4, bf12, kept, int4-g32" in " ".join(result.error_lines)
     assert re.fullmatch(r"fix:   localllm run .* --weights \S+", result.error_lines[2])
     assert not cache.exists()
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from localllm.models.checkpoints.gguf_types import REFUSED, TYPES, TensorType, dequantize
+from localllm.quant.coded import pack_codes
 from localllm.quant.layouts import CodedLayout
 
 gguf = pytest.importorskip("gguf")
 
 ROWS, COLUMNS = 6, 1024
-CODED = {number: kind for number, kind in TYPES.items() if kind.read is not None}
+CODED = {number: kind for number, kind in TYPES.items() if kind.q is not None}
 # The bytes of a block at which an fp16 begins.
 HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
@@ -83,8 +86,21 @@ def test_the_tables_cover_ggufs():
     for number, kind in TYPES.items():
         assert gguf.GGMLQuantizationType(number).name == kind.name
         assert gguf.GGML_QUANT_SIZES[number] == (kind.block_weights, kind.block_bytes)
-        assert (kind.dense is None) == (kind.read is not None) == (kind.kept is not None)
+        assert (kind.dense is None) == (kind.q is not None) == (kind.kept is not None)
         if kind.dense:
             assert getattr(torch, kind.dense).itemsize == kind.block_bytes
     names = {number: kind.name for number, kind in TYPES.items()} | REFUSED
     assert {int(member): member.name for member in gguf.GGMLQuantizationType}.items() <= names.items()
+
+
+@pytest.mark.parametrize("number", [number for number, kind in CODED.items() if kind.places is not None])
+def test_tiles_hold_the_codes_that_are_read_one_by_one(number):
+    kind = CODED[number]
+    assert kind.kept is not None
+    raw = torch.from_numpy(random_bytes(kind, columns=512, rows=48)).view(48, -1, kind.block_bytes)
+    blocks = torch.empty(raw.numel() + 1, dtype=torch.uint8)[1:].view_as(raw).copy_(raw)
+    both = [kind.read(blocks, tiled=tiled) for tiled in (True, False)]
+    # Scales of random bytes are larger than an fp16 holds.
+    small = [replace(codes, scale=torch.ones_like(codes.scale), bias=None) for codes in both]
+    tiled, plain = (pack_codes(kind.kept, codes)["qweight"] for codes in small)
+    assert both[0].is_tiled and torch.equal(tiled, plain)

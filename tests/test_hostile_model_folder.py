@@ -28,7 +28,7 @@ from localllm.errors import LocalLLMError
 if sys.argv[1] == "config":
     from localllm.models.families import load_config as reader
 else:
-    from localllm.models.checkpoint import Checkpoint
+    from localllm.models.checkpoints.checkpoint import Checkpoint
     reader = Checkpoint.open
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + (1 << 30)
@@ -229,7 +229,7 @@ WATCH = """
 import json, sys
 from pathlib import Path
 from localllm.errors import CheckpointError
-from localllm.models.checkpoint import Checkpoint
+from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.families import llama, load_config
 folder, seen, armed = Path(sys.argv[1]), [], []
 names = ("open", "import", "exec", "compile", "pickle.find_class", "subprocess.Popen", "os.system", "socket.connect")

@@ -376,8 +376,6 @@ def test_end_tokens_of_both_files_end_a_text(own, generation, expected, tmp_path
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-    "quantized without a method": ({"quantization_config": {}}, "quantization_config"),
     "rope scaling": ({"rope_scaling": {"rope_type": "proportional", "factor": 2}}, "proportional"),
     "new rope scaling": ({"rope_parameters": {"rope_type": "axial"}}, "axial"),
     "activation": ({"hidden_act": "relu2"}, "relu2"),
@@ -430,7 +428,6 @@ WRONG: dict[str, tuple[object, ...]] = {
     "bos_token_id": (-1, "1", [1]),
     "dtype": (16, ["bfloat16"]),
     "model_type": (None, 7, ["llama"], {}),
-    "quantization_config": ("gptq", [4]),
 }
 
 

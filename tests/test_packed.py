@@ -22,12 +22,12 @@ from localllm.errors import CheckpointError
 from localllm.hub.packed import PACKED_INDEX
 from localllm.models import packed_file
 from localllm.models.block_source import CheckpointBlocks
-from localllm.models.checkpoint import Checkpoint
+from localllm.models.checkpoints.checkpoint import Checkpoint
+from localllm.models.checkpoints.safetensors_file import SafetensorsFile
 from localllm.models.families import load_config
 from localllm.models.layout import block_layouts
 from localllm.models.load import load_decoder
 from localllm.models.packed_file import needs_conversion
-from localllm.models.safetensors_file import SafetensorsFile
 from localllm.offload.streaming import disk_read
 from localllm.offload.streaming.disk_read import PAGE_BYTES
 from localllm.offload.streaming.host_buffer import host_buffer
@@ -85,9 +85,9 @@ def test_a_block_is_a_safetensors_file_with_aligned_data_and_tensors(checkpoint,
             assert specs.keys() <= set(file.keys())
             assert all(name.startswith("padding.") for name in set(file.keys()) - specs.keys())
             assert file.metadata()["source"] == SOURCE
-        with SafetensorsFile.open(path) as ours:
-            assert min(ours.spec(name).begin for name in ours.specs) % PAGE_BYTES == 0
-            assert all(ours.spec(name).begin % 64 == 0 for name in specs)
+        with SafetensorsFile(path) as ours:
+            assert min(ours.entry(name).begin for name in ours.entries) % PAGE_BYTES == 0
+            assert all(ours.entry(name).begin % 64 == 0 for name in specs)
         assert path.stat().st_size % PAGE_BYTES == 0
 
 
@@ -95,9 +95,9 @@ def test_the_index_tells_where_every_tensor_is(checkpoint, made):
     index = json.loads((made / PACKED_INDEX).read_text())
     for block in index["blocks"]:
         assert (made / block["file"]).stat().st_size == block["bytes"]
-        with SafetensorsFile.open(made / block["file"]) as file:
+        with SafetensorsFile(made / block["file"]) as file:
             for name, told in block["tensors"].items():
-                spec = file.spec(name)
+                spec = file.entry(name)
                 assert (spec.dtype, list(spec.shape), spec.begin) == (told["dtype"], told["shape"], told["offset"])
 
 

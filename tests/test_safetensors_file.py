@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from localllm.errors import CheckpointError
-from localllm.models import safetensors_file
-from localllm.models.safetensors_file import SafetensorsFile
+from localllm.models.checkpoints import safetensors_file
+from localllm.models.checkpoints.safetensors_file import SafetensorsFile
 from tests.thinning import examples
 
 
@@ -42,24 +42,24 @@ def path(tmp_path) -> Path:
 
 @pytest.mark.parametrize("name", tensors())
 def test_a_tensor_is_read_bit_for_bit(name, path):
-    with SafetensorsFile.open(path) as file:
+    with SafetensorsFile(path) as file:
         read, stored = file.read(name), tensors()[name]
-        assert (file.spec(name).shape, read.dtype) == (tuple(stored.shape), stored.dtype)
+        assert (file.entry(name).shape, read.dtype) == (tuple(stored.shape), stored.dtype)
         assert torch.equal(read, stored)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tensor_is_converted_into_the_rows_it_is_given(dtype, path, monkeypatch):
-    monkeypatch.setattr(safetensors_file, "_READ_BYTES", 8)  # several chunks, the last one short
+    monkeypatch.setattr(safetensors_file, "READ_BYTES", 8)  # several chunks, the last one short
     whole = torch.full((7, 5), 9.0, dtype=dtype)
-    with SafetensorsFile.open(path) as file:
+    with SafetensorsFile(path) as file:
         file.read_into("a.weight", whole[2:5])
     assert torch.equal(whole[2:5], tensors()["a.weight"].to(dtype))
     assert (whole[:2] == 9).all() and (whole[5:] == 9).all()
 
 
 def test_chunks_are_the_stored_bytes(path):
-    with SafetensorsFile.open(path) as file:
+    with SafetensorsFile(path) as file:
         stored = b"".join(file.chunks("b", chunk_bytes=7))
     assert stored == tensors()["b"].numpy().tobytes()
 
@@ -67,14 +67,14 @@ def test_chunks_are_the_stored_bytes(path):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn])
 def test_a_dtype_that_is_not_read_is_refused_with_its_name_only_when_read(dtype, tmp_path):
     (tmp_path / "x.safetensors").write_bytes(save({"w": torch.ones(4).to(dtype)}))
-    with SafetensorsFile.open(tmp_path / "x.safetensors") as file:
+    with SafetensorsFile(tmp_path / "x.safetensors") as file:
         with pytest.raises(CheckpointError) as refusal:
             file.read("w")
-        assert file.spec("w").dtype in refusal.value.why
+        assert file.entry("w").dtype in refusal.value.why
 
 
 def test_a_missing_tensor_is_named(path):
-    with SafetensorsFile.open(path) as file, pytest.raises(CheckpointError) as refusal:
+    with SafetensorsFile(path) as file, pytest.raises(CheckpointError) as refusal:
         file.read("nothing")
     assert "'nothing'" in refusal.value.why
 
@@ -84,7 +84,7 @@ def test_a_file_cut_at_any_byte_is_refused_with_both_sizes(path):
     for size in range(len(data)):
         path.write_bytes(data[:size])
         with pytest.raises(CheckpointError) as refusal:
-            SafetensorsFile.open(path)
+            SafetensorsFile(path)
         assert str(path) in refusal.value.what and "cut short" in refusal.value.what
         assert str(size) in refusal.value.why
 
@@ -108,10 +108,10 @@ def replace(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [shrink, overwrite, replace, Path.unlink])
 def test_a_file_that_changes_after_it_was_opened_is_an_error_and_no_signal(change, path):
-    with SafetensorsFile.open(path) as file:
+    with SafetensorsFile(path) as file:
         change(path)
         with pytest.raises(CheckpointError) as refusal:
-            for name in file.specs:
+            for name in file.entries:
                 file.read(name)
     assert str(path) in refusal.value.what
 
@@ -119,7 +119,7 @@ def test_a_file_that_changes_after_it_was_opened_is_an_error_and_no_signal(chang
 def test_short_reads_are_continued(path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:3]], offset))
-    with SafetensorsFile.open(path) as file:
+    with SafetensorsFile(path) as file:
         assert torch.equal(file.read("a.weight"), tensors()["a.weight"])
 
 
@@ -128,16 +128,16 @@ def test_a_failing_disk_is_an_error_that_names_the_byte(path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with SafetensorsFile.open(path) as file, pytest.raises(CheckpointError) as refusal:
+    with SafetensorsFile(path) as file, pytest.raises(CheckpointError) as refusal:
         file.read("b")
-    assert f"byte {file.spec('b').begin}" in refusal.value.why
+    assert f"byte {file.entry('b').begin}" in refusal.value.why
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
 def test_closing_gives_the_descriptor_back_also_when_forgotten(path):
     for _ in range(20):
-        SafetensorsFile.open(path)
-        SafetensorsFile.open(path).close()
+        SafetensorsFile(path)
+        SafetensorsFile(path).close()
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
@@ -145,7 +145,7 @@ def test_a_refused_file_leaves_no_descriptor_open(path):
     shrink(path)
     for _ in range(20):
         with pytest.raises(CheckpointError):
-            SafetensorsFile.open(path)
+            SafetensorsFile(path)
 
 
 def test_a_hundred_thousand_tensors_open_within_five_seconds(tmp_path):
@@ -157,8 +157,8 @@ def test_a_hundred_thousand_tensors_open_within_five_seconds(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(400_000))
     started = time.process_time()
-    with SafetensorsFile.open(path) as file:
-        assert len(file.specs) == 100_000
+    with SafetensorsFile(path) as file:
+        assert len(file.entries) == 100_000
     assert time.process_time() - started < 5.0
 
 
@@ -172,8 +172,8 @@ def reference(data: bytes) -> dict[str, Any] | None:
 
 def ours(path: Path) -> dict[str, Any] | str:
     try:
-        with SafetensorsFile.open(path) as file:
-            specs = {name: file.spec(name) for name in file.specs}
+        with SafetensorsFile(path) as file:
+            specs = {name: file.entry(name) for name in file.entries}
             return {name: (s.dtype, list(s.shape), b"".join(file.chunks(name))) for name, s in specs.items()}
     except CheckpointError as refusal:
         assert str(path) in refusal.what

@@ -19,7 +19,7 @@ from localllm.hub import locate
 from localllm.hub.packed import packed_directory, packed_recipes, source_id
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import CheckpointBlocks
-from localllm.models.checkpoint import Checkpoint
+from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.convert import convert
 from localllm.models.families import load_config
 from localllm.models.load import load_decoder

@@ -42,7 +42,7 @@ from localllm.kernels.gpu.attention import (
 )
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
-from localllm.kernels.gpu.check_cases import FORMATS, GROUPS, ROUTERS, Heads
+from localllm.kernels.gpu.check_cases import CODED, FORMATS, FP4, GROUPS, INT8, ROUTERS, Heads, weights_of
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, mixed, mixture
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
@@ -53,7 +53,7 @@ from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import INT8_GROUP, TILE
+from localllm.kernels.sizes import CENTRED, INT8_GROUP, TILE, Weights
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.
@@ -80,32 +80,45 @@ _N, _K, _HIDDEN, _VOCAB = 4096, 4096, 4096, 32000
 _HOST = torch.device("cpu")
 _logs: dict[int, str] = {}  # of the last assembly, by the thread
 BRIEF_FORMATS = (FORMATS[0], FORMATS[2])
+BRIEF_WEIGHTS = (weights_of(GROUPS[0]), INT8, *CODED)
+WEIGHTS = (
+    *map(weights_of, GROUPS),
+    INT8,
+    *CODED,
+    Weights(4, 16, False, FP4),
+    Weights(4, 128, False, FP4),
+    Weights(4, 128, False, CENTRED),
+    Weights(8, 128),
+)
 
 
-def matrix(group: int | None) -> PackedMatrix:
-    """[_N, _K]: INT4 in groups, or INT8."""
+def matrix(weights: Weights) -> PackedMatrix:
+    """Return a matrix [_N, _K] of such codes."""
     tiles = _N // TILE
-    if group is None:
-        return PackedMatrix(_empty((tiles, _K // 4, TILE, 4), torch.int8), _empty((tiles, TILE)), None)
-    values = _empty((tiles, _K // group, TILE), torch.float16)
-    return PackedMatrix(_empty((tiles, _K // 8, TILE), torch.int32), values, values)
+    qweight = _empty((tiles, _K // 8, TILE), torch.int32)
+    if weights.bits == 8:
+        qweight = _empty((tiles, _K // 4, TILE, 4), torch.int8)
+    if weights.group is None:
+        return PackedMatrix(qweight, _empty((tiles, TILE)), None)
+    values = _empty((tiles, _K // weights.group, TILE), torch.float16)
+    return PackedMatrix(qweight, values, values if weights.has_bias else None, weights.table)
 
 
 def products(
-    group: int | None,
+    weights: Weights,
     rows: tuple[int, ...] = (1, 2, 4, 16, 32, 512),
     adding: tuple[bool, ...] = (False, True),
     dispatch: Dispatch | None = None,
 ) -> Iterator[KernelLaunch]:
-    """Yield the launches of a matrix in such groups with so many rows: into a new buffer, added to what is there, and
-    with the gate of an MLP."""
-    weights, dispatch = matrix(group), dispatch or Dispatch(multiprocessors=64)
+    """Yield the launches of such a matrix with so many rows: into a new buffer, added to what is there, and with the
+    gate of an MLP."""
+    packed, dispatch = matrix(weights), dispatch or Dispatch(multiprocessors=64)
     for count in rows:
-        codes, y = Codes.of(count, weights), _empty((count, _N))
+        codes, y = Codes.of(count, packed), _empty((count, _N))
         for adds in adding:
-            yield from dispatch.product(codes, weights, y, _N, None, adds=adds)
-        gate = Gate(Codes.of(count, weights), "silu", _N // 2)
-        yield from dispatch.product(codes, weights, gate, _N, None, adds=False)
+            yield from dispatch.product(codes, packed, y, _N, None, adds=adds)
+        gate = Gate(Codes.of(count, packed), "silu", _N // 2)
+        yield from dispatch.product(codes, packed, gate, _N, None, adds=False)
 
 
 def routers(some: Iterable[RouterConfig], rows: tuple[int, ...] = (1, 4, 512)) -> Iterator[KernelLaunch]:
@@ -120,17 +133,17 @@ def routers(some: Iterable[RouterConfig], rows: tuple[int, ...] = (1, 4, 512)) -
 
 
 def experts(
-    group: int | None,
+    weights: Weights,
     sizes: tuple[tuple[int, int, int], ...] = ((1, 2, 8), (1, 8, 128), (64, 8, 128), (512, 8, 128), (512, 2, 8)),
     dispatch: Dispatch | None = None,
 ) -> Iterator[KernelLaunch]:
-    """Yield the experts of so many tokens, for each so many of all of them, from weights in such groups."""
-    weights, dispatch = matrix(group), dispatch or Dispatch(multiprocessors=64)
+    """Yield the experts of so many tokens, for each so many of all of them, of such matrices."""
+    packed, dispatch = matrix(weights), dispatch or Dispatch(multiprocessors=64)
     for tokens, top_k, of in sizes:
-        place = RecordMatrix(weights, 0, 0)
+        place = RecordMatrix(packed, 0, 0)
         table = ExpertTable(_empty((of,), torch.int64), place, place, "silu", _N // 2)
         routes = Routes.empty(tokens, RouterConfig("softmax", of, top_k), _HOST)
-        yield from mixture(dispatch, Codes.of(tokens, weights), routes, table, _empty((tokens, _N)), adds=True)
+        yield from mixture(dispatch, Codes.of(tokens, packed), routes, table, _empty((tokens, _N)), adds=True)
         inner, parts = Inner.empty(dispatch, routes, table), _empty((tokens * top_k, _N))
         yield from mixed(dispatch, inner, routes, table, _empty((tokens, _N)), adds=True, elsewhere=parts)
 
@@ -148,10 +161,15 @@ def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[
     yield activations.to_floats(x.bfloat16(), floats, _HIDDEN, activation=activation)
 
 
+def embedded(weights: Weights) -> KernelLaunch:
+    """Return the launch that looks up tokens in a matrix of such codes."""
+    packed, ids, x = matrix(weights), _empty((2,), torch.int64), _empty((2, _K))
+    return embedding.embed(packed.qweight, packed.scale, ids, x, 1.0, packed.bias, packed.table)
+
+
 def tokens() -> Iterator[KernelLaunch]:
-    """Yield the launches from token ids, and to them."""
-    ids, x = _empty((2,), torch.int64), _empty((2, _HIDDEN))
-    yield embedding.embed(_empty((_VOCAB // TILE, _HIDDEN // 4, TILE, 4), torch.int8), _empty((_VOCAB,)), ids, x, 1.0)
+    """Yield the launches that draw token ids."""
+    ids = _empty((2,), torch.int64)
     room = sample.SampleRoom.empty(2, _VOCAB, _HOST)
     yield from sample.sample(_empty((2, _VOCAB)), ids, _empty((2,)), _empty((2,)), ids, room)
 
@@ -202,11 +220,12 @@ OTHER_HEADS = (
 def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     """What a card launches that takes steps of a few rows only, in fp32."""
     few = Dispatch(multiprocessors=40, gemv_rows=FEW_ROWS, most_rows=FEW_ROWS)
-    for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
-        yield from products(group, (1, 2, 4, 16), dispatch=few)
-        yield from experts(group, ((1, 8, 128),) if is_brief else ((1, 8, 128), (16, 2, 8)), few)
+    for weights in BRIEF_WEIGHTS if is_brief else WEIGHTS:
+        yield embedded(weights)
+        yield from products(weights, (1, 2, 4, 16), dispatch=few)
+        yield from experts(weights, ((1, 8, 128),) if is_brief else ((1, 8, 128), (16, 2, 8)), few)
     yield from routers(ROUTERS[:1] if is_brief else ROUTERS, (1, 16))
-    for group in GROUPS[:1] if is_brief else GROUPS:
+    for group in GROUPS[:1] if is_brief else (16, *GROUPS):
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")
     yield from tokens()
@@ -219,11 +238,12 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
 def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[KernelLaunch]:
     """One of every kernel in every format; briefly, in as few as have all of its ways."""
     attending = partial(attention, most_rows=FEW_PREFILL_ROWS if capability // 10 in WARP_GROUPS else PREFILL_ROWS)
-    for group in (GROUPS[0], None) if is_brief else (*GROUPS, None):
-        yield from products(group, (1, 4, 16, 32, 512), adding=(True,))
-        yield from experts(group)
+    for weights in BRIEF_WEIGHTS if is_brief else WEIGHTS:
+        yield embedded(weights)
+        yield from products(weights, (1, 4, 16, 32, 512), adding=(True,))
+        yield from experts(weights)
     yield from routers(ROUTERS[:1] if is_brief else ROUTERS)
-    for group in GROUPS[:1] if is_brief else GROUPS:
+    for group in GROUPS[:1] if is_brief else (16, *GROUPS):
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")
     yield from tokens()

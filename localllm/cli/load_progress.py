@@ -95,10 +95,9 @@ class LoadLine:
     """The line on stderr that shows how far a load is."""
 
     def __init__(self, cli: CliContext, selection: Selection) -> None:
-        name, weights = selection.files.name, selection.settings.weights
+        name = selection.files.name
         self.line = cli.output.progress(f"loading {name}")
-        label = f"packing {name} to {'int4' if weights == 'auto' else weights}"
-        self.packing = PackingProgress(cli, label, again="the same command", is_first_use=True)
+        self.packing = PackingProgress(cli, _packing_of(selection), again="the same command", is_first_use=True)
         # By the fields of `Watcher`.
         self.hearers: Mapping[str, Callable[..., None]] = {
             "reading": self._reading,
@@ -121,6 +120,16 @@ class LoadLine:
     def _reading(self, done: int, total: int) -> None:
         self.packing.end()
         self.line.update(done, total)
+
+
+def _packing_of(selection: Selection) -> str:
+    """Return what is done by packing, as far as it is known before the weights are looked at."""
+    name, weights = selection.files.name, selection.settings.weights
+    if weights.partition("-")[0] == "kept":
+        return f"packing {name} in its own codes"
+    if weights == "auto" and selection.files.gguf is not None:  # in its own codes, where it has any that can be kept
+        return f"packing {name}"
+    return f"packing {name} to {'int4' if weights == 'auto' else weights}"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from localllm.runtime.model_catalog import (
     packed_text,
     row_fields,
     size_text,
+    source_text,
+    total_text,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ PULL_EXAMPLES = """Examples:
 \b
   localllm pull mistral-7b
   localllm pull HuggingFaceTB/SmolLM2-135M-Instruct
+  localllm pull bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M
   HF_TOKEN=hf_... localllm pull gemma2-2b
 """
 
@@ -41,8 +44,11 @@ PULL_EXAMPLES = """Examples:
 def pull_command(context: typer.Context, **flags: Any) -> None:
     """Download a model from the Hugging Face hub.
 
-    An interrupted download resumes.
+    An interrupted download resumes. ORG/REPOSITORY:QUANT downloads the GGUF files of one quantization alone.
     """
+    from localllm.hub.gguf_files import gguf_bytes
+    from localllm.hub.installed import folder_bytes
+
     cli, model = cli_context(context), flags["model"]
     resolved = load_settings({"offline": flags["offline"]})
     cli.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(model)}"
@@ -63,13 +69,13 @@ def pull_command(context: typer.Context, **flags: Any) -> None:
             line.update(progress.done_bytes, progress.total_bytes, f"{verb}{progress.file} {share}")
 
         files = fetch(model, resolved, show)
-    size_bytes = sum(path.stat().st_size for path in files.directory.iterdir() if path.is_file())
+    size_bytes = gguf_bytes(files.gguf) if files.gguf else folder_bytes(files.directory)
     if flags["as_json"]:
         fields = {"model": files.name, "repo": files.repo, "revision": files.revision}
-        where = {"directory": str(files.directory), "size_bytes": size_bytes}
-        cli.output.json({"schema_version": SCHEMA_VERSION, **fields, **where})
+        where = {"file": str(files.gguf)} if files.gguf else {"directory": str(files.directory)}
+        cli.output.json({"schema_version": SCHEMA_VERSION, **fields, **where, "size_bytes": size_bytes})
     else:
-        cli.output.line(f"{files.name}: {format_bytes(size_bytes)} in {files.directory}")
+        cli.output.line(f"{files.name}: {format_bytes(size_bytes)} in {files.gguf or files.directory}")
 
 
 @takes(
@@ -79,7 +85,8 @@ def pull_command(context: typer.Context, **flags: Any) -> None:
 def list_command(context: typer.Context, everything: bool, as_json: bool) -> None:
     """List the models on this disk.
 
-    Shows everything that takes space: complete models, unfinished downloads and packed weights, with their sizes.
+    Shows everything that takes space: complete models, unfinished downloads and packed weights, with their sizes, and
+    what Ollama, LM Studio and llama.cpp keep.
     """
     output = cli_context(context).output
     rows = model_rows(has_available=everything)
@@ -89,18 +96,18 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
     if not rows:
         output.note("no model is on this disk; `localllm list --all` shows what can be pulled")
         return
-    header = ("NAME", "STATE", "PARAMETERS", "SIZE", "PACKED", "CONTEXT", "LICENCE", "FROM")
-    output.table(header, [_cells(row) for row in rows], optional=("FROM", "LICENCE", "CONTEXT", "PARAMETERS"))
+    header = ("NAME", "STATE", "PARAMETERS", "SIZE", "PACKED", "TOTAL", "CONTEXT", "LICENCE", "FROM")
+    optional = ("LICENCE", "CONTEXT", "PARAMETERS", "FROM", "TOTAL")
+    output.table(header, [_cells(row) for row in rows], optional=optional)
     if any(packed.state == "orphan" for row in rows for packed in row.packed):
         output.note("orphan: its checkpoint is gone or has changed; `localllm rm NAME --packed` frees the space")
 
 
 def _cells(row: ModelRow) -> tuple[str, ...]:
-    source = row.repo or {"installed": "built in", "folder": "a folder of yours"}.get(row.state, "")
     parameters = f"{row.parameters:g}B" if row.parameters else ""
     packed = ", ".join(packed_text(packed) for packed in row.packed)
-    context = str(row.context or "")
-    return row.name, row.state, parameters, size_text(row), packed, context, licence_text(row), source
+    context, licence, source = str(row.context or ""), licence_text(row), source_text(row)
+    return row.name, row.state, parameters, size_text(row), packed, total_text(row), context, licence, source
 
 
 @takes(
@@ -138,15 +145,15 @@ def show_command(context: typer.Context, model: str, template: bool, as_json: bo
 
 @takes(
     options.INSTALLED_MODEL,
-    option("--packed", "Delete only its packed weights; also works for a folder and for tiny."),
+    option("--packed", "Delete only its packed weights; also works for what is not downloaded, and for tiny."),
     options.UNASKED,
     option("--json", "One JSON object: schema_version, model, freed_bytes.", name="as_json"),
 )
 def rm_command(context: typer.Context, model: str, packed: bool, yes: bool, as_json: bool) -> None:
     """Delete a model from this disk.
 
-    Deletes its downloaded files, unfinished downloads and packed weights. The built-in model and your own folders are
-    not touched.
+    Deletes its downloaded files, unfinished downloads and packed weights; of ORG/REPOSITORY:QUANT those GGUF files. The
+    built-in model, your own files and those that other programs keep are not touched.
     """
     from localllm import hub
 

@@ -20,6 +20,7 @@ from localllm.settings import WEIGHTS, Accepts
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles
+    from localllm.quant.layouts import Sizes
 
 QUANTIZE_EXAMPLES = """Examples:
 
@@ -37,8 +38,9 @@ _PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in 
     options.REQUIRED_MODEL,
     option(
         "--weights",
-        "The format. Default: the setting `weights` if it names one of these, else int4.",
-        "int4|int8|nf4|bf12",
+        "The format. kept: the codes of a checkpoint that is quantized already. Default: the setting `weights` if it "
+        "names one of these, else kept where there are codes, else int4.",
+        "int4|int8|nf4|bf12|kept",
         completion=completion_of(_PACKED),
     ),
     option(
@@ -70,11 +72,12 @@ def quantize_command(context: typer.Context, **flags: Any) -> None:
     if weights is not None and weights not in WEIGHTS:
         accepted("weights", weights, "--weights", _PACKED)
     selection = select(cli, flags["model"], flags)
-    name = recipe_name(weights, selection.settings.weights, flags["group"], flags["method"])
     files = selection.files
+    recipe = _sizes(files, recipe_name(weights, selection.settings.weights, flags["group"], flags["method"]))
+    name = recipe.name
     target = packed_directory(files, name)
     was_there = name in packed_recipes(files)
-    was_packed = not _convert(cli, files, name, selection.settings.ram, was_there=was_there)
+    was_packed = not _convert(cli, files, recipe, selection.settings.ram, was_there=was_there)
     sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(flags["model"]).size_bytes}
     if flags["as_json"]:
         fields = {"model": files.name, "weights": name, "was_packed": was_packed, "directory": str(target)}
@@ -89,12 +92,15 @@ def quantize_command(context: typer.Context, **flags: Any) -> None:
 
 
 def recipe_name(weights: str | None, setting: str, group: int | None, method: str | None) -> str:
-    """The format that these flags name: "int4", 32, "rtn" -> "int4-g32-rtn". Raises UsageError."""
+    """The format that these flags name: "int4", 32, "rtn" -> "int4-g32-rtn"; "auto" where nothing names one. Raises
+    UsageError."""
     if weights == "bf16":
         why = "it is what checkpoints hold, and is read from there as it is: a copy would gain nothing"
         raise UsageError("bf16 is not packed", why=why, fix=Fix.flag("--weights", "int4"))
     flag = "--group" if group is not None else "--method" if method is not None else ""
     asked = weights or ("int4" if flag else setting)
+    if asked == "auto":
+        return asked
     if asked in ("int4", *_UNPACKED):
         return f"int4-g{group or _DEFAULT_GROUP}{'-rtn' if method == 'rtn' else ''}"
     if flag:
@@ -104,12 +110,22 @@ def recipe_name(weights: str | None, setting: str, group: int | None, method: st
     return asked
 
 
-def _convert(cli: CliContext, files: ModelFiles, name: str, ram_bytes: int | None, *, was_there: bool) -> bool:
-    """Makes the packed model, or verifies the one that is there and mends it; returns whether anything was written."""
-    from localllm.hub.packed import packed_directory
+def _sizes(files: ModelFiles, name: str) -> Sizes:
+    """Return the recipe of this name: of "auto" what the checkpoint is in, else INT4, however small the model is."""
+    from localllm.engine.weights import choose_weights, codes_to_keep
     from localllm.models.families import load_config
 
-    load_config(files.directory)  # a model that cannot run is refused before torch's second is spent
+    config = load_config(files.directory)  # a model that cannot run is refused before torch's second is spent
+    if name == "auto":
+        return codes_to_keep(files, config) or choose_weights("int4", files, config)
+    return choose_weights(name, files, config)
+
+
+def _convert(cli: CliContext, files: ModelFiles, sizes: Sizes, ram_bytes: int | None, *, was_there: bool) -> bool:
+    """Makes the packed model, or verifies the one that is there and mends it; returns whether anything was written."""
+    from localllm.hub.packed import packed_directory
+
+    name = sizes.name
     target = packed_directory(files, name)
     label = f"packing {files.name} to {name}"
     if was_there:
@@ -120,9 +136,9 @@ def _convert(cli: CliContext, files: ModelFiles, name: str, ram_bytes: int | Non
     packing.begin()
     try:
         from localllm.engine.weights import pack_model
-        from localllm.quant.recipe import recipe
+        from localllm.quant.recipe import recipe_of
 
-        weights = recipe(name)
+        weights = recipe_of(sizes)
         before = _last_written(target)
         pack_model(files, weights, packing.update, packing.wait, ram_bytes)
     finally:

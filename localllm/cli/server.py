@@ -85,10 +85,14 @@ def own_url() -> str | None:
 
 
 def _own(word: str) -> str:
-    """A folder by its whole path: the server may have been started in another one."""
+    """A folder or a GGUF file by its whole path: the server may have been started in another folder."""
     from pathlib import Path
 
-    return str(Path(word).absolute()) if Path(word).is_dir() else word
+    from localllm.present import is_file, is_folder
+
+    path = Path(word)
+    is_path = is_folder(path) or (path.suffix.casefold() == ".gguf" and is_file(path))
+    return str(path.absolute()) if is_path else word
 
 
 def _asked(

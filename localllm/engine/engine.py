@@ -321,7 +321,7 @@ class Engine(StepLoop):
 
     @property
     def weights(self) -> str:
-        """The format of the blocks' weights: "bf16", "int4-g64"."""
+        """The name of the weights' recipe: "bf16", "int4-g64"."""
         return self.residency.weights
 
     @property

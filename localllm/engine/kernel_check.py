@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
 from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
+from localllm.kernels.sizes import Weights
 from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
-from localllm.quant.int4 import Int4
-from localllm.quant.int8 import Int8
+from localllm.models.capabilities import is_packed
 from localllm.quant.recipe import Recipe
 from localllm.repairs import install_compiler, install_python_headers
 
@@ -42,8 +43,7 @@ def _what_may_help(device: torch.device) -> str:
 
 def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -> CheckScope:
     """Return what of the kernels a model uses. kv: as the setting; dtype: of its activations."""
-    formats = (recipe.blocks, recipe.embedding)
-    groups = {form.group if isinstance(form, Int4) else None for form in formats if isinstance(form, Int4 | Int8)}
+    forms = dict.fromkeys(form.weights for form in recipe.formats if form.weights is not None)
     kv_format = choose_format(kv, config.kv_shapes, dtype.itemsize)
     attention = [
         {
@@ -61,11 +61,18 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
         }
         for each in _kinds(config)
     ]
-    in_order = sorted(groups, key=lambda group: group or 0)
-    ways = Ways(groups=in_order, attention=attention, activation=config.mlps[0].activation)
-    if config.mixtures and isinstance(recipe.blocks, Int4 | Int8):
+    groups = [_way(weights) for weights in sorted(forms, key=lambda weights: (weights.group or 0, weights.name))]
+    ways = Ways(groups=groups, attention=attention, activation=config.mlps[0].activation)
+    if config.mixtures and is_packed(recipe):
         ways["routers"] = [asdict(router) for router in dict.fromkeys(each.router for each in config.mixtures)]
     return CheckScope.of(ways)
+
+
+def _way(weights: Weights) -> int | dict[str, Any] | None:
+    """Return what `Ways` has for such codes."""
+    if weights == Weights(8, None, has_bias=False):
+        return None
+    return weights.group if weights == Weights(4, weights.group) else asdict(weights)
 
 
 def _kinds(config: ModelConfig) -> Iterable[AttentionConfig]:

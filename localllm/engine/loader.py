@@ -24,10 +24,9 @@ from localllm.engine.planner import DraftShape, ModelPlanner, has_card
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS
 from localllm.engine.speculative.drafter import ModelDrafter
-from localllm.engine.weights import choose_recipe, is_unpacked, open_checkpoint, open_packed
+from localllm.engine.weights import choose_weights, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import FETCH_ANEW, DoesNotFitError, Fix, ModelNotFoundError, TokenizerError, UsageError
 from localllm.hub import ModelFiles
-from localllm.hub.packed import packed_recipes
 from localllm.kernels.gpu.ready import CheckScope
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import CheckpointBlocks
@@ -42,7 +41,8 @@ from localllm.offload.planner.machine import NOTHING, Held
 from localllm.offload.planner.plan import Plan, with_kept_pages
 from localllm.offload.planner.search import Search
 from localllm.quant.dense import dense_name
-from localllm.quant.recipe import DEFAULT, RECIPES, Recipe
+from localllm.quant.layouts import DEFAULT, SIZES
+from localllm.quant.recipe import Recipe, recipe_of
 from localllm.quant.weight_format import NotCompactError
 from localllm.settings import DRAFT_MODEL
 from localllm.text.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ class DraftModel:
             raise
         require_same_tokenizer(tokenizer, planner.name, files)
         config = load_config(files.directory)
-        recipe = RECIPES[choose_recipe("auto", config, packed_recipes(files), planner.dtype)]
+        recipe = recipe_of(choose_weights("auto", files, config, planner.dtype))
         return cls(files, config, recipe, planner.torch_dtype, planner.torch_device, planner.wanted.kv)
 
     @property
@@ -146,8 +146,7 @@ def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -
     try:
         difference = tokenizer.difference(Tokenizer.load(files.directory))
     except TokenizerError as error:
-        copy = f"copy the model's files into {files.directory} anew"
-        error.fix = FETCH_ANEW.with_model(files.name) if files.repo else copy
+        error.fix = FETCH_ANEW.with_model(files.name) if files.repo else files.copied_anew
         raise
     if difference:
         raise UsageError(
@@ -297,6 +296,6 @@ class Loading:
             return plan if self.planner.job is not None else with_kept_pages(plan), search
         except DoesNotFitError as error:
             with suppress(DoesNotFitError):
-                replace(self.planner, weights=DEFAULT).search(config).best()
+                replace(self.planner, sizes=SIZES[DEFAULT]).search(config).best()
                 error.fix = Fix.flag("--weights", "int4")
             raise

@@ -13,7 +13,7 @@ from localllm.config import format_bytes
 from localllm.engine.placement import model_shape
 from localllm.engine.planner import DraftShape, ModelPlanner
 from localllm.engine.speculative.choice import Speculate
-from localllm.engine.weights import as_stored, choose_recipe
+from localllm.engine.weights import as_stored, choose_weights
 from localllm.errors import DoesNotFitError, ModelNotFoundError
 from localllm.hub import ModelFiles
 from localllm.models.families import parse_config
@@ -131,7 +131,7 @@ def consider(
         return Considered(refused, lambda: [*map(str, search.fixes()), *map(str, other_model(search, others()))])
     drafting = () if job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, speculate))
     planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), estimates, drafting, **taken)
-    int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, weights=DEFAULT), model)
+    int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, sizes=SIZES[DEFAULT]), model)
     return Considered(planned, lambda: advise(search, plan, int4, others()))
 
 
@@ -159,7 +159,7 @@ def _planner(
     if not speculate.is_on or not speculate.draft_model:
         return planner
     draft = find_shape(speculate.draft_model)
-    recipe = SIZES[choose_recipe("auto", draft.config, (), planner.dtype)]
+    recipe = choose_weights("auto", None, draft.config, planner.dtype)
     shape = model_shape(draft.config, recipe, planner.dtype, draft.name, planner.device, planner.wanted.kv)
     return replace(planner, draft=DraftShape(shape, draft.config.longest_context))
 
@@ -250,6 +250,6 @@ def _banded(amount: float, band: float) -> Prediction:
 
 def _others(planner: ModelPlanner) -> Iterator[ModelShape]:
     """Yield every model of the registry in INT4, as if none were packed."""
-    planner = replace(planner, files=None, weights=DEFAULT)
+    planner = replace(planner, files=None, sizes=SIZES[DEFAULT])
     for name, raw in shipped_shapes().items():
         yield _shape(planner, Shape(name, parse_config(raw, f"the shape of {name}"), raw))

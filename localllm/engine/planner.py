@@ -6,14 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from localllm.cache.kv_format import wanted_format
 from localllm.engine.device import DTYPES, device_name, dtype_name, has_cuda
 from localllm.engine.device import has_card as has_card
 from localllm.engine.placement import BATCH_ROWS, model_shape, process_memory, require_cap, require_context
-from localllm.engine.weights import as_stored, choose_recipe, compact_form, is_unpacked
+from localllm.engine.weights import as_stored, choose_weights, compact_form, is_unpacked
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes
 from localllm.models.architecture import ModelConfig
@@ -27,7 +27,7 @@ from localllm.offload.planner.plan import JobShape
 from localllm.offload.planner.profile import kept_profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import why_left_out
-from localllm.quant.layouts import DTYPE_NAMES, SIZES, Sizes, torch_dtype
+from localllm.quant.layouts import DTYPE_NAMES, Sizes, torch_dtype
 from localllm.settings import EngineConfig
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class ModelPlanner:
     """One model in one format, and what the user asked for.
 
     files: where the model is on this disk, if it is.
-    weights, dtype, device: names, the last as torch has it.
+    sizes: the recipe of its weights.
+    dtype, device: names, the last as torch has it.
     wanted, job: as `Engine.load` has them.
     say: is told of each measurement before it begins, and may raise.
     draft: a second model that drafts.
@@ -68,7 +69,7 @@ class ModelPlanner:
 
     name: str
     files: ModelFiles | None
-    weights: str
+    sizes: Sizes
     dtype: str
     device: str
     wanted: EngineConfig
@@ -98,19 +99,18 @@ class ModelPlanner:
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
         dtype = dtype_name(wanted.weights if is_by_weights else wanted.dtype, device)
         wanted = replace(wanted, kv=wanted_format(wanted.kv, wanted.dtype, wanted.weights))
-        packed = () if files is None else tuple(packed_recipes(files))
-        weights = choose_recipe(wanted.weights, config, packed, dtype)
-        return cls(name, files, weights, dtype, device, wanted, job, say)
+        sizes = choose_weights(wanted.weights, files, config, dtype)
+        return cls(name, files, sizes, dtype, device, wanted, job, say)
 
     @property
-    def sizes(self) -> Sizes:
-        return SIZES[self.weights]
+    def weights(self) -> str:
+        return self.sizes.name
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
-        from localllm.quant.recipe import RECIPES
+        from localllm.quant.recipe import recipe_of
 
-        return RECIPES[self.weights]
+        return recipe_of(self.sizes)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -177,7 +177,7 @@ class ModelPlanner:
         compact = compact_form(self.sizes, config, () if self.files is None else packed_recipes(self.files))
         if compact is None:
             return self
-        other = replace(self, weights=compact.name)
+        other = replace(self, sizes=compact)
         return other if other.search(config, held=held).is_better_than(own) else self
 
     def with_room_for_draft(self, config: ModelConfig, held: Held = NOTHING) -> tuple[ModelPlanner, str]:

@@ -15,7 +15,6 @@ from localllm.engine.memory import OtherPrograms, is_device_out_of_memory, is_ou
 from localllm.engine.runner import ModelRunner
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
-from localllm.layers.attention import Attention
 from localllm.models.decoder import Decoder
 from localllm.models.offloaded_model import HOST, OffloadedModel
 from localllm.offload.placement import GRAPH_ROOMS, NEVER, BlockPlacement, demoted
@@ -77,10 +76,8 @@ class Residency:
 
     @property
     def weights(self) -> str:
-        """The format of the blocks' weights."""
-        body = self.model.blocks[0].body
-        assert isinstance(body, Attention)
-        return body.qkv_proj.format.name
+        """The name of the weights' recipe."""
+        return self.model.weights
 
     @property
     def kv_devices(self) -> Sequence[torch.device]:

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 from localllm.engine.placement import process_memory, require_cap
 from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.hub import ModelFiles
-from localllm.hub.packed import packed_directory, source_id
+from localllm.hub.packed import packed_directory, packed_recipes, source_id
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import CheckpointBlocks, held_bytes, stored_config
-from localllm.models.checkpoint import Checkpoint
+from localllm.models.checkpoints.checkpoint import Checkpoint, is_quantized
 from localllm.models.families import load_config
+from localllm.models.kept_weights import kept_weights
 from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.packed_file import needs_conversion
 from localllm.offload.planner.fit_errors import cannot_be_packed, more_of
 from localllm.offload.planner.model_shape import Packing
 from localllm.offload.streaming.host_buffer import give_back_freed
-from localllm.quant.layouts import DEFAULT, SIZES, BF12Layout, DenseLayout, Sizes, recipe_name
+from localllm.quant.layouts import DEFAULT, KEPT, SIZES, BF12Layout, DenseLayout, Sizes, recipe_name
 
 if TYPE_CHECKING:
     from localllm.models.load import Progress
@@ -58,6 +59,31 @@ def choose_recipe(weights: str, config: ModelConfig, packed: Sequence[str], dtyp
         return usable[0]
     bf16_bytes = sum(2 * layout.num_weights for layout in block_layouts(config))
     return dtype if bf16_bytes < UNPACKED_BYTES else DEFAULT
+
+
+def choose_weights(weights: str, files: ModelFiles | None, config: ModelConfig, dtype: str = "bf16") -> Sizes:
+    """Return the recipe that `weights` asks for, of a model on this disk if `files` says where.
+
+    "kept", with or without the format of most codes, and "auto" where there are any: the checkpoint's own. Raises as
+    `choose_recipe` and `kept_weights` do, UsageError where no codes can be kept.
+    """
+    if weights == "auto" or weights.partition("-")[0] == KEPT:
+        kept = None if files is None else codes_to_keep(files, config)
+        if kept is not None:
+            return kept
+        if weights != "auto":
+            name = "the model" if files is None else files.name
+            why = "its weights are numbers, or not on this disk"
+            raise UsageError(f"{name} has no codes to keep", why=why, fix=Fix.flag("--weights", "int4"))
+    return SIZES[choose_recipe(weights, config, () if files is None else packed_recipes(files), dtype)]
+
+
+def codes_to_keep(files: ModelFiles, config: ModelConfig) -> Sizes | None:
+    """Return the recipe that keeps the codes of the checkpoint; None where it has none. Raises CheckpointError."""
+    if not is_quantized(files.directory):
+        return None
+    with Checkpoint.open(files.directory, config.stored) as checkpoint:
+        return kept_weights(checkpoint, stored_config(checkpoint, config))
 
 
 def is_unpacked(weights: Sizes) -> bool:
@@ -157,7 +183,7 @@ def pack_model(
 
     def require_memory(held_bytes: int) -> None:
         # Compiles and loads what they need, bitsandbytes 190 MB of it, before what the program holds is counted.
-        for weight_format in (weights.blocks, weights.embedding):
+        for weight_format in weights.formats:
             weight_format.quantize(torch.zeros(1, 64))
         memory = process_memory(ram_bytes, weights, vocab_size)
         packing = _packing(files.name, weights, held_bytes)

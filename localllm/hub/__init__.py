@@ -6,19 +6,23 @@ huggingface_hub.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from localllm.hub.installed import (
     InstalledModel,
     ModelDescription,
-    Removal,
     contents,
     current,
     describe,
-    list_models,
+    described,
+    files_of,
+    gguf_of,
     locate,
-    removal,
 )
+from localllm.hub.listing import list_models
 from localllm.hub.names import ModelFiles, understand
 from localllm.hub.packed import PackedWeights
+from localllm.hub.removal import Removal, removal
 from localllm.hub.repo_cache import RepoCache
 from localllm.hub.settings import HubSettings, Progress, PullProgress, RetryPolicy
 from localllm.registry import load_registry
@@ -36,6 +40,7 @@ __all__ = [
     "contents",
     "current",
     "describe",
+    "described",
     "list_models",
     "locate",
     "pull",
@@ -46,7 +51,8 @@ __all__ = [
 def pull(name: str, *, progress: Progress = lambda _: None, offline: bool = False) -> ModelFiles:
     """Fetch what `name` still lacks, going on where an earlier pull stopped; every byte is verified.
 
-    Raises ModelNotFoundError, AccessError, DownloadError, UnsupportedModelError or DoesNotFitError. What was fetched
+    What another program keeps is here already. Raises ModelNotFoundError, AccessError, DownloadError,
+    UnsupportedModelError or DoesNotFitError. What was fetched
     until then, also until a KeyboardInterrupt or a kill, serves the next pull.
     """
     from localllm.hub.fetch import fetch_repository  # the network's modules cost 20 ms, which `list` need not pay
@@ -58,5 +64,8 @@ def pull(name: str, *, progress: Progress = lambda _: None, offline: bool = Fals
         return locate(name, registry=registry, offline=offline)
     cache = RepoCache(hub.cache_dir, reference.repo)
     client = HubClient(hub, reference.repo, name)
-    commit = fetch_repository(client, cache, reference.revision, progress)
+    commit, gguf = fetch_repository(client, cache, reference.revision, progress, reference.part)
+    if gguf:
+        [(name, model)] = gguf_of(cache, commit, replace(reference, part=gguf)).items()
+        return files_of(cache, commit, name, model)
     return ModelFiles(cache.snapshot(commit), reference.name, reference.repo, commit, reference.entry)

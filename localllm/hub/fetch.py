@@ -6,17 +6,20 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from localllm.errors import CheckpointError, DownloadError, Fix, UnsupportedModelError
-from localllm.hub import repo_cache
+from localllm.errors import CheckpointError, DownloadError, Fix, ModelNotFoundError, UnsupportedModelError
+from localllm.gguf.config import hf_config
+from localllm.hub import quants, repo_cache
 from localllm.hub.http import HubClient, TransferInterruptedError
 from localllm.hub.locks import exclusive
+from localllm.hub.quants import GgufChoice, is_gguf_name, models_among, pick, several
 from localllm.hub.settings import Progress, PullProgress
 from localllm.hub.transfer import FileTransfer, RemoteFile
-from localllm.registry import FAMILIES
+from localllm.registry import FAMILIES, QUANTIZERS
 
 # Nothing but these and the shards is fetched: no pickles, no code, no second copy of the weights.
 SMALL_FILES = (
@@ -25,23 +28,30 @@ SMALL_FILES = (
     "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", repo_cache.INDEX,
 )  # fmt: skip
 _MOST_TEMPLATES = 16  # beside the usual one
-_WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".gguf", ".ckpt", ".safetensors"}
+_OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".safetensors"}
+_WEIGHT_SUFFIXES = {*_OTHER_WEIGHTS, ".gguf"}
+_HEAD_BYTES = 4096  # of a GGUF file: its first key is, in nearly all, the architecture
+_GGUF_ARCHITECTURE = re.compile(rb"general\.architecture\x08\0\0\0([\0-\x40])\0{7}(.*)", re.DOTALL)
 _SHARD = re.compile(r"model-\d{1,6}-of-\d{1,6}\.safetensors")
 # A blob found in the cache is hashed again up to this size; larger ones are believed by their length.
 REHASHED_BYTES = 64 << 20
 TEMPORARY_LIFETIME_S = 60.0
 
 
-def fetch_repository(client: HubClient, cache: repo_cache.RepoCache, revision: str, progress: Progress) -> str:
-    """Bring the model's files into the cache and return the commit. Files that are there already are not fetched again.
+def fetch_repository(
+    client: HubClient, cache: repo_cache.RepoCache, revision: str, progress: Progress, part: str = ""
+) -> tuple[str, str]:
+    """Bring the model's files into the cache. Return the commit, and the first file of a GGUF model, "" of any other.
+    Files that are there already are not fetched again.
 
-    Raises DownloadError, AccessError, ModelNotFoundError, UnsupportedModelError or DoesNotFitError.
+    part: of the repository's GGUF files those that are wanted, as `ModelReference` has it. Raises DownloadError,
+    AccessError, ModelNotFoundError, UnsupportedModelError or DoesNotFitError.
     """
     progress(PullProgress("listing", note=client.page))
     described = client.listing(revision, lambda note: progress(PullProgress("retrying", note=note)))
     try:
         with exclusive(cache.lock, lambda pid: progress(PullProgress("waiting", note=f"process {pid} is fetching it"))):
-            return _Pull(client, cache, described, progress).run(revision)
+            return _Pull(client, cache, described, progress, part).run(revision)
     except OSError as error:
         raise repo_cache.disk_error(error, cache.folder, 0) from None
 
@@ -50,53 +60,105 @@ class _Pull:
     """One repository's files, one after the other."""
 
     def __init__(
-        self, client: HubClient, cache: repo_cache.RepoCache, described: Mapping[str, object], progress: Progress
+        self,
+        client: HubClient,
+        cache: repo_cache.RepoCache,
+        described: Mapping[str, object],
+        progress: Progress,
+        part: str,
     ) -> None:
         """described: the repository, as the hub does."""
         self._client = client
         self._cache = cache
         self._progress = progress
-        self._commit, self._small, self._weights = _read_listing(described, client, cache.repo)
+        self._listing = _Listing.read(described, client, cache.repo, part)
+        self._commit = self._listing.commit
+        self._small, self._weights = self._listing.wanted(client)
         self._snapshot = cache.snapshot(self._commit)
         self._total_bytes = sum(file.size_bytes for file in (*self._small, *self._weights))
         self._done_bytes = 0
 
-    def run(self, revision: str) -> str:
+    def run(self, revision: str) -> tuple[str, str]:
         cache, commit, files = self._cache, self._commit, (*self._small, *self._weights)
+        gguf = self._listing.gguf
         cache.manifest(commit).parent.mkdir(parents=True, exist_ok=True)  # marks the folder as one of ours
         absent = [file for file in files if not self._is_held(file)]
         partial_bytes = sum(min(file.size_bytes, _size(self._partial(file))) for file in absent)
         needed_bytes = sum(file.size_bytes for file in absent) - partial_bytes
         if needed_bytes > repo_cache.free_bytes(cache.blobs):
             raise repo_cache.no_space(cache.blobs, needed_bytes)
+        if gguf is not None and absent:
+            self._check_header(self._weights[0])
+        if gguf is not None:
+            self._want(files)
         # Config and tokenizer first: a snapshot that has its weights has everything, and an unknown architecture is
         # found out before gigabytes are spent on it.
         for file in files:
-            if file in self._weights[:1]:
+            if gguf is None and file in self._weights[:1]:
                 self._check_architecture()
-            if file in absent:
-                url, report = self._client.file_url(commit, file.name), partial(self._report, file)
-                FileTransfer(self._client, file, url, report).run(self._partial(file), cache.blobs / file.digest)
-            self._done_bytes += file.size_bytes
-            cache.link(file.digest, self._snapshot / file.name)
-        self._check_shards()
+            self._bring(file, is_here=file not in absent)
+        if gguf is None:
+            self._check_shards()
+        self._link_held()
         repo_cache.sync_directory(cache.blobs)
         repo_cache.sync_directory(self._snapshot)
-        cache.write_manifest(commit, {file.name: file.size_bytes for file in files})
+        if gguf is None:
+            cache.write_manifest(commit, {file.name: file.size_bytes for file in files})
         cache.write_ref(revision, commit)
         self._collect()
-        return commit
+        return commit, "" if gguf is None else gguf.files[0]
+
+    def _bring(self, file: RemoteFile, *, is_here: bool) -> None:
+        """Have a file in the snapshot."""
+        cache = self._cache
+        if not is_here:
+            url, report = self._client.file_url(self._commit, file.name), partial(self._report, file)
+            FileTransfer(self._client, file, url, report).run(self._partial(file), cache.blobs / file.digest)
+        self._done_bytes += file.size_bytes
+        cache.link(file.digest, self._snapshot / file.name)
+
+    def _want(self, files: Sequence[RemoteFile]) -> None:
+        """Keep which GGUF files are wanted, beside those that were before."""
+        new = {file.name: (file.size_bytes, file.digest) for file in files}
+        self._cache.write_wanted(self._commit, {**self._cache.wanted(self._commit), **new})
+
+    def _link_held(self) -> None:
+        """Have in the snapshot also those GGUF models whose files an earlier commit had, and this one has unchanged."""
+        for model in self._listing.gguf_models():
+            files = [self._listing.listed_file(name) for name in model.files]
+            if (held := [file for file in files if file and self._is_held(file)]) and len(held) == len(files):
+                self._want(held)
+                for file in held:
+                    self._cache.link(file.digest, self._snapshot / file.name)
 
     def _is_held(self, file: RemoteFile) -> bool:
         blob = self._cache.blobs / file.digest
         return file.is_at(blob) if file.size_bytes <= REHASHED_BYTES else _size(blob) == file.size_bytes
 
     def _partial(self, file: RemoteFile) -> Path:
-        return self._cache.blobs / (file.digest + repo_cache.INCOMPLETE)
+        return self._cache.incomplete(file.digest)
 
     def _report(self, file: RemoteFile, phase: Any, count: int, note: str) -> None:
         done_bytes = self._done_bytes + count
         self._progress(PullProgress(phase, file.name, count, file.size_bytes, done_bytes, self._total_bytes, note))
+
+    def _check_header(self, file: RemoteFile) -> None:
+        """Refuse a GGUF model of an architecture that does not run here before it is fetched, where its first bytes say
+        so: all else is found out from the whole header."""
+        head, url = b"", self._client.file_url(self._commit, file.name)
+        with (
+            suppress(TransferInterruptedError),
+            self._client.open(url, {"Range": f"bytes=0-{_HEAD_BYTES - 1}"}) as response,
+        ):
+            for chunk in response.iter_bytes():
+                head += chunk
+                if len(head) >= _HEAD_BYTES:
+                    break
+        found = _GGUF_ARCHITECTURE.search(head)
+        if found is not None and len(found[2]) >= (size := int.from_bytes(found[1], "little")):
+            metadata = {"general.architecture": found[2][:size].decode("ascii", "replace")}
+            with suppress(CheckpointError):  # of one that is known: the rest is absent here
+                hf_config(metadata, {"token_embd.weight": (1, 1)}, source=f"{self._cache.repo}/{file.name}")
 
     def _check_architecture(self) -> None:
         config = repo_cache.read_json(self._snapshot / "config.json")
@@ -107,11 +169,13 @@ class _Pull:
                 why=f"it runs {', '.join(sorted(FAMILIES))}; no weights were fetched",
                 fix=Fix.command("list", "--all"),
             )
-        if config.get("quantization_config") or config.get("compression_config"):
+        section = config.get("quantization_config") or config.get("compression_config")
+        method = section.get("quant_method") if isinstance(section, dict) else None
+        if isinstance(method, str) and method not in QUANTIZERS:
             raise UnsupportedModelError(
-                f"{self._cache.repo} is already quantized",
-                why="bf16, fp16, fp32 and fp64 weights are read; no weights were fetched",
-                fix="choose the original repository, without GPTQ, AWQ, FP8, MXFP4 or bnb in its name",
+                f"{self._cache.repo} is quantized by {method[:40]!r}, which is not read",
+                why=f"weights of {', '.join(QUANTIZERS)} and GGUF files are; no weights were fetched",
+                fix="choose the original repository, or one with GGUF, AWQ or GPTQ in its name",
             )
 
     def _check_shards(self) -> None:
@@ -126,30 +190,77 @@ class _Pull:
 
     def _collect(self) -> None:
         """Remove what earlier pulls left: no other process is at work while we hold the lock."""
+        wanted = [self._cache.wanted(commit).values() for commit in self._cache.wanted_commits()]
+        kept = {self._cache.incomplete(digest) for files in wanted for _, digest in files}
         with suppress(OSError):
             for path in self._cache.blobs.glob("*" + repo_cache.INCOMPLETE):
-                path.unlink(missing_ok=True)
+                if path not in kept:
+                    path.unlink(missing_ok=True)
             for path in self._cache.manifest("").parent.glob("*.tmp"):
                 # Young ones may belong to a process that a lock did not hold back.
                 if time.time() - path.lstat().st_mtime > TEMPORARY_LIFETIME_S:
                     path.unlink(missing_ok=True)
 
 
-def _read_listing(
-    described: Mapping[str, object], client: HubClient, repo: str
-) -> tuple[str, list[RemoteFile], list[RemoteFile]]:
-    """Return (commit, small files, files of weights)."""
-    commit, siblings = described.get("sha"), described.get("siblings")
-    if not isinstance(commit, str) or not repo_cache.COMMIT.fullmatch(commit) or not isinstance(siblings, list):
-        raise DownloadError(
-            f"the hub's description of {repo} is not understood",
-            why="it has no commit, or no list of files",
-            fix=f"look at {client.page}, then: {client.resume_command}",
-        )
-    items = {item["rfilename"]: item for item in siblings if isinstance(item, dict) and "rfilename" in item}
-    small, weights = _wanted([name for name in items if isinstance(name, str)], repo)
-    files = {name: _remote_file(client, commit, name, items[name]) for name in (*small, *weights)}
-    return commit, [files[name] for name in small], [files[name] for name in weights]
+@dataclass(frozen=True)
+class _Listing:
+    """The files of a repository, as the hub lists them by their names. gguf: the model that is wanted of its GGUF
+    files; None: the one of its safetensors files."""
+
+    repo: str
+    commit: str
+    items: Mapping[str, Mapping[str, object]]
+    gguf: GgufChoice | None
+
+    @classmethod
+    def read(cls, described: Mapping[str, object], client: HubClient, repo: str, part: str) -> _Listing:
+        """part: as `fetch_repository` has it. Raises DownloadError for a listing that cannot be understood,
+        ModelNotFoundError where the repository has no such GGUF model, or several."""
+        commit, siblings = described.get("sha"), described.get("siblings")
+        if not isinstance(commit, str) or not repo_cache.COMMIT.fullmatch(commit) or not isinstance(siblings, list):
+            raise DownloadError(
+                f"the hub's description of {repo} is not understood",
+                why="it has no commit, or no list of files",
+                fix=f"look at {client.page}, then: {client.resume_command}",
+            )
+        named = [item for item in siblings if isinstance(item, dict) and isinstance(item.get("rfilename"), str)]
+        listing = cls(repo, commit, {item["rfilename"]: item for item in named}, None)
+        kinds = {Path(name).suffix for name in listing.items}
+        if part or (".gguf" in kinds and not kinds & _OTHER_WEIGHTS):
+            return replace(listing, gguf=listing.one_gguf(part))
+        return listing
+
+    def gguf_models(self) -> list[GgufChoice]:
+        """Return all that the repository offers as GGUF files."""
+        names = [name for name in self.items if repo_cache.REPO_FILE.fullmatch(name) and is_gguf_name(name)]
+        sizes = {name: _listed_size(self.items[name]) for name in names}
+        return models_among({name: size if isinstance(size, int) else 0 for name, size in sizes.items()})
+
+    def one_gguf(self, part: str) -> GgufChoice:
+        """Return the model that is meant. Raises ModelNotFoundError with the names of all where it is not one."""
+        models = self.gguf_models()
+        found = pick(models, part)
+        if len(found) == 1:
+            return found[0]
+        if found or models:
+            error = several(self.repo, quants.named(found or models, self.repo), "pull")
+            if not found:
+                error.what = f"{self.repo} has no GGUF model {part[:80]!r}"
+                error.why = f"it has {len(models)}: {error.why}"
+            raise error
+        why = f"it holds {', '.join(sorted({Path(name).suffix for name in self.items} - {''})[:8]) or 'no files'}"
+        raise ModelNotFoundError(f"{self.repo} has no GGUF files", why=why, fix=Fix.command("pull", self.repo))
+
+    def wanted(self, client: HubClient) -> tuple[list[RemoteFile], list[RemoteFile]]:
+        """Return small files, and files of weights. Raises UnsupportedModelError where they cannot be run."""
+        small, weights = ([], self.gguf.files) if self.gguf else _wanted(list(self.items), self.repo)
+        files = {name: _remote_file(client, self.commit, name, self.items[name]) for name in (*small, *weights)}
+        return [files[name] for name in small], [files[name] for name in weights]
+
+    def listed_file(self, name: str) -> RemoteFile | None:
+        """Return a file by what the listing says of it alone."""
+        size, digest = _listed_size(self.items[name]), _listed_digest(self.items[name])
+        return RemoteFile(name, size, digest) if isinstance(size, int) and _is_digest(digest) else None
 
 
 def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
@@ -161,8 +272,8 @@ def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
         lacks = "config.json" if weights else "model.safetensors"
         raise UnsupportedModelError(
             f"{repo} has no {lacks}",
-            why=f"it holds {', '.join(kinds) or 'no weights'}; only safetensors beside a config.json are read",
-            fix="choose a repository in the Transformers format; `localllm list` names some",
+            why=f"it holds {', '.join(kinds) or 'no weights'}; safetensors with a config.json and GGUF files are read",
+            fix=[Fix.command("pull", f"{repo}:QUANT")] if ".gguf" in kinds else "choose another: `localllm list --all`",
         )
     if "tokenizer.json" not in names and not {"vocab.json", "merges.txt"} <= set(names):
         raise UnsupportedModelError(
@@ -176,10 +287,7 @@ def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
 
 def _remote_file(client: HubClient, commit: str, name: str, item: Mapping[str, object]) -> RemoteFile:
     """Take size and checksum from the listing, or from the file's own headers where the listing has none."""
-    lfs = item.get("lfs")
-    size, digest = (
-        (lfs.get("size"), lfs.get("sha256")) if isinstance(lfs, dict) else (item.get("size"), item.get("blobId"))
-    )
+    size, digest = _listed_size(item), _listed_digest(item)
     if size is None or digest is None:
         try:
             headers = client.file_headers(commit, name)
@@ -188,14 +296,27 @@ def _remote_file(client: HubClient, commit: str, name: str, item: Mapping[str, o
         length = headers.get("x-linked-size") or headers.get("content-length") or ""
         size = int(length) if length.isdigit() else None
         digest = (headers.get("x-linked-etag") or headers.get("etag") or "").removeprefix("W/").strip('"')
-    is_digest = isinstance(digest, str) and repo_cache.DIGEST.fullmatch(digest)
-    if not is_digest or not isinstance(size, int) or isinstance(size, bool) or size < 0:
+    if not _is_digest(digest) or not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise DownloadError(
             f"the hub gives no checksum for {name}",
             why="without one the file cannot be verified",
             fix=f"look at {client.page}, then: {client.resume_command}",
         )
-    return RemoteFile(name, size, str(digest))
+    return RemoteFile(name, size, digest)
+
+
+def _listed_size(item: Mapping[str, object]) -> object:
+    lfs = item.get("lfs")
+    return lfs.get("size") if isinstance(lfs, dict) else item.get("size")
+
+
+def _listed_digest(item: Mapping[str, object]) -> object:
+    lfs = item.get("lfs")
+    return lfs.get("sha256") if isinstance(lfs, dict) else item.get("blobId")
+
+
+def _is_digest(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and repo_cache.DIGEST.fullmatch(value) is not None
 
 
 def _size(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""The models on this disk, and what was packed of them: found by name, listed, described, deleted.
+"""The models on this disk, and what was packed of them: found by name, described.
 
 Reads config.json as plain JSON for a few numbers to show; what they mean to the engine is not known here.
 """
@@ -8,22 +8,34 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from localllm.errors import CheckpointError, Fix, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.hub.locks import exclusive
-from localllm.hub.names import MODEL_FILES, TINY_DIRECTORY, ModelFiles, pull_command, understand, without_config
-from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, own_bytes, packed_sources, remove_packed
-from localllm.hub.repo_cache import INDEX, RepoCache, read_json
+from localllm.config import format_bytes
+from localllm.errors import CheckpointError, ModelNotFoundError
+from localllm.gguf.header import split_files
+from localllm.hub.gguf_files import gguf_bytes, gguf_folder, gguf_models, gguf_sources
+from localllm.hub.names import (
+    MODEL_FILES,
+    OLLAMA,
+    ModelFiles,
+    ModelReference,
+    pull_command,
+    short_name,
+    understand,
+    whole_path,
+    without_config,
+)
+from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, packed_sources
+from localllm.hub.quants import GgufChoice, ambiguous, models_among, named, pick, several
+from localllm.hub.repo_cache import COMMIT, INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
-from localllm.present import is_file, is_folder, is_link
-from localllm.registry import BUILT_IN, FAMILIES, REPO_ID, ModelEntry, Registry, load_registry
+from localllm.hub.stores import StoreModel, find_in_store
+from localllm.present import is_folder
+from localllm.registry import BUILT_IN, ModelEntry, Registry, load_registry
 
 # Of a model's folder, beside weights and templates.
 _READ = frozenset({
@@ -33,7 +45,10 @@ _READ = frozenset({
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """A row of `localllm list`. `directory` is None while only a part is here, or nothing but packed weights."""
+    """A row of `localllm list`. `directory` is None while only a part is here, or nothing but packed weights.
+
+    gguf: the model's file; its directory is made when the model is first wanted. store: the program that keeps it.
+    """
 
     name: str
     directory: Path | None
@@ -44,18 +59,38 @@ class InstalledModel:
     partial_bytes: int = 0  # of files that were not finished
     entry: ModelEntry | None = None
     packed: tuple[PackedWeights, ...] = ()
+    gguf: Path | None = None
+    store: str = ""
 
     def is_called(self, name: str) -> bool:
         """Return whether this is a name of the model, in letters of whatever size."""
         entry = (self.entry.name, *self.entry.aliases) if self.entry else ()
-        return name.casefold() in {each.casefold() for each in (self.name, self.repo or self.name, *entry)}
+        repo = (self.repo,) if self.repo and self.gguf is None else ()  # of GGUF models there may be several
+        return short_name(name).casefold() in {each.casefold() for each in (self.name, *repo, *entry)}
 
     @property
-    def state(self) -> Literal["installed", "partial", "folder", "orphan"]:
-        """ "folder": one of the user's, that something is packed of. "orphan": packed weights without a checkpoint."""
+    def files(self) -> ModelFiles | None:
+        """Return the model's files where all are here; nothing is made or read for it."""
+        if self.directory is None:
+            return None
+        return ModelFiles(self.directory, self.name, self.repo, self.revision, self.entry, self.gguf)
+
+    @property
+    def origin(self) -> tuple[str | Path, str | None]:
+        """Return what is packed of it by: the file or folder, or the repository and its commit."""
+        if self.gguf is not None or self.directory is None or self.repo is None:
+            return self.gguf or (self.directory.resolve() if self.directory else Path(self.name)), None
+        return self.repo, self.revision
+
+    @property
+    def state(self) -> Literal["installed", "partial", "folder", "file", "orphan"]:
+        """ "folder", "file": one of the user's, that something is packed of. "orphan": packed weights without a
+        checkpoint."""
         if self.directory is None:
             return "orphan" if self.packed else "partial"
-        return "installed" if self.repo or self.name == BUILT_IN else "folder"
+        if self.repo or self.store or self.name == BUILT_IN:
+            return "installed"
+        return "file" if self.gguf else "folder"
 
 
 @dataclass(frozen=True)
@@ -88,6 +123,11 @@ _NUMBERS = {
 
 def current(files: ModelFiles) -> ModelFiles:
     """The same model as it is on this disk now: another snapshot where a later commit of its revision was pulled."""
+    if files.gguf is not None:
+        if files.repo is not None or files.name.startswith(f"{OLLAMA}:"):  # whose name may lead to another file now
+            with suppress(ModelNotFoundError):
+                return locate(files.name)
+        return replace(files, directory=gguf_folder(files.gguf))
     if files.repo is None:
         return files
     cache = RepoCache(files.directory.parents[2], files.repo)
@@ -107,15 +147,13 @@ def contents(directory: Path) -> str:
     folder = directory.resolve()
     found = [str(folder)]
     try:
+        found += [_state(str(source), source.stat()) for source in gguf_sources(folder)]
         for place in (folder, folder / "additional_chat_templates"):
             for entry in sorted(os.scandir(place), key=lambda entry: entry.name) if place.is_dir() else []:
                 # Not what a training writes beside a model, again and again.
                 if entry.name in _READ or entry.name.endswith((".safetensors", ".jinja")):
                     with suppress(FileNotFoundError):  # a link that leads nowhere, or a file that has just gone
-                        state = entry.stat()
-                        # Of what a time was set back to, the time of that tells.
-                        times = f"{state.st_mtime_ns} {state.st_ctime_ns}"
-                        found.append(f"{entry.path} {state.st_ino} {state.st_size} {times}")
+                        found.append(_state(entry.path, entry.stat()))
     except OSError as error:
         fix = f"ls -l {shlex.quote(str(directory))}"
         raise ModelNotFoundError(f"the model in {directory} cannot be read", why=str(error), fix=fix) from None
@@ -124,32 +162,91 @@ def contents(directory: Path) -> str:
     return hashlib.blake2b("\n".join(found).encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
+def _state(path: str, state: os.stat_result) -> str:
+    # Of what a time was set back to, the time of that tells.
+    return f"{path} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+
+
 def locate(
     name: str, *, registry: Registry | None = None, offline: bool = False, needs_config: bool = True
 ) -> ModelFiles:
-    """Return the folder of `tiny`, a directory, a registry name or `org/repo[@revision]`. Touches no network.
+    """Return the files of a model by any of its names: see `names.understand`. Touches no network.
 
     needs_config: whether a user's folder must hold config.json; a tokenizer alone needs none. Raises ModelNotFoundError
-    for an unknown name, and with the command that fetches it for a model that is not, or only partly, on this disk.
+    for an unknown name, for one that may mean several models, and with the command that fetches it for a model that is
+    not, or only partly, on this disk.
     """
     registry, hub = registry or load_registry(), HubSettings.from_environment(offline=offline)
     reference = understand(name, registry)
-    directory = reference.directory
-    if directory is not None:
-        if (directory / "config.json").is_file() or (not needs_config and reference.name != BUILT_IN):
-            return ModelFiles(directory, reference.name, entry=reference.entry)
-        if reference.name == BUILT_IN:
-            what, why = "the built-in model is not installed", f"{directory} has no config.json"
-            raise ModelNotFoundError(what, why=why, fix="python -m pip install --force-reinstall --no-deps localllm")
-        fix = "name the folder that holds config.json and *.safetensors"
-        raise ModelNotFoundError(f"{directory} is not a model", why=without_config(directory), fix=fix)
+    if reference.gguf is not None:
+        return _of_file(reference.gguf)
+    if reference.store:
+        return _of_store(find_in_store(reference.store, reference.word))
+    if reference.directory is not None:
+        return _of_directory(reference, reference.directory, needs_config=needs_config)
     assert reference.repo is not None
     cache = RepoCache(hub.cache_dir, reference.repo)
     commit = cache.commit_of(reference.revision)
     absent = cache.missing(commit) if commit is not None else []
-    if commit is not None and not absent:
+    if commit is not None and not absent and not reference.part:
         return ModelFiles(cache.snapshot(commit), reference.name, reference.repo, commit, reference.entry)
-    if absent:
+    if commit is not None and (models := gguf_of(cache, commit, reference)):
+        if len(models) > 1:
+            raise several(name, models, "run")
+        return files_of(cache, commit, *next(iter(models.items())))
+    raise _not_here(name, reference, cache, registry, hub)
+
+
+def gguf_of(cache: RepoCache, commit: str, reference: ModelReference) -> dict[str, GgufChoice]:
+    """Return the whole GGUF models of a snapshot that a name may mean, by their names."""
+    behind = "" if reference.revision == "main" else f"@{reference.revision}"
+    models = named(models_among(cache.gguf_files(commit)), cache.repo, behind)
+    kept = pick(models.values(), reference.part)
+    return {name: model for name, model in models.items() if model in kept}
+
+
+def files_of(cache: RepoCache, commit: str, name: str, model: GgufChoice) -> ModelFiles:
+    """Return a GGUF model of our cache. Raises what `gguf_folder` does."""
+    path = whole_path(cache.snapshot(commit) / model.files[0])
+    return ModelFiles(gguf_folder(path), name, cache.repo, commit, gguf=path)
+
+
+def _of_file(path: Path) -> ModelFiles:
+    first = split_files(path)[0]
+    return ModelFiles(gguf_folder(first), str(first), gguf=first)
+
+
+def _of_store(model: StoreModel) -> ModelFiles:
+    if is_folder(model.path):
+        return ModelFiles(model.path, model.name)
+    return ModelFiles(gguf_folder(model.path), model.name, gguf=model.path)
+
+
+def _of_directory(reference: ModelReference, directory: Path, *, needs_config: bool) -> ModelFiles:
+    if (directory / "config.json").is_file() or (not needs_config and reference.name != BUILT_IN):
+        return ModelFiles(directory, reference.name, entry=reference.entry)
+    if reference.name == BUILT_IN:
+        what, why = "the built-in model is not installed", f"{directory} has no config.json"
+        raise ModelNotFoundError(what, why=why, fix="python -m pip install --force-reinstall --no-deps localllm")
+    models = [whole_path(path) for path in gguf_models(directory)]
+    if len(models) > 1:
+        sizes = ", ".join(f"{path.name} {format_bytes(gguf_bytes(path))}" for path in models)
+        raise ambiguous(f"{directory} has {len(models)} GGUF models", sizes, list(map(str, models)), "run")
+    if models:
+        return _of_file(models[0])
+    fix = "name the folder that holds config.json and *.safetensors, or a GGUF file"
+    raise ModelNotFoundError(f"{directory} is not a model", why=without_config(directory), fix=fix)
+
+
+def _not_here(
+    name: str, reference: ModelReference, cache: RepoCache, registry: Registry, hub: HubSettings
+) -> ModelNotFoundError:
+    commit = cache.commit_of(reference.revision)
+    here = [] if commit is None else list(named(models_among(cache.gguf_files(commit)), cache.repo))
+    absent = cache.missing(commit) if commit is not None else []
+    if reference.part and here:
+        why = f"of it are here {', '.join(here[:8])}"
+    elif absent and not reference.part:
         why = f"{absent[0]} and {len(absent) - 1} more are absent" if len(absent) > 1 else f"{absent[0]} is absent"
     elif is_folder(cache.folder):
         num_bytes = cache.partial_bytes()
@@ -162,80 +259,7 @@ def locate(
         why += "; offline, nothing is fetched"
     if reference.entry is None and (nearest := [near for near in registry.nearest(name) if near != reference.name]):
         why += f"; did you mean {' or '.join(nearest)}?"
-    raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=pull_command(name))
-
-
-def list_models() -> list[InstalledModel]:
-    """Return the built-in model, every model in the cache that this version runs, whole or partly fetched, and what is
-    packed, also of a user's folder or of a checkpoint that is gone."""
-    registry, hub = load_registry(), HubSettings.from_environment()
-    packed: dict[tuple[str | Path, str | None], tuple[PackedWeights, ...]] = {}
-    for source in packed_sources():
-        # A folder is listed with all that was ever packed of it.
-        checkpoint = (source.origin, source.key if isinstance(source.origin, str) else None)
-        packed[checkpoint] = packed.get(checkpoint, ()) + _marked(source, hub)
-    rows = [
-        replace(row, packed=packed.pop((row.repo or TINY_DIRECTORY.resolve(), row.revision), ()))
-        for row in _checkpoints(registry, hub)
-    ]
-    for (origin, commit), models in packed.items():
-        if isinstance(origin, str):
-            entry = registry.by_repo(origin)
-            rows.append(InstalledModel(f"{origin}@{commit}", None, 0, origin, commit, entry=entry, packed=models))
-        elif is_file(origin / "config.json"):
-            size_bytes, model_type = folder_bytes(origin), _type(origin)
-            rows.append(InstalledModel(str(origin), origin, size_bytes, model_type=model_type, packed=models))
-        else:
-            rows.append(InstalledModel(str(origin), None, 0, packed=models))
-    return rows
-
-
-def _marked(source: PackedSource, hub: HubSettings) -> tuple[PackedWeights, ...]:
-    """The source's packed models, as orphans where their checkpoint is gone or is not what it was."""
-    if isinstance(source.origin, str):
-        cache = RepoCache(hub.cache_dir, source.origin)
-        is_current = is_folder(cache.snapshot(source.key)) and not cache.missing(source.key)
-    else:
-        try:
-            is_current = fingerprint(source.origin) == source.key
-        except CheckpointError:
-            is_current = False
-    return source.models if is_current else tuple(replace(model, state="orphan") for model in source.models)
-
-
-def _checkpoints(registry: Registry, hub: HubSettings) -> Iterator[InstalledModel]:
-    tiny = TINY_DIRECTORY
-    if (tiny / "config.json").is_file():
-        entry = registry.find(BUILT_IN)
-        yield InstalledModel(BUILT_IN, tiny, folder_bytes(tiny), model_type=_type(tiny), entry=entry)
-    for folder in sorted(hub.cache_dir.glob("models--*--*")) if is_folder(hub.cache_dir) else []:
-        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
-        if REPO_ID.fullmatch(repo):
-            yield from _of_repository(RepoCache(hub.cache_dir, repo), registry.by_repo(repo))
-
-
-def _of_repository(cache: RepoCache, entry: ModelEntry | None) -> Iterator[InstalledModel]:
-    refs, partial_bytes = cache.refs(), cache.partial_bytes()
-    whole = [commit for commit in cache.commits() if not cache.missing(commit)]
-    for commit in whole:
-        snapshot = cache.snapshot(commit)
-        if (model_type := _type(snapshot)) in FAMILIES:
-            name, size_bytes = _name_of(commit, cache, refs, entry), folder_bytes(snapshot)
-            yield InstalledModel(name, snapshot, size_bytes, cache.repo, commit, model_type, partial_bytes, entry)
-            partial_bytes = 0
-    if not whole and (partial_bytes or is_folder(cache.manifest("").parent)):
-        name = entry.name if entry else cache.repo
-        yield InstalledModel(name, None, 0, cache.repo, partial_bytes=own_bytes(cache.blobs), entry=entry)
-
-
-def _name_of(commit: str, cache: RepoCache, refs: dict[str, str], entry: ModelEntry | None) -> str:
-    """The shortest name that leads to this commit."""
-    if entry is not None and refs.get(entry.revision, entry.revision) == commit:
-        return entry.name
-    if refs.get("main") == commit:
-        return cache.repo
-    named = next((ref for ref, target in refs.items() if target == commit), commit)
-    return f"{cache.repo}@{named}"
+    return ModelNotFoundError(f"{name} is not on this disk", why=why, fix=pull_command(name))
 
 
 def describe(name: str) -> ModelDescription:
@@ -248,28 +272,34 @@ def describe(name: str) -> ModelDescription:
     try:
         files = locate(name, registry=registry)
     except ModelNotFoundError:
-        if reference.entry is None and not partial_bytes and not packed:
+        if reference.store or (reference.entry is None and not partial_bytes and not packed):
             raise
     found = files or reference
-    config = _config(files.directory) if files else {}
+    size_bytes = 0 if files is None else gguf_bytes(files.gguf) if files.gguf else folder_bytes(files.directory)
+    model = ModelDescription(
+        found.name, files, found.entry, found.repo, found.revision or reference.revision, size_bytes, partial_bytes
+    )
+    return _with_numbers(replace(model, packed=packed))
+
+
+def described(row: InstalledModel) -> ModelDescription:
+    """Describe a model of a list; of a GGUF file that was never run, what is known without reading its header."""
+    size_bytes, revision = row.size_bytes, row.revision or "main"
+    model = ModelDescription(row.name, row.files, row.entry, row.repo, revision, size_bytes, row.partial_bytes)
+    return _with_numbers(replace(model, packed=row.packed))
+
+
+def _with_numbers(model: ModelDescription) -> ModelDescription:
+    """Return the description with what config.json says."""
+    config = _config(model.files.directory) if model.files else {}
     nested = config.get("text_config")
     numbers: dict[str, object] = {**config, **nested} if isinstance(nested, dict) else config
-    if files is None and reference.entry is not None:
-        numbers = {"max_position_embeddings": reference.entry.context}
+    if model.files is None and model.entry is not None:
+        numbers = {"max_position_embeddings": model.entry.context}
     dtype = numbers.get("dtype") or numbers.get("torch_dtype")
-    return ModelDescription(
-        name=found.name,
-        files=files,
-        entry=found.entry,
-        repo=found.repo,
-        revision=found.revision or reference.revision,
-        size_bytes=folder_bytes(files.directory) if files else 0,
-        partial_bytes=partial_bytes,
-        model_type=_type(files.directory) if files else None,
-        dtype=dtype if isinstance(dtype, str) else None,
-        packed=packed,
-        **{field: value for field, key in _NUMBERS.items() if type(value := numbers.get(key)) is int},
-    )
+    known: dict[str, Any] = {field: value for field, key in _NUMBERS.items() if type(value := numbers.get(key)) is int}
+    model_type = type_of(model.files.directory) if model.files else None
+    return replace(model, model_type=model_type, dtype=dtype if isinstance(dtype, str) else None, **known)
 
 
 def packed_of(name: str, registry: Registry, hub: HubSettings) -> tuple[PackedWeights, ...]:
@@ -277,19 +307,55 @@ def packed_of(name: str, registry: Registry, hub: HubSettings) -> tuple[PackedWe
 
     Of a repository without a revision: of every one. Raises ModelNotFoundError where the name means nothing.
     """
-    commit = None
+    sources = list(packed_sources())
     try:
         reference = understand(name, registry)
     except ModelNotFoundError:
-        origin: str | Path = Path(os.path.abspath(os.path.expanduser(name)))  # noqa: PTH100, PTH111 (touches no disk)
-        if not any(source.origin == origin for source in packed_sources()):
+        origin = Path(os.path.abspath(os.path.expanduser(name)))  # noqa: PTH100, PTH111 (touches no disk)
+        if not any(source.origin == origin for source in sources):
             raise
+        is_meant = _packed_at(origin)
     else:
-        origin = reference.repo or (reference.directory or Path()).resolve()
-        if reference.repo and "@" in name:
-            commit = RepoCache(hub.cache_dir, reference.repo).commit_of(reference.revision) or reference.revision
-    sources = (source for source in packed_sources() if source.origin == origin and commit in (None, source.key))
-    return tuple(model for source in sources for model in _marked(source, hub))
+        is_meant = _packed_by(reference, hub, is_pinned="@" in reference.name)
+    return tuple(model for source in sources if is_meant(source) for model in marked(source, hub))
+
+
+def _packed_at(*places: Path | None) -> Callable[[PackedSource], bool]:
+    return lambda source: source.origin in places
+
+
+def _packed_by(reference: ModelReference, hub: HubSettings, *, is_pinned: bool) -> Callable[[PackedSource], bool]:
+    """Return whether something was packed of what the name means. is_pinned: of one revision alone."""
+    if reference.store:
+        return _packed_at(find_in_store(reference.store, reference.word).path)
+    if reference.repo is None:
+        return _packed_at(reference.place)
+    cache = RepoCache(hub.cache_dir, reference.repo)
+    commit = cache.commit_of(reference.revision) or reference.revision
+    if reference.part:
+        models = gguf_of(cache, commit, reference).values() if COMMIT.fullmatch(commit) else ()
+        return _packed_at(*(whole_path(cache.snapshot(commit) / model.files[0]) for model in models))
+    folder = (cache.snapshot(commit) if is_pinned else cache.folder).resolve()
+
+    def is_of_repository(source: PackedSource) -> bool:
+        if isinstance(source.origin, Path):
+            return source.origin.is_relative_to(folder)
+        return source.origin == reference.repo and (not is_pinned or source.key == commit)
+
+    return is_of_repository
+
+
+def marked(source: PackedSource, hub: HubSettings) -> tuple[PackedWeights, ...]:
+    """The source's packed models, as orphans where their checkpoint is gone or is not what it was."""
+    if isinstance(source.origin, str):
+        cache = RepoCache(hub.cache_dir, source.origin)
+        is_current = is_folder(cache.snapshot(source.key)) and not cache.missing(source.key)
+    else:
+        try:
+            is_current = fingerprint(source.origin) == source.key
+        except CheckpointError:
+            is_current = False
+    return source.models if is_current else tuple(replace(model, state="orphan") for model in source.models)
 
 
 def _config(directory: Path) -> dict[str, object]:
@@ -299,106 +365,13 @@ def _config(directory: Path) -> dict[str, object]:
         return {}
 
 
-def _type(directory: Path) -> str | None:
+def type_of(directory: Path) -> str | None:
     model_type = _config(directory).get("model_type")
     return model_type if isinstance(model_type, str) else None
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files that a folder leads to; none where it is not there."""
-    return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
-
-
-@dataclass(frozen=True)
-class Removal:
-    """The bytes of a model's checkpoint that are to be deleted, and of what is packed of it. delete: deletes them, and
-    returns the bytes that became free; raises LocalLLMError where another process is at work on them."""
-
-    checkpoint_bytes: int
-    packed_bytes: int
-    delete: Callable[[], int]
-
-
-def removal(name: str, *, packed_only: bool = False) -> Removal:
-    """Return what would be deleted of a model: its files, unfinished and packed ones too.
-
-    packed_only: the packed ones alone, which the built-in model and a user's folder may have as well.
-    `org/repo@revision` means that snapshot and the files that no other snapshot shares. Links are deleted, never
-    followed. Raises UsageError for the files of the built-in model and of a user's folder, ModelNotFoundError where
-    nothing is.
-    """
-    registry, hub = load_registry(), HubSettings.from_environment()
-    packed = packed_of(name, registry, hub)
-    if packed_only and not packed:
-        raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix=Fix.command("list"))
-    cache, commit = None, None
-    with suppress(ModelNotFoundError):  # of a folder that was there when it was packed
-        reference = understand(name, registry)
-        if reference.repo is not None:
-            cache = RepoCache(hub.cache_dir, reference.repo)
-            commit = cache.commit_of(reference.revision) if "@" in name else None
-        elif not packed_only:
-            what = "the built-in model" if reference.name == BUILT_IN else f"{reference.directory}, a folder of yours,"
-            why, fix = "only models in the download cache are", "localllm list"
-            if packed:
-                why, fix = f"{why}, and what was packed of it", f"localllm rm {shlex.quote(name)} --packed"
-            raise UsageError(f"{what} is not removed", why=why, fix=fix)
-    packed_bytes = sum(model.size_bytes for model in packed)
-    is_here = cache is not None and is_folder(cache.folder) and (commit is not None or "@" not in name)
-    if cache is None or packed_only or (packed and not is_here):
-        return Removal(0, packed_bytes, partial(remove_packed, packed))
-    if not is_here and not is_link(cache.folder):
-        why = f"{cache.folder} does not hold it"
-        raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=Fix.command("list"))
-    checkpoint_bytes = folder_bytes(cache.snapshot(commit)) if commit else own_bytes(cache.folder)
-    return Removal(checkpoint_bytes, packed_bytes, partial(_delete, name, cache, commit, packed))
-
-
-def _delete(name: str, cache: RepoCache, commit: str | None, packed: Sequence[PackedWeights]) -> int:
-    """As `Removal.delete`. commit: of the one snapshot; None: of the whole repository."""
-
-    def refuse(process: str) -> None:
-        raise LocalLLMError(
-            f"{name} is being fetched", why=f"process {process} holds it", fix="wait for it, or stop it"
-        )
-
-    with exclusive(cache.lock, refuse):
-        freed_bytes = remove_packed(packed)
-        try:
-            return freed_bytes + _delete_checkpoint(cache, commit)
-        except OSError as error:
-            fix = f"ls -lR {shlex.quote(str(cache.folder))}"
-            raise LocalLLMError(f"{name} could not be deleted", why=str(error), fix=fix) from None
-
-
-def _delete_checkpoint(cache: RepoCache, commit: str | None) -> int:
-    """Delete one snapshot, or without a commit the whole repository; return the bytes freed."""
-    if cache.folder.is_symlink():
-        cache.folder.unlink()
-        return 0
-    before = own_bytes(cache.folder)
-    if commit is not None:
-        _delete_snapshot(cache, commit)
-        return before - own_bytes(cache.folder)
-    # What makes a snapshot count as whole goes first, so that a removal cut short leaves nothing that looks like one.
-    for path in (cache.folder / part for part in (".localllm", "refs", "snapshots", "blobs")):
-        if path.is_symlink():
-            path.unlink()
-        elif path.is_dir():
-            shutil.rmtree(path)
-    shutil.rmtree(cache.folder)
-    return before
-
-
-def _delete_snapshot(cache: RepoCache, commit: str) -> None:
-    cache.manifest(commit).unlink(missing_ok=True)
-    for ref in [ref for ref, target in cache.refs().items() if target == commit]:
-        (cache.folder / "refs" / ref).unlink(missing_ok=True)
-    snapshot = cache.snapshot(commit)
-    snapshot.unlink() if snapshot.is_symlink() else shutil.rmtree(snapshot)
-    shared = {link.resolve() for other in cache.commits() for link in cache.snapshot(other).rglob("*")}
-    for blob in cache.blobs.iterdir() if cache.blobs.is_dir() else []:
-        # Compared by the path of the blob itself and by where it leads: a blob may be a link into a shared store.
-        if blob.resolve() not in shared and cache.blobs.resolve() / blob.name not in shared:
-            with suppress(IsADirectoryError, PermissionError):
-                blob.unlink()
+    """Bytes of the files of a model that a folder leads to, GGUF files beside it left out; none where it is not
+    there."""
+    files = (path for path in folder.glob("*") if path.suffix.casefold() != ".gguf" and path.is_file())
+    return sum(path.stat().st_size for path in files)

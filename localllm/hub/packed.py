@@ -1,7 +1,7 @@
 """Folders of packed models: which belongs to which checkpoint and weight format, and how it is freed.
 
-    packed/hub/ORG/REPO/@COMMIT/WEIGHTS/                  made from a model of the download cache
-    packed/folders/PATH/OF/THE/FOLDER/@FINGERPRINT/WEIGHTS/   made from a folder: the built-in model's, or the user's
+    packed/hub/ORG/REPO/@COMMIT/WEIGHTS/        made from a model of the download cache
+    packed/folders/PATH/@FINGERPRINT/WEIGHTS/   made from a folder, the built-in model's or the user's, or a GGUF file
 
 The path says all there is to know about what a packed model was made from, so that nothing needs to be written beside
 it. A fingerprint is what the folder's config and weights looked like: bytes made from what has changed are not found
@@ -24,6 +24,7 @@ from typing import Literal
 
 from localllm.config import user_directories
 from localllm.errors import CheckpointError, LocalLLMError, UsageError
+from localllm.gguf.folder import fingerprint as gguf_fingerprint
 from localllm.hub.locks import LOCK, exclusive, unread
 from localllm.hub.names import ModelFiles
 from localllm.hub.repo_cache import COMMIT, INDEX
@@ -71,15 +72,16 @@ def packed_directory(files: ModelFiles, recipe_name: str) -> Path:
 
 
 def packed_of_folder(folder: Path) -> Path:
-    """Return the folder of all that was packed of a user's folder, as it is and as it was; it need not be there."""
-    folder = folder.resolve()
+    """Return the folder of all that was packed of a user's folder or GGUF file, as it is and as it was; it need not be
+    there."""
+    folder = folder if is_file(folder) else folder.resolve()
     return packed_root() / "folders" / folder.relative_to(folder.anchor)
 
 
 def source_id(files: ModelFiles) -> str:
     """The checkpoint as it is now, in one line: "ORG/REPO@COMMIT", "/a/folder@FINGERPRINT"."""
     place = _place(files)
-    origin = files.repo if files.repo is not None else files.directory.resolve()
+    origin = files.place if files.repo is None or files.gguf is not None else files.repo
     return f"{origin}{place.name}"
 
 
@@ -109,10 +111,13 @@ def packed_sources() -> Iterator[PackedSource]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash the folder's config, and the names, sizes and times of its weights, to 32 hexadecimal digits.
+    """Hash the folder's config, and the names, sizes and times of its weights, to 32 hexadecimal digits. Of a GGUF
+    model, the sizes and times of its files.
 
     Raises CheckpointError where they cannot be examined.
     """
+    if is_file(folder):
+        return gguf_fingerprint(folder)
     try:
         config = hashlib.blake2b((folder / "config.json").read_bytes()).hexdigest()
         weights = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name == INDEX)
@@ -157,8 +162,8 @@ def remove_packed(models: Iterable[PackedWeights]) -> int:
 
 def _place(files: ModelFiles) -> Path:
     root = packed_root()
-    if files.repo is None:
-        return packed_of_folder(files.directory) / f"@{fingerprint(files.directory.resolve())}"
+    if files.repo is None or files.gguf is not None:
+        return packed_of_folder(files.place) / f"@{fingerprint(files.place)}"
     if not REPO_ID.fullmatch(files.repo) or not COMMIT.fullmatch(files.revision or ""):
         raise UsageError(f"{files.repo[:80]!r} at {str(files.revision)[:80]!r} is not a model of the hub")
     return root / "hub" / files.repo / f"@{files.revision}"

@@ -5,9 +5,10 @@
         snapshots/COMMIT/FILE                links into blobs
         refs/REVISION                        the commit that a branch or tag stood for
         .localllm/COMMIT.json                the files of a finished pull, written last
+    .localllm/COMMIT.gguf.json           the GGUF files that were ever wanted, written before they are fetched
 
 A snapshot that another tool fetched has no such list; it is whole when its config, its tokenizer and every shard that
-its index names are there. Knows no network.
+its index names are there. A GGUF model is whole when all of its files are. Knows no network.
 """
 
 from __future__ import annotations
@@ -20,17 +21,22 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 from localllm.config import format_bytes
 from localllm.errors import CheckpointError, DoesNotFitError, DownloadError
-from localllm.present import is_file, is_folder, nearest
+from localllm.present import is_file, is_folder, is_link, nearest
 
 COMMIT = re.compile(r"[0-9a-f]{7,64}")
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
+REPO_FILE = re.compile(rf"(?:{FILE_NAME.pattern}/){{0,3}}{FILE_NAME.pattern}", re.ASCII)
 EXTRA_TEMPLATE = re.compile(r"additional_chat_templates/(?!.*\.\.)[A-Za-z0-9][\w.-]{0,99}\.jinja", re.ASCII)
 INCOMPLETE = ".localllm.incomplete"
+_WANTED = ".gguf.json"
+_GGUF_DEPTH = 4  # folders of a repository in which models lie
+_MOST_FILES = 10_000  # of a snapshot
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 JSON_LIMIT_BYTES = 8 << 20  # the largest index of a real model has about 2 MiB
@@ -104,6 +110,49 @@ class RepoCache:
     def shards(self, snapshot: Path) -> list[str]:
         """Names of the files that hold the weights, by its own index. Raises CheckpointError for a broken one."""
         return shard_names(snapshot / INDEX) if self.holds(snapshot / INDEX) else [SINGLE]
+
+    def gguf_files(self, commit: str) -> dict[str, int]:
+        """Return the bytes of the GGUF files of a snapshot by their names in the repository. A file of ours that has
+        another size than the hub promised is left out."""
+        snapshot, wanted = self.snapshot(commit), self.wanted(commit)
+        found = {}
+        for path in islice(below(snapshot, _GGUF_DEPTH), _MOST_FILES):
+            name = path.relative_to(snapshot).as_posix()
+            size = self._size(path) if path.suffix.casefold() == ".gguf" and REPO_FILE.fullmatch(name) else None
+            if size and wanted.get(name, (size,))[0] == size:
+                found[name] = size
+        return found
+
+    def wanted(self, commit: str) -> dict[str, tuple[int, str]]:
+        """Return the bytes and the digest of each GGUF file that was ever wanted of a commit."""
+        found = {}
+        with suppress(CheckpointError):
+            files = read_json(self._wanted_list(commit)).get("files")
+            for name, value in files.items() if isinstance(files, dict) else ():
+                match value:
+                    case [int(size), str(digest)] if REPO_FILE.fullmatch(name) and DIGEST.fullmatch(digest):
+                        found[name] = (size, digest)
+        return found
+
+    def write_wanted(self, commit: str, files: Mapping[str, tuple[int, str]]) -> None:
+        """Keep the GGUF files that are wanted of a commit, before they are fetched; none: forget the list."""
+        if not files:
+            self._wanted_list(commit).unlink(missing_ok=True)
+            return
+        content = json.dumps({"schema_version": 1, "repo": self.repo, "commit": commit, "files": dict(files)}, indent=1)
+        self._write_atomically(self._wanted_list(commit), content + "\n")
+
+    def wanted_commits(self) -> list[str]:
+        """Return the commits of which GGUF files were wanted."""
+        names = [name.removesuffix(_WANTED) for name in _names(self.manifest("").parent) if name.endswith(_WANTED)]
+        return [name for name in names if COMMIT.fullmatch(name)]
+
+    def _wanted_list(self, commit: str) -> Path:
+        return self.manifest("").parent / f"{commit}{_WANTED}"
+
+    def incomplete(self, digest: str) -> Path:
+        """Return the path of the start of a file."""
+        return self.blobs / (digest + INCOMPLETE)
 
     def partial_bytes(self) -> int:
         """Bytes of files that were not finished, ours and other tools'."""
@@ -203,9 +252,19 @@ def _read_ref(path: Path) -> str | None:
 
 def _names(folder: Path) -> list[str]:
     try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 (names, not paths)
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in islice(entries, _MOST_FILES))
     except OSError:
         return []
+
+
+def below(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield all that lies in a folder and, so many levels deep, in its folders; links are followed, but not upwards.
+    What cannot be read holds nothing."""
+    for name in _names(folder):
+        yield (path := folder / name)
+        if depth > 1 and is_folder(path) and not (is_link(path) and folder.resolve().is_relative_to(path.resolve())):
+            yield from below(path, depth - 1)
 
 
 def disk_error(error: OSError, path: Path, needed_bytes: int) -> DownloadError | DoesNotFitError:

@@ -17,6 +17,7 @@ from localllm.kernels.gpu.attention import attend, block_rows
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, rope_store
+from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
@@ -24,6 +25,7 @@ from localllm.layers.gpu_tables import GpuTables
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.norm import RMSNorm
+from localllm.quant.stacked import Stacked
 
 
 @dataclass(frozen=True)
@@ -54,21 +56,40 @@ def multiply(
 ) -> Tensor:
     """x [M, K], through the norm, or x [M, 2 K], gated, or codes for the matrix, times the matrix: [M, N], fp32 where
     it is packed, else `dtype`. into fp32 [M, N]: is added to, and returned."""
+    parts = linear.packed_parts
+    if len(parts) > 1:
+        assert isinstance(x, Tensor) and into is None, "only the first matrix of a block has several parts"
+        return _multiply_parts(linear, parts, x, norm)
     if linear.packed is None:
         assert isinstance(x, Tensor)
         return _multiply_floats(linear, x, dtype, norm, activation, into)
-    codes = x if isinstance(x, Codes) else _coded(x, linear, norm, activation)
+    codes = x if isinstance(x, Codes) else _coded(x, linear.packed, linear.in_features, norm, activation)
     y = torch.empty((len(codes.q), linear.out_features), device=codes.q.device) if into is None else into
     product.multiply(codes, linear.packed, y, linear.out_features, linear.bias, adds=into is not None)
     return y
 
 
-def _coded(x: Tensor, linear: Linear, norm: RMSNorm | None = None, activation: str = "") -> Codes:
-    """Return the codes for this matrix."""
-    assert linear.packed is not None
+def _multiply_parts(linear: Linear, parts: list[PackedMatrix], x: Tensor, norm: RMSNorm | None) -> Tensor:
+    """Do as `multiply`, with matrices that have the rows one below the other."""
+    y = torch.empty((len(x), linear.out_features), device=x.device)
+    codes: dict[tuple[int, int], Codes] = {}
+    first = 0
+    assert isinstance(linear.format, Stacked)
+    for part, (_, rows) in zip(parts, linear.format.parts, strict=True):
+        form = part.group, part.bits
+        if form not in codes:
+            codes[form] = _coded(x, part, linear.in_features, norm)
+        bias = None if linear.bias is None else linear.bias[first : first + rows]
+        product.multiply(codes[form], part, y[:, first : first + rows], rows, bias, adds=False)
+        first += rows
+    return y
+
+
+def _coded(x: Tensor, matrix: PackedMatrix, features: int, norm: RMSNorm | None = None, activation: str = "") -> Codes:
+    """Return the codes for this matrix. features: of x, those of the matrix without its padding."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    codes = Codes.of(len(x), linear.packed)
-    activations.to_codes(x, codes, linear.in_features, weight=weight, eps=eps, activation=activation).run()
+    codes = Codes.of(len(x), matrix)
+    activations.to_codes(x, codes, features, weight=weight, eps=eps, activation=activation).run()
     return codes
 
 
@@ -91,7 +112,7 @@ def _gated(body: MLP, x: Tensor | Codes, norm: RMSNorm | None) -> Codes | None:
     wide, down = body.gate_up_proj, body.down_proj
     if wide.packed is None or down.packed is None or down.in_features % TILE:
         return None
-    x = x if isinstance(x, Codes) else _coded(x, wide, norm)
+    x = x if isinstance(x, Codes) else _coded(x, wide.packed, wide.in_features, norm)
     codes = Codes.of(len(x.q), down.packed)
     gate = Gate(codes, body.activation_name, down.in_features)
     product.multiply(x, wide.packed, gate, wide.out_features, wide.bias, adds=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.packed_matrix import PackedMatrix, packed_matrix
+from localllm.quant.stacked import Stacked
 from localllm.quant.weight_format import WeightFormat
 
 
@@ -31,6 +32,15 @@ class Linear:
         """The matrix as compiled kernels take it; None where its format is not theirs."""
         weights = self.format.weights
         return None if weights is None else packed_matrix(self.tensors, weights.table)
+
+    @property
+    def packed_parts(self) -> list[PackedMatrix]:
+        """The matrices that compiled kernels take, which have its rows one below the other; none where a format is not
+        theirs."""
+        if not isinstance(self.format, Stacked):
+            return [] if self.packed is None else [self.packed]
+        parts = [(part.weights, tensors) for part, _, tensors in self.format.split(self.tensors)]
+        return [packed_matrix(tensors, weights.table) for weights, tensors in parts if weights is not None]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""

@@ -6,13 +6,16 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
 from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.kernels.sizes import TILE
 from localllm.models.architecture import ModelConfig
-from localllm.models.checkpoint import Checkpoint
+from localllm.models.checkpoints.checkpoint import Checkpoint
+from localllm.models.checkpoints.safetensors_file import allocate
 from localllm.models.layout import (
     CHECKSUM_BYTES,
     EXPERTS,
@@ -23,13 +26,17 @@ from localllm.models.layout import (
     Vector,
     block_layouts,
 )
-from localllm.models.safetensors_file import allocate
-from localllm.quant.layouts import ITEM_BYTES, Sizes, torch_dtype
+from localllm.quant.layouts import ITEM_BYTES, Sizes, StackedLayout, WeightLayout, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from localllm.quant.coded import CodedMatrix
     from localllm.quant.recipe import Recipe
+    from localllm.quant.weight_format import WeightFormat
+
+# Of codes that are kept: a byte a weight, as many once more while they are packed, and scales in fp32.
+_CODE_BYTES, _PIECE_WEIGHTS = 3, 4 << 20
 
 
 class BlockSource(Protocol):
@@ -102,7 +109,7 @@ class CheckpointBlocks:
 
     def _matrix(self, matrix: Matrix) -> dict[str, Tensor]:
         """Return a matrix's tensors by their names in its block or its record."""
-        tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self._quantized(matrix).items()}
+        tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self.quantized(matrix).items()}
         if matrix.has_bias:
             rows = _stored_rows(self.checkpoint, matrix, "bias")
             bias = self.checkpoint.read_rows(rows, (), torch_dtype("float32"))
@@ -137,13 +144,24 @@ class CheckpointBlocks:
                 fix=FETCH_ANEW,
             )
 
-    def _quantized(self, matrix: Matrix) -> dict[str, Tensor]:
-        rows, dtype = (
-            _stored_rows(self.checkpoint, matrix, "weight"),
-            torch_dtype(_read_dtype(matrix, self.recipe, self.checkpoint)),
-        )
+    def quantized(self, matrix: Matrix) -> dict[str, Tensor]:
+        """Return the tensors of a matrix by their names in its format. Raises CheckpointError."""
+        return self._quantized(matrix, matrix.format(self.recipe))
+
+    def _quantized(self, matrix: Matrix, form: WeightFormat) -> dict[str, Tensor]:
+        if isinstance(form, StackedLayout):
+            parts = zip(form.parts, _split(matrix, form), strict=True)
+            return {
+                f"{number}.{name}": tensor
+                for number, ((part, _), rows) in enumerate(parts)
+                for name, tensor in self._quantized(rows, part).items()
+            }
+        rows = _stored_rows(self.checkpoint, matrix, "weight")
+        if _keeps_codes(self.checkpoint, rows, form):
+            return self._kept(matrix, rows, form)
+        dtype = torch_dtype(_read_dtype(rows, form, self.checkpoint, matrix.in_features))
         weight = self.checkpoint.read_rows(rows, (matrix.in_features,), dtype)  # [N, K]
-        quantize = matrix.format(self.recipe).quantize
+        quantize = form.quantize
         if matrix.role == "router":  # one NaN in it would be every token's
             for name, part in self._as_stored(matrix, "weight", weight):
                 self._finite(name, part)
@@ -154,6 +172,40 @@ class CheckpointBlocks:
                 with self._blaming(name):
                     quantize(part)
             raise
+
+    def _kept(self, matrix: Matrix, stored: Mapping[str, int], form: WeightFormat) -> dict[str, Tensor]:
+        """Return the tensors of a matrix whose codes are kept, a piece of its rows after the other."""
+        import torch
+
+        from localllm.quant.coded import pack_codes
+
+        N, K = matrix.out_features, matrix.in_features
+        tensors = {name: torch.empty(spec.shape, dtype=spec.torch_dtype) for name, spec in form.specs(N, K).items()}
+        first = 0
+        for name, codes in self._codes(matrix, stored):
+            with self._blaming(name):
+                for kind, packed in pack_codes(form, codes.times(matrix.scale)).items():
+                    tensors[kind][first : first + len(packed)] = packed
+            first += -(-len(codes.scale) // TILE)
+        return tensors
+
+    def _codes(self, matrix: Matrix, stored: Mapping[str, int]) -> Iterator[tuple[str, CodedMatrix]]:
+        """Yield the codes of a matrix, in the order in which it is computed with, in pieces that begin where tiles do:
+        all in one where rows have another order, or where parts end within a tile."""
+        from localllm.quant.coded import joined
+
+        order = _row_order(matrix)
+        in_pieces = order is None and not any(rows % TILE for rows in [*stored.values()][:-1])
+        pieces = (
+            (name, codes)
+            for name, rows in stored.items()
+            for codes in self.checkpoint.codes(name, (rows, matrix.in_features), tiled=in_pieces)
+        )
+        if in_pieces:
+            yield from pieces
+            return
+        whole = joined([codes for _, codes in pieces])
+        yield next(iter(stored)), whole if order is None else whole.rows(order)
 
     def _as_stored(self, matrix: Matrix, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Return the rows of a matrix's weight or bias by the names that the checkpoint has for them."""
@@ -193,16 +245,43 @@ def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None
     """
     most = before = 0
     for matrix in (*layout.matrices, *(() if layout.experts is None else layout.experts.matrices(0))):
-        weight_format = matrix.format(recipe)
-        N, K = matrix.out_features, matrix.in_features
-        specs = weight_format.specs(N, K)
-        made = sum(spec.nbytes for spec in specs.values())
-        beside = 0 if "weight" in specs else made + weight_format.working_bytes(K)  # "weight" is read into place
-        most = max(most, before + N * K * ITEM_BYTES[_read_dtype(matrix, recipe, checkpoint)] + beside)
+        form = matrix.format(recipe)
+        made = sum(spec.nbytes for spec in form.specs(matrix.out_features, matrix.in_features).values())
+        parts = [part for part, _ in form.parts] if isinstance(form, StackedLayout) else [form]
+        read = max(map(partial(_read_bytes, checkpoint=checkpoint), _split(matrix, form), parts))
+        beside = made if any(part.specs(1, 1).keys() != {"weight"} for part in parts) else 0  # else it is read in place
+        most = max(most, before + read + beside)
         before = made
     if layout.experts is not None:
         most += layout.experts.record(recipe).num_bytes
     return most
+
+
+def _read_bytes(matrix: Matrix, form: WeightLayout, checkpoint: Checkpoint | None) -> int:
+    """Return the bytes that are held of a matrix while it is brought into a format, beside what is made of it."""
+    N, K = matrix.out_features, matrix.in_features
+    rows = {} if checkpoint is None else _stored_rows(checkpoint, matrix, "weight")
+    if checkpoint is not None and _keeps_codes(checkpoint, rows, form):
+        # Codes as bytes with their scales, read in pieces where they need no other order.
+        return _CODE_BYTES * N * K if matrix.interleaved is not None else _CODE_BYTES * min(N * K, _PIECE_WEIGHTS)
+    is_in_place = "weight" in form.specs(1, 1)
+    read = N * K * ITEM_BYTES[_read_dtype(rows, form, checkpoint, K)]
+    return read + (0 if is_in_place else form.working_bytes(K))
+
+
+def _split(matrix: Matrix, form: WeightLayout) -> list[Matrix]:
+    """Return the matrices that a format stores one below the other."""
+    if not isinstance(form, StackedLayout):
+        return [matrix]
+    counts = [rows for _, rows in form.parts]
+    begins = itertools.accumulate(counts, initial=0)
+    return [matrix.rows_of(first, rows) for first, rows in zip(begins, counts, strict=False)]
+
+
+def _keeps_codes(checkpoint: Checkpoint, stored: Mapping[str, int], form: WeightLayout) -> bool:
+    """Return whether these parts of a matrix are stored in the codes of a format."""
+    kept = [checkpoint.kept(name) for name in stored if checkpoint.has(name)]
+    return bool(kept) and all(each is not None and each.name == form.name for each in kept)
 
 
 def _as_computed(stored: Tensor, matrix: Matrix) -> Tensor:
@@ -210,9 +289,15 @@ def _as_computed(stored: Tensor, matrix: Matrix) -> Tensor:
     apart."""
     if matrix.scale != 1.0:
         stored.mul_(matrix.scale)
+    order = _row_order(matrix)
+    return stored if order is None else stored[order]
+
+
+def _row_order(matrix: Matrix) -> Tensor | None:
+    """Return the stored rows in the order in which they are computed with; None where that is theirs."""
     pairs = matrix.interleaved
-    if pairs is None:
-        return stored
+    if pairs is None or not pairs.rows:
+        return None
     import torch
 
     features = torch.arange(pairs.head_dim)
@@ -220,7 +305,7 @@ def _as_computed(stored: Tensor, matrix: Matrix) -> Tensor:
     features[:half], features[half : 2 * half] = 2 * torch.arange(half), 2 * torch.arange(half) + 1
     heads = torch.arange(pairs.rows // pairs.head_dim)
     order = (heads[:, None] * pairs.head_dim + features).flatten()
-    return torch.cat((stored[: pairs.rows][order], stored[pairs.rows :]))
+    return torch.cat((order, torch.arange(pairs.rows, matrix.out_features)))
 
 
 def written_record(record: Record, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -248,12 +333,12 @@ def checksum_tensor(digest: bytes) -> Tensor:
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
-def _read_dtype(matrix: Matrix, recipe: Sizes, checkpoint: Checkpoint | None) -> str:
+def _read_dtype(stored: Mapping[str, int], form: WeightLayout, checkpoint: Checkpoint | None, in_features: int) -> str:
     """Return the type to read in: the format's own where it has one `weight`, else as stored, fp32 at most."""
-    own = matrix.format(recipe).specs(matrix.out_features, matrix.in_features).get("weight")
+    own = form.specs(1, in_features).get("weight")
     if own is not None or checkpoint is None:
         return own.dtype if own is not None else "bfloat16"
-    found = {checkpoint.dtype(name) for name in _stored_rows(checkpoint, matrix, "weight")}
+    found = {checkpoint.dtype(name) for name in stored}
     # Two types of 16 bits have only fp32 in common.
     return found.pop() if len(found) == 1 and found != {"float64"} else "float32"
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from localllm.kernels.cpu_matmul import is_available
-from localllm.kernels.sizes import INT8_GROUP, MOST_SLOTS, TASK_WORDS, TILE, TOKEN_WORDS
+from localllm.kernels.sizes import MOST_SLOTS, TASK_WORDS, TILE, TOKEN_WORDS
 from localllm.layers.config import AttentionConfig, MoEConfig
 from localllm.models.architecture import ModelConfig
-from localllm.quant.layouts import Int4Layout, Int8Layout, Sizes, can_be_cut, cut_step
+from localllm.quant.layouts import Sizes, can_be_cut, cut_step
 
 _HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole registers
 
 
 def runs_natively(config: ModelConfig, recipe: Sizes, dtype: str) -> bool:
     """Return whether a CPU computes such a decoder by native steps. dtype: of activations."""
-    return isinstance(recipe.blocks, Int4Layout | Int8Layout) and fills_vectors(config, dtype)
+    return is_packed(recipe) and fills_vectors(config, dtype)
+
+
+def is_packed(recipe: Sizes) -> bool:
+    """Return whether our kernels compute with all matrices of a recipe but routers."""
+    return all(form.weights is not None for form in recipe.formats)
 
 
 def fills_vectors(config: ModelConfig, dtype: str) -> bool:
@@ -56,7 +61,7 @@ def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
     mixed = max(each.mixed_features for each in config.attentions)
     widest_in = max(hidden, intermediate, mixed)
     widest_out = max(2 * intermediate, hidden, *(each.qkv_features for each in config.attentions))
-    group = recipe.blocks.group if isinstance(recipe.blocks, Int4Layout) else INT8_GROUP
+    group = min(form.weights.columns for form in recipe.formats if form.weights is not None)
     floats = 2 * hidden + widest_out + mixed + 3 * (widest_in // group)
     floats += 2 * sum(rotary_dim for _, rotary_dim in config.rotations)
     floats += max((_mixture_row_floats(mixture, hidden) for mixture in config.mixtures), default=0)
@@ -74,15 +79,15 @@ def _mixture_row_floats(mixture: MoEConfig, hidden_size: int) -> int:
 def can_have_slots(config: ModelConfig, recipe: Sizes) -> bool:
     """Return whether a GPU's kernels compute all of the model's mixtures, with those experts that are in slots."""
     experts = [mixture.expert for mixture in config.mixtures]
-    is_packed = isinstance(recipe.blocks, Int4Layout | Int8Layout)
     fits_tables = config.norm_kind == "rms" and has_one_head_shape(config)
     is_launched = all(mixture.router.top_k <= MOST_SLOTS for mixture in config.mixtures)
     fills_tiles = all(expert.intermediate_size % TILE == 0 and not expert.has_bias for expert in experts)
-    return bool(experts) and is_packed and fits_tables and is_launched and fills_tiles
+    return bool(experts) and is_packed(recipe) and fits_tables and is_launched and fills_tiles
 
 
 def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:
     """Return whether two devices can share each MLP block. Of a mixture, each expert is computed by one."""
     sizes = {mlp.intermediate_size for mlp in config.mlps}
     step = cut_step(recipe.blocks)
-    return can_be_cut(recipe.blocks) and not config.mixtures and all(size % step == 0 and size > step for size in sizes)
+    is_whole = all(size % step == 0 and size > step for size in sizes)
+    return is_whole and can_be_cut(recipe.blocks) and not recipe.own and not config.mixtures

@@ -21,7 +21,7 @@ from localllm.hub.locks import exclusive
 from localllm.hub.packed import PACKED_INDEX
 from localllm.hub.repo_cache import free_bytes, sync_directory
 from localllm.models.block_source import CheckpointBlocks
-from localllm.models.checkpoint import Checkpoint
+from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.families import load_config
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
 from localllm.models.load import Progress

@@ -69,7 +69,7 @@ class CpuProgram:
             and not any(isinstance(block.body, SplitMLP) for block in decoder.blocks)
             and all(is_native(body.experts) and block.norm_out is None for block, body in _mixtures(decoder))
             and all(
-                (packed := _packed(linear)) is not None and packed.tiles * TILE == linear.out_features
+                (parts := _parts(linear)) and sum(part.tiles for part in parts) * TILE == linear.out_features
                 for block in decoder.blocks
                 for linear in block.body.linears
             )
@@ -248,7 +248,7 @@ class _Room:
         padded = rows + MOST_ROWS
         linears = [linear for block in decoder.blocks for linear in block.body.linears]
         matrices = [*linears, decoder.head]
-        groups = [matrix.group for linear in matrices if (matrix := _packed(linear)) is not None]
+        groups = [part.group for linear in matrices for part in _parts(linear)]
         self.x = torch.zeros(padded, config.hidden_size)
         self.wide = torch.zeros(padded * max(linear.out_features for linear in linears))  # qkv, gate and up
         self.mixed = torch.zeros(padded, attention.mixed_features)
@@ -324,8 +324,7 @@ class _Recorder:
             yield from self._mixture(block, body)
             return
         first, last = body.linears
-        yield self.quantize(first, self.room.x, as_rms(block.norm_in))
-        yield self.multiply(first, self.room.wide, adds=False)
+        yield from self.wide(first, as_rms(block.norm_in))
         if isinstance(body, Attention):
             yield from self._attention(body)
             yield self.quantize(last, self.room.mixed, None)
@@ -350,8 +349,7 @@ class _Recorder:
         room, shared = self.room, body.shared
         assert self.experts is not None
         if shared is not None:
-            yield self.quantize(shared.gate_up_proj, room.x, as_rms(block.norm_in))
-            yield self.multiply(shared.gate_up_proj, room.wide, adds=False)
+            yield from self.wide(shared.gate_up_proj, as_rms(block.norm_in))
             yield self._gate(shared)
             yield self.multiply(shared.down_proj, room.y, adds=False)
         rows = None if shared is None else room.y
@@ -377,11 +375,27 @@ class _Recorder:
         kernel = cpu_matmul.matmul(self.isa, head.weights, self.block_rows)
         yield self.room.activations.multiply(kernel, head, logits, head.tiles * TILE, None)
 
+    def wide(self, linear: Linear, norm: RMSNorm | None) -> Iterator[Step]:
+        """The rows of x into `wide`: by one matrix, or by those whose rows make it up."""
+        room, first = self.room, 0
+        group = 0
+        for part in _parts(linear):
+            if part.group != group:
+                group = part.group
+                yield self.quantize_for(part, room.x, norm)
+            rows = part.tiles * TILE
+            kernel = cpu_matmul.matmul(self.isa, part.weights, self.block_rows, has_bias=linear.bias is not None)
+            bias = None if linear.bias is None else linear.bias[first : first + rows].float()
+            yield room.activations.multiply(kernel, part, room.wide[first:], linear.out_features, bias)
+            first += rows
+
     def quantize(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Step:
-        group, features = _required(linear).group, linear.in_features
-        kernel = cpu_quantize.quantize(self.isa, group, "plain" if norm is None else "norm")
+        return self.quantize_for(_required(linear), x, norm)
+
+    def quantize_for(self, matrix: PackedMatrix, x: Tensor, norm: RMSNorm | None) -> Step:
+        kernel = cpu_quantize.quantize(self.isa, matrix.group, "plain" if norm is None else "norm")
         rest: dict[str, Tensor | int] = {} if norm is None else {"weight": norm.weight, "eps": float_bits(norm.eps)}
-        return self.room.activations.quantize(kernel, x, group, features, **rest)
+        return self.room.activations.quantize(kernel, x, matrix.group, matrix.in_features, **rest)
 
     def multiply(self, linear: Linear, y: Tensor, *, adds: bool) -> Step:
         packed, has_bias = _required(linear), linear.bias is not None
@@ -433,6 +447,13 @@ class _Recorder:
 
 def _mixtures(decoder: Decoder) -> list[tuple[Block, MoE]]:
     return [(block, block.body) for block in decoder.blocks if isinstance(block.body, MoE)]
+
+
+def _parts(linear: Linear) -> list[PackedMatrix]:
+    """Return the matrices that make up a linear layer as the kernels take them; none where a format or its columns are
+    not theirs."""
+    parts = linear.packed_parts
+    return parts if all(part.in_features == linear.in_features for part in parts) else []
 
 
 def _packed(linear: Linear) -> PackedMatrix | None:

@@ -82,9 +82,10 @@ ALL_RESIDENT = AllResident()
 @dataclass(frozen=True)
 class Decoder:
     """device: where batches are made and hidden states are between blocks that are computed there; a block, the
-    embedding and the head may each be somewhere else."""
+    embedding and the head may each be somewhere else. weights: the name of their recipe."""
 
     config: ModelConfig
+    weights: str
     embed: Embedding
     blocks: tuple[Block, ...]
     final_norm: Norm

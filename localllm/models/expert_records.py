@@ -117,6 +117,7 @@ class SlottedExperts:
 def new_linear(matrix: Matrix, tensors: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Linear:
     """Return a matrix of its tensors. dtype: of its bias, which follows that of activations."""
     weight_format = matrix.format(recipe)
-    own = {name: tensors[f"{matrix.name}.{name}"] for name in weight_format.specs(1, 1)}
+    specs = weight_format.specs(matrix.out_features, matrix.in_features)
+    own = {name: tensors[f"{matrix.name}.{name}"] for name in specs}
     bias = tensors[f"{matrix.name}.linear_bias"].to(dtype) if matrix.has_bias else None
     return Linear(weight_format, own, matrix.out_features, matrix.in_features, bias)

@@ -17,16 +17,14 @@ from localllm.kernels.gpu.experts import mixture
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
-from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import MOST_SLOTS
+from localllm.kernels.packed_matrix import packed_matrix
+from localllm.kernels.sizes import MOST_SLOTS, Weights
 from localllm.kernels.tile16 import TILE
 from localllm.layers.gpu_block import GpuForward, run_mlp
 from localllm.layers.moe import MoE
 from localllm.layers.norm import RMSNorm
 from localllm.models.expert_records import ExpertRecords, RecordForm, SlottedExperts
 from localllm.models.layout import Matrix
-from localllm.quant.int4 import Int4
-from localllm.quant.int8 import Int8
 
 
 class AddExperts(Protocol):
@@ -35,14 +33,23 @@ class AddExperts(Protocol):
 
 
 def is_for_kernels(body: MoE) -> bool:
-    """Return whether the kernels compute its experts: INT4 or INT8 records in memory, without biases, whose gates fill
+    """Return whether the kernels compute its experts: packed records in memory, without biases, whose gates fill
     whole tiles."""
     if not isinstance(body.experts, ExpertRecords | SlottedExperts):
         return False
     form = body.experts.form
-    is_packed = all(isinstance(matrix.format(form.recipe), Int4 | Int8) for matrix in form.matrices)
+    weights = [matrix.format(form.recipe).weights for matrix in form.matrices]
+    is_packed = None not in weights and _shares_codes(body, weights[0])
     is_launched = body.config.router.top_k <= MOST_SLOTS
     return is_packed and is_launched and not form.config.has_bias and form.config.intermediate_size % TILE == 0
+
+
+def _shares_codes(body: MoE, weights: Weights | None) -> bool:
+    """Return whether what all tokens share is multiplied with the codes that are made for the experts' first matrix."""
+    if body.shared is None or weights is None:
+        return True
+    own = body.shared.gate_up_proj.packed
+    return own is not None and (own.group, own.bits) == (weights.columns, weights.bits)
 
 
 def table_of(body: MoE) -> ExpertTable:
@@ -113,7 +120,10 @@ def _add_shared(body: MoE, codes: Codes, routes: Routes, y: Tensor, forward: Gpu
 
 def _record_matrix(matrix: Matrix, form: RecordForm) -> RecordMatrix:
     begins = {name: placed.begin for name, placed in form.record.tensors.items()}
-    specs = matrix.format(form.recipe).specs(matrix.out_features, matrix.in_features)
+    weight_format = matrix.format(form.recipe)
+    specs, weights = weight_format.specs(matrix.out_features, matrix.in_features), weight_format.weights
+    assert weights is not None, "`is_for_kernels` said so"
     tensors = {name: torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta") for name, spec in specs.items()}
-    shape = PackedMatrix(tensors["qweight"], tensors["scale"], tensors.get("bias"))
-    return RecordMatrix(shape, **{name: begins[f"{matrix.name}.{name}"] for name in specs})
+    return RecordMatrix(
+        packed_matrix(tensors, weights.table), **{name: begins[f"{matrix.name}.{name}"] for name in specs}
+    )

@@ -38,7 +38,6 @@ from localllm.models.gpu_mixture import is_for_kernels, run_mixture, table_of
 from localllm.models.gpu_slots import BlockPart, SlottedMixtures, is_slotted, parts_of
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import Dense
-from localllm.quant.int8 import Int8
 
 _COPIES = 4  # of drawn tokens on the host, as many as forwards can be on their way
 _LOGIT_ROWS = 64  # of the head at once
@@ -315,9 +314,10 @@ class GpuProgram:
         embedding = self.decoder.embed
         if is_ours:
             assert isinstance(embedding.matrix, Linear)
-            tensors = embedding.matrix.tensors
             factor = float(torch.tensor(embedding.scale, dtype=embedding.dtype))
-            embed(tensors["qweight"], tensors["scale"], token_ids, x, factor).run()
+            packed = embedding.matrix.packed
+            assert packed is not None, "`_embeds` said so"
+            embed(packed.qweight, packed.scale, token_ids, x, factor, packed.bias, packed.table).run()
         else:
             x[: len(batch)] = moved(self.decoder.embedded(batch), self.device)
 
@@ -381,7 +381,7 @@ class GpuProgram:
     def _embeds(self) -> bool:
         """Return whether our kernel looks the embedding's rows up: on the device, or in pinned memory of the host."""
         matrix = self.decoder.embed.matrix
-        if not isinstance(matrix, Linear) or not isinstance(matrix.format, Int8):
+        if not isinstance(matrix, Linear) or matrix.packed is None:
             return False
         is_near = matrix.device == self.device or all(tensor.is_pinned() for tensor in matrix.tensors.values())
         return is_near and EMBED not in self.decoder.stream.names
@@ -413,7 +413,7 @@ class GpuProgram:
         blocks = (stage.block if isinstance(stage, BlockPart) else stage for stage in run.stages)
         linears = [linear for block in blocks if isinstance(block, Block) for linear in block.body.linears]
         linears += [self.decoder.head] if HEAD in run.stages else []
-        return all(linear.packed is not None or isinstance(linear.format, Dense) for linear in linears)
+        return all(linear.packed_parts or isinstance(linear.format, Dense) for linear in linears)
 
 
 def _joined(runs: Iterable[_Run]) -> list[_Run]:

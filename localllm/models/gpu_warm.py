@@ -18,8 +18,9 @@ from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.segment import KVStore, Segment
 from localllm.models.decoder import ALL_RESIDENT, Block, Decoder
-from localllm.models.expert_records import ExpertRecords, SlottedExperts
+from localllm.models.expert_records import ExpertRecords, RecordForm, SlottedExperts
 from localllm.models.gpu_program import CHUNK_ROWS, GpuProgram, is_ours
+from localllm.quant.weight_format import WeightFormat
 
 _ROWS = tuple(1 << i for i in range(product.FEW_ROWS.bit_length()))  # of forwards that draw
 _MANY_ROWS = (32, 64, 128, 256, CHUNK_ROWS)  # columns are shared out over programs by their number
@@ -61,6 +62,10 @@ def _batch(decoder: Decoder, kv: KVStore, past: int, rows: int) -> Batch:
     )
 
 
+def _record_formats(form: RecordForm) -> tuple[WeightFormat, ...]:
+    return tuple(matrix.format(form.recipe) for matrix in form.matrices)
+
+
 def _kind(block: Block) -> Hashable:
     """Return what blocks have in common that are computed by the same variants of kernels."""
     body, norms = block.body, (block.norm_in is None, block.norm_out is None)
@@ -71,5 +76,5 @@ def _kind(block: Block) -> Hashable:
     elif isinstance(body, MLP):
         own = body.activation_name
     elif isinstance(body, MoE) and isinstance(body.experts, ExpertRecords | SlottedExperts):
-        own = (type(body.experts), body.config, body.router.in_features, body.experts.form.recipe.blocks)
+        own = (type(body.experts), body.config, body.router.in_features, _record_formats(body.experts.form))
     return (own, norms, tuple(linears))

@@ -5,8 +5,9 @@ The one description that loading, packing and random models share. Holds no byte
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from localllm.layers.config import AttentionConfig, MLPConfig, MoEConfig
@@ -67,7 +68,18 @@ class Matrix:
         return self.out_features * self.in_features
 
     def format(self, recipe: RecipeOf[F]) -> F:
-        return {"block": recipe.blocks, "embedding": recipe.embedding, "router": recipe.router}[self.role]
+        by_role = {"block": recipe.blocks, "embedding": recipe.embedding, "router": recipe.router}
+        return recipe.own.get(self.stored, by_role[self.role])
+
+    def rows_of(self, first: int, rows: int) -> Matrix:
+        """Return some of its rows, where they are whole parts, as a matrix without a bias."""
+        begins = dict(zip(self.parts, itertools.accumulate(self.parts.values(), initial=0), strict=False))
+        parts = {name: count for name, count in self.parts.items() if first <= begins[name] < first + rows}
+        assert sum(parts.values()) == rows
+        pairs = self.interleaved
+        if pairs is not None:
+            pairs = replace(pairs, rows=min(max(pairs.rows - first, 0), rows))
+        return replace(self, parts=parts, has_bias=False, interleaved=pairs)
 
     def specs(self, recipe: Sizes) -> dict[str, TensorSpec]:
         """Its tensors by their names inside the block: those of its format, and the bias."""

@@ -88,6 +88,7 @@ class DecoderParts:
         embedding = embed.linear("embed_tokens") if stored is None or is_tied else stored
         return Decoder(
             config=config,
+            weights=self.recipe.name,
             embed=Embedding(embedding, self.dtype, config.embedding_scale),
             blocks=tuple(_block(block, index) for index, block in enumerate(middle)),
             final_norm=head.norm("final_norm"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from localllm.errors import CheckpointError, Fix
 from localllm.kernels import int8, tile16
 from localllm.kernels.packed_linear import packed_linear
 from localllm.kernels.packed_matrix import packed_matrix
-from localllm.kernels.sizes import TILE
+from localllm.kernels.sizes import TILE, Weights
 from localllm.quant.layouts import INT8_SLAB, CodedLayout, WeightLayout
 from localllm.quant.weight_format import require_finite
 
@@ -20,34 +21,58 @@ FP16_MAX = 65504.0
 
 
 @dataclass(frozen=True)
-class Codes:
+class CodedMatrix:
     """A matrix [N, K] in groups of G columns: w = scale * value(q) + bias, each product and sum in fp32.
 
     q: uint8 [N, K] of 0..15, or int8 [N, K]. Their values are those of the format's table, else they themselves.
     scale: fp32 [N, K/G]. bias: likewise, or None.
+    is_tiled: q is the `qweight` of `tile16`, or of `int8`, already.
     """
 
     q: Tensor
     scale: Tensor
     bias: Tensor | None = None
+    is_tiled: bool = False
+
+    def rows(self, order: Tensor) -> CodedMatrix:
+        """Return these rows, in this order. Only of codes that are not tiled."""
+        return CodedMatrix(self.q[order], self.scale[order], None if self.bias is None else self.bias[order])
+
+    def times(self, factor: float) -> CodedMatrix:
+        """Return the codes of the matrix multiplied by a number."""
+        if factor == 1.0:
+            return self
+        return replace(self, scale=self.scale * factor, bias=None if self.bias is None else self.bias * factor)
 
 
-def pack_codes(layout: WeightLayout, codes: Codes) -> dict[str, Tensor]:
+def joined(pieces: Sequence[CodedMatrix]) -> CodedMatrix:
+    """Return the codes of matrices one below the other."""
+    biases = [piece.bias for piece in pieces if piece.bias is not None]
+    q, scale = torch.cat([piece.q for piece in pieces]), torch.cat([piece.scale for piece in pieces])
+    return CodedMatrix(q, scale, torch.cat(biases) if biases else None)
+
+
+def pack_codes(layout: WeightLayout, codes: CodedMatrix) -> dict[str, Tensor]:
     """Return a matrix's tensors as `layout.specs` says. Scales and biases are rounded to fp16: by 2**-11 of themselves.
 
     Raises CheckpointError where one is not finite, or too large for fp16.
     """
     weights = layout.weights
     assert weights is not None and weights.group is not None
-    N, K = codes.q.shape
-    rows, columns = -N % TILE, -K % weights.group
-    q = functional.pad(codes.q, (0, columns, 0, rows)) if rows or columns else codes.q.contiguous()
-    tensors = {"qweight": int8.pack(q) if weights.bits == 8 else tile16.pack(q)}
+    rows = -len(codes.scale) % TILE
+    tensors = {"qweight": codes.q if codes.is_tiled else _tiled(codes.q, weights, rows)}
     for name, values in (("scale", codes.scale), ("bias", codes.bias)):
         if values is not None:
             _require_fp16(values, name)
             tensors[name] = tile16.pack_groups(functional.pad(values, (0, 0, 0, rows)).half())
     return tensors
+
+
+def _tiled(q: Tensor, weights: Weights, rows: int) -> Tensor:
+    """q [N, K], and so many rows of padding, as `qweight`."""
+    columns = -q.shape[1] % weights.columns
+    padded = functional.pad(q, (0, columns, 0, rows)) if rows or columns else q.contiguous()
+    return int8.pack(padded) if weights.bits == 8 else tile16.pack(padded)
 
 
 def _require_fp16(values: Tensor, name: str) -> None:
@@ -82,7 +107,7 @@ class Coded(CodedLayout):
                 tensors[name][first : first + step] = tensor
         return tensors
 
-    def _nearest(self, rows: Tensor) -> Codes:
+    def _nearest(self, rows: Tensor) -> CodedMatrix:
         """rows fp32 [N, K]."""
         N, K = rows.shape
         groups = functional.pad(rows, (0, -K % self.group)).view(N, -1, self.group)
@@ -97,7 +122,7 @@ class Coded(CodedLayout):
             values, order = table.sort()
             above = torch.bucketize(position, (values[1:] + values[:-1]) / 2)
             q = order[above].to(torch.uint8)
-        return Codes(q.view(N, -1)[:, :K], scale, torch.zeros_like(scale) if self.has_bias else None)
+        return CodedMatrix(q.view(N, -1)[:, :K], scale, torch.zeros_like(scale) if self.has_bias else None)
 
     def dequantize(self, tensors: dict[str, Tensor], out_features: int, in_features: int) -> Tensor:
         return packed_matrix(tensors, self.table).dequantize(out_features, in_features, torch.float32)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, cast
 
 from localllm.errors import Fix, UsageError
 from localllm.kernels.sizes import CENTRED, INT8_WORD, TILE, UNIT, UNIT_BYTES, WORD, Weights, capacity, units
@@ -251,17 +253,54 @@ F = TypeVar("F", bound=WeightLayout, covariant=True)
 
 
 @dataclass(frozen=True)
+class StackedLayout(Generic[F]):
+    """A matrix whose rows a file stores in several formats, one below the other: the tensors of each, "0.qweight",
+    "1.qweight", and so on. parts: formats and their rows, in order."""
+
+    parts: tuple[tuple[F, int], ...]
+
+    @property
+    def name(self) -> str:
+        return "+".join(f"{part.name}:{rows}" for part, rows in self.parts)
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        assert out_features == sum(rows for _, rows in self.parts)
+        return {
+            f"{number}.{name}": spec
+            for number, (part, rows) in enumerate(self.parts)
+            for name, spec in part.specs(rows, in_features).items()
+        }
+
+    @property
+    def weights(self) -> None:
+        return None
+
+    def working_bytes(self, in_features: int, /) -> int:
+        return max(part.working_bytes(in_features) for part, _ in self.parts)
+
+
+@dataclass(frozen=True)
 class RecipeOf(Generic[F]):
     """The format of each kind of matrix. name: what a person asks for and what a packed model is kept under.
 
+    blocks: of most matrices.
     embedding: of the token embedding, and of the head, tied to it or not.
     router: of what chooses experts: a few rows, on whose last digits the choice depends.
+    own: of single matrices, by the names under which checkpoints store them.
     """
 
     name: str
     blocks: F
     embedding: F
     router: F
+    own: Mapping[str, F] = field(default_factory=dict, compare=False)
+
+    @property
+    def formats(self) -> tuple[F, ...]:
+        """The formats of all matrices but routers, those of stacked rows one by one."""
+        found = dict.fromkeys((self.blocks, self.embedding, *self.own.values()))
+        parts = [[part for part, _ in each.parts] if isinstance(each, StackedLayout) else [each] for each in found]
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
 
 
 Sizes = RecipeOf[WeightLayout]  # a recipe of which no matrix is computed with
@@ -279,6 +318,22 @@ SIZES: Mapping[str, Sizes] = MappingProxyType(
         **{blocks.name: Sizes(blocks.name, blocks, Int8Layout(), _ROUTER) for blocks in _INT4},
     }
 )
+
+
+KEPT = "kept"  # a checkpoint's own codes; a recipe's name says also in which format most of them are
+_FORMAT = re.compile(r"(int4|int8|fp4|iq4|nf4|bnb4)-g(\d+)(-sym|-bias)?")
+
+
+def blocks_of(recipe: str) -> WeightLayout:
+    """Return the format of most matrices of the recipe of this name."""
+    if recipe in SIZES:
+        return SIZES[recipe].blocks
+    found = _FORMAT.fullmatch(recipe.removeprefix(f"{KEPT}-"))
+    assert found is not None, recipe
+    kind, group, ending = found.groups()
+    if kind == "int4" and not ending:
+        return Int4Layout(int(group))
+    return CodedLayout(cast(CodeKind, kind), int(group), ending == "-bias")
 
 
 def recipe_name(name: str) -> str:

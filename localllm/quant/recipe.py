@@ -18,23 +18,35 @@ from localllm.quant.layouts import (
     Int8Layout,
     NF4Layout,
     RecipeOf,
+    Sizes,
+    StackedLayout,
     WeightLayout,
     recipe_name,
 )
 from localllm.quant.nf4 import NF4
+from localllm.quant.stacked import Stacked
 from localllm.quant.weight_format import WeightFormat
 
 Recipe = RecipeOf[WeightFormat]
 
 
-def _computing(layout: WeightLayout) -> WeightFormat:
+def computing(layout: WeightLayout) -> WeightFormat:
+    """Return the format that computes with matrices of this layout."""
     if isinstance(layout, BF12Layout):
         from localllm.quant.bf12 import BF12
 
         return BF12()
+    if isinstance(layout, StackedLayout):
+        return Stacked(tuple((computing(part), rows) for part, rows in layout.parts))
     formats = {CodedLayout: Coded, DenseLayout: Dense, Int4Layout: Int4, Int8Layout: Int8, NF4Layout: NF4}
     found: WeightFormat = formats[type(layout)](**vars(layout))
     return found
+
+
+def recipe_of(sizes: Sizes) -> Recipe:
+    """Return the recipe of these sizes, whose matrices are computed with."""
+    own = {name: computing(layout) for name, layout in sizes.own.items()}
+    return Recipe(sizes.name, computing(sizes.blocks), computing(sizes.embedding), computing(sizes.router), own)
 
 
 class _Recipes(Mapping[str, Recipe]):
@@ -45,8 +57,7 @@ class _Recipes(Mapping[str, Recipe]):
 
     def __getitem__(self, name: str) -> Recipe:
         if name not in self._made:
-            sizes = SIZES[name]
-            self._made[name] = Recipe(name, *map(_computing, (sizes.blocks, sizes.embedding, sizes.router)))
+            self._made[name] = recipe_of(SIZES[name])
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 _NUMBERS = ("layers", "hidden_size", "attention_heads", "kv_heads", "vocabulary", "context")
 
-State = Literal["installed", "partial", "available", "folder", "orphan"]
+State = Literal["installed", "partial", "available", "folder", "file", "orphan"]
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model. size_bytes: of its files, None where they are not here, or not all of them. parameters: billions."""
+    """A model. size_bytes: of its files, None where they are not here, or not all of them. parameters: billions. file:
+    of a GGUF model, which has no directory. store: the program that keeps it, "" where we or the user do. total_bytes:
+    of its files, whole and unfinished, and of what is packed of it."""
 
     name: str
     state: State
@@ -37,11 +39,17 @@ class ModelRow:
     gated: bool | None = None
     context: int | None = None
     parameters: float | None = None
+    file: str | None = None
+    store: str = ""
 
     @property
     def is_here(self) -> bool:
         """Whether the model can be run at once."""
-        return self.state in ("installed", "folder")
+        return self.state in ("installed", "folder", "file")
+
+    @property
+    def total_bytes(self) -> int:
+        return (self.size_bytes or 0) + self.partial_bytes + sum(packed.size_bytes for packed in self.packed)
 
 
 def model_rows(*, has_available: bool) -> list[ModelRow]:
@@ -67,7 +75,8 @@ def model_rows(*, has_available: bool) -> list[ModelRow]:
 def row_fields(row: ModelRow) -> dict[str, Any]:
     """Return a row's fields in the JSON forms."""
     values = {field.name: getattr(row, field.name) for field in fields(row)}
-    return {**values, "packed": packed_fields(row.packed), "aliases": list(row.aliases)}
+    aliases = list(row.aliases)
+    return {**values, "packed": packed_fields(row.packed), "aliases": aliases, "total_bytes": row.total_bytes}
 
 
 def packed_fields(models: Iterable[PackedWeights]) -> list[dict[str, Any]]:
@@ -90,6 +99,17 @@ def size_text(row: ModelRow) -> str:
     return f"{size} + {format_bytes(row.partial_bytes)} unfinished".removeprefix(" + ")
 
 
+def total_text(row: ModelRow) -> str:
+    """Return the bytes of a model and of what is packed of it; "" where nothing is packed."""
+    return format_bytes(row.total_bytes) if row.packed and row.size_bytes else ""
+
+
+def source_text(row: ModelRow) -> str:
+    """Return where a model is from, or who keeps it."""
+    own = {"installed": "built in", "folder": "a folder of yours", "file": "a file of yours"}
+    return row.store or row.repo or own.get(row.state, "")
+
+
 def licence_text(row: ModelRow) -> str:
     return f"{row.licence or ''}{' (gated)' if row.gated else ''}"
 
@@ -100,11 +120,13 @@ def _of_installed(model: InstalledModel) -> ModelRow:
         state=model.state,
         repo=model.repo,
         revision=model.revision,
-        directory=str(model.directory) if model.directory else None,
+        directory=str(model.directory) if model.directory and not model.gguf else None,
         size_bytes=model.size_bytes if model.directory else None,
         partial_bytes=model.partial_bytes,
         packed=model.packed,
         model_type=model.model_type,
+        file=str(model.gguf) if model.gguf else None,
+        store=model.store,
         **(_registered(model.entry) if model.entry else {}),
     )
 
@@ -126,7 +148,8 @@ def model_facts(model: ModelDescription) -> dict[str, Any]:
         "state": state,
         "repo": model.repo,
         "revision": model.revision if model.repo else None,
-        "directory": str(model.files.directory) if model.files else None,
+        "directory": str(model.files.directory) if model.files and not model.files.gguf else None,
+        "file": str(model.files.gguf) if model.files and model.files.gguf else None,
         "size_bytes": model.size_bytes if model.files else None,
         "partial_bytes": model.partial_bytes,
         "packed": packed_fields(model.packed),

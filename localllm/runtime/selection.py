@@ -39,7 +39,7 @@ class Selection:
     @property
     def model_name(self) -> str:
         """A name under which the model is found again, from any folder."""
-        is_folder = self.files.repo is None and self.files.name != BUILT_IN
+        is_folder = self.files.repo is None and self.files.gguf is None and self.files.name != BUILT_IN
         return str(self.files.directory.absolute()) if is_folder else self.files.name
 
     def sampling(self, extra: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
@@ -94,7 +94,7 @@ def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
     """The error with the model's name where its fix says MODEL. What was not fetched cannot be fetched anew."""
     if files is None:
         return error
-    copy = "reinstall localllm" if files.name == BUILT_IN else f"copy the model's files into {files.directory} anew"
+    copy = "reinstall localllm" if files.name == BUILT_IN else files.copied_anew
     error.fix = [
         copy if fix.kind == "refetch" and files.repo is None else fix.with_model(files.name) for fix in error.fixes
     ]

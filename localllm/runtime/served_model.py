@@ -101,17 +101,20 @@ class ServedModel:
 def own_name(selection: Selection) -> str:
     """Return the model's name; of a folder, the folder's own without where it is."""
     files = selection.files
-    is_folder = files.repo is None and files.name != BUILT_IN
+    if files.gguf is not None and files.name == str(files.gguf):
+        return files.gguf.stem
+    is_folder = files.repo is None and files.gguf is None and files.name != BUILT_IN
     return files.directory.absolute().name if is_folder else files.name
 
 
 def _longer_name(selection: Selection, taken: Collection[str]) -> str:
     """Return the folder's name with as many of its parents as tell it apart."""
-    parts = selection.files.directory.absolute().parts[1:]
+    parts = selection.files.place.parts[1:]
     names = ("/".join(parts[-count:]) for count in range(2, len(parts) + 1))
     return next((name for name in names if name.casefold() not in taken), str(selection.files.directory.absolute()))
 
 
 def _is_pinned(selection: Selection) -> bool:
-    """Whether a revision was asked for by name: other names are another model's."""
-    return selection.files.repo is not None and "@" in selection.files.name
+    """Whether a revision or a quantization was asked for by name: other names are another model's."""
+    files = selection.files
+    return files.repo is not None and (files.gguf is not None or "@" in files.name)

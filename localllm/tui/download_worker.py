@@ -222,17 +222,19 @@ def _pull(name: str, resolved: ResolvedSettings, progress: Progress) -> str:
 
 def _pack(name: str, weights: str, resolved: ResolvedSettings, progress: Progress) -> str:
     from localllm import hub
-    from localllm.engine.weights import pack_model
+    from localllm.engine.weights import choose_weights, pack_model
     from localllm.hub.packed import own_bytes, packed_directory
-    from localllm.quant.recipe import recipe
+    from localllm.models.families import load_config
+    from localllm.quant.recipe import recipe_of
 
     files = hub.locate(name, offline=True)
     progress(DownloadStep(note="looking at the checkpoint"))
+    sizes = choose_weights(weights, files, load_config(files.directory))
     pack_model(
         files,
-        recipe(weights),
+        recipe_of(sizes),
         lambda done, total: progress(DownloadStep(done, total)),
         lambda process: progress(DownloadStep(note=f"process {process} is packing it; waiting for that")),
         resolved.settings.ram,
     )
-    return f"{name} is packed: {weights}, {format_bytes(own_bytes(packed_directory(files, weights)))}"
+    return f"{name} is packed: {sizes.name}, {format_bytes(own_bytes(packed_directory(files, sizes.name)))}"

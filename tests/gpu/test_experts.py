@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from localllm.kernels import reference
 from localllm.kernels.gpu import check_cases
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.check import BRIEF, sizes_of
+from localllm.kernels.gpu.check_cases import CODED, FP4, INT8
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.expert_rows import NOBODY, ExpertRows, group_rows
 from localllm.kernels.gpu.experts import Inner, gates, is_few, mixed, mixture
@@ -25,12 +27,11 @@ from localllm.kernels.gpu.ready import Ways
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import most_blocks
-from localllm.quant.int4 import Int4
-from localllm.quant.int8 import Int8
+from localllm.kernels.sizes import CENTRED, Weights, most_blocks
+from tests.gpu.test_products import exact_product, matrix_of
 from tests.thinning import every_other
 
-CPU = torch.device("cpu")
+CPU, INT4 = torch.device("cpu"), Weights(4, 64)
 TOLERANCE = 1e-6  # of the norm: what fp32 sums of some hundred terms lose
 FEW, MANY = Dispatch(1, gemv_rows=100), Dispatch(1, gemv_rows=0)  # by dot products of bytes, and on the tensor cores
 
@@ -168,16 +169,13 @@ def test_no_routing_has_more_blocks_than_there_is_room_for(pairs, experts, each)
 class Mixture:
     """Random experts, each in a record of its own, of which some are here."""
 
-    def __init__(self, weights: str, experts: int, hidden: int, features: int, activation: str = "silu") -> None:
-        form = Int8() if weights == "int8" else Int4(int(weights.removeprefix("int4-g")), "rtn")
+    def __init__(
+        self, weights: str | Weights, experts: int, hidden: int, features: int, activation: str = "silu"
+    ) -> None:
         self.hidden, self.features, self.activation = hidden, features, activation
         self.matrices = []
         for _ in range(experts):
-            of_expert = []
-            for N, K in ((2 * features, hidden), (hidden, features)):
-                tensors = form.quantize(torch.randn(N, K) * K**-0.5)
-                of_expert.append(PackedMatrix(tensors["qweight"], tensors["scale"], tensors.get("bias")))
-            self.matrices.append(of_expert)
+            self.matrices.append([matrix_of(N, K, weights) for N, K in ((2 * features, hidden), (hidden, features))])
         self.places, self.size = self._places()
         self.records = torch.randint(0, 256, (experts, self.size), dtype=torch.uint8)
         for expert in range(experts):
@@ -194,7 +192,7 @@ class Mixture:
                 end += 0 if tensor is None else -(-tensor.nbytes // 16) * 16
             meta = [None if x is None else x.to("meta") for x in (matrix.qweight, matrix.scale, matrix.bias)]
             assert meta[0] is not None and meta[1] is not None
-            places.append(RecordMatrix(PackedMatrix(meta[0], meta[1], meta[2]), *at))
+            places.append(RecordMatrix(PackedMatrix(meta[0], meta[1], meta[2], matrix.table), *at))
         return places, end
 
     def write(self, expert: int, record: Tensor) -> None:
@@ -232,10 +230,7 @@ class Mixture:
         run_all(gemm(x, gate_up, wide, 2 * self.features))
         to_codes(wide, codes, self.features, activation=self.activation).run()
         run_all(gemm(codes, down, y, self.hidden))
-        grouped, scale = codes.in_order().view(len(x.q), -1, codes.group), codes.scale.T
-        if down.bias is None:
-            return y, reference.int8_product(grouped, scale, down.qweight, down.scale, self.hidden)
-        return y, reference.int4_product(grouped, scale, down.qweight, down.scale, down.bias, self.hidden)
+        return y, exact_product(codes, down, self.hidden)
 
 
 def routes_of(tokens: int, top_k: int, experts: int) -> Routes:
@@ -257,6 +252,12 @@ def error(found: Tensor, expected: Tensor) -> float:
             ("int8", 9, 2, 1, 90, 16),
             ("int4-g32", 3, 20, 1, 40, 32),
             ("int4-g128", 6, 2, 5, 150, 112),
+            (Weights(4, 32, False, FP4), 3, 2, 2, 64, 48),
+            (Weights(4, 16), 3, 2, 2, 64, 48),
+            (Weights(8, 16), 3, 2, 2, 64, 48),
+            (Weights(4, 32, False, CENTRED), 3, 2, 2, 64, 48),
+            (Weights(4, 16, False, FP4), 3, 2, 2, 64, 48),
+            (Weights(8, 32, False), 3, 2, 2, 64, 48),
         ]
     ),
 )
@@ -397,14 +398,13 @@ def test_a_place_that_no_load_of_128_bits_can_read_is_refused() -> None:
 TINY = check_cases.CheckSizes(20, 64, (1, 2), (64,), (), ("silu",), (RouterConfig("softmax", 9, 2),))
 
 
-@pytest.mark.parametrize("group", every_other([64, None]))
-def test_the_check_of_a_card_has_cases_of_experts_that_are_right(group: int | None) -> None:
-    cases = [*check_cases._routed(CPU, TINY.routers[0], TINY), *check_cases._experts(CPU, group, 2, TINY)]
+@pytest.mark.parametrize("weights", every_other([INT4, INT8, *CODED[2:4]]), ids=attrgetter("name"))
+def test_the_check_of_a_card_has_cases_of_experts_that_are_right(weights: Weights) -> None:
+    cases = [*check_cases._routed(CPU, TINY.routers[0], TINY), *check_cases._experts(CPU, weights, 2, TINY)]
     assert all(case.is_right for case in cases), [case.line() for case in cases if not case.is_right]
-    named = "int8" if group is None else f"int4-g{group}"
     assert {case.name for case in cases} >= {
-        "a router by softmax, 2 of 9: weights", f"gemv of 2 experts of {named}, 2 rows",
-        f"gemm of 2 experts of {named}, 2 rows: bits of the first",
+        "a router by softmax, 2 of 9: weights", f"gemv of 2 experts of {weights.name}, 2 rows",
+        f"gemm of 2 experts of {weights.name}, 2 rows: bits of the first",
     }  # fmt: skip
 
 
@@ -419,7 +419,7 @@ def test_the_check_finds_experts_that_are_a_little_wrong(wrong: str, monkeypatch
         return mixture(dispatch, x, Routes(routes.logits, experts, weights), *rest, **options)
 
     monkeypatch.setattr(check_cases, "mixture", changed)
-    cases = list(check_cases._experts(CPU, 64, 5, TINY))
+    cases = list(check_cases._experts(CPU, INT4, 5, TINY))
     assert not all(case.is_right for case in cases)
 
 

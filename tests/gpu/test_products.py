@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -9,40 +10,62 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
-from localllm.kernels import reference
+from localllm.kernels import int8, reference, tile16
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.gemm import ProgramShape, gemm
 from localllm.kernels.gpu.gemv import gemv
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch, _tables
 from localllm.kernels.gpu.product_end import Gate
-from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.packed_matrix import PackedMatrix, packed_matrix
+from localllm.kernels.sizes import Weights
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
+from localllm.quant.layouts import TABLES
 from tests.thinning import every_other
 from tools import tune_kernels
 
 TOLERANCE = 1e-6  # of the norm: what fp32 sums of some hundred terms lose
 
 
+def random_codes(N: int, K: int, weights: Weights) -> PackedMatrix:
+    """Any codes, in groups."""
+    tiles, groups = -(-N // 16), -(-K // weights.columns)
+    shape = (16 * tiles, groups * weights.columns)
+    if weights.bits == 8:
+        qweight = int8.pack(torch.randint(-128, 128, shape, dtype=torch.int8))
+    else:
+        qweight = tile16.pack(torch.randint(0, 16, shape, dtype=torch.uint8))
+    scale, bias = torch.randn(2, tiles, groups, 16).half() * 0.1
+    return PackedMatrix(qweight, scale, bias if weights.has_bias else None, weights.table)
+
+
+def matrix_of(N: int, K: int, weights: str | Weights) -> PackedMatrix:
+    if isinstance(weights, Weights):
+        return random_codes(N, K, weights)
+    form = Int8() if weights == "int8" else Int4(int(weights.removeprefix("int4-g")), "rtn")
+    return packed_matrix(form.quantize(torch.randn(N, K) * K**-0.5))
+
+
+def exact_product(codes: Codes, matrix: PackedMatrix, out_features: int) -> Tensor:
+    """fp64 [M, out_features]"""
+    weights = matrix.dequantize(out_features, matrix.in_features, torch.float32)
+    grouped = codes.in_order().view(len(codes.q), -1, codes.group).double() * codes.scale.T.double().unsqueeze(-1)
+    return grouped.flatten(1) @ weights.double().T
+
+
 class Matrix:
     """A random one, and what the reference makes of rows times it."""
 
-    def __init__(self, N: int, K: int, weights: str) -> None:
-        weight = torch.randn(N, K) * K**-0.5
+    def __init__(self, N: int, K: int, weights: str | Weights) -> None:
         self.N, self.K = N, K
-        self.form = Int8() if weights == "int8" else Int4(int(weights.removeprefix("int4-g")), "rtn")
-        self.tensors = self.form.quantize(weight)
-        self.packed = PackedMatrix(self.tensors["qweight"], self.tensors["scale"], self.tensors.get("bias"))
+        self.packed = matrix_of(N, K, weights)
 
     def expected(self, x: Tensor) -> Tensor:
         """Of the codes that the kernel made: fp64."""
-        codes = self.codes(x)
-        grouped, scale = codes.in_order().view(len(x), -1, codes.group), codes.scale.T
-        if isinstance(self.form, Int8):
-            return reference.int8_product(grouped, scale, **self.tensors, out_features=self.N)
-        return reference.int4_product(grouped, scale, **self.tensors, out_features=self.N)
+        return exact_product(self.codes(x), self.packed, self.N)
 
     def codes(self, x: Tensor) -> Codes:
         codes = Codes.of(len(x), self.packed)
@@ -68,6 +91,12 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 WEIGHTS = ("int4-g32", "int4-g64", "int4-g128", "int8")
+CODED = (
+    Weights(4, 16),
+    *(Weights(4, group, False, TABLES[kind]) for kind, group in (("int4", 16), ("int4", 32), ("int4", 128))),
+    *(Weights(4, group, False, TABLES[kind]) for kind, group in (("fp4", 16), ("iq4", 32), ("nf4", 64), ("bnb4", 128))),
+    *(Weights(8, group, has_bias) for group, has_bias in ((16, True), (32, False), (64, True), (128, False))),
+)
 
 
 @settings(max_examples=8, deadline=None, phases=[Phase.generate])
@@ -82,6 +111,27 @@ def test_dot_products_of_bytes_are_the_reference_for_any_shape(weights, rows, N,
     torch.manual_seed(seed)
     matrix, x = Matrix(N, K, weights), torch.randn(rows, K)
     assert error(matrix.by_gemv(x), matrix.expected(x)) < TOLERANCE
+
+
+@pytest.mark.parametrize("weights", every_other(CODED), ids=attrgetter("name"))
+def test_codes_of_other_files_are_the_reference_and_have_the_same_bits_from_both_kernels(weights: Weights) -> None:
+    matrix, x = Matrix(20, 300, weights), torch.randn(3, 300)
+    found, codes = matrix.by_gemv(x), matrix.codes(x)
+    q, scale = reference.int8_activations(functional.pad(x, (0, codes.q.shape[1] - 300)), codes.group)
+    assert torch.equal(codes.in_order(), q.flatten(1)) and torch.allclose(codes.scale.T, scale)
+    assert error(found, matrix.expected(x)) < TOLERANCE
+    for parts in (1, 2):
+        assert torch.equal(matrix.by_gemm(x, ProgramShape(32, 16, parts)), found)
+
+
+def test_every_code_stands_for_its_value() -> None:
+    """Exactly, the lowest byte too: of each column alone, by both kernels."""
+    for weights in (*(Weights(4, 16, False, TABLES[kind]) for kind in TABLES if kind != "int8"), Weights(8, 16, False)):
+        matrix, x = Matrix(32, 16, weights), torch.eye(16) * 127
+        matrix.packed.scale.fill_(1)
+        expected = matrix.packed.dequantize(32, 16, torch.float32).T * 127
+        assert torch.equal(matrix.by_gemv(x), expected)
+        assert torch.equal(matrix.by_gemm(x, ProgramShape(32, 16)), expected)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +185,14 @@ def test_a_nan_reaches_every_output_of_its_row_and_no_other():
 @pytest.mark.parametrize(
     ("weights", "codes_for", "rows"),
     every_other(
-        [("int4-g64", "int4-g64", 3), ("int8", "int8", 7), ("int4-g32", "int4-g128", 1), ("int4-g64", "int8", 70)]
+        [
+            ("int4-g64", "int4-g64", 3),
+            ("int8", "int8", 7),
+            ("int4-g32", "int4-g128", 1),
+            ("int4-g64", "int8", 70),
+            (CODED[4], CODED[9], 2),
+            (CODED[8], CODED[4], 2),
+        ]
     ),
 )
 @pytest.mark.parametrize("features", [48, 112])

@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +29,15 @@ from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product_end import Gate
-from localllm.kernels.gpu.ready import ALL, BRIEF, CheckScope
+from localllm.kernels.gpu.ready import ALL, BRIEF, CheckScope, Ways
 from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.sizes import Weights
 from localllm.models.shapes import find_shape
 from localllm.quant.recipe import RECIPES
 from tests.thinning import every_other
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
+INT4 = Weights(4, 64)
 
 
 @pytest.fixture
@@ -310,8 +312,12 @@ def test_the_doctor_names_what_mends_a_triton_that_compiles_nothing(card):
 @pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(
     "sizes",
-    [check_cases.SMALL, replace(check_cases.SMALL, attention=check_cases.ATTENTION, groups=(32, 64, 128))],
-    ids=["one", "all"],
+    [
+        check_cases.SMALL,
+        replace(check_cases.SMALL, attention=check_cases.ATTENTION, groups=(32, 64, 128)),
+        replace(check_cases.SMALL, attention=(), groups=check_cases.CODED),
+    ],
+    ids=["one", "all", "other programs' files"],
 )
 def test_every_kernel_is_right_in_the_interpreter(sizes):
     """The check itself; and it finds what is wrong."""
@@ -329,7 +335,7 @@ def test_the_check_finds_a_kernel_that_does_nothing(broken, monkeypatch):
     some: Any
     if broken == "gemv":
         monkeypatch.setattr(check_cases.gemv, "gemv", lambda *_, **__: nothing)
-        some = check_cases._products(CPU, 64, check_cases.SMALL)
+        some = check_cases._products(CPU, INT4, check_cases.SMALL)
     elif broken == "rows":
         monkeypatch.setattr(check_cases.activations, "to_floats", lambda *_, **__: nothing)
         some = check_cases._between(CPU, check_cases.SMALL)
@@ -351,9 +357,10 @@ def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
         return [*right(x, matrix, y, *rest, **options), SimpleNamespace(run=lambda: result.mul_(1.0001))]
 
     monkeypatch.setattr(gemm, "gemm", wrong)
-    cases = list(check_cases._products(CPU, 64, TINY))
+    cases = list(check_cases._products(CPU, INT4, TINY))
     assert {case.name for case in cases if not case.is_right} >= {
-        "gemm in 1 of int4-g64, 1 rows", "gemm in 4 of int4-g64, 1 rows", "a gate of int4-g64, 7 rows, 0 programs: bits"
+        "gemm in 1 of int4-g64-bias, 1 rows", "gemm in 4 of int4-g64-bias, 1 rows",
+        "a gate of int4-g64-bias, 7 rows, 0 programs: bits",
     }  # fmt: skip
 
 
@@ -394,8 +401,13 @@ def test_the_check_finds_codes_of_attention_that_are_a_little_wrong(monkeypatch)
     for is_wrong in (False, True):
         if is_wrong:
             monkeypatch.setattr(check_cases, "attend", wrong)
-        floats, codes = itertools.islice(check_cases._attention(CPU, heads, (64,)), 2)
-        assert floats.is_right and codes.is_right is not is_wrong and codes.name.endswith("codes in 64")
+        floats, codes = itertools.islice(check_cases._attention(CPU, heads, (INT4,)), 2)
+        assert floats.is_right and codes.is_right is not is_wrong and codes.name.endswith("codes for int4-g64-bias")
+
+
+def test_codes_of_other_files_are_checked_as_the_model_has_them():
+    ways = Ways(groups=[64, None, *map(asdict, check_cases.CODED)], attention=[], activation="silu")
+    assert check.sizes_of(json.loads(CheckScope.of(ways).arguments[1])).groups == (64, None, *check_cases.CODED)
 
 
 def test_the_brief_check_has_what_a_usual_model_launches():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.sample import NOT_FINITE, SampleRoom
 from localllm.kernels.gpu.sample import sample as sample_launches
 from localllm.kernels.packed_matrix import packed_matrix
+from localllm.kernels.sizes import Weights
 from localllm.layers.mlp import ACTIVATIONS
 from localllm.layers.norm import RMSNorm
 from localllm.quant.int8 import Int8
 from tests.choices.support import running
+from tests.gpu.test_products import CODED, random_codes
 
 EPS = 1e-5
 
@@ -56,7 +59,7 @@ def test_a_gate_is_that_of_the_layer_at_both_ends_too(activation: str) -> None:
     torch.testing.assert_close(y.double(), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("group", "bits"), [(32, 4), (64, 4), (128, 4), (64, 8)])
+@pytest.mark.parametrize(("group", "bits"), [(16, 4), (32, 4), (64, 4), (128, 4), (64, 8), (16, 8)])
 @pytest.mark.parametrize("kind", ["plain", "norm", "gated"])
 def test_codes_are_the_references(kind: str, group: int, bits: int) -> None:
     features, weight = 300, torch.rand(300)
@@ -92,6 +95,13 @@ def test_embedded_tokens_are_the_rows_of_the_matrix() -> None:
     x = torch.full((4, 200), torch.nan)
     embed(tensors["qweight"], tensors["scale"], ids, x, 2.0).run()
     assert torch.equal(x, 2 * packed_matrix(tensors).rows(ids.clamp(min=0), 200))
+
+
+@pytest.mark.parametrize("weights", CODED, ids=attrgetter("name"))
+def test_embedded_tokens_are_those_of_any_codes(weights: Weights) -> None:
+    matrix, ids, x = random_codes(50, 200, weights), torch.tensor([3, 49, 0]), torch.full((3, 200), torch.nan)
+    embed(matrix.qweight, matrix.scale, ids, x, 2.0, matrix.bias, matrix.table).run()
+    assert torch.equal(x, 2 * matrix.rows(ids, 200))
 
 
 def drawn(logits: Tensor, draws: list[PlainDraw], positions: list[int]) -> list[int]:

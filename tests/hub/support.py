@@ -69,7 +69,9 @@ def names_in(folder: Path) -> set[str]:
 
 
 def use(hub: HubSettings, monkeypatch: pytest.MonkeyPatch) -> HubSettings:
-    """Have everything that looks for a model look there."""
+    """Have everything that looks for a model look there, and nowhere else."""
+    for variable in ("HOME", "OLLAMA_MODELS", "LLAMA_CACHE"):
+        monkeypatch.setenv(variable, str(hub.cache_dir.parent / "no-home"))
     monkeypatch.setattr(HubSettings, "from_environment", lambda offline=False: replace(hub, offline=offline))
     return hub
 

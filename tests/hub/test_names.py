@@ -26,8 +26,11 @@ HOSTILE = [
     "..\\..\\windows", "org/model\x00", "org/model\nInjected: x", "\x1b]52;c;x\x07/model", "org/model@../../x",
     "org/model@refs/../../../x", "org/model@/etc/passwd", "org//model", "org/model/extra", "models--org--model",
     "-rf", "org/-model", "org/model.", "a--b/c", "/etc", "/etc/passwd", "~root/x", "~no-such-user/x", "./absent",
-    "x" * 5000, "org/" + "x" * 300, "\udcff/model", "https://huggingface.co/org/model", "org/model@",
-    "o\u202eg/model",
+    "x" * 5000, "org/" + "x" * 300, "\udcff/model", "org/model@",
+    "o\u202eg/model", "https://huggingface.co/org", "https://elsewhere.example/org/model", "hf.co/../model",
+    "https://huggingface.co/org/model/blob/../x.gguf", "org/model:", "org/model:..", "org/model:../../x", "hf.co//etc",
+    "org/model/../x.gguf", "org/model//x.gguf", "org/model/.x.gguf", "org/model/x.gguf:Q4", "org/model:Q4@../x",
+    "org/model:a/b", "ollama:", "ollama:../../../etc/passwd", "ollama:/etc/passwd", "ollama:a/../b", "ollama:a%2fb",
 ]  # fmt: skip
 
 

@@ -307,7 +307,7 @@ def test_a_listing_that_makes_no_sense_is_an_error(fake, fetch, text):
 REFUSED = {
     "no safetensors": ({"model.safetensors": None}, r"no model\.safetensors", (".bin", ".gguf")),
     "no tokenizer": ({"tokenizer.json": None}, "no tokenizer", ("tokenizer.model",)),
-    "quantized": ({"config.json": b'{"quantization_config": {"quant_method": "awq"}}'}, "already quantized", ()),
+    "quantized": ({"config.json": b'{"quantization_config": {"quant_method": "exl2"}}'}, "quantized by 'exl2'", ()),
     "unknown": ({"config.json": b'{"model_type": "mamba"}'}, "mamba", ()),
 }
 

@@ -75,14 +75,16 @@ def _multiply(
 ) -> None:
     M, groups = len(x.q), matrix.groups
     weights = (int8.unpack if matrix.bits == 8 else tile16.unpack)(matrix.qweight)
+    if matrix.table is not None:
+        weights = torch.tensor(matrix.table, dtype=torch.int8)[weights.int()]
     q = x.in_order().double().view(M, groups, 1, -1)
     dots = (q @ weights.double().view(len(weights), groups, -1).permute(1, 2, 0)).squeeze(2)  # [M, groups, N]
     scales = x.scale.T.unsqueeze(-1)
-    if matrix.bias is None:
-        product = (dots * scales * matrix.scale.view(-1)).sum(1)
-    else:
-        scale, least = (tile16.unpack_groups(tensor).double().T for tensor in (matrix.scale, matrix.bias))
-        product = (dots * scales * scale + x.bias.T.double().unsqueeze(-1) * least).sum(1)
+    by = matrix.scale.view(-1) if matrix.scale.dim() == 2 else tile16.unpack_groups(matrix.scale).double().T
+    products = dots * scales * by
+    if matrix.bias is not None:
+        products += x.bias.T.double().unsqueeze(-1) * tile16.unpack_groups(matrix.bias).double().T
+    product = products.sum(1)
     product = product[:, :out_features]
     if bias is not None:
         product = product + bias
@@ -180,11 +182,20 @@ def _matrix(card: SimulatedCard, place: RecordMatrix, address: int) -> PackedMat
         for like, at in pairs
     )
     assert qweight is not None and scale is not None
-    return PackedMatrix(qweight, scale, bias)
+    return PackedMatrix(qweight, scale, bias, shape.table)
 
 
-def _embed(_: SimulatedCard, qweight: Tensor, scale: Tensor, token_ids: Tensor, x: Tensor, factor: float) -> None:
-    x.copy_(PackedMatrix(qweight, scale, None).rows(token_ids.clamp(min=0), x.shape[1]) * factor)
+def _embed(
+    _: SimulatedCard,
+    qweight: Tensor,
+    scale: Tensor,
+    token_ids: Tensor,
+    x: Tensor,
+    factor: float,
+    bias: Tensor | None = None,
+    table: tuple[int, ...] | None = None,
+) -> None:
+    x.copy_(PackedMatrix(qweight, scale, bias, table).rows(token_ids.clamp(min=0), x.shape[1]) * factor)
 
 
 def _rope_store(

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interprete
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16
 from localllm.kernels.router import RouterConfig
+from localllm.kernels.sizes import Weights
 
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
 # numbers, as models have them: of others Triton compiles variants that nobody would use.
@@ -47,9 +48,14 @@ def sizes_of(ways: Ways) -> CheckSizes:
     """Return what is tried for a model that is computed in these ways."""
     heads = (Heads(**{**one, "dtype": getattr(torch, one["dtype"])}) for one in ways["attention"])
     routers = tuple(RouterConfig(**router) for router in ways.get("routers", ()))
-    return CheckSizes(
-        groups=tuple(ways["groups"]), attention=tuple(heads), activations=(ways["activation"],), routers=routers
-    )
+    groups = tuple(_weights(group) if isinstance(group, dict) else group for group in ways["groups"])
+    return CheckSizes(groups=groups, attention=tuple(heads), activations=(ways["activation"],), routers=routers)
+
+
+def _weights(fields: dict[str, Any]) -> Weights:
+    """Return what JSON, which has lists only, made of it."""
+    table = fields["table"]
+    return Weights(**{**fields, "table": None if table is None else tuple(table)})
 
 
 def sizes_for(sizes: CheckSizes, most_rows: int, dtype: torch.dtype | None = None) -> CheckSizes:

@@ -31,7 +31,7 @@ from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import INT8_GROUP
+from localllm.kernels.sizes import CENTRED, Weights
 
 EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
 ROUNDED = 5e-3  # where bf16 is multiplied
@@ -40,6 +40,16 @@ _LAYER = 1
 _EPS = 1e-5
 FORMATS: tuple[tuple[Coding, Coding], ...] = (("dense", "dense"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
 GROUPS: tuple[int, ...] = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
+INT8 = Weights(8, None, has_bias=False)
+# Of other programs' files: one of each kind of codes, and of the shortest groups. A model is checked in its own.
+FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+CODED: tuple[Weights, ...] = (
+    Weights(4, 16),
+    Weights(4, 32, False, CENTRED),
+    Weights(4, 32, False, FP4),
+    Weights(8, 32, False),
+    Weights(8, 16),
+)
 
 
 @dataclass(frozen=True)
@@ -87,12 +97,13 @@ ROUTERS = (
 
 @dataclass(frozen=True)
 class CheckSizes:
-    """The sizes that are tried: a matrix [N, K] in groups of each length, or in INT8 (None), times so many rows."""
+    """The sizes that are tried: a matrix [N, K], times so many rows. groups: of INT4, None for INT8, or what codes mean
+    where they are neither."""
 
     N: int = 200
     K: int = 2100
     row_counts: tuple[int, ...] = (1, 2, 4, 7, 16, 20, 33, 100)
-    groups: tuple[int | None, ...] = (*GROUPS, None)
+    groups: tuple[int | Weights | None, ...] = (*GROUPS, None, *CODED)
     attention: tuple[Heads, ...] = ATTENTION
     activations: tuple[str, ...] = ("silu", "gelu", "gelu_tanh")
     routers: tuple[RouterConfig, ...] = ROUTERS
@@ -129,17 +140,24 @@ class Case(NamedTuple):
 
 
 def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Case]:
-    for group in sizes.groups:
-        yield from _taken(f"products in groups of {group}", _products(device, group, sizes))
+    weights = [weights_of(group) for group in sizes.groups]
+    for each in weights:
+        yield from _taken(f"products of {each.name}", _products(device, each, sizes))
     for router in sizes.routers:
         yield from _taken(f"a router by {router.scores}", _routed(device, router, sizes))
-    for top_k, group in product({router.top_k: None for router in sizes.routers}, sizes.groups):
-        yield from _taken(f"{top_k} experts in groups of {group}", _experts(device, group, top_k, sizes))
+    for top_k, each in product({router.top_k: None for router in sizes.routers}, weights):
+        yield from _taken(f"{top_k} experts of {each.name}", _experts(device, each, top_k, sizes))
     yield from _taken("norms and gates", _between(device, sizes))
-    yield from _taken("an embedding", _embedded(device, sizes))
+    for each in dict.fromkeys((INT8, *weights)):
+        yield from _taken(f"an embedding of {each.name}", _embedded(device, each, sizes))
     yield from _taken("drawn tokens", _drawn(device))
     for heads in sizes.attention:
-        yield from _taken(f"attention of {heads}", _attention(device, heads, sizes.groups))
+        yield from _taken(f"attention of {heads}", _attention(device, heads, weights))
+
+
+def weights_of(group: int | Weights | None) -> Weights:
+    """Return what the codes mean: of INT4 in groups of this length, of INT8, or as it says."""
+    return group if isinstance(group, Weights) else INT8 if group is None else Weights(4, group)
 
 
 def _taken(what: str, some: Iterator[Case]) -> Iterator[Case]:
@@ -158,41 +176,41 @@ def _poisoned(*shape: int, device: torch.device) -> Tensor:
     return torch.full(shape, torch.nan, device=device)
 
 
-def _matrix(device: torch.device, group: int | None, sizes: CheckSizes) -> PackedMatrix:
-    tiles = -(-sizes.N // tile16.TILE)
-    if group is None:
-        codes = torch.randint(-127, 128, (tiles * tile16.TILE, -(-sizes.K // 64) * 64), dtype=torch.int8)
-        return PackedMatrix(int8.pack(codes).to(device), torch.rand((tiles, tile16.TILE), device=device) / 127, None)
-    groups = -(-sizes.K // group)
-    qweight = tile16.pack(torch.randint(0, 16, (tiles * tile16.TILE, groups * group), dtype=torch.uint8))
+def _matrix(device: torch.device, weights: Weights, sizes: CheckSizes) -> PackedMatrix:
+    tiles, groups = -(-sizes.N // tile16.TILE), -(-sizes.K // weights.columns)
+    shape = (tiles * tile16.TILE, groups * weights.columns)
+    if weights.bits == 8:
+        qweight = int8.pack(torch.randint(-127, 128, shape, dtype=torch.int8))
+    else:
+        qweight = tile16.pack(torch.randint(0, 16, shape, dtype=torch.uint8))
+    if weights.group is None:
+        return PackedMatrix(qweight.to(device), torch.rand((tiles, tile16.TILE), device=device) / 127, None)
     scale = torch.rand((tiles, groups, tile16.TILE)).half()
-    return PackedMatrix(qweight.to(device), scale.to(device), (-7.5 * scale).half().to(device))
+    bias = (-7.5 * scale).half().to(device) if weights.has_bias else None
+    return PackedMatrix(qweight.to(device), scale.to(device), bias, weights.table)
 
 
 def _expected(x: Codes, matrix: PackedMatrix, out_features: int) -> Tensor:
-    grouped, x_scale = x.in_order().cpu().view(len(x.q), -1, x.group), x.scale.T.cpu()
-    tensors = [None if part is None else part.cpu() for part in (matrix.qweight, matrix.scale, matrix.bias)]
-    qweight, scale, bias = tensors
-    assert qweight is not None and scale is not None
-    if bias is None:
-        return reference.int8_product(grouped, x_scale, qweight, scale, out_features)
-    return reference.int4_product(grouped, x_scale, qweight, scale, bias, out_features)
+    """fp64, of the codes: the weights are exact to fp32."""
+    grouped, scale = x.in_order().cpu().view(len(x.q), -1, x.group), x.scale.T.cpu()
+    weights = matrix.dequantize(out_features, matrix.in_features, torch.float32).cpu()
+    return (grouped.double() * scale.double().unsqueeze(-1)).flatten(1) @ weights.double().T
 
 
 def _has_gemm(device: torch.device) -> bool:
     return dispatch_for(device).most_rows > FEW_ROWS
 
 
-def _products(device: torch.device, group: int | None, sizes: CheckSizes) -> Iterator[Case]:
+def _products(device: torch.device, weights: Weights, sizes: CheckSizes) -> Iterator[Case]:
     """Both kernels; each row must have the bits that it has alone."""
     most = max(sizes.row_counts)
-    matrix, x = _matrix(device, group, sizes), torch.randn((most, sizes.K), device=device)
+    matrix, x = _matrix(device, weights, sizes), torch.randn((most, sizes.K), device=device)
     codes = Codes.of(most, matrix)
     activations.to_codes(x, codes, sizes.K).run()
     right = _expected(codes, matrix, sizes.N)
     alone = _poisoned(1, sizes.N, device=device)
     gemv.gemv(codes.first(1), matrix, alone, sizes.N).run()
-    named = "int8" if group is None else f"int4-g{group}"
+    named = weights.name
     for rows in sizes.row_counts:
         found = {}
         if rows <= FEW_ROWS:
@@ -208,7 +226,7 @@ def _products(device: torch.device, group: int | None, sizes: CheckSizes) -> Ite
             differ = float((y[:1] != alone).sum())
             yield Case(f"{kernel} of {named}, {rows} rows: bits of the first", differ, 0)
     yield from _added(matrix, codes, right, named, sizes)
-    yield from _gated(device, group, named, sizes)
+    yield from _gated(device, weights, sizes)
 
 
 def _added(matrix: PackedMatrix, codes: Codes, right: Tensor, named: str, sizes: CheckSizes) -> Iterator[Case]:
@@ -223,27 +241,27 @@ def _added(matrix: PackedMatrix, codes: Codes, right: Tensor, named: str, sizes:
         yield Case(f"{kernel} of {named} added to {rows} rows", _error(y, expected), EXACT)
 
 
-def _gated(device: torch.device, group: int | None, named: str, sizes: CheckSizes) -> Iterator[Case]:
+def _gated(device: torch.device, weights: Weights, sizes: CheckSizes) -> Iterator[Case]:
     """Codes of a gate, from the end of the product that they follow: those that a launch of their own makes."""
     features = max(1, sizes.N // 2 // tile16.TILE) * tile16.TILE
-    matrix = _matrix(device, group, replace(sizes, N=2 * features))
+    matrix = _matrix(device, weights, replace(sizes, N=2 * features))
     most, activation = max(7, *sizes.row_counts), sizes.activations[0]
     x, codes = torch.randn((most, sizes.K), device=device), Codes.of(most, matrix)
     activations.to_codes(x, codes, sizes.K).run()
     for rows, gemv_rows, programs in ((3, 4, 1), *(((most, 0, 0), (7, 0, 100)) if _has_gemm(device) else ())):
         wide, few = _poisoned(rows, 2 * features, device=device), codes.first(rows)
         gemv.gemv(few, matrix, wide, 2 * features).run()
-        right, found = (_codes_for(group, rows, features, device) for _ in range(2))
+        right, found = (_codes_for(weights, rows, features, device) for _ in range(2))
         activations.to_codes(wide, right, features, activation=activation).run()
         dispatch = replace(dispatch_for(device), gemv_rows=gemv_rows, programs=programs)
         run_all(dispatch.product(few, matrix, Gate(found, activation, features), 2 * features, None, adds=False))
-        yield Case(f"a gate of {named}, {rows} rows, {programs} programs: bits", _differing(found, right), 0)
+        yield Case(f"a gate of {weights.name}, {rows} rows, {programs} programs: bits", _differing(found, right), 0)
 
 
-def _codes_for(group: int | None, rows: int, columns: int, device: torch.device) -> Codes:
-    """Return a buffer for the codes of a matrix in such groups."""
-    length = group or INT8_GROUP
-    return Codes.empty(rows, -(-columns // length) * length, length, device, 4 if group else 8)
+def _codes_for(weights: Weights, rows: int, columns: int, device: torch.device) -> Codes:
+    """Return a buffer for the codes that such a matrix is multiplied with."""
+    length = weights.columns
+    return Codes.empty(rows, -(-columns // length) * length, length, device, weights.bits)
 
 
 def _differing(found: Codes, right: Codes) -> float:
@@ -287,11 +305,11 @@ def _routed(device: torch.device, router: RouterConfig, sizes: CheckSizes) -> It
     yield Case(f"{named}: codes, in steps", float(steps.abs().max()), 0.51)
 
 
-def _experts(device: torch.device, group: int | None, top_k: int, sizes: CheckSizes) -> Iterator[Case]:
+def _experts(device: torch.device, weights: Weights, top_k: int, sizes: CheckSizes) -> Iterator[Case]:
     """Of which one is not on the device. Each token must have the bits that it has alone."""
     features, most = max(1, sizes.K // 3 // tile16.TILE) * tile16.TILE, max(sizes.row_counts)
     both = (replace(sizes, N=2 * features), replace(sizes, K=features))
-    matrices = [[_matrix(device, group, size) for size in both] for _ in range(top_k + 2)]
+    matrices = [[_matrix(device, weights, size) for size in both] for _ in range(top_k + 2)]
     records = [_record(each) for each in matrices]
     addresses = torch.tensor([0] + [record.data_ptr() for record, _ in records[1:]], device=device)
     gate_up_at, down_at = records[0][1]
@@ -302,12 +320,12 @@ def _experts(device: torch.device, group: int | None, top_k: int, sizes: CheckSi
     routes = Routes(chosen, chosen, torch.rand((most, top_k), device=device))
     right = torch.zeros((most, sizes.N), dtype=torch.float64)
     for expert, (gate_up, down) in list(enumerate(matrices))[1:]:
-        wide, inner = _poisoned(most, 2 * features, device=device), _codes_for(group, most, features, device)
+        wide, inner = _poisoned(most, 2 * features, device=device), _codes_for(weights, most, features, device)
         gemv.gemv(codes, gate_up, wide, 2 * features).run()
         activations.to_codes(wide, inner, features, activation=table.activation).run()
         share = torch.where(routes.experts == expert, routes.weights, 0).sum(1, keepdim=True)
         right += share.double().cpu() * _expected(inner, down, sizes.N)
-    named, alone = f"{top_k} experts of {'int8' if group is None else f'int4-g{group}'}", None
+    named, alone = f"{top_k} experts of {weights.name}", None
     for rows in sizes.row_counts:
         few = Routes(*(part[:rows] for part in (routes.logits, routes.experts, routes.weights)))
         for kernel in ("gemv",) * (rows <= FEW_ROWS) + ("gemm",) * _has_gemm(device):
@@ -370,11 +388,11 @@ def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
         yield Case(f"{name}: sums of codes", _error(codes.bias.T, values.sum(-1)), EXACT * 10)
 
 
-def _embedded(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
-    matrix, ids = _matrix(device, None, sizes), torch.tensor([3, 0, sizes.N - 1], device=device)
+def _embedded(device: torch.device, weights: Weights, sizes: CheckSizes) -> Iterator[Case]:
+    matrix, ids = _matrix(device, weights, sizes), torch.tensor([3, 0, sizes.N - 1], device=device)
     x = _poisoned(3, sizes.K, device=device)
-    embedding.embed(matrix.qweight, matrix.scale, ids, x, 2.0).run()
-    yield Case("an embedding", _error(x, 2 * matrix.rows(ids, sizes.K)), EXACT)
+    embedding.embed(matrix.qweight, matrix.scale, ids, x, 2.0, matrix.bias, matrix.table).run()
+    yield Case(f"an embedding of {weights.name}", _error(x, 2 * matrix.rows(ids, sizes.K)), EXACT)
 
 
 def _drawn(device: torch.device) -> Iterator[Case]:
@@ -393,10 +411,9 @@ def _drawn(device: torch.device) -> Iterator[Case]:
     yield Case("drawn tokens", float(tokens.tolist() != right), 0)
 
 
-def _attention(device: torch.device, heads: Heads, groups: Iterable[int | None] = ()) -> Iterator[Case]:
+def _attention(device: torch.device, heads: Heads, matrices: Iterable[Weights] = ()) -> Iterator[Case]:
     """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages. Each row of
-    a prompt must have the bits that it has in a step; codes for matrices in these groups, those of a launch of their
-    own."""
+    a prompt must have the bits that it has in a step; codes for such matrices, those of a launch of their own."""
     H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
     for count, is_prefill in ((5, False), (70, True)):
         pages = _Pages(device, heads, past=702, count=count)
@@ -416,12 +433,14 @@ def _attention(device: torch.device, heads: Heads, groups: Iterable[int | None] 
         if is_prefill:
             in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), stepwise, is_prefill=False)
             yield Case(f"attention of {heads}, {count} rows: bits of steps", float((found != stepwise).sum()), 0)
-        for group in groups:
-            expected, codes = (_codes_for(group, count, H * D, device) for _ in range(2))
+        for weights in {(each.columns, each.bits): each for each in matrices}.values():
+            expected, codes = (_codes_for(weights, count, H * D, device) for _ in range(2))
             if can_code(D, codes.group):
                 activations.to_codes(found, expected, H * D).run()
                 pages.by_kernels(qkv, rope, rows, codes, is_prefill=is_prefill)
-                yield Case(f"attention of {heads}, {count} rows: codes in {group}", _differing(codes, expected), 0)
+                yield Case(
+                    f"attention of {heads}, {count} rows: codes for {weights.name}", _differing(codes, expected), 0
+                )
 
 
 def _normed(x: Tensor, weight: Tensor | None) -> Tensor:

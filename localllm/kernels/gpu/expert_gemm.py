@@ -31,9 +31,8 @@ _REDUCED = 256  # columns of a program that adds up slots
 def _expert_gemm(
     table, pairs, blocks, q, x_scale, x_bias, y, code_scale, code_bias,
     qweight_at, scale_at, bias_at, most, slots, groups, tiles, out_features, features, x_stride, y_stride, code_stride,
-    TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
-    GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, OPERAND: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, GROUP: tl.constexpr,
+    CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, OPERAND: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """slots: that share a row of x. A row of y is a pair's. ACTIVATION: as `_gemm` has it."""
     after_previous(OVERLAPS)
@@ -43,16 +42,16 @@ def _expert_gemm(
         return
     is_m = lane < tl.load(block + 2 * most)
     pair = tl.load(pairs + tl.load(block + most) + lane, mask=is_m, other=0)
-    BYTE: tl.constexpr = tl.uint8 if BITS == 4 else tl.int8
-    qweight, scale, bias = matrix_at(tl.load(table + expert), qweight_at, scale_at, bias_at, BYTE, BITS)
+    BYTE: tl.constexpr = tl.uint8 if FORM.bits == 4 else tl.int8
+    qweight, scale, bias = matrix_at(tl.load(table + expert), qweight_at, scale_at, bias_at, BYTE, FORM)
     column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
     n = rows_of(tile, TILES)
     sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, y, tile, n, pair // slots, is_m, is_m, tiles, groups, x_stride, 0, 0,
-        TILES, ROWS, WORDS, BITS, SLICES, SLICES, OPERAND,
+        TILES, ROWS, FORM, SLICES, SLICES, OPERAND,
     )  # fmt: skip
     at = n[:, None]
-    out = finished(sums, scale, None, at, at < tiles * 16, BITS)
+    out = finished(sums, scale, None, at, at < tiles * 16, FORM.group is None)
     if ACTIVATION != "":
         store_halves(
             out, pair, is_m, column, features, y_stride, code_stride, y, code_scale, code_bias,
@@ -101,8 +100,8 @@ def _product(
             **end.arguments,
         },
         {
-            "TILES": shape.weight_rows // TILE, "ROWS": rows.each, "WORDS": packed.words, "BITS": packed.bits,
-            "SLICES": packed.slices, **end.constants, "OPERAND": tl.float32 if is_interpreted() else tl.int8,
+            "TILES": shape.weight_rows // TILE, "ROWS": rows.each, "FORM": packed.weights, "SLICES": packed.slices,
+            **end.constants, "OPERAND": tl.float32 if is_interpreted() else tl.int8,
         },
         shape.num_warps,
         shape.num_stages,

@@ -30,8 +30,8 @@ _UNROLL = 2  # as of one row of `gemv`
 def _expert_gates(
     table, experts, q, x_scale, x_bias, y, code_scale, code_bias,
     qweight_at, scale_at, bias_at, pairs, top_k, tiles, groups, features, x_stride, y_stride, code_stride,
-    TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr, GROUP: tl.constexpr,
-    CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
+    TILES: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, UNROLL: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Half of a program's tiles are those of a gate, for a token and one of its slots."""
     after_previous(OVERLAPS)
@@ -39,14 +39,14 @@ def _expert_gates(
     address = address_of(table, experts + pair, pair < pairs)
     if address == 0:
         return
-    qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, BITS)
+    qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, FORM)
     column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
     sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, pair // top_k, tile, pairs, tiles, groups, x_stride,
-        1, TILES, WORDS, BITS, SLICES, UNROLL, ASM,
+        1, TILES, FORM, SLICES, UNROLL, ASM,
     )  # fmt: skip
     n = rows_of(tile, TILES, SLICES)
-    out = finished(added_up(sums[0], SLICES), scale, None, n, n < tiles * 16, BITS)
+    out = finished(added_up(sums[0], SLICES), scale, None, n, n < tiles * 16, FORM.group is None)
     store_halves(
         out, pair, column, pairs, features, y_stride, code_stride, y, code_scale, code_bias,
         TILES, GROUP, CODE_BITS, ACTIVATION,
@@ -61,8 +61,8 @@ def _expert_gates(
 def _experts_mixed(
     table, experts, weights, elsewhere, q, x_scale, x_bias, y,
     qweight_at, scale_at, bias_at, pairs, top_k, tiles, groups, out_features, x_stride, y_stride,
-    SLOTS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr, ADDS: tl.constexpr,
-    UNROLL: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
+    SLOTS: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, ADDS: tl.constexpr, UNROLL: tl.constexpr,
+    ASM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One tile of the experts of all slots of a token. SLOTS: the power of two that holds them."""
     after_previous(OVERLAPS)
@@ -74,16 +74,16 @@ def _experts_mixed(
     if elsewhere is not None:
         is_known = tl.load(experts + pair, mask=is_slot, other=-1) >= 0
     weight = tl.load(weights + pair, mask=is_known, other=0)
-    qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, BITS)
+    qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, FORM)
     qweight, scale, bias = qweight[:, None, None], scale[:, None, None], bias[:, None, None]
     # Of those that are not here nothing is read: neither weights nor codes, which nobody wrote.
     row, tile = tl.where(is_here, pair, pairs)[:, None, None], tl.where(is_here, tl.program_id(1), tiles)
     sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, row, tile, pairs, tiles, groups, x_stride,
-        1, SLOTS, WORDS, BITS, SLICES, UNROLL, ASM, EACH=True,
+        1, SLOTS, FORM, SLICES, UNROLL, ASM, EACH=True,
     )  # fmt: skip
     n = rows_of(tile, SLOTS, SLICES)
-    out = finished(added_up(sums[0], SLICES), scale, None, n, n < tiles * 16, BITS)
+    out = finished(added_up(sums[0], SLICES), scale, None, n, n < tiles * 16, FORM.group is None)
     part = tl.max(out, axis=1)  # all slices have the same
     if elsewhere is not None:
         column = tl.program_id(1) * 16 + tl.arange(0, 16)[None, :]
@@ -111,7 +111,7 @@ def gates(x: Codes, routes: Routes, experts: ExpertTable, codes: Codes) -> Kerne
             "groups": matrix.groups, **experts.gate_up.arguments, **end.arguments,
         },
         {
-            "TILES": tiles, "WORDS": matrix.words, "BITS": matrix.bits, "SLICES": matrix.slices, "UNROLL": _UNROLL,
+            "TILES": tiles, "FORM": matrix.weights, "SLICES": matrix.slices, "UNROLL": _UNROLL,
             "ASM": not is_interpreted(), **end.constants,
         },
         num_warps=tiles,
@@ -137,8 +137,8 @@ def mixed(
             **experts.down.arguments,
         },
         {
-            "SLOTS": slots, "WORDS": matrix.words, "BITS": matrix.bits, "SLICES": matrix.slices, "ADDS": adds,
-            "UNROLL": _UNROLL, "ASM": not is_interpreted(),
+            "SLOTS": slots, "FORM": matrix.weights, "SLICES": matrix.slices, "ADDS": adds, "UNROLL": _UNROLL,
+            "ASM": not is_interpreted(),
         },
         num_warps=slots,
     )  # fmt: skip

@@ -28,7 +28,7 @@ class RecordMatrix:
     shape: PackedMatrix
     qweight: int
     scale: int
-    bias: int = 0  # of INT4's groups
+    bias: int = 0  # where groups have one
 
     def __post_init__(self) -> None:
         assert not any(place % _ALIGN for place in (self.qweight, self.scale, self.bias)), "128 bits are read at once"
@@ -59,10 +59,11 @@ def address_of(table, experts, is_slot):
 
 
 @triton.jit
-def matrix_at(address, qweight_at, scale_at, bias_at, WORD: tl.constexpr, BITS: tl.constexpr):
+def matrix_at(address, qweight_at, scale_at, bias_at, WORD: tl.constexpr, FORM: tl.constexpr):
     """Pointers to the codes, as such words, and to the scales and biases, of the record at the address or of several.
-    Of INT8, which has no biases, the last may not be used."""
-    VALUE: tl.constexpr = tl.float16 if BITS == 4 else tl.float32
+    Where `Weights` have no biases, the last may not be
+    used."""
+    VALUE: tl.constexpr = tl.float32 if FORM.group is None else tl.float16
     qweight = page_at(address, qweight_at).to(tl.pointer_type(WORD))
     scale, bias = page_at(address, scale_at), page_at(address, bias_at)
     return qweight, scale.to(tl.pointer_type(VALUE)), bias.to(tl.pointer_type(VALUE))

@@ -18,9 +18,11 @@ from torch import Tensor
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
 from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, store_gated, tiles_of
+from localllm.kernels.gpu.weight_codes import byte_scale, nibble_bytes, words_of
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 
+LEAST_COLUMNS = tl.constexpr(32)  # that a tensor core multiplies
 MAGIC_BITS = tl.constexpr(0x4B400000)  # of 1.5 * 2^23: with a whole number below 2^22 added, those of their sum
 _REDUCED = 256  # columns of a program of the second launch
 
@@ -37,17 +39,6 @@ class ProgramShape:
 
 
 @triton.jit
-def _nibbles(packed, ASM: tl.constexpr):
-    """The low and the high nibbles of bytes, int8."""
-    if ASM:  # four bytes at once: by the compiler, each would take a register
-        return tl.inline_asm_elementwise(
-            "and.b32 $0, $2, 0x0F0F0F0F; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0F0F0F0F;", "=r,=&r,r", [packed],
-            dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
-    return (packed & 15).to(tl.int8), (packed >> 4).to(tl.int8)
-
-
-@triton.jit
 def _matrix_rows(words, TILES: tl.constexpr, WORDS: tl.constexpr, OPERAND: tl.constexpr):
     """[TILES, WORDS * 64], as they are in a tile -> [TILES * 16, WORDS * 4]."""
     words = tl.permute(tl.reshape(words, (TILES, WORDS, 16, 4)), (0, 2, 1, 3))
@@ -56,38 +47,55 @@ def _matrix_rows(words, TILES: tl.constexpr, WORDS: tl.constexpr, OPERAND: tl.co
 
 @triton.jit
 def _x_codes(at, m, row_codes, is_m, first, COLUMNS: tl.constexpr, OPERAND: tl.constexpr):
-    """[COLUMNS, rows], from the column `first` on."""
-    place = m.to(tl.int64)[None, :] * row_codes + first + tl.arange(0, COLUMNS)[:, None]
+    """[COLUMNS, rows], from the column `first` on; zeros beyond those, as many as a tensor core takes."""
+    LEAST: tl.constexpr = LEAST_COLUMNS
+    column = tl.arange(0, max(COLUMNS, LEAST))[:, None]
+    if COLUMNS < LEAST:
+        is_m = is_m & (column < COLUMNS)
+    place = m.to(tl.int64)[None, :] * row_codes + first + column
     return tl.load(at + place, mask=is_m, other=0).to(OPERAND)
+
+
+@triton.jit
+def _beside(left, right, COLUMNS: tl.constexpr):
+    """Two of [rows, COLUMNS / 2], as one."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], COLUMNS))
 
 
 @triton.jit
 def _group_dot(
     qweight, q, tile, m, is_tile, is_m, group, groups,
-    TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, OPERAND: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """[TILES * 16, ROWS]: the sums of a group's products, whole numbers; of INT4 as the bits of 1.5 * 2^23 and them."""
+    """[TILES * 16, ROWS]: the sums of a group's products, whole numbers; where groups have scales, as the bits of
+    1.5 * 2^23 and them: of 128 products of bytes they are below 2^21."""
+    WORDS: tl.constexpr = words_of(FORM)
+    columns: tl.constexpr = FORM.columns
+    half: tl.constexpr = FORM.columns // 2
     sums_type: tl.constexpr = tl.int32 if OPERAND == tl.int8 else tl.float32
+    start: tl.constexpr = MAGIC_BITS if OPERAND == tl.int8 and FORM.group is not None else 0
     byte = tl.arange(0, WORDS * 64)
     at = (tile.to(tl.int64) * groups + group)[:, None] * (WORDS * 64) + byte[None, :]
     packed = tl.load(qweight + at, mask=is_tile[:, None], other=0)
-    columns: tl.constexpr = WORDS * 32 // BITS
-    first, half = group * columns, WORDS * 4
-    if BITS == 8:
-        x = _x_codes(q, m, groups * columns, is_m, first, columns, OPERAND)
-        return tl.dot(_matrix_rows(packed, TILES, WORDS, OPERAND), x, out_dtype=sums_type).to(tl.float32)
-    low, high = _nibbles(packed, OPERAND == tl.int8)
-    low, high = _matrix_rows(low, TILES, WORDS, OPERAND), _matrix_rows(high, TILES, WORDS, OPERAND)
-    dot = tl.full((TILES * 16, ROWS), MAGIC_BITS if OPERAND == tl.int8 else 0, sums_type)
-    if WORDS * 4 >= 32:  # as many columns as a tensor core takes
-        dot = tl.dot(low, _x_codes(q, m, groups * columns, is_m, first, WORDS * 4, OPERAND), dot, out_dtype=sums_type)
-        x = _x_codes(q, m, groups * columns, is_m, first + half, WORDS * 4, OPERAND)
-        dot = tl.dot(high, x, dot, out_dtype=sums_type)
+    first, row_codes = group * columns, groups * columns
+    dot = tl.full((TILES * 16, ROWS), start, sums_type)
+    if FORM.bits == 8:
+        whole = _matrix_rows(packed, TILES, WORDS, OPERAND)
     else:
-        both = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (TILES * 16, columns))
-        x = _x_codes(q, m, groups * columns, is_m, first, columns, OPERAND)
-        dot = tl.dot(both, x, dot, out_dtype=sums_type)
-    return dot.to(tl.float32, bitcast=True) if OPERAND == tl.int8 else dot
+        low, high = nibble_bytes(packed, FORM, OPERAND == tl.int8)
+        low, high = _matrix_rows(low, TILES, WORDS, OPERAND), _matrix_rows(high, TILES, WORDS, OPERAND)
+    if FORM.bits == 4 and half >= LEAST_COLUMNS:
+        dot = tl.dot(low, _x_codes(q, m, row_codes, is_m, first, half, OPERAND), dot, out_dtype=sums_type)
+        dot = tl.dot(high, _x_codes(q, m, row_codes, is_m, first + half, half, OPERAND), dot, out_dtype=sums_type)
+    else:
+        if FORM.bits == 4:
+            whole = _beside(low, high, columns)
+        if columns < LEAST_COLUMNS:
+            whole = _beside(whole, whole, LEAST_COLUMNS)  # the second half is multiplied by zeros
+        dot = tl.dot(whole, _x_codes(q, m, row_codes, is_m, first, columns, OPERAND), dot, out_dtype=sums_type)
+    if OPERAND == tl.int8:
+        dot = dot.to(tl.float32, bitcast=FORM.group is not None)
+    return dot
 
 
 @triton.jit
@@ -113,11 +121,11 @@ def _scaled(dot, own, OPERAND: tl.constexpr):
 @triton.jit
 def slice_sums(
     qweight, scale, bias, q, x_scale, x_bias, into, tile, n, m, is_m, is_out, tiles, groups, x_stride, part_stride,
-    part, TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
-    OWN: tl.constexpr, OPERAND: tl.constexpr,
+    part, TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, OWN: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
     """fp32 [TILES * 16, ROWS], of the rows n of W and m of x: the sums of all slices; or, where OWN are fewer, each of
-    those of a part goes to `into`. Beyond is_m there may be any rows."""
+    those of a part goes to `into`. Beyond is_m there may be any rows. FORM: the `Weights`."""
     in_tile = (n // 16).to(tl.int64) * groups * 16 + n % 16
     is_tile, is_n = tile < tiles, n < tiles * 16
     steps = (groups + SLICES - 1) // SLICES  # groups of a slice
@@ -131,18 +139,17 @@ def slice_sums(
         # Scales are asked for before the products, which take as long as the way from the second cache.
         x_at, in_group = group * x_stride + m[None, :], in_tile + group * 16
         by = tl.broadcast_to(tl.load(x_scale + x_at, mask=has_scale, other=0), total.shape)
-        if BITS == 4:
-            own = tl.load(scale + in_group, mask=own_n, other=0).to(tl.float32)[:, None]
+        if FORM.group is not None:
+            own = byte_scale(tl.load(scale + in_group, mask=own_n, other=0), FORM)[:, None]
+        if FORM.has_bias:
             offset = tl.broadcast_to(tl.load(x_bias + x_at, mask=has_scale, other=0), total.shape)
             own_bias = tl.load(bias + in_group, mask=own_n, other=0).to(tl.float32)[:, None]
-        dot = _group_dot(
-            qweight, q, tile, m, is_tile & is_there, own_m, group, groups, TILES, ROWS, WORDS, BITS, OPERAND
-        )
-        if BITS == 4:
-            total = tl.fma(by, _scaled(dot, own, OPERAND), total)
+        dot = _group_dot(qweight, q, tile, m, is_tile & is_there, own_m, group, groups, TILES, ROWS, FORM, OPERAND)
+        if FORM.group is not None:
+            dot = _scaled(dot, own, OPERAND)
+        total = tl.fma(by, dot, total)
+        if FORM.has_bias:
             total = tl.fma(offset, tl.broadcast_to(own_bias, total.shape), total)
-        else:
-            total = tl.fma(by, dot, total)
         if step == steps - 1:
             if OWN < SLICES:
                 tl.store(into + own_slice.to(tl.int64) * part_stride, total, mask=is_out)
@@ -175,9 +182,9 @@ def store_halves(
 def _gemm(
     qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, code_scale, code_bias,
     rows, groups, tiles, out_features, features, x_stride, y_stride, part_stride, code_stride,
-    TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
-    OWN: tl.constexpr, ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OPERAND: tl.constexpr, OVERLAPS: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, OWN: tl.constexpr,
+    ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, OPERAND: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """OWN: slices of a program; where those are not all, y is fp32 [SLICES, rows, ...], of sums that are not yet
     finished. ACTIVATION: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then."""
@@ -189,11 +196,11 @@ def _gemm(
     is_out = (n < out_features)[:, None] & is_m[None, :]
     sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, into, tile, n, m, is_m, is_out, tiles, groups, x_stride, part_stride,
-        tl.program_id(2), TILES, ROWS, WORDS, BITS, SLICES, OWN, OPERAND,
+        tl.program_id(2), TILES, ROWS, FORM, SLICES, OWN, OPERAND,
     )  # fmt: skip
     if OWN == SLICES:
         at = n[:, None]
-        out = finished(sums, scale, linear_bias, at, at < out_features, BITS)
+        out = finished(sums, scale, linear_bias, at, at < out_features, FORM.group is None)
         if ACTIVATION != "":
             store_halves(
                 out, m, is_m, column, features, y_stride, code_stride, y, code_scale, code_bias,
@@ -204,19 +211,19 @@ def _gemm(
 
 
 @triton.jit
-def _slices_added(partial, scale, linear_bias, n, is_n, part_stride, SLICES: tl.constexpr, BITS: tl.constexpr):
+def _slices_added(partial, scale, linear_bias, n, is_n, part_stride, SLICES: tl.constexpr, ROW_SCALED: tl.constexpr):
     """fp32 [1, columns], of the sums at `partial`."""
     out = tl.zeros(n.shape, tl.float32)
     for p in tl.static_range(SLICES):
         out = out + tl.load(partial + p * part_stride + n, mask=is_n, other=0)
-    return finished(out, scale, linear_bias, n, is_n, BITS)
+    return finished(out, scale, linear_bias, n, is_n, ROW_SCALED)
 
 
 @triton.jit(do_not_specialize=["out_features", "features", "code_stride"])
 def _parts_added(
     partial, scale, linear_bias, y, code_scale, code_bias, out_features, features, y_stride, row_stride, part_stride,
     code_stride,
-    SLICES: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADDS: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK: tl.constexpr, ROW_SCALED: tl.constexpr, ADDS: tl.constexpr,
     GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
@@ -224,8 +231,8 @@ def _parts_added(
     n = first + tl.arange(0, BLOCK)[None, :]
     partial += row * row_stride
     if ACTIVATION != "":
-        gate = _slices_added(partial, scale, linear_bias, n, n < features, part_stride, SLICES, BITS)
-        up = _slices_added(partial, scale, linear_bias, features + n, n < features, part_stride, SLICES, BITS)
+        gate = _slices_added(partial, scale, linear_bias, n, n < features, part_stride, SLICES, ROW_SCALED)
+        up = _slices_added(partial, scale, linear_bias, features + n, n < features, part_stride, SLICES, ROW_SCALED)
         m = tl.program_id(0) + tl.arange(0, 1)
         store_gated(
             gate, up, m, first, m >= 0, features, y_stride, code_stride, y, code_scale, code_bias,
@@ -233,7 +240,7 @@ def _parts_added(
         )  # fmt: skip
     else:
         into, is_out = y + row * y_stride + n, n < out_features
-        out = _slices_added(partial, scale, linear_bias, n, is_out, part_stride, SLICES, BITS)
+        out = _slices_added(partial, scale, linear_bias, n, is_out, part_stride, SLICES, ROW_SCALED)
         store_finished(out, into, is_out, ADDS)
 
 
@@ -274,8 +281,8 @@ def _product(
             "out_features": out_features, "part_stride": part_stride, **end.arguments,
         },
         {
-            "TILES": shape.weight_rows // TILE, "ROWS": shape.rows, "WORDS": matrix.words, "BITS": matrix.bits,
-            "SLICES": matrix.slices, "OWN": matrix.slices // shape.parts, "ADDS": adds, **end.constants,
+            "TILES": shape.weight_rows // TILE, "ROWS": shape.rows, "FORM": matrix.weights, "SLICES": matrix.slices,
+            "OWN": matrix.slices // shape.parts, "ADDS": adds, **end.constants,
             "OPERAND": tl.float32 if is_interpreted() else tl.int8,
         },
         shape.num_warps,
@@ -297,5 +304,8 @@ def _added(
             "partial": partial, "scale": matrix.scale, "linear_bias": bias, "out_features": out_features,
             "row_stride": partial.stride(1), "part_stride": partial.stride(0), **end.arguments,
         },
-        {"BLOCK": block, "BITS": matrix.bits, "SLICES": matrix.slices, "ADDS": adds, **end.constants},
+        {
+            "BLOCK": block, "ROW_SCALED": matrix.weights.group is None, "SLICES": matrix.slices, "ADDS": adds,
+            **end.constants,
+        },
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
 from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, store_gated, tiles_of
+from localllm.kernels.gpu.weight_codes import byte_scale, high_bytes, is_signed, low_bytes, words_of
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 
@@ -89,13 +90,16 @@ def _beside_rows(values, EACH: tl.constexpr):
 @triton.jit
 def slice_sums(
     qweight, scale, bias, q, x_scale, x_bias, first, tile, rows, tiles, groups, x_stride,
-    ROWS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
-    UNROLL: tl.constexpr, ASM: tl.constexpr, EACH: tl.constexpr = False,
+    ROWS: tl.constexpr, TILES: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, UNROLL: tl.constexpr,
+    ASM: tl.constexpr, EACH: tl.constexpr = False,
 ):  # fmt: skip
-    """fp32 [TILES, SLICES, 16] for each of the ROWS from `first` on: the sums of their slices. tile [TILES]. EACH: the
-    tiles are of matrices of their own, with rows of their own; pointers to them and `first` are [TILES, 1, 1]."""
+    """fp32 [TILES, SLICES, 16] for each of the ROWS from `first` on: the sums of their slices. tile [TILES]. FORM: the
+    `Weights`. EACH: the tiles are of matrices of their own, with rows of their own; pointers to them and `first` are
+    [TILES, 1, 1]."""
     lanes, slices = tl.arange(0, 16), tl.arange(0, SLICES)
-    x_words: tl.constexpr = WORDS * (8 // BITS)  # words of a group's codes
+    WORDS: tl.constexpr = words_of(FORM)
+    x_words: tl.constexpr = FORM.columns // 4  # words of a group's codes
+    SIGNED: tl.constexpr = is_signed(FORM)
     totals = (tl.zeros((TILES, SLICES, 16), tl.float32),) * ROWS
     is_tile = (tile < tiles)[:, None, None]
     for begin in tl.range(0, groups, SLICES, loop_unroll_factor=UNROLL):
@@ -114,12 +118,12 @@ def slice_sums(
                 x = q + (first + r).to(tl.int64) * groups * x_words + group * x_words + j
                 is_row = is_group & (first + r < rows)
                 low = tl.broadcast_to(_beside_rows(tl.load(x, mask=is_row, other=0), EACH), w.shape)
-                if BITS == 4:
+                if FORM.bits == 4:
                     high = tl.broadcast_to(_beside_rows(tl.load(x + WORDS, mask=is_row, other=0), EACH), w.shape)
-                    dot = _dot4(w & 0x0F0F0F0F, low, dots[r], False, ASM)
-                    dot = _dot4((w >> 4) & 0x0F0F0F0F, high, dot, False, ASM)
+                    dot = _dot4(low_bytes(w, FORM, ASM), low, dots[r], SIGNED, ASM)
+                    dot = _dot4(high_bytes(w, FORM, ASM), high, dot, SIGNED, ASM)
                 else:
-                    dot = _dot4(w, low, dots[r], True, ASM)
+                    dot = _dot4(w, low, dots[r], SIGNED, ASM)
                 dots = dots[:r] + (dot,) + dots[r + 1 :]
         at = at * 16 + lanes[None, None, :]
         for r in tl.static_range(ROWS):
@@ -127,10 +131,10 @@ def slice_sums(
             is_row = is_group & (first + r < rows)
             by = _beside_rows(tl.load(x_scale + x_at, mask=is_row, other=0), EACH)
             part = dots[r].to(tl.float32)
-            if BITS == 4:
-                part = part * tl.load(scale + at, mask=is_there, other=0).to(tl.float32)
+            if FORM.group is not None:
+                part = part * byte_scale(tl.load(scale + at, mask=is_there, other=0), FORM)
             total = tl.fma(tl.broadcast_to(by, part.shape), part, totals[r])
-            if BITS == 4:
+            if FORM.has_bias:
                 offset = _beside_rows(tl.load(x_bias + x_at, mask=is_row, other=0), EACH)
                 own = tl.load(bias + at, mask=is_there, other=0).to(tl.float32)
                 total = tl.fma(tl.broadcast_to(offset, own.shape), own, total)
@@ -157,26 +161,26 @@ def store_halves(
 def _gemv(
     qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, code_scale, code_bias,
     rows, tiles, groups, out_features, features, x_stride, y_stride, code_stride,
-    ROWS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr,
-    ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    UNROLL: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, ADDS: tl.constexpr,
+    GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr, ASM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """q: the codes as words of four, [rows, groups * 64 / 4]. ROWS: from program_id(0) * ROWS on. ACTIVATION: of a gate
+    """q: the codes as words of four, [rows, columns / 4]. ROWS: from program_id(0) * ROWS on. ACTIVATION: of a gate
     of so many features, whose codes go to y; half of the tiles are the gate's then."""
     first = tl.program_id(0) * ROWS
     column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
     if OVERLAPS:
-        _fetch(qweight, tile, tiles, groups, WORDS, SLICES)
+        _fetch(qweight, tile, tiles, groups, words_of(FORM), SLICES)
     after_previous(OVERLAPS)
     sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, first, tile, rows, tiles, groups, x_stride,
-        ROWS, TILES, WORDS, BITS, SLICES, UNROLL, ASM,
+        ROWS, TILES, FORM, SLICES, UNROLL, ASM,
     )  # fmt: skip
     n = rows_of(tile, TILES, SLICES)
     is_n = n < out_features
     for r in tl.static_range(ROWS):
         m = first + r
-        out = finished(added_up(sums[r], SLICES), scale, linear_bias, n, is_n, BITS)
+        out = finished(added_up(sums[r], SLICES), scale, linear_bias, n, is_n, FORM.group is None)
         if ACTIVATION != "":
             store_halves(
                 out, m, column, rows, features, y_stride, code_stride, y, code_scale, code_bias,
@@ -208,8 +212,8 @@ def gemv(
             "groups": matrix.groups, "out_features": out_features, **end.arguments,
         },
         {
-            "ROWS": each, "TILES": tiles, "WORDS": matrix.words, "BITS": matrix.bits, "SLICES": matrix.slices,
-            "ADDS": adds, "UNROLL": 2 if rows == 1 else 1, "ASM": not is_interpreted(), **end.constants,
+            "ROWS": each, "TILES": tiles, "FORM": matrix.weights, "SLICES": matrix.slices, "ADDS": adds,
+            "UNROLL": 2 if rows == 1 else 1, "ASM": not is_interpreted(), **end.constants,
         },
         num_warps=tiles,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from localllm.kernels.tile16 import TILE
 FEW_ROWS = 16  # of a step at most
 _MOST_ROWS = 64  # of a program
 _MOST_SUMS = 1 << 13  # of a program of 256 threads, which have three numbers for each
+_MOST_WORDS = 1 << 13  # of weights that a program has on their way for each of three stages
 _WARP = 32
 _LARGE_GROUP = 128  # columns, of which a program holds half as many rows
 
@@ -52,6 +53,8 @@ class Dispatch:
             weight_rows = max(weight_rows, 2 * gate.codes.group)
             each = min(each, _MOST_SUMS // weight_rows)
         threads = min(256, weight_rows * max(each, 32) // 32)
+        if each == 16:  # groups of 16 columns have fewer bytes
+            threads = min(threads, weight_rows * matrix.words // 4)
         if each == 32 and weight_rows == 128:
             threads = 256  # half of them need 255 registers, and on sm_90 by Triton 3.6 more
         programs, parts = triton.cdiv(matrix.tiles * TILE, weight_rows) * triton.cdiv(rows, each), 1
@@ -60,6 +63,8 @@ class Dispatch:
         stages = self.stages if each == 16 and weight_rows == 64 else 3
         if each == _MOST_ROWS and matrix.group >= _LARGE_GROUP:
             stages = 2  # a third takes registers that sm_120 has not
+        if weight_rows * matrix.words >= _MOST_WORDS:
+            stages = 2  # a third takes shared memory that sm_86 has not
         return ProgramShape(weight_rows, each, parts, threads // _WARP, stages)
 
     def product(

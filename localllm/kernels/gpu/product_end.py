@@ -60,13 +60,13 @@ def tiles_of(program, features, tiles, TILES: tl.constexpr, ACTIVATION: tl.const
 
 
 @triton.jit
-def finished(out, scale, linear_bias, n, is_n, BITS: tl.constexpr):
+def finished(out, scale, linear_bias, n, is_n, ROW_SCALED: tl.constexpr):
     """The sums over all columns, scaled, with the matrix's bias. n: the rows of W, of a shape that out can be cut
-    from."""
+    from. ROW_SCALED: by scales of rows, where groups have none."""
     base = tl.zeros(out.shape, tl.float32)
     if linear_bias is not None:
         base += tl.load(linear_bias + n, mask=is_n, other=0).to(tl.float32)
-    if BITS == 8:
+    if ROW_SCALED:
         own = tl.load(scale + n, mask=is_n, other=0)
         out = tl.fma(out, tl.broadcast_to(own, out.shape), base)
     else:

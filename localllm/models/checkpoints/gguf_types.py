@@ -14,25 +14,39 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from localllm.quant.coded import Codes
+from localllm.kernels.cpu_repack import CodePlaces, repack, supports
+from localllm.quant.coded import CodedMatrix
 from localllm.quant.layouts import CodedLayout, Int4Layout, WeightLayout
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """kept: the format that keeps the file's codes, or None where there are only numbers. dense: torch's name of the
-    dtype of those numbers, or None. read: turns blocks, uint8 [N, blocks of a row, block_bytes] which may begin at any
-    address, into the codes of N rows; or None where `dense` is set."""
+    """kept: the format that keeps the file's codes, or None where there are only numbers.
+    dense: torch's name of the dtype of those numbers, or None.
+    q, scales: of blocks, uint8 [N, blocks of a row, block_bytes] which may begin at any address, the codes of N rows,
+    and the scales with the biases, if any; see `CodedMatrix`.
+    places: where the codes are, if they can be brought into tiles at once.
+    """
 
     name: str
     block_weights: int
     block_bytes: int
     kept: WeightLayout | None = None
+    q: Callable[[Tensor], Tensor] | None = None
+    scales: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
+    places: CodePlaces | None = None
     dense: str | None = None
-    read: Callable[[Tensor], Codes] | None = None
+
+    def read(self, blocks: Tensor, *, tiled: bool = False) -> CodedMatrix:
+        """Return the codes of these rows. tiled: in tiles, where that is quicker; their number is a multiple of 16."""
+        assert self.q is not None and self.scales is not None, f"{self.name} has no codes"
+        scale, bias = self.scales(blocks)
+        if tiled and self.places is not None and supports(self.places):
+            return CodedMatrix(repack(blocks, self.places, self.block_weights), scale, bias, is_tiled=True)
+        return CodedMatrix(self.q(blocks), scale, bias)
 
 
-def dequantize(codes: Codes, kept: WeightLayout) -> Tensor:
+def dequantize(codes: CodedMatrix, kept: WeightLayout) -> Tensor:
     """Return the weights, fp32 [N, K], that these codes stand for in the format `kept`."""
     table = kept.table if isinstance(kept, CodedLayout) else None
     if table is None:
@@ -66,12 +80,17 @@ def _times(factor: Tensor, scales: Tensor) -> Tensor:
     return (factor * scales.reshape(*factor.shape[:2], -1).float()).flatten(1)
 
 
-def _read_half_and_nibbles(blocks: Tensor) -> Codes:
-    return Codes(_planes(blocks[..., 2:], 4, run=16), _half(blocks, 0).flatten(1))
+def _nibbles(begin: int, run: int = 16) -> Callable[[Tensor], Tensor]:
+    """Return what reads codes of 4 bits from this byte of every block on."""
+    return lambda blocks: _planes(blocks[..., begin:], 4, run=run)
 
 
-def _read_q4_1(blocks: Tensor) -> Codes:
-    return Codes(_planes(blocks[..., 4:], 4, run=16), _half(blocks, 0).flatten(1), _half(blocks, 2).flatten(1))
+def _scale(blocks: Tensor) -> tuple[Tensor, None]:
+    return _half(blocks, 0).flatten(1), None
+
+
+def _scale_and_least(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _half(blocks, 0).flatten(1), _half(blocks, 2).flatten(1)
 
 
 def _five_bits(high: Tensor, low: Tensor) -> Tensor:
@@ -79,35 +98,38 @@ def _five_bits(high: Tensor, low: Tensor) -> Tensor:
     return _planes(low, 4, run=16).add_(_planes(high, 1, run=1), alpha=16)
 
 
-def _read_q5_0(blocks: Tensor) -> Codes:
-    q = _five_bits(blocks[..., 2:6], blocks[..., 6:]).sub_(16)
-    return Codes(q.view(torch.int8), _half(blocks, 0).flatten(1))
+def _q5_0(blocks: Tensor) -> Tensor:
+    return _five_bits(blocks[..., 2:6], blocks[..., 6:]).sub_(16).view(torch.int8)
 
 
-def _read_q5_1(blocks: Tensor) -> Codes:
-    q = _five_bits(blocks[..., 4:8], blocks[..., 8:])
-    return Codes(q.view(torch.int8), _half(blocks, 0).flatten(1), _half(blocks, 2).flatten(1))
+def _q5_1(blocks: Tensor) -> Tensor:
+    return _five_bits(blocks[..., 4:8], blocks[..., 8:]).view(torch.int8)
 
 
-def _read_q8_0(blocks: Tensor) -> Codes:
-    q = blocks[..., 2:].clone(memory_format=torch.contiguous_format).flatten(1)
-    return Codes(q.view(torch.int8), _half(blocks, 0).flatten(1))
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[..., 2:].clone(memory_format=torch.contiguous_format).flatten(1).view(torch.int8)
 
 
-def _read_q2_k(blocks: Tensor) -> Codes:
-    packed, scale, minimum = blocks[..., :16], _half(blocks, 80), _half(blocks, 82)
-    q = _planes(blocks[..., 16:80], 2, run=32)
-    return Codes(q, _times(scale, packed & 15), _times(-minimum, packed >> 4))
+def _q2_k(blocks: Tensor) -> Tensor:
+    return _planes(blocks[..., 16:80], 2, run=32)
 
 
-def _read_q3_k(blocks: Tensor) -> Codes:
+def _q2_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    packed, scale, least = blocks[..., :16], _half(blocks, 80), _half(blocks, 82)
+    return _times(scale, packed & 15), _times(-least, packed >> 4)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
     q = _planes(blocks[..., 32:96], 2, run=32).add_(_planes(blocks[..., :32], 1, run=32), alpha=4)
+    return q.add_(4)  # the value is q - 4, which is code q + 4 of the table that begins at -8
+
+
+def _q3_k_scales(blocks: Tensor) -> tuple[Tensor, None]:
     scales = _planes(blocks[..., 96:104], 4, run=8).add_(_planes(blocks[..., 104:108], 2, run=4), alpha=16)
-    # The value is q - 4, which is code q + 4 of the table that begins at -8.
-    return Codes(q.add_(4), _times(_half(blocks, 108), scales.sub_(32).view(torch.int8)))
+    return _times(_half(blocks, 108), scales.sub_(32).view(torch.int8)), None
 
 
-def _scale_and_bias(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return scale and bias of Q4_K and Q5_K, [N, groups]: eight scales and eight minimums of 6 bits in 12 bytes."""
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], dim=-1)
@@ -115,62 +137,65 @@ def _scale_and_bias(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _times(_half(blocks, 0), scales), _times(-_half(blocks, 2), minimums)
 
 
-def _read_q4_k(blocks: Tensor) -> Codes:
-    return Codes(_planes(blocks[..., 16:], 4, run=32), *_scale_and_bias(blocks))
-
-
-def _read_q5_k(blocks: Tensor) -> Codes:
+def _q5_k(blocks: Tensor) -> Tensor:
     q = _planes(blocks[..., 48:], 4, run=32).add_(_planes(blocks[..., 16:48], 1, run=32), alpha=16)
-    return Codes(q.view(torch.int8), *_scale_and_bias(blocks))
+    return q.view(torch.int8)
 
 
-def _read_q6_k(blocks: Tensor) -> Codes:
+def _q6_k(blocks: Tensor) -> Tensor:
     q = _planes(blocks[..., :128], 4, run=64).add_(_planes(blocks[..., 128:192], 2, run=32), alpha=16)
-    scale = _times(_half(blocks, 208), blocks[..., 192:208].view(torch.int8))
-    return Codes(q.sub_(32).view(torch.int8), scale)
+    return q.sub_(32).view(torch.int8)
 
 
-def _read_iq4_xs(blocks: Tensor) -> Codes:
+def _q6_k_scales(blocks: Tensor) -> tuple[Tensor, None]:
+    return _times(_half(blocks, 208), blocks[..., 192:208].view(torch.int8)), None
+
+
+def _iq4_xs_scales(blocks: Tensor) -> tuple[Tensor, None]:
     scales = _planes(blocks[..., 4:8], 4, run=1).add_(_planes(blocks[..., 2:4], 2, run=1), alpha=16)
-    q = _planes(blocks[..., 8:], 4, run=16)
-    return Codes(q, _times(_half(blocks, 0), scales.sub_(32).view(torch.int8)))
+    return _times(_half(blocks, 0), scales.sub_(32).view(torch.int8)), None
 
 
-def _read_mxfp4(blocks: Tensor) -> Codes:
+def _mxfp4_scales(blocks: Tensor) -> tuple[Tensor, None]:
     exponent = blocks[..., 0].int()
     # 2^(exponent - 128), half of what E8M0 means, as the table has twice FP4's values. The two smallest are subnormal.
     bits = torch.where(exponent < 2, (1 << 21) << exponent, (exponent - 1) << 23)
-    return Codes(_planes(blocks[..., 1:], 4, run=16), bits.view(torch.float32))
+    return bits.view(torch.float32), None
 
 
-def _read_nvfp4(blocks: Tensor) -> Codes:
+def _nvfp4_scales(blocks: Tensor) -> tuple[Tensor, None]:
     byte = blocks[..., :4].flatten(1)
     # E4M3 without its sign, in the place of those bits in fp16, whose exponent has another offset: 2^-8 of its value.
     # Half of that is wanted, as the table has twice FP4's values. 0x7F is NaN, and means 0 here.
     scale = ((byte & 127).short() << 7).view(torch.float16).float() * 128
-    return Codes(_planes(blocks[..., 4:], 4, run=8), scale.masked_fill_(byte == 127, 0))
+    return scale.masked_fill_(byte == 127, 0), None
 
 
+def _halves(begin: int, chunk_bytes: int = 16) -> CodePlaces:
+    return CodePlaces("halves", 2 * chunk_bytes, chunk_bytes, begin)
+
+
+_BIASED = CodedLayout("int8", 32, has_bias=True)
 TYPES: Mapping[int, TensorType] = MappingProxyType(
     {
         0: TensorType("F32", 1, 4, dense="float32"),
         1: TensorType("F16", 1, 2, dense="float16"),
-        2: TensorType("Q4_0", 32, 18, CodedLayout("int4", 32), read=_read_half_and_nibbles),
-        3: TensorType("Q4_1", 32, 20, Int4Layout(32), read=_read_q4_1),
-        6: TensorType("Q5_0", 32, 22, CodedLayout("int8", 32), read=_read_q5_0),
-        7: TensorType("Q5_1", 32, 24, CodedLayout("int8", 32, has_bias=True), read=_read_q5_1),
-        8: TensorType("Q8_0", 32, 34, CodedLayout("int8", 32), read=_read_q8_0),
-        10: TensorType("Q2_K", 256, 84, Int4Layout(16), read=_read_q2_k),
-        11: TensorType("Q3_K", 256, 110, CodedLayout("int4", 16), read=_read_q3_k),
-        12: TensorType("Q4_K", 256, 144, Int4Layout(32), read=_read_q4_k),
-        13: TensorType("Q5_K", 256, 176, CodedLayout("int8", 32, has_bias=True), read=_read_q5_k),
-        14: TensorType("Q6_K", 256, 210, CodedLayout("int8", 16), read=_read_q6_k),
-        20: TensorType("IQ4_NL", 32, 18, CodedLayout("iq4", 32), read=_read_half_and_nibbles),
-        23: TensorType("IQ4_XS", 256, 136, CodedLayout("iq4", 32), read=_read_iq4_xs),
+        2: TensorType("Q4_0", 32, 18, CodedLayout("int4", 32), _nibbles(2), _scale, _halves(2)),
+        3: TensorType("Q4_1", 32, 20, Int4Layout(32), _nibbles(4), _scale_and_least, _halves(4)),
+        6: TensorType("Q5_0", 32, 22, CodedLayout("int8", 32), _q5_0, _scale),
+        7: TensorType("Q5_1", 32, 24, _BIASED, _q5_1, _scale_and_least),
+        8: TensorType("Q8_0", 32, 34, CodedLayout("int8", 32), _q8_0, _scale, CodePlaces("bytes", 32, 32, 2)),
+        10: TensorType("Q2_K", 256, 84, Int4Layout(16), _q2_k, _q2_k_scales),
+        11: TensorType("Q3_K", 256, 110, CodedLayout("int4", 16), _q3_k, _q3_k_scales),
+        12: TensorType("Q4_K", 256, 144, Int4Layout(32), _nibbles(16, run=32), _q4_k_scales, _halves(16, 32)),
+        13: TensorType("Q5_K", 256, 176, _BIASED, _q5_k, _q4_k_scales),
+        14: TensorType("Q6_K", 256, 210, CodedLayout("int8", 16), _q6_k, _q6_k_scales, CodePlaces("six", 128, 64, 0)),
+        20: TensorType("IQ4_NL", 32, 18, CodedLayout("iq4", 32), _nibbles(2), _scale, _halves(2)),
+        23: TensorType("IQ4_XS", 256, 136, CodedLayout("iq4", 32), _nibbles(8), _iq4_xs_scales, _halves(8)),
         28: TensorType("F64", 1, 8, dense="float64"),
         30: TensorType("BF16", 1, 2, dense="bfloat16"),
-        39: TensorType("MXFP4", 32, 17, CodedLayout("fp4", 32), read=_read_mxfp4),
-        40: TensorType("NVFP4", 64, 36, CodedLayout("fp4", 16), read=_read_nvfp4),
+        39: TensorType("MXFP4", 32, 17, CodedLayout("fp4", 32), _nibbles(1), _mxfp4_scales, _halves(1)),
+        40: TensorType("NVFP4", 64, 36, CodedLayout("fp4", 16), _nibbles(4, run=8), _nvfp4_scales),
     }
 )
 # Types that there are, or were until llama.cpp removed them, and that are not read.

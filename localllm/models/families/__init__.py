@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from localllm.models.architecture import ModelConfig
-from localllm.models.families.reading import eos_ids, refuse_quantized, unsupported
+from localllm.gguf.folder import DESCRIPTION, GgufModel
+from localllm.models.architecture import ModelConfig, StoredForm
+from localllm.models.families.reading import eos_ids, unsupported
 from localllm.models.fields import Fields, show
 from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.registry import FAMILIES
@@ -31,6 +32,8 @@ def load_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     raw = read_json_object(path, _LIMITS)
     config = parse_config(raw, str(path))
+    if (directory / DESCRIPTION).is_file():
+        return _as_gguf(config, GgufModel.read(directory))
     generation = directory / "generation_config.json"
     if not generation.is_file():
         return config
@@ -43,11 +46,17 @@ def load_config(directory: Path) -> ModelConfig:
     return replace(config, eos_token_ids=merged) if merged else config
 
 
+def _as_gguf(config: ModelConfig, model: GgufModel) -> ModelConfig:
+    """Return the config with the way in which a GGUF file stores the weights."""
+    offset = config.norm_weight_offset - model.norm_offset
+    return replace(config, stored=StoredForm(interleaves_heads=model.permutes_heads), norm_weight_offset=offset)
+
+
 def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:
     """Return a ModelConfig from the object of a config.json; `source` names the file in errors.
 
     Raises CheckpointError for a value that is absent, of the wrong type or out of bounds, UnsupportedModelError for an
-    architecture, a RoPE scaling or a quantization that this version does not run.
+    architecture or a RoPE scaling that this version does not run.
     """
     fields = Fields(raw, source)
     model_type = fields.optional_text("model_type")
@@ -55,7 +64,6 @@ def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:
         raise fields.refuse("model_type", "the name of the architecture")
     if model_type not in FAMILIES:
         raise unsupported(source, f"a model of the architecture {show(model_type)}", ", ".join(FAMILIES))
-    refuse_quantized(fields)
     if model_type in _MULTIMODAL:
         fields = _text_fields(fields, model_type)
     family = importlib.import_module(f"{__name__}.{FAMILIES[model_type]}")
@@ -68,6 +76,5 @@ def _text_fields(fields: Fields, model_type: str) -> Fields:
     text = fields.section("text_config")
     if text is None:
         raise fields.refuse("text_config", "the text model's configuration")
-    refuse_quantized(text)
     beside = {key: fields.raw[key] for key in _SHARED_KEYS if fields.raw.get(key) is not None}
     return replace(text, raw={**text.raw, **beside, "model_type": model_type})

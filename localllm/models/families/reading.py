@@ -308,19 +308,6 @@ def _dtype(fields: Fields) -> StoredDtype | None:
     return _DTYPES[name.removeprefix("torch.")]
 
 
-def refuse_quantized(fields: Fields) -> None:
-    """Raise UnsupportedModelError for a checkpoint whose weights are codes already."""
-    for key in ("quantization_config", "compression_config"):
-        section = fields.section(key)
-        if section is not None:
-            method = show(section.get("quant_method") or section.get("quant_algo") or "unknown")
-            raise UnsupportedModelError(
-                f"{fields.source}: the checkpoint is already quantized",
-                why=f"{fields.path}{key} names the method {method}; bf16, fp16, fp32 and fp64 weights are read",
-                fix="choose the original repository, without GPTQ, AWQ, FP8, MXFP4 or bnb in its name",
-            )
-
-
 def unsupported(source: str, what: str, known: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{source}: {what} cannot run here", why=f"supported: {known}", fix="choose another model: localllm list"

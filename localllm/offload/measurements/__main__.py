@@ -11,9 +11,9 @@ from functools import partial
 
 from localllm.offload.measurements.measurement import measured
 from localllm.offload.planner.profile import kept_profile
-from localllm.quant.layouts import torch_dtype
-from localllm.quant.recipe import RECIPES
+from localllm.quant.layouts import blocks_of, torch_dtype
+from localllm.quant.recipe import computing
 
 if __name__ == "__main__":
     weights, dtype = sys.argv[1:]
-    measured(kept_profile(), weights, RECIPES[weights].blocks, torch_dtype(dtype), partial(print, flush=True))
+    measured(kept_profile(), weights, computing(blocks_of(weights)), torch_dtype(dtype), partial(print, flush=True))

@@ -18,8 +18,11 @@ from starlette.responses import PlainTextResponse, Response
 from localllm import hub
 from localllm.engine.engine_info import EngineFacts
 from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
-from localllm.models.safetensors_header import tensors_of
-from localllm.registry import BUILT_IN, REPO_ID, load_registry
+from localllm.hub.gguf_files import gguf_parameters
+from localllm.hub.names import HubName
+from localllm.hub.quants import quant_of
+from localllm.models.checkpoints.safetensors_header import tensors_of
+from localllm.registry import BUILT_IN, load_registry
 from localllm.runtime.download import fetch
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.selection import sampling_defaults
@@ -162,7 +165,8 @@ async def tags(call: ApiCall, _body: None) -> JsonReply:
         known = {served.selection.files.directory for served in pool.models}
         for row in hub.list_models():
             if row.directory is not None and pool.known(row.name) is None and row.directory not in known:
-                yield _listed(pool, row.name, hub.describe(row.name))
+                with suppress(OSError):  # it has just gone
+                    yield _listed(pool, row.name, hub.described(row))
 
     return JsonReply(OllamaTags(models=await pool.on_disk(lambda: list(listed()))))
 
@@ -287,10 +291,10 @@ def _is_here(pool: ModelPool, name: str) -> bool:
     if name == BUILT_IN or pool.known(name) is not None:
         return True
     registry = load_registry()
-    if registry.find(name) is None and not REPO_ID.fullmatch(name.partition("@")[0]):
+    if registry.find(name) is None and HubName.read(name) is None:
         near = registry.nearest(name[:200])
         fix = f"ask for {near[0]!r}" if near else "name it as ORG/REPOSITORY of the Hugging Face hub"
-        why = "it is neither a known name nor ORG/REPOSITORY"
+        why = "it is neither a known name nor ORG/REPOSITORY[:QUANT]"
         raise RequestError(404, f"model {name[:200]!r} not found", why=why, fix=fix, param="model")
     try:
         hub.locate(name, registry=registry, offline=pool.first.selection.settings.offline)
@@ -357,7 +361,8 @@ def _shown(pool: ModelPool, name: str) -> OllamaShown:
 def _uses(served: ServedModel, row: InstalledModel) -> bool:
     """Return whether the served model is that one, or takes its draft tokens from it."""
     own = served.selection.files
-    is_own = row.repo == own.repo if row.repo else row.directory == own.directory
+    is_whole_repository = row.repo is not None and row.gguf is None
+    is_own = row.repo == own.repo if is_whole_repository else row.directory == own.directory
     return is_own or row.is_called(served.selection.settings.speculate)
 
 
@@ -380,20 +385,22 @@ def _files(model: ModelDescription) -> ModelFiles:
 
 
 def _modified_at(model: ModelDescription) -> str:
-    return time_text(_files(model).directory.stat().st_mtime)
+    files = _files(model)
+    return time_text((files.gguf or files.directory).stat().st_mtime)
 
 
 def _details(pool: ModelPool, model: ModelDescription) -> OllamaDetails:
-    directory = _files(model).directory
+    files = _files(model)
+    directory = files.directory
     engines = (each.engine_if_loaded for each in pool.models if each.selection.files.directory == directory)
-    engine = next(engines, None)
+    engine, quant = next(engines, None), quant_of(files.gguf.name) if files.gguf else ""
     family, dtype, count = model.model_type or "", model.dtype or "", _parameter_count(model)
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
     return OllamaDetails(
         family=family,
         families=[family],
         parameter_size=size if count else "",
-        quantization_level=engine.weights if engine is not None else _DTYPES.get(dtype, dtype),
+        quantization_level=engine.weights if engine is not None else quant or _DTYPES.get(dtype, dtype),
     )
 
 
@@ -401,6 +408,7 @@ def _parameter_count(model: ModelDescription) -> int:
     """Count the parameters in the files; 0 where these cannot be read."""
     count = 0
     with suppress(CheckpointError):
+        count = gguf_parameters(_files(model).directory)
         for path in _files(model).directory.glob("*.safetensors"):
             count += sum(math.prod(spec.shape) for spec in tensors_of(path).values())
     return count

@@ -17,7 +17,7 @@ from textual.widgets import Input, OptionList, Static
 from localllm import hub
 from localllm.chat.text import one_line, visible
 from localllm.config import format_bytes
-from localllm.registry import REPO_ID, REVISION
+from localllm.hub.names import HubName
 from localllm.runtime.fit_check import Verdict
 from localllm.runtime.model_catalog import ModelRow, fact_lines, freed_by, licence_text, model_rows, packed_text
 from localllm.runtime.selection import told_of
@@ -202,10 +202,9 @@ class ModelsScreen(Screen[None]):
     def _show_lines(self) -> None:
         words = self.filter_input.value.strip()
         lines = [self._line(row) for row in self._rows]
-        repo, at, revision = words.partition("@")
-        is_repository = REPO_ID.fullmatch(repo) and (not at or REVISION.fullmatch(revision))
-        if is_repository and not any(line.matches(words) for line in lines):
-            lines.append(ModelLine(ModelRow(words, "available", repo)))
+        found_there = HubName.read(words)
+        if found_there is not None and not any(line.matches(words) for line in lines):
+            lines.append(ModelLine(ModelRow(words, "available", found_there.repo)))
         self.table.show(lines, words)
         here = sum(row.is_here for row in self._rows)
         found = f"{here} on this disk, {len(self._rows)} in all"
@@ -392,7 +391,7 @@ def _ask_to_delete(row: ModelRow, checkpoint_bytes: int, packed_bytes: int, *, i
     """A dialog that returns _EVERYTHING, _PACKED, or _NO. checkpoint_bytes: 0 where its files are not deleted."""
     lines: list[Content] = []
     replies: list[DialogReply] = []
-    where = row.repo or row.directory or row.name
+    where = row.repo or row.file or row.directory or row.name
     if checkpoint_bytes:
         lines.append(_fact("files", f"{format_bytes(checkpoint_bytes)} of {where}, finished and unfinished ones"))
     lines += [_fact("packed", packed_text(packed)) for packed in row.packed]

@@ -29,7 +29,9 @@ _GAP = "  "
 _SHORTEST_NAME, _LONGEST_NAME = 12, 44  # columns; a folder's path is cut
 _SHORTEST_PACKED = 20  # columns; what has no room is cut
 _CHECKPOINT_BYTES = 2  # of a parameter: what nearly all makers publish
-_STATE_STYLES = {"installed": "$text-success", "folder": "$text-success", "partial": "$text-warning"}
+_STATE_STYLES = {
+    "installed": "$text-success", "folder": "$text-success", "file": "$text-success", "partial": "$text-warning",
+}  # fmt: skip
 _VERDICT_STYLES = {"fits": "$text-success", "offloads": "$text-warning", "too large": "$text-error"}
 
 

@@ -27,7 +27,7 @@ _BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64",
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class HeaderEntry:
     """The place of a tensor: `begin` and `end` in bytes from the start of the file."""
 
     dtype: str
@@ -36,16 +36,16 @@ class StoredTensor:
     end: int
 
 
-def tensors_of(path: Path) -> dict[str, StoredTensor]:
+def tensors_of(path: Path) -> dict[str, HeaderEntry]:
     """Return the tensors by name. Raises CheckpointError that names the file and what is wrong with it."""
     fd = open_plain_file(path)
     try:
-        return read_specs(fd, os.fstat(fd).st_size, path)
+        return read_entries(fd, os.fstat(fd).st_size, path)
     finally:
         os.close(fd)
 
 
-def read_specs(fd: int, file_bytes: int, path: Path) -> dict[str, StoredTensor]:
+def read_entries(fd: int, file_bytes: int, path: Path) -> dict[str, HeaderEntry]:
     """Return the tensors of an open file by name. Raises CheckpointError."""
     if file_bytes < _LENGTH_BYTES:
         raise refused(path, f"{_LENGTH_BYTES} bytes are the least, it has {file_bytes}", cut=True)
@@ -61,7 +61,7 @@ def read_specs(fd: int, file_bytes: int, path: Path) -> dict[str, StoredTensor]:
     return parse_header(header, data_begin, file_bytes, path)
 
 
-def parse_header(header: bytes, data_begin: int, file_bytes: int, path: Path) -> dict[str, StoredTensor]:
+def parse_header(header: bytes, data_begin: int, file_bytes: int, path: Path) -> dict[str, HeaderEntry]:
     """The tensors that a header describes, checked against each other and against the size of the file."""
     raw = parse_json_object(header, f"{path} (header)", _LIMITS)
     metadata = raw.pop("__metadata__", {})
@@ -81,7 +81,7 @@ def parse_header(header: bytes, data_begin: int, file_bytes: int, path: Path) ->
     return specs
 
 
-def _spec(name: str, entry: object, data_begin: int, path: Path) -> StoredTensor:
+def _spec(name: str, entry: object, data_begin: int, path: Path) -> HeaderEntry:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refused(path, f"{show(name)} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -95,7 +95,7 @@ def _spec(name: str, entry: object, data_begin: int, path: Path) -> StoredTensor
     bits = math.prod(shape) * _BITS[dtype]
     if (end - begin) * 8 != bits:
         raise refused(path, f"{show(name)} spans {end - begin} bytes; {dtype} {shape} takes {bits / 8:g}")
-    return StoredTensor(dtype, tuple(shape), data_begin + begin, data_begin + end)
+    return HeaderEntry(dtype, tuple(shape), data_begin + begin, data_begin + end)
 
 
 def _are_sizes(values: object, most: int) -> bool:

@@ -1,0 +1,110 @@
+"""GGUF's names of tensors in the names of Hugging Face, and what a reader must undo of how llama.cpp stores them.
+
+A mixture of experts has one tensor for all experts of a layer, [experts, out features, in features]: it is named like
+one expert's without a number, "model.layers.3.mlp.experts.gate_proj".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+_PART = re.compile(r"blk\.(\d{1,5})\.(\w+?)(?:\.(\d{1,5}))?(?:\.(weight|bias|scale|input_scale))?")
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# Factors of the rotary embedding, which become part of the configuration, and frequencies that everybody computes.
+_NO_WEIGHTS = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd"})
+_NEXT_TOKENS = "nextn"  # layers that predict further tokens, which are not run
+_COMMON = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_GATED = ("ffn_gate", "ffn_up", "ffn_down")
+# Norms behind a block, which some families have beside those in front of it, and some instead.
+_NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA = {**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
+_OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "gemma2": _GEMMA,
+        "gemma3": _GEMMA,
+        "olmo2": _NORMS_BEHIND,
+        "glm4moe": {"post_attention_norm": "post_attention_layernorm"},
+        "phi3": {"ffn_up": "mlp.gate_up_proj"},  # the gate's rows, then those of up
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufForm:
+    """How the weights of an architecture differ from those of Hugging Face.
+
+    permutes_heads: the rows of q and k, and their biases, are in pairs. Of each head, Hugging Face's rows are
+        `rows.view(heads, head_dim // 2, 2, K).transpose(1, 2)`.
+    norm_offset: what was added to the weights of all norms.
+    """
+
+    permutes_heads: bool = False
+    norm_offset: float = 0.0
+
+
+_PERMUTED = GgufForm(permutes_heads=True)
+_OFFSET = GgufForm(norm_offset=1.0)
+_FORMS: Mapping[str, GgufForm] = MappingProxyType(
+    {"llama": _PERMUTED, "mistral3": _PERMUTED, "granitemoe": _PERMUTED, "gemma2": _OFFSET, "gemma3": _OFFSET}
+)
+
+
+def stored_form(architecture: str) -> GgufForm:
+    """Return what a reader of this architecture's tensors must undo."""
+    return _FORMS.get(architecture, GgufForm())
+
+
+def hf_name(name: str, architecture: str) -> str | None:
+    """Return Hugging Face's name of a tensor; None where `holds_weights` is false, and for one that is not known.
+
+    A fused "attn_qkv" has the rows of q, of k and of v one below the other.
+    """
+    stem, _, suffix = name.rpartition(".")
+    if stem in _OUTER:
+        return f"{_OUTER[stem]}.{suffix}"
+    found = _PART.fullmatch(name)
+    if found is None:
+        return None
+    layer, part, expert, suffix = found.groups()
+    inner = _OWN.get(architecture, {}).get(part) or _COMMON.get(part)
+    if inner is None or (expert is not None and part not in _GATED):
+        return None
+    if expert is not None:  # files of early 2024 have a tensor for each expert
+        inner = inner.replace("mlp.", f"mlp.experts.{expert}.")
+    is_whole = part == "exp_probs_b" or (part.endswith("_exps") and suffix == "weight")
+    return f"model.layers.{int(layer)}.{inner}" + ("" if is_whole or suffix is None else f".{suffix}")
+
+
+def holds_weights(name: str) -> bool:
+    """Return whether a tensor is part of the model. Factors of the rotary embedding are not, nor is what only layers
+    that predict further tokens have."""
+    return _NO_WEIGHTS.isdisjoint(parts := name.split(".")) and _NEXT_TOKENS not in parts

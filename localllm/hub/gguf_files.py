@@ -1,0 +1,95 @@
+"""GGUF files as models: of each, a folder in our cache with what its header says, made when it is first wanted."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from localllm.config import user_directories
+from localllm.errors import LocalLLMError
+from localllm.gguf.folder import DESCRIPTION, GgufModel, fingerprint
+from localllm.gguf.header import is_later_part, split_files
+from localllm.hub.quants import is_gguf_name
+from localllm.present import is_file
+
+_MAGIC = b"GGUF"
+
+
+def gguf_folder(path: Path) -> Path:
+    """Return the folder of a GGUF model, made where it is not there. path: its file, or any of its files.
+
+    Raises CheckpointError, TokenizerError and UnsupportedModelError for what cannot be read or does not run here,
+    LocalLLMError where the cache cannot be written.
+    """
+    folder = folder_of(path)
+    root = folder.parent
+    if is_file(folder / DESCRIPTION):
+        return folder
+    from localllm.gguf.conversion import model_files  # what reads vocabularies, which nobody else needs
+
+    contents = model_files(path)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".", dir=root))
+        for name, content in contents.items():
+            (made / name).write_bytes(content)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(made)
+    except OSError as error:
+        what = f"what {path} says cannot be kept in {root}"
+        raise LocalLLMError(what, why=str(error), fix="set LOCALLLM_CACHE=/another/disk") from None
+    _remove_older(root, folder, path)
+    return folder
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a plain file begins as a GGUF file does."""
+    if is_file(path):
+        with suppress(OSError), path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    return False
+
+
+def folder_of(path: Path) -> Path:
+    """Return where the folder of a GGUF model is, or will be. Raises CheckpointError where its files are not there."""
+    return user_directories().cache / "gguf" / fingerprint(path)
+
+
+def gguf_sources(folder: Path) -> tuple[Path, ...]:
+    """Return the files of the GGUF model whose folder in our cache this is; none for any other folder."""
+    return GgufModel.read(folder).files if is_file(folder / DESCRIPTION) else ()
+
+
+def gguf_parameters(folder: Path) -> int:
+    """Return the number of weights of the GGUF model whose folder in our cache this is; 0 for any other folder."""
+    if not is_file(folder / DESCRIPTION):
+        return 0
+    return sum(math.prod(place.shape) for place in GgufModel.read(folder).tensors.values())
+
+
+def gguf_models(folder: Path) -> list[Path]:
+    """Return the GGUF models in a folder: each one's file, the first where it is split."""
+    files = sorted(path for path in folder.iterdir() if is_gguf_name(path.name) and is_file(path))
+    return [path for path in files if not is_later_part(path)]
+
+
+def _remove_older(root: Path, folder: Path, path: Path) -> None:
+    """Remove what an earlier state of the same file has left."""
+    for entry in os.scandir(root):
+        other = Path(entry.path)
+        with suppress(OSError, LocalLLMError):
+            if other != folder and not entry.name.startswith(".") and path in GgufModel.read(other).files:
+                shutil.rmtree(other)
+
+
+def gguf_bytes(path: Path) -> int:
+    """Return the bytes of the files of a model; 0 where one is gone."""
+    with suppress(OSError, LocalLLMError):
+        return sum(file.stat().st_size for file in split_files(path))
+    return 0

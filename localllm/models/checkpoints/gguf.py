@@ -1,0 +1,136 @@
+"""The weights of a GGUF model: tensors in blocks of codes, read from where its header says they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError
+from localllm.gguf.folder import DESCRIPTION as DESCRIPTION
+from localllm.gguf.folder import GgufModel, TensorPlace
+from localllm.models.checkpoints.safetensors_file import read_numbers
+from localllm.models.checkpoints.weight_file import WeightFile
+from localllm.models.fields import show
+from localllm.quant.layouts import torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from localllm.models.checkpoints.gguf_types import TensorType
+    from localllm.quant.coded import CodedMatrix
+    from localllm.quant.layouts import WeightLayout
+
+# Of a matrix, at once: what a core's L2 holds of codes and of what is made of them.
+_SLAB_BYTES = 1 << 20
+_TILE = 16
+
+
+def open_tensors(folder: Path) -> tuple[dict[str, GgufTensor], list[WeightFile]]:
+    """Return the tensors of the model of a folder by their names, and its open files. Raises CheckpointError."""
+    model = GgufModel.read(folder)
+    files: list[WeightFile] = []
+    try:
+        for path in model.files:
+            files.append(WeightFile(path))
+        tensors = {name: GgufTensor(files[place.file], name, place) for name, place in model.tensors.items()}
+        for tensor in tensors.values():
+            tensor.require_room()
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return tensors, files
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor; `place` says where and of which type."""
+
+    file: WeightFile
+    name: str
+    place: TensorPlace
+
+    def require_room(self) -> None:
+        end = self.place.begin + self.place.num_bytes
+        if end > self.file.size_bytes:
+            why = f"{show(self.name)} ends at byte {end}, it has {self.file.size_bytes}"
+            raise CheckpointError(f"{self.path} is cut short", why=why, fix=FETCH_ANEW)
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
+
+    @property
+    def form(self) -> str:
+        from localllm.models.checkpoints.gguf_types import REFUSED, TYPES
+
+        number = self.place.type
+        return TYPES[number].name if number in TYPES else REFUSED.get(number, f"type {number}")
+
+    @property
+    def kept(self) -> WeightLayout | None:
+        return self._type().kept if len(self.shape) > 1 else None
+
+    def dtype(self) -> str:
+        return self._type().dense or "float32"
+
+    def read_into(self, out: Tensor, part: int | None = None) -> Tensor:
+        kind = self._type()
+        begin, rows, columns = self._matrix(part)
+        if kind.dense is not None:
+            read_numbers(self.file, begin, torch_dtype(kind.dense), out)
+            return out
+        from localllm.models.checkpoints.gguf_types import dequantize
+
+        assert kind.kept is not None
+        flat, first = out.view(rows, columns), 0
+        for codes in self._slabs(begin, rows, columns, tiled=False):
+            flat[first : first + len(codes.q)] = dequantize(codes, kind.kept)
+            first += len(codes.q)
+        return out
+
+    def codes(self, part: int | None, /, *, tiled: bool) -> Iterator[CodedMatrix]:
+        return self._slabs(*self._matrix(part), tiled=tiled)
+
+    def chunks(self) -> Iterator[bytes]:
+        return self.file.chunks(self.place.begin, self.place.begin + self.place.num_bytes)
+
+    def _slabs(self, begin: int, rows: int, columns: int, *, tiled: bool) -> Iterator[CodedMatrix]:
+        import torch
+
+        kind = self._type()
+        blocks = columns // kind.block_weights
+        row_bytes = blocks * kind.block_bytes
+        step = max(1, _SLAB_BYTES // (row_bytes * _TILE)) * _TILE
+        buffer = torch.empty(min(step, rows) * row_bytes, dtype=torch.uint8)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            slab = buffer[: count * row_bytes]
+            self.file.fill(slab.numpy().data, begin + first * row_bytes)
+            yield kind.read(slab.view(count, blocks, kind.block_bytes), tiled=tiled and count % _TILE == 0)
+        self.file.check_unchanged()
+
+    def _matrix(self, part: int | None) -> tuple[int, int, int]:
+        """Return where the tensor begins, or its part, its rows and columns."""
+        shape = self.shape if part is None else self.shape[1:]
+        part_bytes = 0 if part is None else self.place.num_bytes // self.shape[0]
+        columns = shape[-1] if shape else 1
+        return self.place.begin + (part or 0) * part_bytes, math.prod(shape[:-1]), columns
+
+    def _type(self) -> TensorType:
+        from localllm.models.checkpoints.gguf_types import TYPES
+
+        if self.place.type not in TYPES:
+            raise UnsupportedModelError(
+                f"{self.path}: the tensor {show(self.name)} is stored as {self.form}, which is not read",
+                why="its codes fit no format that is computed with, and would take twice the room in another",
+                fix="choose a file with Q4_K_M, IQ4_XS or another of 4 bits or more, or Q2_K or Q3_K, in its name",
+            )
+        return TYPES[self.place.type]

@@ -1,0 +1,109 @@
+"""Models of GGUF files: every family and tensor type against transformers with the weights that the file means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from localllm import hub
+from localllm.engine.engine import Engine
+from localllm.engine.step_types import Chunk
+from localllm.models.block_source import CheckpointBlocks
+from localllm.models.checkpoints.checkpoint import Checkpoint
+from localllm.models.families import load_config
+from localllm.models.kept_weights import kept_weights
+from localllm.models.layout import block_layouts
+from localllm.quant.recipe import RECIPES, recipe_of
+from localllm.quant.stacked import Stacked
+from localllm.settings import EngineConfig
+from tests.checkpoints import write_checkpoint
+from tests.gguf_support import all_of, gguf, write_gguf
+
+Type = gguf.GGMLQuantizationType
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+OTHERS = {
+    "gemma2": {"query_pre_attn_scalar": 64},
+    "gemma3": {"query_pre_attn_scalar": 64},
+    "llama-mha-wide-heads": {"num_key_value_heads": 4},
+    "qwen3_moe": {"moe_intermediate_size": 256},
+}
+NAMES = [
+    "llama", "llama-biases-tied", "llama-mha-wide-heads", "qwen2", "qwen3", "phi3", "gemma2",
+    "gemma3", "olmo2", "mixtral", "qwen3_moe",
+]  # fmt: skip
+# In the order in which the matrices of a model come.
+MIX = [
+    "Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "F16", "Q4_1", "IQ4_NL", "Q5_0", "Q3_K", "BF16", "Q5_1", "IQ4_XS", "MXFP4",
+    "Q2_K",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+
+
+def mixed() -> Callable[[str, tuple[int, ...]], Any]:
+    """Every matrix in another type; the last ones of a layer in Q4_K_M's way."""
+    kinds = iter(MIX * 100)
+    plain = all_of("F32")
+    return lambda name, shape: plain(name, shape) if len(shape) == 1 or "gate_inp" in name else Type[next(kinds)]
+
+
+def written(tmp_path: Path, family: str, type_of: Callable[[str, tuple[int, ...]], Any]) -> tuple[Any, hub.ModelFiles]:
+    """The peer with the weights that the file means, and the file."""
+    folder = tmp_path / "checkpoint"
+    write_checkpoint(folder, family, **(WIDE | OTHERS.get(family, {})))
+    meant = write_gguf(folder, tmp_path / "model.gguf", type_of)
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in meant.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return peer, hub.locate(str(tmp_path / "model.gguf"))
+
+
+def logits(engine: Engine, ids: list[int]) -> Tensor:
+    kv = engine.residency.new_kv(len(ids))
+    return engine.runner.forward([Chunk(ids, kv, len(ids), all_logits=True)])
+
+
+@pytest.mark.parametrize("family", NAMES)
+@torch.inference_mode()
+def test_a_gguf_model_computes_what_transformers_computes_with_its_weights(family, tmp_path):
+    peer, files = written(tmp_path, family, mixed())
+    ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    expected = peer(torch.tensor([ids]), use_cache=False).logits[0]
+    engine = Engine.load(files, EngineConfig(device="cpu", dtype="fp32", weights="fp32"))
+    torch.testing.assert_close(logits(engine, ids), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    kept = Engine.load(files, EngineConfig(device="cpu"))
+    assert kept.weights.startswith("kept-")
+    likeness = torch.nn.functional.cosine_similarity(logits(kept, ids), expected, dim=1)
+    assert float(likeness.median()) > 0.99  # activations are in INT8, and a router may choose another expert
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_kept_codes_mean_the_files_weights_within_the_rounding_of_scales(family, tmp_path):
+    _, files = written(tmp_path, family, mixed())
+    config = load_config(files.directory)
+    with Checkpoint.open(files.directory, config.stored) as checkpoint:
+        exact, sizes = CheckpointBlocks(checkpoint, config, RECIPES["fp32"]), kept_weights(checkpoint, config)
+        assert sizes is not None
+        kept = CheckpointBlocks(checkpoint, config, recipe_of(sizes))
+        for layout in block_layouts(config):
+            of_experts = () if layout.experts is None else layout.experts.matrices(1)
+            for matrix in (*layout.matrices, *of_experts):
+                form = matrix.format(kept.recipe)
+                found = form.dequantize(kept.quantized(matrix), matrix.out_features, matrix.in_features)
+                weights = exact.quantized(matrix)["weight"]
+                stored = [checkpoint.kept(f"{name}.weight") for name in matrix.parts]
+                names = {part.name for part, _ in form.parts} if isinstance(form, Stacked) else {form.name}
+                is_kept = {each and each.name for each in stored} == names
+                error = float((found - weights).abs().max() / weights.abs().max())
+                assert error <= (2**-10 if is_kept else 1 / 250), (matrix.stored, form.name)
