@@ -377,7 +377,7 @@ def test_a_listing_leaves_out_what_a_narrow_terminal_has_no_room_for_and_says_so
     assert lines[0].split()[:2] == ["NAME", "STATE"]
     assert not {"FROM", "LICENCE"} & set(lines[0].split())
     assert max(len(line) for line in lines[:-1]) <= 80
-    assert "LICENCE, FROM too, as has --json" in lines[-1]
+    assert "FROM, LICENCE too, as has --json" in lines[-1]
 
 
 def test_a_first_use_is_told_on_a_line_of_its_own(

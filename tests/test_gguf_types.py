@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from localllm.kernels import tile16
 from localllm.models.checkpoints.gguf_types import REFUSED, TYPES, TensorType, dequantize
 from localllm.quant.coded import pack_codes
 from localllm.quant.layouts import CodedLayout
@@ -93,14 +94,20 @@ def test_the_tables_cover_ggufs():
     assert {int(member): member.name for member in gguf.GGMLQuantizationType}.items() <= names.items()
 
 
-@pytest.mark.parametrize("number", [number for number, kind in CODED.items() if kind.places is not None])
+@pytest.mark.parametrize("number", [number for number, kind in CODED.items() if kind.form is not None])
 def test_tiles_hold_the_codes_that_are_read_one_by_one(number):
     kind = CODED[number]
     assert kind.kept is not None
     raw = torch.from_numpy(random_bytes(kind, columns=512, rows=48)).view(48, -1, kind.block_bytes)
     blocks = torch.empty(raw.numel() + 1, dtype=torch.uint8)[1:].view_as(raw).copy_(raw)
-    both = [kind.read(blocks, tiled=tiled) for tiled in (True, False)]
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
+    codes = kind.read(blocks).rows(order)
+    specs = kind.kept.specs(48, codes.q.shape[1])
+    tiled = {name: torch.empty(spec.shape, dtype=spec.torch_dtype) for name, spec in specs.items()}
+    kind.fill_tiles(blocks, tiled, order)
     # Scales of random bytes are larger than an fp16 holds.
-    small = [replace(codes, scale=torch.ones_like(codes.scale), bias=None) for codes in both]
-    tiled, plain = (pack_codes(kind.kept, codes)["qweight"] for codes in small)
-    assert both[0].is_tiled and torch.equal(tiled, plain)
+    plain = pack_codes(kind.kept, replace(codes, scale=torch.ones_like(codes.scale), bias=None))
+    assert torch.equal(tiled["qweight"], plain["qweight"])
+    assert torch.equal(tiled["scale"], tile16.pack_groups(codes.scale.half()))
+    if codes.bias is not None:
+        assert torch.equal(tiled["bias"], tile16.pack_groups(codes.bias.half()))

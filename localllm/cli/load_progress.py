@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,8 @@ import typer
 
 from localllm.cli.context import CliContext
 from localllm.config import format_bytes
+from localllm.errors import LocalLLMError
+from localllm.models.checkpoints.checkpoint import is_quantized
 from localllm.runtime.engine_loader import Opening, check, open_engine
 from localllm.runtime.selection import Selection
 
@@ -127,8 +130,9 @@ def _packing_of(selection: Selection) -> str:
     name, weights = selection.files.name, selection.settings.weights
     if weights.partition("-")[0] == "kept":
         return f"packing {name} in its own codes"
-    if weights == "auto" and selection.files.gguf is not None:  # in its own codes, where it has any that can be kept
-        return f"packing {name}"
+    with suppress(LocalLLMError):  # which the load will say
+        if is_quantized(selection.files.directory):  # in its own codes, where they can be kept
+            return f"packing {name}" if weights == "auto" else f"packing {name} to {weights}, quantized anew"
     return f"packing {name} to {'int4' if weights == 'auto' else weights}"
 
 

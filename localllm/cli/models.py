@@ -97,7 +97,7 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
         output.note("no model is on this disk; `localllm list --all` shows what can be pulled")
         return
     header = ("NAME", "STATE", "PARAMETERS", "SIZE", "PACKED", "TOTAL", "CONTEXT", "LICENCE", "FROM")
-    optional = ("LICENCE", "CONTEXT", "PARAMETERS", "FROM", "TOTAL")
+    optional = ("LICENCE", "FROM", "CONTEXT", "PARAMETERS", "TOTAL")
     output.table(header, [_cells(row) for row in rows], optional=optional)
     if any(packed.state == "orphan" for row in rows for packed in row.packed):
         output.note("orphan: its checkpoint is gone or has changed; `localllm rm NAME --packed` frees the space")

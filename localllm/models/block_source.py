@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from localllm.quant.weight_format import WeightFormat
 
 # Of codes that are kept: a byte a weight, as many once more while they are packed, and scales in fp32.
-_CODE_BYTES, _PIECE_WEIGHTS = 3, 4 << 20
+_CODE_BYTES, _PIECE_WEIGHTS = 3, 16 << 20
 
 
 class BlockSource(Protocol):
@@ -174,38 +174,59 @@ class CheckpointBlocks:
             raise
 
     def _kept(self, matrix: Matrix, stored: Mapping[str, int], form: WeightFormat) -> dict[str, Tensor]:
-        """Return the tensors of a matrix whose codes are kept, a piece of its rows after the other."""
-        import torch
+        """Return the tensors of a matrix whose codes are kept: a part after the other where parts end with a tile, else
+        all of it at once."""
+        from localllm.quant.coded import joined, pack_codes
 
-        from localllm.quant.coded import pack_codes
-
-        N, K = matrix.out_features, matrix.in_features
-        tensors = {name: torch.empty(spec.shape, dtype=spec.torch_dtype) for name, spec in form.specs(N, K).items()}
+        columns, order = matrix.in_features, _row_order(matrix)
+        specs = form.specs(matrix.out_features, columns)
+        tensors = {name: allocate(spec.shape, spec.torch_dtype, matrix.name) for name, spec in specs.items()}
+        if any(rows % TILE for rows in [*stored.values()][:-1]):
+            pieces = [self._codes(matrix, name, rows) for name, rows in stored.items()]
+            whole = joined([codes for piece in pieces for codes in piece])
+            with self._blaming(next(iter(stored))):
+                return pack_codes(form, whole if order is None else whole.rows(order))
         first = 0
-        for name, codes in self._codes(matrix, stored):
+        for name, rows in stored.items():
+            begin, end = first // TILE, -(-(first + rows) // TILE)
+            part = {kind: tensor[begin:end] for kind, tensor in tensors.items()}
             with self._blaming(name):
-                for kind, packed in pack_codes(form, codes.times(matrix.scale)).items():
-                    tensors[kind][first : first + len(packed)] = packed
-            first += -(-len(codes.scale) // TILE)
+                self._fill(
+                    matrix, name, rows, None if order is None else order[first : first + rows] - first, form, part
+                )
+            first += rows
         return tensors
 
-    def _codes(self, matrix: Matrix, stored: Mapping[str, int]) -> Iterator[tuple[str, CodedMatrix]]:
-        """Yield the codes of a matrix, in the order in which it is computed with, in pieces that begin where tiles do:
-        all in one where rows have another order, or where parts end within a tile."""
-        from localllm.quant.coded import joined
+    def _fill(
+        self,
+        matrix: Matrix,
+        name: str,
+        rows: int,
+        order: Tensor | None,
+        form: WeightFormat,
+        out: Mapping[str, Tensor],
+    ) -> None:
+        """Fill the tensors of a part of a matrix with its rows in this order."""
+        from localllm.quant.coded import joined, pack_codes, require_fp16
 
-        order = _row_order(matrix)
-        in_pieces = order is None and not any(rows % TILE for rows in [*stored.values()][:-1])
-        pieces = (
-            (name, codes)
-            for name, rows in stored.items()
-            for codes in self.checkpoint.codes(name, (rows, matrix.in_features), tiled=in_pieces)
-        )
-        if in_pieces:
-            yield from pieces
+        shape = (rows, matrix.in_features)
+        if matrix.scale == 1.0 and self.checkpoint.fill_tiles(name, shape, order, out):
+            for kind in out.keys() - {"qweight"}:
+                require_fp16(out[kind], kind)
             return
-        whole = joined([codes for _, codes in pieces])
-        yield next(iter(stored)), whole if order is None else whole.rows(order)
+        pieces: Iterable[CodedMatrix] = self._codes(matrix, name, rows)
+        if order is not None:
+            pieces = [joined([*pieces]).rows(order)]
+        first = 0
+        for codes in pieces:
+            for kind, packed in pack_codes(form, codes).items():
+                out[kind][first : first + len(packed)] = packed
+            first += -(-len(codes.q) // TILE)
+
+    def _codes(self, matrix: Matrix, name: str, rows: int) -> Iterator[CodedMatrix]:
+        """Yield the codes of a part of a matrix, as they are computed with."""
+        for codes in self.checkpoint.codes(name, (rows, matrix.in_features)):
+            yield codes.times(matrix.scale)
 
     def _as_stored(self, matrix: Matrix, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Return the rows of a matrix's weight or bias by the names that the checkpoint has for them."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 
 from torch import Tensor
@@ -91,6 +93,10 @@ def pack(
         raise _disk_error(error, target, plan.model, conversion.missing_bytes) from error
 
 
+class _EndedError(Exception):
+    """Another block has failed, or the user has interrupted."""
+
+
 class _Conversion:
     """One process's work in a folder that it holds. Raises OSError for what the disk refuses."""
 
@@ -109,6 +115,8 @@ class _Conversion:
         self._require_memory = require_memory
         self._layouts = block_layouts(plan.config)
         self._done_bytes, self._total_bytes = 0, model_bytes(plan.config, plan.recipe)
+        self._lock = Lock()
+        self._is_ending = False
         # That are still to be written, the index among them.
         self.missing_bytes = sum(file.file_bytes for file in plan.files.values()) + _SLACK_BYTES
 
@@ -132,15 +140,13 @@ class _Conversion:
         with suppress(CheckpointError):
             if not missing and read_index(self._target) == self._plan.index(checksums):
                 return
-        self._require_memory(max((self._blocks.held_bytes(layout) for layout in missing), default=0))
+        held_bytes = max((self._blocks.held_bytes(layout) for layout in missing), default=0)
+        self._require_memory(self._at_once * held_bytes)
         self._discard(missing)
         if self.missing_bytes > free_bytes(self._target):
             raise _no_space(self._target, self.missing_bytes)
         try:
-            for layout in missing:
-                file = self._file(layout)
-                checksums[layout.name] = write_block(file, self._target, self._blocks.parts(layout), self._advance)
-                self.missing_bytes -= file.file_bytes
+            checksums |= self._write(missing)
         except CheckpointError:
             # What was made of it before may be wrong as well, and files that are fetched anew are of the same revision.
             self._discard(self._layouts)
@@ -148,6 +154,36 @@ class _Conversion:
         with NewFile(self._target / PACKED_INDEX) as new:
             new.write(memoryview(json.dumps(self._plan.index(checksums), indent=1).encode()))
             new.publish()
+
+    @property
+    def _at_once(self) -> int:
+        """Blocks that are written at once. Codes that are kept are brought into tiles faster than a disk takes them, so
+        that one block is read while another is written; where weights are calibrated, all cores work on one."""
+        return 2 if self._plan.recipe.own else 1
+
+    def _write(self, missing: Sequence[BlockLayout]) -> dict[str, str]:
+        """Write these blocks; return their checksums by their names. Ends within a part where it is interrupted."""
+        with ThreadPoolExecutor(self._at_once, thread_name_prefix="pack") as writers:
+            futures = {layout.name: writers.submit(self._write_block, layout) for layout in missing}
+            try:
+                return {name: future.result() for name, future in futures.items()}
+            except BaseException:
+                self._is_ending = True
+                writers.shutdown(cancel_futures=True)
+                raise
+
+    def _write_block(self, layout: BlockLayout) -> str:
+        file = self._file(layout)
+        checksum = write_block(file, self._target, self._parts(layout), self._advance)
+        with self._lock:
+            self.missing_bytes -= file.file_bytes
+        return checksum
+
+    def _parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
+        for part in self._blocks.parts(layout):
+            if self._is_ending:
+                raise _EndedError
+            yield part
 
     def _discard(self, layouts: Iterable[BlockLayout]) -> None:
         (self._target / PACKED_INDEX).unlink(missing_ok=True)
@@ -157,8 +193,9 @@ class _Conversion:
 
     def _advance(self, num_bytes: int) -> None:
         give_back_freed()  # of the slabs of a matrix, the C library would keep up to 100 MB beside the next one
-        self._done_bytes += num_bytes
-        self._progress(self._done_bytes, self._total_bytes)
+        with self._lock:
+            self._done_bytes += num_bytes
+            self._progress(self._done_bytes, self._total_bytes)
 
     def _file(self, layout: BlockLayout) -> PackedFile:
         return self._plan.files[layout.name]

@@ -26,22 +26,18 @@ class CodedMatrix:
 
     q: uint8 [N, K] of 0..15, or int8 [N, K]. Their values are those of the format's table, else they themselves.
     scale: fp32 [N, K/G]. bias: likewise, or None.
-    is_tiled: q is the `qweight` of `tile16`, or of `int8`, already.
     """
 
     q: Tensor
     scale: Tensor
     bias: Tensor | None = None
-    is_tiled: bool = False
 
     def rows(self, order: Tensor) -> CodedMatrix:
-        """Return these rows, in this order. Only of codes that are not tiled."""
+        """Return these rows, in this order."""
         return CodedMatrix(self.q[order], self.scale[order], None if self.bias is None else self.bias[order])
 
     def times(self, factor: float) -> CodedMatrix:
         """Return the codes of the matrix multiplied by a number."""
-        if factor == 1.0:
-            return self
         return replace(self, scale=self.scale * factor, bias=None if self.bias is None else self.bias * factor)
 
 
@@ -59,11 +55,11 @@ def pack_codes(layout: WeightLayout, codes: CodedMatrix) -> dict[str, Tensor]:
     """
     weights = layout.weights
     assert weights is not None and weights.group is not None
-    rows = -len(codes.scale) % TILE
-    tensors = {"qweight": codes.q if codes.is_tiled else _tiled(codes.q, weights, rows)}
+    rows = -len(codes.q) % TILE
+    tensors = {"qweight": _tiled(codes.q, weights, rows)}
     for name, values in (("scale", codes.scale), ("bias", codes.bias)):
         if values is not None:
-            _require_fp16(values, name)
+            require_fp16(values, name)
             tensors[name] = tile16.pack_groups(functional.pad(values, (0, 0, 0, rows)).half())
     return tensors
 
@@ -75,7 +71,8 @@ def _tiled(q: Tensor, weights: Weights, rows: int) -> Tensor:
     return int8.pack(padded) if weights.bits == 8 else tile16.pack(padded)
 
 
-def _require_fp16(values: Tensor, name: str) -> None:
+def require_fp16(values: Tensor, name: str) -> None:
+    """Raise CheckpointError where scales or biases are not finite, or too large for fp16. name: which they are."""
     low, high = (value.item() for value in torch.aminmax(values))
     if max(-low, high) <= FP16_MAX:
         return

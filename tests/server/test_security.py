@@ -143,9 +143,10 @@ class Audit:
             self.is_on = False
 
     def paths_beside(self, *roots: str | Path) -> list[str]:
-        """What was touched outside of these folders, of those of the program, of Python's and of the system's."""
+        """What was touched outside of these folders, those of the program, of Python, of the system and of stores."""
         own = [os.environ["LOCALLLM_HOME"], os.environ["LOCALLLM_CACHE"], sys.prefix, sys.base_prefix, "/proc", "/sys"]
         own += [str(root) for root in (*roots, REPOSITORY / "localllm", REPOSITORY / "models.toml")]
+        own += [str(Path.home() / name) for name in (".lmstudio", ".lmstudio-home-pointer")]  # whose models are listed
         paths = map(os.path.abspath, self._paths)  # follows no link
         return [path for path in paths if not any(path == root or path.startswith(root + os.sep) for root in own)]
 

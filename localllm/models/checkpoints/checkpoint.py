@@ -117,11 +117,16 @@ class Checkpoint:
         if it is missing."""
         return self._tensor(name).kept
 
-    def codes(self, name: str, shape: tuple[int, ...], *, tiled: bool) -> Iterator[CodedMatrix]:
+    def codes(self, name: str, shape: tuple[int, ...]) -> Iterator[CodedMatrix]:
         """Yield the codes of a matrix that has a `kept` format, in pieces of its rows: see `StoredTensor`. Raises as
         `read` does."""
         self.expect(name, shape)
-        yield from self._tensor(name).codes(self._stored[name].expert, tiled=tiled)
+        return self._tensor(name).codes(self._stored[name].expert)
+
+    def fill_tiles(self, name: str, shape: tuple[int, ...], order: Tensor | None, out: Mapping[str, Tensor]) -> bool:
+        """Fill the tensors of the `kept` format: see `StoredTensor`. Raises as `read` does."""
+        self.expect(name, shape)
+        return self._tensor(name).fill_tiles(self._stored[name].expert, order, out)
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Check a tensor without reading it. Raises as `read` does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError
 from localllm.gguf.folder import DESCRIPTION as DESCRIPTION
 from localllm.gguf.folder import GgufModel, TensorPlace
-from localllm.models.checkpoints.safetensors_file import read_numbers
+from localllm.models.checkpoints.safetensors_file import allocate, read_numbers
 from localllm.models.checkpoints.weight_file import WeightFile
 from localllm.models.fields import show
 from localllm.quant.layouts import torch_dtype
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from localllm.quant.coded import CodedMatrix
     from localllm.quant.layouts import WeightLayout
 
-# Of a matrix, at once: what a core's L2 holds of codes and of what is made of them.
-_SLAB_BYTES = 1 << 20
+# Of a matrix, at once: what a core's L2 holds of codes and of what is made of them; of what goes into tiles as it is,
+# as much as makes waking the other cores for its scales worth it.
+_SLAB_BYTES, _TILED_SLAB_BYTES = 1 << 20, 8 << 20
 _TILE = 16
 
 
@@ -91,30 +92,43 @@ class GgufTensor:
 
         assert kind.kept is not None
         flat, first = out.view(rows, columns), 0
-        for codes in self._slabs(begin, rows, columns, tiled=False):
+        for codes in self.codes(part):
             flat[first : first + len(codes.q)] = dequantize(codes, kind.kept)
             first += len(codes.q)
         return out
 
-    def codes(self, part: int | None, /, *, tiled: bool) -> Iterator[CodedMatrix]:
-        return self._slabs(*self._matrix(part), tiled=tiled)
+    def codes(self, part: int | None, /) -> Iterator[CodedMatrix]:
+        kind = self._type()
+        yield from map(kind.read, self._slabs(part, _SLAB_BYTES))
+
+    def fill_tiles(self, part: int | None, order: Tensor | None, out: Mapping[str, Tensor], /) -> bool:
+        kind, (_, rows, _) = self._type(), self._matrix(part)
+        if rows % _TILE or not kind.is_tiled_at_once:
+            return False
+        first = 0
+        for slab in self._slabs(part, _TILED_SLAB_BYTES if order is None else self.place.num_bytes):
+            end = first + len(slab) // _TILE
+            kind.fill_tiles(slab, {name: tensor[first:end] for name, tensor in out.items()}, order)
+            first = end
+        return True
 
     def chunks(self) -> Iterator[bytes]:
         return self.file.chunks(self.place.begin, self.place.begin + self.place.num_bytes)
 
-    def _slabs(self, begin: int, rows: int, columns: int, *, tiled: bool) -> Iterator[CodedMatrix]:
+    def _slabs(self, part: int | None, slab_bytes: int) -> Iterator[Tensor]:
+        """Yield blocks of rows, uint8 [rows, blocks a row, block bytes]: each is what the next one overwrites."""
         import torch
 
-        kind = self._type()
+        kind, (begin, rows, columns) = self._type(), self._matrix(part)
         blocks = columns // kind.block_weights
         row_bytes = blocks * kind.block_bytes
-        step = max(1, _SLAB_BYTES // (row_bytes * _TILE)) * _TILE
-        buffer = torch.empty(min(step, rows) * row_bytes, dtype=torch.uint8)
+        step = min(rows, max(1, slab_bytes // (row_bytes * _TILE)) * _TILE)
+        buffer = allocate((step * row_bytes,), torch.uint8, self.name)
         for first in range(0, rows, step):
             count = min(step, rows - first)
             slab = buffer[: count * row_bytes]
             self.file.fill(slab.numpy().data, begin + first * row_bytes)
-            yield kind.read(slab.view(count, blocks, kind.block_bytes), tiled=tiled and count % _TILE == 0)
+            yield slab.view(count, blocks, kind.block_bytes)
         self.file.check_unchanged()
 
     def _matrix(self, part: int | None) -> tuple[int, int, int]:

@@ -142,8 +142,11 @@ class PlainTensor:
     def read_into(self, out: Tensor, part: int | None = None) -> Tensor:
         return self.file.read_into(self.name, out, part)
 
-    def codes(self, _part: int | None, /, *, tiled: bool) -> Iterator[CodedMatrix]:  # noqa: ARG002 (it has none)
+    def codes(self, _part: int | None, /) -> Iterator[CodedMatrix]:
         return iter(())
+
+    def fill_tiles(self, _part: int | None, _order: Tensor | None, _out: Mapping[str, Tensor], /) -> bool:
+        return False
 
     def chunks(self) -> Iterator[bytes]:
         return self.file.chunks(self.name)

@@ -122,9 +122,12 @@ class MatrixTensor:
         dense = self.matrix.dense(self.raw, part)
         return out.copy_(dense.view(out.shape))
 
-    def codes(self, part: int | None, /, *, tiled: bool) -> Iterator[CodedMatrix]:  # noqa: ARG002 (never are they)
+    def codes(self, part: int | None, /) -> Iterator[CodedMatrix]:
         assert self.matrix.codes is not None
         yield self.matrix.codes(self.raw, part)
+
+    def fill_tiles(self, _part: int | None, _order: Tensor | None, _out: Mapping[str, Tensor], /) -> bool:
+        return False
 
     def chunks(self) -> Iterator[bytes]:
         for name in self.matrix.used:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,9 +45,14 @@ class StoredTensor(Protocol):
         """
         ...
 
-    def codes(self, part: int | None, /, *, tiled: bool) -> Iterator[CodedMatrix]:
+    def codes(self, part: int | None, /) -> Iterator[CodedMatrix]:
         """Yield the codes of a matrix, none where it has no `kept` format, in pieces of its rows, in order: all but the
-        last have a multiple of 16. tiled: they may be in tiles. Raises as `read_into` does."""
+        last have a multiple of 16. Raises as `read_into` does."""
+        ...
+
+    def fill_tiles(self, part: int | None, order: Tensor | None, out: Mapping[str, Tensor], /) -> bool:
+        """Fill the tensors of the `kept` format with the rows in this order, int64 [rows]; return whether that can be
+        done without `codes`. Raises as `read_into` does."""
         ...
 
     def chunks(self) -> Iterator[bytes]:
