@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,11 +22,23 @@ ARCHITECTURES = {
 _ENUMS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 _PERMUTED, _OFFSET = ("llama", "mistral", "mixtral"), ("gemma2", "gemma3_text")
 TypeOf = Callable[[str, tuple[int, ...]], Any]
+# Every type that is read, in the order in which the matrices of a mixed model have them.
+MIX = [
+    "Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "F16", "Q4_1", "IQ4_NL", "Q5_0", "Q3_K", "BF16", "Q5_1", "IQ4_XS", "MXFP4",
+    "Q2_K",
+]  # fmt: skip
 
 
 def all_of(kind: str) -> TypeOf:
     """Every matrix in one type; vectors and routers in fp32."""
     return lambda name, shape: gguf.GGMLQuantizationType["F32" if len(shape) == 1 or "ffn_gate_inp" in name else kind]
+
+
+def mixed() -> TypeOf:
+    """Every matrix in another type than the one before; vectors and routers in fp32."""
+    kinds, plain = itertools.cycle(MIX), all_of("F32")
+    is_plain = lambda name, shape: len(shape) == 1 or "gate_inp" in name  # noqa: E731
+    return lambda name, shape: plain(name, shape) if is_plain(name, shape) else gguf.GGMLQuantizationType[next(kinds)]
 
 
 def write_gguf(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from localllm.quant.recipe import RECIPES, recipe_of
 from localllm.quant.stacked import Stacked
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
-from tests.gguf_support import all_of, gguf, write_gguf
+from tests.gguf_support import TypeOf, mixed, write_gguf
 
-Type = gguf.GGMLQuantizationType
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 OTHERS = {
     "gemma2": {"query_pre_attn_scalar": 64},
@@ -39,11 +37,6 @@ NAMES = [
     "llama", "llama-biases-tied", "llama-mha-wide-heads", "qwen2", "qwen3", "phi3", "gemma2",
     "gemma3", "olmo2", "mixtral", "qwen3_moe",
 ]  # fmt: skip
-# In the order in which the matrices of a model come.
-MIX = [
-    "Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "F16", "Q4_1", "IQ4_NL", "Q5_0", "Q3_K", "BF16", "Q5_1", "IQ4_XS", "MXFP4",
-    "Q2_K",
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +44,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
 
 
-def mixed() -> Callable[[str, tuple[int, ...]], Any]:
-    """Every matrix in another type; the last ones of a layer in Q4_K_M's way."""
-    kinds = iter(MIX * 100)
-    plain = all_of("F32")
-    return lambda name, shape: plain(name, shape) if len(shape) == 1 or "gate_inp" in name else Type[next(kinds)]
-
-
-def written(tmp_path: Path, family: str, type_of: Callable[[str, tuple[int, ...]], Any]) -> tuple[Any, hub.ModelFiles]:
+def written(tmp_path: Path, family: str, type_of: TypeOf) -> tuple[Any, hub.ModelFiles]:
     """The peer with the weights that the file means, and the file."""
     folder = tmp_path / "checkpoint"
     write_checkpoint(folder, family, **(WIDE | OTHERS.get(family, {})))

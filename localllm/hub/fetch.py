@@ -25,6 +25,7 @@ from localllm.registry import FAMILIES, QUANTIZERS
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "hf_quant_config.json",
     "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", repo_cache.INDEX,
 )  # fmt: skip
 _MOST_TEMPLATES = 16  # beside the usual one

@@ -39,7 +39,8 @@ from localllm.registry import BUILT_IN, ModelEntry, Registry, load_registry
 
 # Of a model's folder, beside weights and templates.
 _READ = frozenset({
-    *MODEL_FILES, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", INDEX,
+    *MODEL_FILES, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
+    "hf_quant_config.json", INDEX,
 })  # fmt: skip
 
 

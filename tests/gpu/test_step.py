@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm import hub
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
@@ -27,6 +28,7 @@ from localllm.models.decoder import Decoder
 from localllm.models.gpu_program import Drawn, GpuProgram, is_ours
 from localllm.settings import EngineConfig
 from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.gguf_support import mixed, write_gguf
 from tests.kv_support import check_pages
 from tests.thinning import every_other, thinned
 
@@ -133,6 +135,21 @@ def test_a_packed_mixture_is_computed_by_our_kernels_as_the_cpu_does(family, wei
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights))
     mixtures = [block for block in engine.model.blocks if isinstance(block.body, MoE)]
     assert mixtures and all(is_ours(block, block.device) == (family not in LEFT_TO_OPERATORS) for block in mixtures)
+    token_ids = ids(19)
+    expected = logits(engine, by_operators(engine.model), token_ids, [19])
+    assert error(logits(engine, by_kernels(engine.model), token_ids, [17, 2]), expected) < 0.02
+
+
+@pytest.mark.parametrize("family", ["llama-biases-tied", "qwen3_moe"])
+def test_a_model_of_many_formats_is_computed_by_our_kernels_as_the_cpu_does(family, tmp_path, monkeypatch):
+    """Parts of one matrix in formats of their own, an embedding in groups, experts in two formats."""
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    wide = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    write_checkpoint(tmp_path / "checkpoint", family, layers=2, **wide)
+    write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", mixed())
+    engine = Engine.load(hub.locate(str(tmp_path / "model.gguf")), EngineConfig(device="cpu", dtype="fp32"))
+    assert engine.weights.startswith("kept-")
+    assert all(is_ours(block, block.device) for block in engine.model.blocks)
     token_ids = ids(19)
     expected = logits(engine, by_operators(engine.model), token_ids, [19])
     assert error(logits(engine, by_kernels(engine.model), token_ids, [17, 2]), expected) < 0.02
