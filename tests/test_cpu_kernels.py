@@ -24,6 +24,7 @@ from localllm.kernels import (
     cpu_math,
     cpu_matmul,
     cpu_quantize,
+    cpu_repack,
     cpu_rope,
     int8,
     reference,
@@ -286,6 +287,7 @@ CODED = PageLayout(2, 128, "int8", "int4", torch.bfloat16)
 SOURCES: dict[str, Callable[[Isa], Kernel]] = {
     "int4": lambda isa: cpu_matmul.matmul_source(isa, Weights(), 4, adds=True, has_bias=True),
     "int8": lambda isa: cpu_matmul.matmul_source(isa, Weights(8, None, has_bias=False), 4, adds=False, has_bias=False),
+    "repack": lambda _isa: cpu_repack.repack_source(cpu_repack.BlockForm(256, 110, "three-k", 32, "k3")),
     "int4-lut": lambda isa: cpu_matmul.matmul_source(
         isa, Weights(4, 32, has_bias=False, table=TABLES["iq4"]), 4, adds=False, has_bias=False
     ),

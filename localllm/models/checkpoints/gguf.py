@@ -103,7 +103,7 @@ class GgufTensor:
 
     def fill_tiles(self, part: int | None, order: Tensor | None, out: Mapping[str, Tensor], /) -> bool:
         kind, (_, rows, _) = self._type(), self._matrix(part)
-        if rows % _TILE or not kind.is_tiled_at_once:
+        if rows % _TILE or not kind.can_fill_tiles():
             return False
         first = 0
         for slab in self._slabs(part, _TILED_SLAB_BYTES if order is None else self.place.num_bytes):

@@ -25,7 +25,6 @@ class TensorType:
     dense: torch's name of the dtype of those numbers, or None.
     q, scales: of blocks, uint8 [N, blocks of a row, block_bytes] which may begin at any address, the codes of N rows,
     and the scales with the biases, if any; see `CodedMatrix`.
-    form: where codes and scales are, if they can be brought into tiles at once.
     """
 
     name: str
@@ -34,7 +33,6 @@ class TensorType:
     kept: WeightLayout | None = None
     q: Callable[[Tensor], Tensor] | None = None
     scales: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
-    form: BlockForm | None = None
     dense: str | None = None
 
     def read(self, blocks: Tensor) -> CodedMatrix:
@@ -43,15 +41,14 @@ class TensorType:
         scale, bias = self.scales(blocks)
         return CodedMatrix(self.q(blocks), scale, bias)
 
-    @property
-    def is_tiled_at_once(self) -> bool:
-        """Return whether `fill_tiles` knows the type, on this machine."""
-        return self.form is not None and supports(self.form)
+    def can_fill_tiles(self) -> bool:
+        """Return whether `fill_tiles` can run on this machine; asking compiles its kernel."""
+        return supports(_FORMS[self.name])
 
     def fill_tiles(self, blocks: Tensor, out: Mapping[str, Tensor], order: Tensor | None) -> None:
-        """Fill the tensors of `kept` with these rows in this order; their number is a multiple of 16."""
-        assert self.form is not None
-        repack(blocks, self.form, out, order)
+        """Fill the tensors of `kept` with these rows in this order; their number is a multiple of 16. It is what `read`
+        and packing do, quicker."""
+        repack(blocks, _FORMS[self.name], out, order)
 
 
 def dequantize(codes: CodedMatrix, kept: WeightLayout) -> Tensor:
@@ -179,32 +176,46 @@ def _nvfp4_scales(blocks: Tensor) -> tuple[Tensor, None]:
     return scale.masked_fill_(byte == 127, 0), None
 
 
-_Q4_0 = BlockForm(32, 18, "halves", 2, 16, "half")
-_Q4_1 = BlockForm(32, 20, "halves", 4, 16, "two")
-_Q8_0 = BlockForm(32, 34, "bytes", 2, 32, "half")
-_Q4_K = BlockForm(256, 144, "halves", 16, 32, "k4")
-_Q6_K = BlockForm(256, 210, "six", 0, 64, "k6")
 _BIASED = CodedLayout("int8", 32, has_bias=True)
 TYPES: Mapping[int, TensorType] = MappingProxyType(
     {
         0: TensorType("F32", 1, 4, dense="float32"),
         1: TensorType("F16", 1, 2, dense="float16"),
-        2: TensorType("Q4_0", 32, 18, CodedLayout("int4", 32), _nibbles(2), _scale, _Q4_0),
-        3: TensorType("Q4_1", 32, 20, Int4Layout(32), _nibbles(4), _scale_and_least, _Q4_1),
+        2: TensorType("Q4_0", 32, 18, CodedLayout("int4", 32), _nibbles(2), _scale),
+        3: TensorType("Q4_1", 32, 20, Int4Layout(32), _nibbles(4), _scale_and_least),
         6: TensorType("Q5_0", 32, 22, CodedLayout("int8", 32), _q5_0, _scale),
         7: TensorType("Q5_1", 32, 24, _BIASED, _q5_1, _scale_and_least),
-        8: TensorType("Q8_0", 32, 34, CodedLayout("int8", 32), _q8_0, _scale, _Q8_0),
+        8: TensorType("Q8_0", 32, 34, CodedLayout("int8", 32), _q8_0, _scale),
         10: TensorType("Q2_K", 256, 84, Int4Layout(16), _q2_k, _q2_k_scales),
         11: TensorType("Q3_K", 256, 110, CodedLayout("int4", 16), _q3_k, _q3_k_scales),
-        12: TensorType("Q4_K", 256, 144, Int4Layout(32), _nibbles(16, run=32), _q4_k_scales, _Q4_K),
+        12: TensorType("Q4_K", 256, 144, Int4Layout(32), _nibbles(16, run=32), _q4_k_scales),
         13: TensorType("Q5_K", 256, 176, _BIASED, _q5_k, _q4_k_scales),
-        14: TensorType("Q6_K", 256, 210, CodedLayout("int8", 16), _q6_k, _q6_k_scales, _Q6_K),
-        20: TensorType("IQ4_NL", 32, 18, CodedLayout("iq4", 32), _nibbles(2), _scale, _Q4_0),
+        14: TensorType("Q6_K", 256, 210, CodedLayout("int8", 16), _q6_k, _q6_k_scales),
+        20: TensorType("IQ4_NL", 32, 18, CodedLayout("iq4", 32), _nibbles(2), _scale),
         23: TensorType("IQ4_XS", 256, 136, CodedLayout("iq4", 32), _nibbles(8), _iq4_xs_scales),
         28: TensorType("F64", 1, 8, dense="float64"),
         30: TensorType("BF16", 1, 2, dense="bfloat16"),
         39: TensorType("MXFP4", 32, 17, CodedLayout("fp4", 32), _nibbles(1), _mxfp4_scales),
         40: TensorType("NVFP4", 64, 36, CodedLayout("fp4", 16), _nibbles(4, run=8), _nvfp4_scales),
+    }
+)
+# How the kernel that brings codes into tiles finds them, by the types' names.
+_FORMS: Mapping[str, BlockForm] = MappingProxyType(
+    {
+        "Q4_0": BlockForm(32, 18, "halves", 2, "half"),
+        "Q4_1": BlockForm(32, 20, "halves", 4, "two"),
+        "Q5_0": BlockForm(32, 22, "five", 6, "half"),
+        "Q5_1": BlockForm(32, 24, "five", 8, "two"),
+        "Q8_0": BlockForm(32, 34, "bytes", 2, "half"),
+        "Q2_K": BlockForm(256, 84, "two-k", 16, "k2"),
+        "Q3_K": BlockForm(256, 110, "three-k", 32, "k3"),
+        "Q4_K": BlockForm(256, 144, "halves", 16, "k4", run=32),
+        "Q5_K": BlockForm(256, 176, "five-k", 48, "k4"),
+        "Q6_K": BlockForm(256, 210, "six-k", 0, "k6"),
+        "IQ4_NL": BlockForm(32, 18, "halves", 2, "half"),
+        "IQ4_XS": BlockForm(256, 136, "halves", 8, "xs"),
+        "MXFP4": BlockForm(32, 17, "halves", 1, "e8m0"),
+        "NVFP4": BlockForm(64, 36, "halves", 4, "e4m3", run=8),
     }
 )
 # Types that there are, or were until llama.cpp removed them, and that are not read.
