@@ -209,7 +209,8 @@ class EngineConfig:
         "GPU that emulates bf16 (RTX 20, GTX 16, T4). For weights see --weights, for the KV cache --kv.",
     )  # fmt: skip
     weights: str = setting(
-        "auto", Accepts("text", choices=WEIGHTS), _MEASURED + "bench", "auto|bf16|int8|int4|nf4|bf12|kept",
+        "auto", Accepts("text", choices=WEIGHTS, prefix="kept-"), _MEASURED + "bench",
+        "auto|bf16|int8|int4|nf4|bf12|kept",
         "Format of the weights; also int4-g32, -g64, -g128. Fewer bits take less memory and are faster, at some loss "
         "of quality; bf12 stores bf16 without loss in 12 bits; kept: a quantized file's own codes. Packed on first "
         "use. auto: a file's own codes if it has any, else the format that is already packed, else int4 for models of "

@@ -42,11 +42,16 @@ def mixed() -> TypeOf:
 
 
 def write_gguf(
-    checkpoint: Path, path: Path, type_of: TypeOf, metadata: Mapping[str, Any] | None = None
+    checkpoint: Path,
+    path: Path,
+    type_of: TypeOf,
+    metadata: Mapping[str, Any] | None = None,
+    beside: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> dict[str, NDArray[np.float32]]:
     """Write the model of a folder with one safetensors file; tensors that the package cannot quantize are random codes.
 
-    metadata: keys beside those of the model's shape. Returns what the file means, by the folder's names.
+    metadata: keys beside those of the model's shape. beside: further tensors. Returns what the file means, by the
+    folder's names.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -64,6 +69,8 @@ def write_gguf(
         data = encoded(values, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         meant[plain] = _as_stored(plain, gguf.quants.dequantize(data, kind).reshape(values.shape), config, back=True)
+    for name, values in (beside or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -211,7 +211,7 @@ def test_the_same_tensor_under_two_names_is_refused(tmp_path):
     [
         ("pytorch_model.bin", "never opened"),
         ("consolidated.00.pth", "never opened"),
-        ("model-q4.gguf", "GGUF is not read"),
+        ("model-q4.gguf", "a model by its own path"),
         ("consolidated.safetensors", "nothing says what it holds"),
         ("README.md", "neither model.safetensors nor model.safetensors.index.json"),
     ],

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from localllm import hub
 from localllm.engine.engine import Engine
 from localllm.engine.step_types import Chunk
+from localllm.errors import CheckpointError
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.families import load_config
@@ -24,7 +25,7 @@ from localllm.quant.recipe import RECIPES, recipe_of
 from localllm.quant.stacked import Stacked
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
-from tests.gguf_support import TypeOf, mixed, write_gguf
+from tests.gguf_support import TypeOf, all_of, mixed, write_gguf
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 OTHERS = {
@@ -93,3 +94,42 @@ def test_kept_codes_mean_the_files_weights_within_the_rounding_of_scales(family,
                 is_kept = {each and each.name for each in stored} == names
                 error = float((found - weights).abs().max() / weights.abs().max())
                 assert error <= (2**-10 if is_kept else 1 / 250), (matrix.stored, form.name)
+
+
+def test_a_factor_beside_a_matrix_is_multiplied_in(tmp_path):
+    """As NVFP4's have: one of a matrix, in a tensor of its own."""
+    write_checkpoint(tmp_path / "checkpoint", "llama", layers=1, **WIDE)
+    plain = write_gguf(tmp_path / "checkpoint", tmp_path / "plain.gguf", all_of("Q8_0"))
+    name, factor = "blk.0.ffn_down.scale", np.array([0.25], np.float32)
+    write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", all_of("Q8_0"), beside={name: factor})
+    files = hub.locate(str(tmp_path / "model.gguf"))
+    config, stored = load_config(files.directory), "model.layers.0.mlp.down_proj.weight"
+    with Checkpoint.open(files.directory, config.stored) as checkpoint:
+        shape = checkpoint.shape(stored)
+        dense = checkpoint.read(stored, shape, torch.float32)
+        assert torch.equal(dense, torch.from_numpy(plain[stored]) / 4)
+        sizes = kept_weights(checkpoint, config)
+        assert sizes is not None
+        kept = CheckpointBlocks(checkpoint, config, recipe_of(sizes))
+        down = block_layouts(config)[2].matrices[1]
+        form = down.format(kept.recipe)
+        torch.testing.assert_close(form.dequantize(kept.quantized(down), *shape), dense, rtol=2**-10, atol=1e-6)
+
+
+def test_a_file_that_was_replaced_is_not_read_by_its_old_header(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint", "llama", layers=1)
+    path = tmp_path / "model.gguf"
+    write_gguf(tmp_path / "checkpoint", path, all_of("Q8_0"))
+    files = hub.locate(str(path))
+    write_gguf(tmp_path / "checkpoint", path, all_of("F16"))
+    with pytest.raises(CheckpointError, match="has changed"):
+        Checkpoint.open(files.directory)
+    assert hub.locate(str(path)).directory != files.directory
+
+
+def test_a_folder_with_a_config_and_a_gguf_file_is_the_gguf_model(tmp_path):
+    folder = tmp_path / "cloned"
+    write_checkpoint(folder, "llama", layers=1)
+    write_gguf(folder, folder / "model-Q8_0.gguf", all_of("Q8_0"))
+    (folder / "model.safetensors").unlink()
+    assert hub.locate(str(folder)).gguf == folder / "model-Q8_0.gguf"

@@ -172,7 +172,7 @@ def argument(
     return _parameter(name, kind, info, required=required)
 
 
-_NAMED = "A name of `localllm list --all`, ORG/REPOSITORY, or a folder."
+_NAMED = "A name of `localllm list --all`, ORG/REPOSITORY[:QUANT], ollama:NAME, a GGUF file, or a folder."
 MODEL = argument("model", "MODEL", f"{_NAMED} Default: the setting `model` (tiny).", completion=complete_models)
 REQUIRED_MODEL = argument("model", "MODEL", _NAMED, completion=complete_models, required=True)
 INSTALLED_MODEL = argument("model", "MODEL", "A name of `localllm list`.", completion=complete_installed, required=True)

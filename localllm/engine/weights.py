@@ -12,7 +12,7 @@ from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes, source_id
 from localllm.models.architecture import ModelConfig
-from localllm.models.block_source import CheckpointBlocks, held_bytes, stored_config
+from localllm.models.block_source import CheckpointBlocks, blocks_at_once, held_bytes, stored_config
 from localllm.models.checkpoints.checkpoint import Checkpoint, is_quantized
 from localllm.models.families import load_config
 from localllm.models.kept_weights import kept_weights
@@ -73,7 +73,7 @@ def choose_weights(weights: str, files: ModelFiles | None, config: ModelConfig, 
             return kept
         if weights != "auto":
             name = "the model" if files is None else files.name
-            why = "its weights are numbers, or not on this disk"
+            why = "it is not on this disk" if files is None else "its weights are not quantized, or as FP8 is"
             raise UsageError(f"{name} has no codes to keep", why=why, fix=Fix.flag("--weights", "int4"))
     return SIZES[choose_recipe(weights, config, () if files is None else packed_recipes(files), dtype)]
 
@@ -151,7 +151,7 @@ def as_stored(
             config = stored
         if not needs_conversion(packed_directory(files, weights.name)):
             return config, None
-    return config, _packing(name, weights, held, is_here=files is not None)
+    return config, _packing(name, weights, blocks_at_once(weights) * held, is_here=files is not None)
 
 
 def _packing(model: str, weights: Sizes, held_bytes: int, *, is_here: bool = True) -> Packing:
@@ -159,7 +159,7 @@ def _packing(model: str, weights: Sizes, held_bytes: int, *, is_here: bool = Tru
     if is_unpacked(weights):  # no wish of `quantize`: it is written where not all of it has room in memory
         return Packing(num_bytes, is_for_streaming=True)
     pull = "" if is_here else f"localllm pull {shlex.quote(model)} && "
-    return Packing(num_bytes, f"{pull}localllm quantize {shlex.quote(model)} --weights {weights.name}")
+    return Packing(num_bytes, f"{pull}localllm quantize {shlex.quote(model)} --weights {weights.flag}")
 
 
 def pack_model(

@@ -180,7 +180,10 @@ def _require_model(metadata: Mapping[str, object], tensors: Mapping[str, Shape],
 
 
 def _common(file: _Source) -> Json:
-    head_dim, heads = file.head_dim, file.integer("attention.head_count")
+    heads = file.integer("attention.head_count")
+    if heads < 1:
+        raise file.refused("attention.head_count", heads, "a positive number")
+    head_dim = file.head_dim
     if file.integer("attention.value_length", head_dim) != head_dim:
         raise file.unsupported("values of another size than its keys")
     if file.get("attention.causal") is False:

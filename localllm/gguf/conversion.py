@@ -31,7 +31,7 @@ def model_files(path: Path) -> dict[str, bytes]:
     form = stored_form(architecture)
     description = {
         "files": [os.fspath(header.path.absolute()) for header in headers],
-        "permutes_heads": form.permutes_heads,
+        "pairs_heads": form.pairs_heads,
         "norm_offset": form.norm_offset,
         "tensors": _tensors(headers, architecture),
     }
@@ -55,5 +55,8 @@ def _tensors(headers: Sequence[GgufHeader], architecture: str) -> dict[str, obje
                 what = f"{header.path}: the tensor {show(name)} is not known"
                 why = f"a model of the architecture {show(architecture)} has none like it here"
                 raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list")
-            found[plain] = (number, tensor.type, tensor.shape, tensor.begin, tensor.num_bytes)
+            # ggml leaves out trailing dimensions of 1: a gate of one row is a list there.
+            is_row = name.endswith(".ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1
+            shape = (1, *tensor.shape) if is_row else tensor.shape
+            found[plain] = (number, tensor.type, shape, tensor.begin, tensor.num_bytes)
     return found

@@ -38,12 +38,12 @@ class TensorPlace:
 class GgufModel:
     """The weights of a GGUF model: its files, and its tensors by Hugging Face's names.
 
-    permutes_heads, norm_offset: see `names.GgufForm`.
+    pairs_heads, norm_offset: see `names.GgufForm`.
     """
 
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorPlace]
-    permutes_heads: bool
+    pairs_heads: bool
     norm_offset: float
 
     @classmethod
@@ -57,8 +57,8 @@ class GgufModel:
                 for name, (file, kind, shape, begin, num_bytes) in found["tensors"].items()
             }
             files = tuple(map(Path, found["files"]))
-            return cls(files, tensors, found["permutes_heads"], found["norm_offset"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls(files, tensors, found["pairs_heads"], found["norm_offset"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             fix = f"rm -r {shlex.quote(str(folder))}"
             raise CheckpointError(f"{path} cannot be read", why=str(error)[:200], fix=fix) from None
 

@@ -62,19 +62,26 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
 class GgufForm:
     """How the weights of an architecture differ from those of Hugging Face.
 
-    permutes_heads: the rows of q and k, and their biases, are in pairs. Of each head, Hugging Face's rows are
-        `rows.view(heads, head_dim // 2, 2, K).transpose(1, 2)`.
+    pairs_heads: the rows of q and k, and their biases, are in pairs that rotate together. With those half a head apart,
+        as Llama's are in Hugging Face's form, they are `rows.view(heads, head_dim // 2, 2, K).transpose(1, 2)`.
     norm_offset: what was added to the weights of all norms.
     """
 
-    permutes_heads: bool = False
+    pairs_heads: bool = False
     norm_offset: float = 0.0
 
 
-_PERMUTED = GgufForm(permutes_heads=True)
+_PAIRED = GgufForm(pairs_heads=True)
 _OFFSET = GgufForm(norm_offset=1.0)
 _FORMS: Mapping[str, GgufForm] = MappingProxyType(
-    {"llama": _PERMUTED, "mistral3": _PERMUTED, "granitemoe": _PERMUTED, "gemma2": _OFFSET, "gemma3": _OFFSET}
+    {
+        "llama": _PAIRED,
+        "mistral3": _PAIRED,
+        "granitemoe": _PAIRED,
+        "ernie4_5-moe": _PAIRED,
+        "gemma2": _OFFSET,
+        "gemma3": _OFFSET,
+    }
 )
 
 
@@ -107,4 +114,5 @@ def hf_name(name: str, architecture: str) -> str | None:
 def holds_weights(name: str) -> bool:
     """Return whether a tensor is part of the model. Factors of the rotary embedding are not, nor is what only layers
     that predict further tokens have."""
-    return _NO_WEIGHTS.isdisjoint(parts := name.split(".")) and _NEXT_TOKENS not in parts
+    parts = name.split(".")
+    return _NO_WEIGHTS.isdisjoint(parts) and _NEXT_TOKENS not in parts and parts[-1] != "input_scale"

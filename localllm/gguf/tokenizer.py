@@ -37,7 +37,7 @@ _MAX_MERGES = 1_500_000
 _MAX_TOKENS = 1 << 20
 _MAX_ADDED_CHARACTERS = 1 << 20  # of the added tokens, which a text is searched for all at once
 _UNREAD = {
-    "bert": "WordPiece, which embedding models have",
+    "bert": "a WordPiece tokenizer",
     "t5": "a Unigram model",
     "rwkv": "a trie of RWKV",
     "plamo2": "the table of PLaMo 2",
@@ -146,7 +146,7 @@ def hf_tokenizer(metadata: Mapping[str, object], source: str = "the GGUF file") 
     if kind not in ("llama", "gpt2"):
         known = _UNREAD.get(str(kind), f"a tokenizer of the kind {show(kind)}")
         why = 'kinds that are read: "llama" (SentencePiece\'s BPE) and "gpt2" (BPE over bytes)'
-        raise TokenizerError(f"{source} has {known}, which is not read", why=why, fix="choose another file or model")
+        raise TokenizerError(f"{source} has {known}, and that is not read", why=why, fix="choose another file or model")
     vocabulary = _Vocabulary.of(metadata, source)
     if kind == "llama":
         content, adds_bos = _sentencepiece(metadata, vocabulary), True

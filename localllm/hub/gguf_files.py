@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from localllm.errors import LocalLLMError
 from localllm.gguf.folder import DESCRIPTION, GgufModel, fingerprint
 from localllm.gguf.header import is_later_part, split_files
 from localllm.hub.quants import is_gguf_name
-from localllm.present import is_file
+from localllm.present import is_file, is_folder
 
 _MAGIC = b"GGUF"
+
+_UNFINISHED_S = 3600.0  # after which a folder without its name is no other process's any more
 
 
 def gguf_folder(path: Path) -> Path:
@@ -34,13 +37,17 @@ def gguf_folder(path: Path) -> Path:
     contents = model_files(path)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(root)
         made = Path(tempfile.mkdtemp(prefix=".", dir=root))
-        for name, content in contents.items():
-            (made / name).write_bytes(content)
         try:
-            made.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(made)
+            for name, content in contents.items():
+                (made / name).write_bytes(content)
+            if is_folder(folder) and not is_file(folder / DESCRIPTION):  # what a removal that was cut short has left
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # another process was faster
+                made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
         what = f"what {path} says cannot be kept in {root}"
         raise LocalLLMError(what, why=str(error), fix="set LOCALLLM_CACHE=/another/disk") from None
@@ -79,12 +86,23 @@ def gguf_models(folder: Path) -> list[Path]:
     return [path for path in files if not is_later_part(path)]
 
 
+def _remove_unfinished(root: Path) -> None:
+    """Remove what processes that were ended have left an hour ago or earlier."""
+    for entry in os.scandir(root):
+        with suppress(OSError):
+            if entry.name.startswith(".") and time.time() - entry.stat().st_mtime > _UNFINISHED_S:
+                shutil.rmtree(entry.path)
+
+
 def _remove_older(root: Path, folder: Path, path: Path) -> None:
-    """Remove what an earlier state of the same file has left."""
+    """Remove what an earlier state of the same file has left, and files that are gone."""
     for entry in os.scandir(root):
         other = Path(entry.path)
         with suppress(OSError, LocalLLMError):
-            if other != folder and not entry.name.startswith(".") and path in GgufModel.read(other).files:
+            if other == folder or entry.name.startswith("."):
+                continue
+            files = GgufModel.read(other).files
+            if path in files or not all(map(is_file, files)):
                 shutil.rmtree(other)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from localllm.config import format_bytes
-from localllm.errors import CheckpointError, ModelNotFoundError
+from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError
 from localllm.gguf.header import split_files
 from localllm.hub.gguf_files import gguf_bytes, gguf_folder, gguf_models, gguf_sources
 from localllm.hub.names import (
@@ -34,7 +34,7 @@ from localllm.hub.quants import GgufChoice, ambiguous, models_among, named, pick
 from localllm.hub.repo_cache import COMMIT, INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
 from localllm.hub.stores import StoreModel, find_in_store
-from localllm.present import is_folder
+from localllm.present import is_file, is_folder
 from localllm.registry import BUILT_IN, ModelEntry, Registry, load_registry
 
 # Of a model's folder, beside weights and templates.
@@ -209,27 +209,44 @@ def gguf_of(cache: RepoCache, commit: str, reference: ModelReference) -> dict[st
 def files_of(cache: RepoCache, commit: str, name: str, model: GgufChoice) -> ModelFiles:
     """Return a GGUF model of our cache. Raises what `gguf_folder` does."""
     path = whole_path(cache.snapshot(commit) / model.files[0])
-    return ModelFiles(gguf_folder(path), name, cache.repo, commit, gguf=path)
+    return _read(ModelFiles(path, name, cache.repo, commit, gguf=path))
 
 
 def _of_file(path: Path) -> ModelFiles:
     first = split_files(path)[0]
-    return ModelFiles(gguf_folder(first), str(first), gguf=first)
+    return _read(ModelFiles(first, str(first), gguf=first))
+
+
+def _read(files: ModelFiles) -> ModelFiles:
+    """Return a GGUF model with the folder of what its header says. Raises what `gguf_folder` does, with what helps
+    where the file is damaged."""
+    assert files.gguf is not None
+    try:
+        return replace(files, directory=gguf_folder(files.gguf))
+    except LocalLLMError as error:
+        own = [files.copied_anew if fix.kind == "refetch" else fix for fix in error.fixes]
+        error.fix = [fix.with_model(files.name) for fix in error.fixes] if files.repo else own
+        raise
 
 
 def _of_store(model: StoreModel) -> ModelFiles:
     if is_folder(model.path):
         return ModelFiles(model.path, model.name)
-    return ModelFiles(gguf_folder(model.path), model.name, gguf=model.path)
+    return _read(ModelFiles(model.path, model.name, gguf=model.path))
 
 
 def _of_directory(reference: ModelReference, directory: Path, *, needs_config: bool) -> ModelFiles:
-    if (directory / "config.json").is_file() or (not needs_config and reference.name != BUILT_IN):
+    is_of_gguf = not any(directory.glob("*.safetensors")) and any(directory.glob("*.gguf"))
+    if (is_file(directory / "config.json") and not is_of_gguf) or (not needs_config and reference.name != BUILT_IN):
         return ModelFiles(directory, reference.name, entry=reference.entry)
     if reference.name == BUILT_IN:
         what, why = "the built-in model is not installed", f"{directory} has no config.json"
         raise ModelNotFoundError(what, why=why, fix="python -m pip install --force-reinstall --no-deps localllm")
-    models = [whole_path(path) for path in gguf_models(directory)]
+    try:
+        models = [whole_path(path) for path in gguf_models(directory)]
+    except OSError as error:
+        fix = f"ls -ld {shlex.quote(str(directory))}"
+        raise ModelNotFoundError(f"{directory} cannot be read", why=error.strerror or "unknown", fix=fix) from None
     if len(models) > 1:
         sizes = ", ".join(f"{path.name} {format_bytes(gguf_bytes(path))}" for path in models)
         raise ambiguous(f"{directory} has {len(models)} GGUF models", sizes, list(map(str, models)), "run")

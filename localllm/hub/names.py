@@ -6,6 +6,7 @@ Looks at the registry and asks whether a directory exists; opens no file.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -132,7 +133,7 @@ def understand(name: str, registry: Registry) -> ModelReference:
     if is_path:
         return _directory(name)
     folder = Path(name)
-    if any(present.is_file(folder / mark) for mark in MODEL_FILES):
+    if any(present.is_file(folder / mark) for mark in MODEL_FILES) or _has_gguf(folder):
         return ModelReference(name, directory=folder)
     store, colon, word = name.partition(":")
     if colon and store.casefold() in STORES:
@@ -167,7 +168,7 @@ def _unknown(name: str, passed_over: Path | None, registry: Registry) -> Unknown
     elif nearest:
         why = f"did you mean {' or '.join(nearest)}?"
     else:
-        why = "it is neither in models.toml, nor a folder with config.json, nor of the form org/repo"
+        why = "no model has this short name, and no folder or GGUF file here; other names look like org/repo"
     return UnknownModelError(name, nearest[0] if nearest else "", why)
 
 
@@ -206,13 +207,21 @@ def _path(name: str) -> Path:
         return Path(name)
 
 
+def _has_gguf(folder: Path) -> bool:
+    if not present.is_folder(folder):
+        return False
+    with suppress(OSError):
+        return any(path.suffix.casefold() == ".gguf" for path in folder.iterdir())
+    return False
+
+
 def _directory(name: str) -> ModelReference:
     path = _path(name)
     if present.is_folder(path):
         return ModelReference(name, directory=path)
     is_there = present.is_there(path)
-    why = "it is no folder with a config.json, and no GGUF file" if is_there else "nothing is there"
-    raise ModelNotFoundError(f"no model in {name[:200]!r}", why=why, fix=Fix.command("list", "--all"))
+    why = "it is a file, and its name does not end in .gguf" if is_there else "nothing is there"
+    raise ModelNotFoundError(f"no model in {name[:200]!r}", why=why, fix=Fix.command("list"))
 
 
 def without_config(folder: Path) -> str:

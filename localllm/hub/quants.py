@@ -51,7 +51,7 @@ def models_among(sizes: Mapping[str, int]) -> list[GgufChoice]:
     models = []
     for name in sizes:
         stem, number, count = _stem(name)
-        if number != 1 or not is_gguf_name(name):
+        if number != 1 or count > len(sizes) or not is_gguf_name(name):
             continue
         end = name[len(name) - len(_SUFFIX) :]
         files = [name] if not count else [f"{stem}-{each:05}-of-{count:05}{end}" for each in range(1, count + 1)]

@@ -89,9 +89,12 @@ def find_in_store(store: str, word: str) -> StoreModel:
 
 
 def _absent(store: str, word: str) -> ModelNotFoundError:
-    program = PROGRAMS[store]
-    folders = ", ".join(str(folder) for folder in _ROOTS[store]()) or "no folder"
+    program, folders = PROGRAMS[store], ", ".join(map(str, _ROOTS[store]()))
     what, why = f"{program} has no model {word[:80]!r}", f"it is not among what is kept in {folders}"
+    if not folders:
+        why = f"no folder of {program} was found" + (
+            f"; {_VARIABLES[store]} may name one" if store in _VARIABLES else ""
+        )
     return ModelNotFoundError(what, why=why, fix=Fix.command("list"))
 
 
@@ -281,10 +284,17 @@ def _ollama_models() -> Iterator[StoreModel]:
 
 def _find_in_ollama(word: str) -> StoreModel:
     wanted = _ollama_key(word)
-    found = [manifest for manifest in _ollama_manifests() if tuple(map(str.casefold, manifest.key)) == wanted]
-    if not found:
-        raise _absent(OLLAMA, word)
-    return _ollama_model(found[0])
+    others = []
+    for manifest in _ollama_manifests():
+        key = tuple(map(str.casefold, manifest.key))
+        if key == wanted:
+            return _ollama_model(manifest)
+        if key[:-1] == wanted[:-1]:
+            others.append(f"{OLLAMA}:{manifest.name}")
+    if others:
+        why = f"there is no tag {wanted[-1][:80]!r}; it has {', '.join(others[:_MOST_TOLD])}"
+        raise ambiguous(f"Ollama has no model {word[:80]!r}", why, others, "run")
+    raise _absent(OLLAMA, word)
 
 
 def _ollama_key(word: str) -> tuple[str, ...]:
@@ -320,6 +330,7 @@ def _ollama_model(manifest: _Manifest) -> StoreModel:
     return StoreModel(name, OLLAMA, whole_path(blob), blob.stat().st_size)
 
 
+_VARIABLES = {OLLAMA: "OLLAMA_MODELS", LLAMA_CPP: "LLAMA_CACHE"}
 _ROOTS = {OLLAMA: ollama_folders, LM_STUDIO: lm_studio_folders, LLAMA_CPP: llama_cpp_folders}
 
 

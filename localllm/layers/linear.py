@@ -40,7 +40,8 @@ class Linear:
         if not isinstance(self.format, Stacked):
             return [] if self.packed is None else [self.packed]
         parts = [(part.weights, tensors) for part, _, tensors in self.format.split(self.tensors)]
-        return [packed_matrix(tensors, weights.table) for weights, tensors in parts if weights is not None]
+        packed = [packed_matrix(tensors, weights.table) for weights, tensors in parts if weights is not None]
+        return packed if len(packed) == len(parts) else []
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""

@@ -258,6 +258,12 @@ def stored_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, tie_word_embeddings=False) if own_head else config
 
 
+def blocks_at_once(recipe: Sizes) -> int:
+    """Return how many blocks are packed at once. Codes that are kept are brought into tiles faster than a disk takes
+    them, so that one block is read while another is written; where weights are calibrated, all cores work on one."""
+    return 2 if recipe.own else 1
+
+
 def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None) -> int:
     """Return the most bytes that are held at once while a block is packed: a matrix as it is read, what is made of it,
     and what was made of the one before. Norms and biases are not worth counting.
@@ -282,12 +288,15 @@ def _read_bytes(matrix: Matrix, form: WeightLayout, checkpoint: Checkpoint | Non
     """Return the bytes that are held of a matrix while it is brought into a format, beside what is made of it."""
     N, K = matrix.out_features, matrix.in_features
     rows = {} if checkpoint is None else _stored_rows(checkpoint, matrix, "weight")
+    in_pieces = checkpoint is None or all(map(checkpoint.comes_in_pieces, rows))
     if checkpoint is not None and _keeps_codes(checkpoint, rows, form):
-        # Codes as bytes with their scales, read in pieces where they need no other order.
-        return _CODE_BYTES * N * K if matrix.interleaved is not None else _CODE_BYTES * min(N * K, _PIECE_WEIGHTS)
+        # Codes as bytes with their scales.
+        is_whole = not in_pieces or matrix.interleaved is not None or any(count % TILE for count in rows.values())
+        return _CODE_BYTES * (N * K if is_whole else min(N * K, _PIECE_WEIGHTS))
     is_in_place = "weight" in form.specs(1, 1)
     read = N * K * ITEM_BYTES[_read_dtype(rows, form, checkpoint, K)]
-    return read + (0 if is_in_place else form.working_bytes(K))
+    decoded = 0 if in_pieces else N * K * ITEM_BYTES["float32"]  # before it is copied into its place
+    return read + decoded + (0 if is_in_place else form.working_bytes(K))
 
 
 def _split(matrix: Matrix, form: WeightLayout) -> list[Matrix]:

@@ -22,7 +22,7 @@ from localllm.errors import CheckpointError, DoesNotFitError, Fix, LocalLLMError
 from localllm.hub.locks import exclusive
 from localllm.hub.packed import PACKED_INDEX
 from localllm.hub.repo_cache import free_bytes, sync_directory
-from localllm.models.block_source import CheckpointBlocks
+from localllm.models.block_source import CheckpointBlocks, blocks_at_once
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.families import load_config
 from localllm.models.layout import BlockLayout, block_layouts, model_bytes
@@ -141,7 +141,7 @@ class _Conversion:
             if not missing and read_index(self._target) == self._plan.index(checksums):
                 return
         held_bytes = max((self._blocks.held_bytes(layout) for layout in missing), default=0)
-        self._require_memory(self._at_once * held_bytes)
+        self._require_memory(blocks_at_once(self._plan.recipe) * held_bytes)
         self._discard(missing)
         if self.missing_bytes > free_bytes(self._target):
             raise _no_space(self._target, self.missing_bytes)
@@ -155,15 +155,9 @@ class _Conversion:
             new.write(memoryview(json.dumps(self._plan.index(checksums), indent=1).encode()))
             new.publish()
 
-    @property
-    def _at_once(self) -> int:
-        """Blocks that are written at once. Codes that are kept are brought into tiles faster than a disk takes them, so
-        that one block is read while another is written; where weights are calibrated, all cores work on one."""
-        return 2 if self._plan.recipe.own else 1
-
     def _write(self, missing: Sequence[BlockLayout]) -> dict[str, str]:
         """Write these blocks; return their checksums by their names. Ends within a part where it is interrupted."""
-        with ThreadPoolExecutor(self._at_once, thread_name_prefix="pack") as writers:
+        with ThreadPoolExecutor(blocks_at_once(self._plan.recipe), thread_name_prefix="pack") as writers:
             futures = {layout.name: writers.submit(self._write_block, layout) for layout in missing}
             try:
                 return {name: future.result() for name, future in futures.items()}

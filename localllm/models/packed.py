@@ -56,7 +56,7 @@ class PackedPlan:
     @property
     def command(self) -> str:
         """Return the command that makes it, and makes its damaged blocks anew."""
-        return f"localllm quantize {shlex.quote(self.model)} --weights {self.recipe.name}"
+        return f"localllm quantize {shlex.quote(self.model)} --weights {self.recipe.flag}"
 
     def index(self, checksums: Mapping[str, str]) -> dict[str, object]:
         """Return the content of index.json. checksums: by the block's name."""

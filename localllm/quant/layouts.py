@@ -296,6 +296,11 @@ class RecipeOf(Generic[F]):
     own: Mapping[str, F] = field(default_factory=dict, compare=False)
 
     @property
+    def flag(self) -> str:
+        """What `--weights` names it by."""
+        return KEPT if self.own else self.name
+
+    @property
     def formats(self) -> tuple[F, ...]:
         """The formats of all matrices but routers, those of stacked rows one by one."""
         found = dict.fromkeys((self.blocks, self.embedding, *self.own.values()))

@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -117,6 +118,10 @@ class Checkpoint:
         if it is missing."""
         return self._tensor(name).kept
 
+    def comes_in_pieces(self, name: str) -> bool:
+        """Return whether little of a tensor is held while it is read: see `StoredTensor`."""
+        return self._tensor(name).comes_in_pieces
+
     def codes(self, name: str, shape: tuple[int, ...]) -> Iterator[CodedMatrix]:
         """Yield the codes of a matrix that has a `kept` format, in pieces of its rows: see `StoredTensor`. Raises as
         `read` does."""
@@ -182,7 +187,7 @@ class Checkpoint:
         head, embedding = self._tensor(HEAD), self._tensor(EMBEDDING)
         if (head.form, head.shape) != (embedding.form, embedding.shape):
             return True
-        return any(mine != other for mine, other in zip(head.chunks(), embedding.chunks(), strict=True))
+        return any(mine != other for mine, other in zip_longest(head.chunks(), embedding.chunks()))
 
     def unused(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Return the names of tensors that a decoder computes with and nobody asked for: without the head, which may be

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError
 from localllm.gguf.folder import DESCRIPTION as DESCRIPTION
-from localllm.gguf.folder import GgufModel, TensorPlace
+from localllm.gguf.folder import GgufModel, TensorPlace, fingerprint
 from localllm.models.checkpoints.safetensors_file import allocate, read_numbers
 from localllm.models.checkpoints.weight_file import WeightFile
 from localllm.models.fields import show
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # as much as makes waking the other cores for its scales worth it.
 _SLAB_BYTES, _TILED_SLAB_BYTES = 1 << 20, 8 << 20
 _TILE = 16
+_FACTOR, _MOST_FACTORS_BYTES = ".scale", 1 << 16
 
 
 def open_tensors(folder: Path) -> tuple[dict[str, GgufTensor], list[WeightFile]]:
@@ -36,9 +37,13 @@ def open_tensors(folder: Path) -> tuple[dict[str, GgufTensor], list[WeightFile]]
     try:
         for path in model.files:
             files.append(WeightFile(path))
-        tensors = {name: GgufTensor(files[place.file], name, place) for name, place in model.tensors.items()}
-        for tensor in tensors.values():
+        if folder.resolve().name != fingerprint(model.files[0]):
+            why = "it is not the file of which its header was read"
+            raise CheckpointError(f"{model.files[0]} has changed", why=why, fix="load the model again")
+        all_tensors = {name: GgufTensor(files[place.file], name, place) for name, place in model.tensors.items()}
+        for tensor in all_tensors.values():
             tensor.require_room()
+        tensors = _with_factors(all_tensors)
     except BaseException:
         for file in files:
             file.close()
@@ -46,13 +51,48 @@ def open_tensors(folder: Path) -> tuple[dict[str, GgufTensor], list[WeightFile]]
     return tensors, files
 
 
+def _with_factors(tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
+    """Return the tensors without those that are factors of others, as NVFP4's matrices have them: one of a matrix, or
+    one of each expert. Raises CheckpointError."""
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(_FACTOR)}
+    for name, tensor in tensors.items():
+        if name not in found:
+            stem = name.removesuffix(_FACTOR)
+            owner = f"{stem}.weight" if f"{stem}.weight" in found else stem
+            if owner not in found:
+                why = f"{show(name)} is there, and no matrix that it is a factor of"
+                raise CheckpointError(f"{tensor.path} cannot be read", why=why, fix=FETCH_ANEW)
+            found[owner] = replace(found[owner], factors=tensor.numbers())
+    return found
+
+
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor; `place` says where and of which type."""
+    """One tensor; `place` says where and of which type. factors: of the whole, or of each expert."""
 
     file: WeightFile
     name: str
     place: TensorPlace
+    factors: tuple[float, ...] = ()
+
+    def numbers(self) -> tuple[float, ...]:
+        """Return a short list of numbers. Raises CheckpointError for any other tensor."""
+        import torch
+
+        if self.form != "F32" or len(self.shape) > 1 or self.place.num_bytes > _MOST_FACTORS_BYTES:
+            why = f"{show(self.name)} is stored as {self.form} {list(self.shape)}; a short list in F32 is needed"
+            raise CheckpointError(f"{self.path} cannot be read", why=why, fix=FETCH_ANEW)
+        values = torch.empty(math.prod(self.shape))
+        return tuple(self.read_into(values).tolist())
+
+    def _factor(self, part: int | None) -> float:
+        if not self.factors:
+            return 1.0
+        number = part if part is not None and len(self.factors) > 1 else 0
+        if number >= len(self.factors):
+            why = f"{show(self.name)} has {len(self.factors)} factors and at least {number + 1} experts"
+            raise CheckpointError(f"{self.path} cannot be read", why=why, fix=FETCH_ANEW)
+        return self.factors[number]
 
     def require_room(self) -> None:
         end = self.place.begin + self.place.num_bytes
@@ -79,6 +119,10 @@ class GgufTensor:
     def kept(self) -> WeightLayout | None:
         return self._type().kept if len(self.shape) > 1 else None
 
+    @property
+    def comes_in_pieces(self) -> bool:
+        return True
+
     def dtype(self) -> str:
         return self._type().dense or "float32"
 
@@ -98,12 +142,13 @@ class GgufTensor:
         return out
 
     def codes(self, part: int | None, /) -> Iterator[CodedMatrix]:
-        kind = self._type()
-        yield from map(kind.read, self._slabs(part, _SLAB_BYTES))
+        kind, factor = self._type(), self._factor(part)
+        for slab in self._slabs(part, _SLAB_BYTES):
+            yield kind.read(slab).times(factor)
 
     def fill_tiles(self, part: int | None, order: Tensor | None, out: Mapping[str, Tensor], /) -> bool:
         kind, (_, rows, _) = self._type(), self._matrix(part)
-        if rows % _TILE or not kind.can_fill_tiles():
+        if rows % _TILE or self._factor(part) != 1.0 or not kind.can_fill_tiles():
             return False
         first = 0
         for slab in self._slabs(part, _TILED_SLAB_BYTES if order is None else self.place.num_bytes):
@@ -145,6 +190,6 @@ class GgufTensor:
             raise UnsupportedModelError(
                 f"{self.path}: the tensor {show(self.name)} is stored as {self.form}, which is not read",
                 why="its codes fit no format that is computed with, and would take twice the room in another",
-                fix="choose a file with Q4_K_M, IQ4_XS or another of 4 bits or more, or Q2_K or Q3_K, in its name",
+                fix="choose a file with Q4_K_M, IQ4_XS or Q2_K in its name",
             )
         return TYPES[self.place.type]

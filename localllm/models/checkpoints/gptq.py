@@ -88,6 +88,8 @@ def _matrix(module: str, schemes: list[_Scheme], folder: Folder) -> QuantizedMat
     groups, _ = folder.shape(names.scales, (2,), *FLOATS)
     scheme, K = _fitting(names, rows, groups, schemes, folder)
     folder.expect(names.scales, (groups, N), *FLOATS)
+    if N * scheme.bits % 32:
+        raise folder.bad(names.weight, f"it has {N} rows; zeros of {scheme.bits} bits fill words of 32 bits")
     folder.expect(names.zeros, (groups, N * scheme.bits // 32), "I32")
     has_order = names.order in folder.names
     if scheme.ordered or has_order:

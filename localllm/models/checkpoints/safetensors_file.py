@@ -123,6 +123,7 @@ class PlainTensor:
     file: SafetensorsFile
     name: str
     kept: None = None
+    comes_in_pieces: bool = True
 
     @property
     def path(self) -> Path:

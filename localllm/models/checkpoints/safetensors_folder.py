@@ -102,6 +102,7 @@ class MatrixTensor:
     raw: _RawFolder
     matrix: QuantizedMatrix
     path: Path
+    comes_in_pieces: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -198,7 +199,7 @@ def _nothing_to_read(directory: Path) -> CheckpointError:
     if unlisted:
         why += f"; {show(unlisted[0])} is, and nothing says what it holds"
     elif others and all(name.endswith(".gguf") for name in others):
-        why += f"; {show(others[0])} is, but GGUF is not read: use the repository with the safetensors files"
+        why += f"; {show(others[0])} is, which is a model by its own path"
     elif others:
         why += f"; {show(others[0])} is, but pickles and other formats are never opened: they can run code"
     return CheckpointError(

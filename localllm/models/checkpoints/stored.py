@@ -34,6 +34,11 @@ class StoredTensor(Protocol):
         """The weight format that keeps its codes; None where it has none."""
         ...
 
+    @property
+    def comes_in_pieces(self) -> bool:
+        """Return whether no more than a few megabytes of it are held beside what is made of it."""
+        ...
+
     def dtype(self) -> str:
         """Return the type that its numbers are read in, as torch names it. Raises CheckpointError where it is none."""
         ...

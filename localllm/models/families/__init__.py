@@ -47,9 +47,10 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def _as_gguf(config: ModelConfig, model: GgufModel) -> ModelConfig:
-    """Return the config with the way in which a GGUF file stores the weights."""
-    offset = config.norm_weight_offset - model.norm_offset
-    return replace(config, stored=StoredForm(interleaves_heads=model.permutes_heads), norm_weight_offset=offset)
+    """Return the config with the way in which a GGUF file stores the weights: by our names, each expert's with rows
+    first."""
+    stored = StoredForm(interleaves_heads=model.pairs_heads, num_extra_layers=config.stored.num_extra_layers)
+    return replace(config, stored=stored, norm_weight_offset=config.norm_weight_offset - model.norm_offset)
 
 
 def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:
