@@ -478,7 +478,7 @@ def test_what_does_not_run_is_refused_by_name(metadata: dict[str, object], said:
         ({"embedding_length": "64"}, r"llama\.embedding_length"),
         ({"embedding_length": -1}, r"llama\.embedding_length"),
         ({"embedding_length": True}, r"llama\.embedding_length"),
-        ({"attention__head_count": 0}, r"llama\.attention\.key_length"),
+        ({"attention__head_count": 0}, r"llama\.attention\.head_count"),
         ({"attention__layer_norm_rms_epsilon": math.nan}, r"layer_norm_rms_epsilon"),
         ({"rope__freq_base": math.inf}, r"rope\.freq_base"),
         ({"block_count": 1 << 30}, r"block_count"),

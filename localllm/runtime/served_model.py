@@ -44,8 +44,10 @@ class ServedModel:
 
     def has(self, name: str) -> bool:
         """Whether the model is called so, in letters of either case."""
-        repo = None if _is_pinned(self.selection) else self.selection.files.repo
-        return name.casefold() in {each.casefold() for each in (*self.names, repo or self.name)}
+        files = self.selection.files
+        repo = None if _is_pinned(self.selection) or files.gguf is not None else files.repo
+        own = (*self.names, repo or self.name, files.name)
+        return name.casefold() in {each.casefold() for each in own}
 
     def is_of(self, files: ModelFiles) -> bool:
         """Whether these are the model's files, of whatever commit."""

@@ -56,7 +56,7 @@ class OllamaVersion(ReplyBody):
 
 class OllamaDetails(ReplyBody):
     parent_model: str = ""
-    format: Literal["safetensors"] = "safetensors"
+    format: Literal["gguf", "safetensors"] = "safetensors"
     family: str
     families: list[str]
     parameter_size: str
@@ -400,7 +400,8 @@ def _details(pool: ModelPool, model: ModelDescription) -> OllamaDetails:
         family=family,
         families=[family],
         parameter_size=size if count else "",
-        quantization_level=engine.weights if engine is not None else quant or _DTYPES.get(dtype, dtype),
+        format="gguf" if files.gguf else "safetensors",
+        quantization_level=quant or (engine.weights if engine is not None else _DTYPES.get(dtype, dtype)),
     )
 
 
