@@ -7,6 +7,7 @@ An error says what happened, why (with numbers), what to do (a command to paste)
 from __future__ import annotations
 
 import shlex
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -19,11 +20,12 @@ class Fix:
     """One way to mend an error. Front ends match on `kind`; `str(fix)` reads well in each of them.
 
     kind: "flag", to be added to the command that failed; "without", to be left out of it; "again", what stands before
-        and behind it; "command", of localllm; "refetch", its files are to be fetched anew; "advice", any other text.
+        and behind it; "model", a word of it and the model to name instead; "command", of localllm; "refetch", its files
+        are to be fetched anew; "advice", any other text.
     words: as a shell takes them, or of advice the one text.
     """
 
-    kind: Literal["flag", "without", "command", "refetch", "again", "advice"]
+    kind: Literal["flag", "without", "again", "model", "command", "refetch", "advice"]
     words: tuple[str, ...]
 
     @classmethod
@@ -45,6 +47,11 @@ class Fix:
         return cls("again", (before, behind))
 
     @classmethod
+    def model(cls, word: str, instead: str) -> Fix:
+        """Return the fix that types a command again with another model for this word."""
+        return cls("model", (word, instead))
+
+    @classmethod
     def advice(cls, text: str) -> Fix:
         return cls("advice", (text,))
 
@@ -64,6 +71,8 @@ class Fix:
                 return f"localllm rm {name} && localllm pull {name}"
             case "again":
                 return "this command".join(self.words)
+            case "model":
+                return str(Fix.command("run", self.words[1]))
             case "advice":
                 return self.words[0]
         return shlex.join(self.words)
@@ -83,6 +92,16 @@ def either(fixes: Iterable[Fix]) -> str:
     """Return the alternatives as one text: "a, b, or c"."""
     *others, last = [str(fix) for fix in fixes] or [""]
     return f"{', '.join(others)}, or {last}" if others else last
+
+
+def show(value: object) -> str:
+    """Return at most 60 printable characters of an untrusted value, for the text of an error."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list | dict | array):
+        return f"{'an' if isinstance(value, array) else 'a'} {type(value).__name__} of {len(value)}"
+    text = repr(value[:60] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class LocalLLMError(Exception):

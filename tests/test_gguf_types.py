@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from localllm.kernels import tile16
-from localllm.models.checkpoints.gguf_types import REFUSED, TYPES, TensorType, dequantize
+from localllm.models.checkpoints.gguf_types import REFUSED, TYPES, TensorType
 from localllm.quant.coded import pack_codes
 from localllm.quant.layouts import CodedLayout
 
@@ -47,7 +47,7 @@ def check(number: int, raw: np.ndarray) -> None:
     codes = kind.read(blocks.copy_(torch.from_numpy(raw).view_as(blocks)))
     with np.errstate(over="ignore"):
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(number))
-    weights = dequantize(codes, kind.kept)
+    weights = codes.dequantize(kind.table)
     assert weights.dtype == codes.scale.dtype == torch.float32
     assert np.array_equal(weights.numpy(), expected)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CheckpointError, UnsupportedModelError
-from localllm.models.checkpoints.quantized import QuantizedMatrix, dequantized
+from localllm.models.checkpoints.quantized import QuantizedMatrix
 from localllm.models.checkpoints.quantizers import quantized_matrices
 from localllm.quant.layouts import CodedLayout, Int4Layout
 
@@ -374,7 +374,7 @@ def test_a_matrix_means_what_its_format_says(name: str) -> None:
         assert codes.scale.shape == (dense.shape[0], dense.shape[1] // matrix.kept.group)
         assert (codes.bias is not None) == (isinstance(matrix.kept, Int4Layout) or matrix.kept.has_bias)
         assert codes.q.dtype == (torch.int8 if matrix.kept.name.startswith("int8") else torch.uint8)
-        again, rounded = dequantized(codes, table), name.startswith(("bnb nf4", "bnb fp4"))
+        again, rounded = codes.dequantize(table), name.startswith(("bnb nf4", "bnb fp4"))
         bound = 0.004 * dense.abs().max() if rounded else 0  # by the rounding of the kept table
         assert float((again - dense).abs().max()) <= bound
 

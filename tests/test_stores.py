@@ -163,6 +163,14 @@ def test_ollamas_folder_may_be_another(home: Path, root: str, monkeypatch: pytes
     assert [*listed()] == ["ollama:llama3.2"]
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("llama3.2", "ollama:llama3.2"), ("other", "ollama:other:3b")])
+def test_a_name_of_ollamas_is_told_with_the_line_that_runs_it(home: Path, typed: str, meant: str) -> None:
+    in_ollama(home, "registry.ollama.ai/library/llama3.2/latest", STUB)
+    in_ollama(home, "registry.ollama.ai/library/other/3b", STUB + b"3b")
+    result = run_cli("run", typed, "-p", "hello")
+    assert result.code == 3 and f"localllm run {meant} -p hello" in result.err
+
+
 def test_what_of_ollama_cannot_run_is_refused_by_name_and_not_listed(home: Path) -> None:
     library = "registry.ollama.ai/library"
     in_ollama(home, f"{library}/tuned/latest", STUB, "adapter")
@@ -371,6 +379,19 @@ def test_a_folder_of_several_files_is_a_list(home: Path) -> None:
     assert [fix.words[-1] for fix in error.fixes] == [
         str(home / "mine" / f"a-{quant}.gguf") for quant in ("Q4_0", "Q8_0")
     ]
+    typed = run_cli("chat", str(home / "mine"), "--ctx", "512")
+    assert f"localllm chat {home / 'mine' / 'a-Q8_0.gguf'} --ctx 512" in typed.err  # what was typed is kept
+
+
+@pytest.mark.parametrize("name", ["absent.gguf", "folder/absent.gguf"])
+def test_a_file_that_is_not_there_is_no_model_of_the_hub(name: str) -> None:
+    error = refused(hub.locate, name)
+    assert error.what == f"there is no file {name!r}" and str(Path(name).absolute()) in error.why
+
+
+def test_a_file_is_described_by_the_types_of_its_weights(tiny: Path) -> None:
+    run_cli("tokenize", str(tiny), "hello")
+    assert run_cli("show", str(tiny), "--json").json["dtype"] == "Q8_0 100%"
 
 
 def test_a_server_lists_what_is_kept_and_answers_by_its_names(home: Path, tiny: Path) -> None:

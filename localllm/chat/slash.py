@@ -56,7 +56,12 @@ def _think(session: ChatSession, effort: str) -> list[str]:
 def _show(session: ChatSession, _: str) -> list[str]:
     files = session.selection.files
     tokens = _tokens(session, "") if session.engine is not None else []
-    return [f"model {files.name} in {files.directory}", *tokens, *_system(session, ""), *session.settings_lines()]
+    return [
+        f"model {files.name} in {files.gguf or files.directory}",
+        *tokens,
+        *_system(session, ""),
+        *session.settings_lines(),
+    ]
 
 
 def _tokens(session: ChatSession, _: str) -> list[str]:

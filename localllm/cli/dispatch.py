@@ -108,15 +108,8 @@ def _as_known(error: Exception, arguments: Sequence[str], model: ModelFiles | No
 
 def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMError:
     """The error with a fix to paste: who raised it knows what helps, not which line was typed."""
-    from localllm.hub.names import UnknownModelError
-
     kept = list(arguments)
-    if isinstance(error, UnknownModelError) and error.nearest and error.name in kept:
-        kept[kept.index(error.name)] = error.nearest
-        error.fix = [
-            _line(kept, f"the same command with {error.nearest}") if fix.runs("run") else fix for fix in error.fixes
-        ]
-    elif error.code == "template" and kept[:1] == ["run"] and not any(word.startswith(_WITH_TEMPLATE) for word in kept):
+    if error.code == "template" and kept[:1] == ["run"] and not any(word.startswith(_WITH_TEMPLATE) for word in kept):
         error.fix = Fix.flag(_RAW)
     elif error.what.startswith("no such option: ") and (other := _other_name(kept)) is not None:
         error.fix = Fix.command(*other)
@@ -161,6 +154,11 @@ def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
     match fix.kind:
         case "again":
             return Fix.advice(str(_line(arguments, "this command")).join(fix.words))
+        case "model":
+            word, instead = fix.words
+            if word in arguments[1:]:
+                changed = [arguments[0], *(instead if argument == word else argument for argument in arguments[1:])]
+                return _line(changed, f"the same command with {instead}")
         case "without":
             return _line(_without_flag(arguments, fix.words[0]), "the same command without it")
         case "flag":

@@ -31,7 +31,7 @@ QUANTIZE_EXAMPLES = """Examples:
 """
 _DEFAULT_GROUP = 64
 _UNPACKED = ("auto", "bf16")
-_PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in _UNPACKED))
+_PACKED = Accepts("text", choices=tuple(name for name in WEIGHTS if name not in _UNPACKED), prefix="kept-")
 
 
 @takes(
@@ -69,7 +69,7 @@ def quantize_command(context: typer.Context, **flags: Any) -> None:
 
     cli = cli_context(context)
     weights = flags["weights"]
-    if weights is not None and weights not in WEIGHTS:
+    if weights is not None and weights not in WEIGHTS and not weights.startswith(_PACKED.prefix):
         accepted("weights", weights, "--weights", _PACKED)
     selection = select(cli, flags["model"], flags)
     files = selection.files
@@ -131,7 +131,7 @@ def _convert(cli: CliContext, files: ModelFiles, sizes: Sizes, ram_bytes: int | 
     if was_there:
         cli.output.note(f"{files.name} is packed to {name} already; verifying it")
         label = f"verifying {files.name} in {name}"
-    again = f"localllm quantize {shlex.quote(files.name)} --weights {name}"
+    again = f"localllm quantize {shlex.quote(files.name)} --weights {sizes.flag}"
     packing = PackingProgress(cli, label, again=again, is_first_use=False)
     packing.begin()
     try:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, UnsupportedModelError
-from localllm.gguf.header import GgufHeader, read_floats, show
+from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, UnsupportedModelError, show
+from localllm.gguf.header import GgufHeader, read_floats
 
 Shape = tuple[int, ...]
 Json = dict[str, object]

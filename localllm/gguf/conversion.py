@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from localllm.errors import UnsupportedModelError
+from localllm.errors import UnsupportedModelError, show
 from localllm.gguf.config import hf_config, rope_factors
 from localllm.gguf.folder import DESCRIPTION
-from localllm.gguf.header import GgufHeader, read_model, show
+from localllm.gguf.header import GgufHeader, read_model
 from localllm.gguf.names import hf_name, holds_weights, stored_form
 from localllm.gguf.tokenizer import hf_tokenizer
 

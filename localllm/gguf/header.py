@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shlex
-import stat
 import struct
 import sys
 from array import array
@@ -20,9 +18,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
-from localllm.errors import FETCH_ANEW, CheckpointError, Fixes
-from localllm.present import is_file
+from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, show
+from localllm.present import is_file, open_plain_file
 
+SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 # Published headers have up to 20 MB, most of it a vocabulary of 262,144 tokens and twice as many merges. A short string
@@ -38,52 +37,54 @@ _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # an empty name, no dimension, a type, and 
 _DEFAULT_ALIGNMENT = 32
 _F32 = 0  # the type of a tensor
 _MAX_LIST_BYTES = 1 << 16
-_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _NUMBERS.items()}
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
-# Type of a tensor -> (weights of a block, bytes of a block). Numbers that are missing were removed from the format.
-BLOCK_SIZES: Mapping[int, tuple[int, int]] = MappingProxyType(
+# Type of a tensor -> (name, weights of a block, bytes of a block). Missing numbers were removed from the format.
+_TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
     {
-        0: (1, 4),  # F32
-        1: (1, 2),  # F16
-        2: (32, 18),  # Q4_0
-        3: (32, 20),  # Q4_1
-        6: (32, 22),  # Q5_0
-        7: (32, 24),  # Q5_1
-        8: (32, 34),  # Q8_0
-        9: (32, 36),  # Q8_1
-        10: (256, 84),  # Q2_K
-        11: (256, 110),  # Q3_K
-        12: (256, 144),  # Q4_K
-        13: (256, 176),  # Q5_K
-        14: (256, 210),  # Q6_K
-        15: (256, 292),  # Q8_K
-        16: (256, 66),  # IQ2_XXS
-        17: (256, 74),  # IQ2_XS
-        18: (256, 98),  # IQ3_XXS
-        19: (256, 50),  # IQ1_S
-        20: (32, 18),  # IQ4_NL
-        21: (256, 110),  # IQ3_S
-        22: (256, 82),  # IQ2_S
-        23: (256, 136),  # IQ4_XS
-        24: (1, 1),  # I8
-        25: (1, 2),  # I16
-        26: (1, 4),  # I32
-        27: (1, 8),  # I64
-        28: (1, 8),  # F64
-        29: (256, 56),  # IQ1_M
-        30: (1, 2),  # BF16
-        34: (256, 54),  # TQ1_0
-        35: (256, 66),  # TQ2_0
-        39: (32, 17),  # MXFP4
-        40: (64, 36),  # NVFP4
-        41: (128, 18),  # Q1_0
+        0: ("F32", 1, 4),
+        1: ("F16", 1, 2),
+        2: ("Q4_0", 32, 18),
+        3: ("Q4_1", 32, 20),
+        6: ("Q5_0", 32, 22),
+        7: ("Q5_1", 32, 24),
+        8: ("Q8_0", 32, 34),
+        9: ("Q8_1", 32, 36),
+        10: ("Q2_K", 256, 84),
+        11: ("Q3_K", 256, 110),
+        12: ("Q4_K", 256, 144),
+        13: ("Q5_K", 256, 176),
+        14: ("Q6_K", 256, 210),
+        15: ("Q8_K", 256, 292),
+        16: ("IQ2_XXS", 256, 66),
+        17: ("IQ2_XS", 256, 74),
+        18: ("IQ3_XXS", 256, 98),
+        19: ("IQ1_S", 256, 50),
+        20: ("IQ4_NL", 32, 18),
+        21: ("IQ3_S", 256, 110),
+        22: ("IQ2_S", 256, 82),
+        23: ("IQ4_XS", 256, 136),
+        24: ("I8", 1, 1),
+        25: ("I16", 1, 2),
+        26: ("I32", 1, 4),
+        27: ("I64", 1, 8),
+        28: ("F64", 1, 8),
+        29: ("IQ1_M", 256, 56),
+        30: ("BF16", 1, 2),
+        34: ("TQ1_0", 256, 54),
+        35: ("TQ2_0", 256, 66),
+        39: ("MXFP4", 32, 17),
+        40: ("NVFP4", 64, 36),
+        41: ("Q1_0", 128, 18),
     }
 )
+TYPE_NAMES: Mapping[int, str] = MappingProxyType({number: kind[0] for number, kind in _TYPES.items()})
+BLOCK_SIZES: Mapping[int, tuple[int, int]] = MappingProxyType({number: kind[1:] for number, kind in _TYPES.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +141,12 @@ def read_model(path: Path) -> tuple[GgufHeader, ...]:
 def split_files(path: Path) -> tuple[Path, ...]:
     """Return all files of the model that `path` is a file of, in their order: those beside "name-00002-of-00003.gguf",
     else the one. Raises CheckpointError naming one that is missing."""
-    found = _SPLIT_NAME.fullmatch(path.name)
-    if found is None:
+    stem, number, count = split_name(path.name)
+    if not count:
         return (path,)
-    stem, number, count = found[1], int(found[2]), int(found[3])
     if not 1 <= number <= count <= _MAX_FILES:
         raise refused(path, f"its name says file {number} of {count}; at most {_MAX_FILES} files are read")
-    files = tuple(path.with_name(f"{stem}-{each:05}-of-{count:05}.gguf") for each in range(1, count + 1))
+    files = tuple(path.with_name(f"{stem}-{each:05}-of-{count:05}{path.suffix}") for each in range(1, count + 1))
     for file in files:
         if not is_file(file):
             raise CheckpointError(f"{file} is missing", why=f"the model is split into {count} files", fix=FETCH_ANEW)
@@ -155,8 +155,15 @@ def split_files(path: Path) -> tuple[Path, ...]:
 
 def is_later_part(path: Path) -> bool:
     """Return whether a file is by its name one of a split model's, and not the first."""
-    found = _SPLIT_NAME.fullmatch(path.name)
-    return found is not None and int(found[2]) > 1
+    return split_name(path.name)[1] > 1
+
+
+def split_name(name: str) -> tuple[str, int, int]:
+    """Return a file's name without its ending and its number, the number, and of how many; 1 and 0 where the name is
+    not one of a split model's."""
+    stem = name[: -len(SUFFIX)] if name.casefold().endswith(SUFFIX) else name
+    found = _SPLIT.fullmatch(stem)
+    return (found[1], int(found[2]), int(found[3])) if found else (stem, 1, 0)
 
 
 def read_header(path: Path, block_sizes: Mapping[int, tuple[int, int]] = BLOCK_SIZES) -> GgufHeader:
@@ -164,7 +171,7 @@ def read_header(path: Path, block_sizes: Mapping[int, tuple[int, int]] = BLOCK_S
 
     Raises CheckpointError that names the file and what is wrong with it.
     """
-    with os.fdopen(_open_plain_file(path), "rb", buffering=1 << 20) as file:
+    with os.fdopen(open_plain_file(path), "rb", buffering=1 << 20) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         reader = _Reader(file, path, file_bytes)
         tensor_count, key_count = _read_counts(reader, path)
@@ -192,7 +199,7 @@ def read_floats(header: GgufHeader, name: str) -> tuple[float, ...]:
     if tensor.type != _F32 or len(tensor.shape) != 1 or tensor.num_bytes > _MAX_LIST_BYTES:
         why = f"{show(name)} has the type {tensor.type} and the shape {tensor.shape}; a short list in fp32 is needed"
         raise refused(header.path, why)
-    fd = _open_plain_file(header.path)
+    fd = open_plain_file(header.path)
     try:
         data = os.pread(fd, tensor.num_bytes, tensor.begin)
     finally:
@@ -216,7 +223,7 @@ def _read_counts(reader: _Reader, path: Path) -> tuple[int, int]:
     """Return the numbers of tensors and of keys, once the version is known to be readable."""
     magic = reader.take(4)
     if magic != _MAGIC:
-        raise refused(path, f"it begins with {magic!r}, not with {_MAGIC!r}")
+        raise refused(path, f"it begins with {show(magic.decode('latin-1'))}, not with {_MAGIC.decode()!r}")
     version = reader.number(_U32)
     if version & 0xFFFF == 0 and version:
         raise refused(path, "it is big-endian; little-endian files are read", "choose a file that is little-endian")
@@ -363,30 +370,6 @@ class _Reader:
 
     def _not_utf8(self, error: UnicodeDecodeError) -> CheckpointError:
         return refused(self._path, f"a string in its header is not UTF-8: {error.reason}")
-
-
-def _open_plain_file(path: Path) -> int:
-    """Open a file for reading and return its descriptor; a pipe or a device is refused before it can block."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        is_absent = isinstance(error, FileNotFoundError)  # any other may be whole, and is not to be deleted
-        fix = FETCH_ANEW if is_absent else f"ls -l {shlex.quote(str(path))}"
-        raise CheckpointError(f"{path} cannot be read", why=reason or "unknown", fix=fix) from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        why = "pipes, devices and folders are not read"
-        raise CheckpointError(f"{path} is not a plain file", why=why, fix=FETCH_ANEW)
-    return fd
-
-
-def show(value: object) -> str:
-    """Return at most 60 printable characters of an untrusted value."""
-    if isinstance(value, list | array):
-        return f"an array of {len(value)}"
-    text = repr(value[:60] if isinstance(value, str) else value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def refused(path: Path, why: str, fix: Fixes = FETCH_ANEW, *, cut: bool = False) -> CheckpointError:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeGuard
 
-from localllm.errors import FETCH_ANEW, TokenizerError
-from localllm.gguf.header import show
+from localllm.errors import FETCH_ANEW, TokenizerError, show
 
 Json = dict[str, object]
 
@@ -146,7 +145,7 @@ def hf_tokenizer(metadata: Mapping[str, object], source: str = "the GGUF file") 
     if kind not in ("llama", "gpt2"):
         known = _UNREAD.get(str(kind), f"a tokenizer of the kind {show(kind)}")
         why = 'kinds that are read: "llama" (SentencePiece\'s BPE) and "gpt2" (BPE over bytes)'
-        raise TokenizerError(f"{source} has {known}, and that is not read", why=why, fix="choose another file or model")
+        raise TokenizerError(f"{source} has {known}, which is not read", why=why, fix="choose another file or model")
     vocabulary = _Vocabulary.of(metadata, source)
     if kind == "llama":
         content, adds_bos = _sentencepiece(metadata, vocabulary), True

@@ -244,7 +244,7 @@ class _Listing:
         if len(found) == 1:
             return found[0]
         if found or models:
-            error = several(self.repo, quants.named(found or models, self.repo), "pull")
+            error = several(self.repo, quants.named(found or models, self.repo), partial(Fix.command, "pull"))
             if not found:
                 error.what = f"{self.repo} has no GGUF model {part[:80]!r}"
                 error.why = f"it has {len(models)}: {error.why}"

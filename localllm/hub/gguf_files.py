@@ -7,13 +7,14 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 from localllm.config import user_directories
 from localllm.errors import LocalLLMError
 from localllm.gguf.folder import DESCRIPTION, GgufModel, fingerprint
-from localllm.gguf.header import is_later_part, split_files
+from localllm.gguf.header import TYPE_NAMES, is_later_part, split_files
 from localllm.hub.quants import is_gguf_name
 from localllm.present import is_file, is_folder
 
@@ -78,6 +79,16 @@ def gguf_parameters(folder: Path) -> int:
     if not is_file(folder / DESCRIPTION):
         return 0
     return sum(math.prod(place.shape) for place in GgufModel.read(folder).tensors.values())
+
+
+def gguf_types(folder: Path) -> str:
+    """Return the types of the weights of the GGUF model whose folder in our cache this is, with their shares of its
+    bytes: "Q4_K 87%, Q6_K 13%". Types below a hundredth are left out."""
+    sizes: Counter[int] = Counter()
+    for place in GgufModel.read(folder).tensors.values():
+        sizes[place.type] += place.num_bytes
+    shares = [(number, round(100 * size / sizes.total())) for number, size in sizes.most_common()]
+    return ", ".join(f"{TYPE_NAMES.get(number, number)} {share}%" for number, share in shares if share)
 
 
 def gguf_models(folder: Path) -> list[Path]:

@@ -11,19 +11,21 @@ import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from localllm.config import format_bytes
-from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError
+from localllm.errors import CheckpointError, Fix, LocalLLMError, ModelNotFoundError
 from localllm.gguf.header import split_files
-from localllm.hub.gguf_files import gguf_bytes, gguf_folder, gguf_models, gguf_sources
+from localllm.hub.gguf_files import gguf_bytes, gguf_folder, gguf_models, gguf_sources, gguf_types
 from localllm.hub.names import (
     MODEL_FILES,
     OLLAMA,
     ModelFiles,
     ModelReference,
     pull_command,
+    refusal,
     short_name,
     understand,
     whole_path,
@@ -33,7 +35,7 @@ from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, packed
 from localllm.hub.quants import GgufChoice, ambiguous, models_among, named, pick, several
 from localllm.hub.repo_cache import COMMIT, INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
-from localllm.hub.stores import StoreModel, find_in_store
+from localllm.hub.stores import StoreModel, find_in_store, names_in_stores
 from localllm.present import is_file, is_folder
 from localllm.registry import BUILT_IN, ModelEntry, Registry, load_registry
 
@@ -178,22 +180,33 @@ def locate(
     not, or only partly, on this disk.
     """
     registry, hub = registry or load_registry(), HubSettings.from_environment(offline=offline)
-    reference = understand(name, registry)
+    try:
+        reference = understand(name, registry)
+        if reference.repo is not None:
+            return _of_hub(name, reference, reference.repo, registry, hub)
+    except ModelNotFoundError as error:
+        others = [] if refusal(name) else names_in_stores(name)
+        if others:
+            error.why += f"; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} here"
+            error.fix = *(Fix.model(name, other) for other in others), *error.fixes
+        raise
     if reference.gguf is not None:
         return _of_file(reference.gguf)
     if reference.store:
         return _of_store(find_in_store(reference.store, reference.word))
-    if reference.directory is not None:
-        return _of_directory(reference, reference.directory, needs_config=needs_config)
-    assert reference.repo is not None
-    cache = RepoCache(hub.cache_dir, reference.repo)
+    assert reference.directory is not None
+    return _of_directory(reference, reference.directory, needs_config=needs_config)
+
+
+def _of_hub(name: str, reference: ModelReference, repo: str, registry: Registry, hub: HubSettings) -> ModelFiles:
+    cache = RepoCache(hub.cache_dir, repo)
     commit = cache.commit_of(reference.revision)
     absent = cache.missing(commit) if commit is not None else []
     if commit is not None and not absent and not reference.part:
-        return ModelFiles(cache.snapshot(commit), reference.name, reference.repo, commit, reference.entry)
+        return ModelFiles(cache.snapshot(commit), reference.name, repo, commit, reference.entry)
     if commit is not None and (models := gguf_of(cache, commit, reference)):
         if len(models) > 1:
-            raise several(name, models, "run")
+            raise several(name, models, partial(Fix.model, name))
         return files_of(cache, commit, *next(iter(models.items())))
     raise _not_here(name, reference, cache, registry, hub)
 
@@ -249,7 +262,8 @@ def _of_directory(reference: ModelReference, directory: Path, *, needs_config: b
         raise ModelNotFoundError(f"{directory} cannot be read", why=error.strerror or "unknown", fix=fix) from None
     if len(models) > 1:
         sizes = ", ".join(f"{path.name} {format_bytes(gguf_bytes(path))}" for path in models)
-        raise ambiguous(f"{directory} has {len(models)} GGUF models", sizes, list(map(str, models)), "run")
+        instead = partial(Fix.model, reference.name)
+        raise ambiguous(f"{directory} has {len(models)} GGUF models", sizes, list(map(str, models)), instead)
     if models:
         return _of_file(models[0])
     fix = "name the folder that holds config.json and *.safetensors, or a GGUF file"
@@ -271,6 +285,8 @@ def _not_here(
         why = f"{num_bytes} bytes of unfinished files are kept" if num_bytes else "it is not whole"
     else:
         why = f"{cache.folder} is absent"
+    if reference.part.casefold().endswith(".gguf"):
+        why += "; no file here has this path"
     if reference.folder_without_config is not None:
         why += f"; the folder {name!r} has no config.json"
     if hub.offline:
@@ -315,6 +331,8 @@ def _with_numbers(model: ModelDescription) -> ModelDescription:
     if model.files is None and model.entry is not None:
         numbers = {"max_position_embeddings": model.entry.context}
     dtype = numbers.get("dtype") or numbers.get("torch_dtype")
+    if config and model.files and model.files.gguf:
+        dtype = gguf_types(model.files.directory)
     known: dict[str, Any] = {field: value for field, key in _NUMBERS.items() if type(value := numbers.get(key)) is int}
     model_type = type_of(model.files.directory) if model.files else None
     return replace(model, model_type=model_type, dtype=dtype if isinstance(dtype, str) else None, **known)

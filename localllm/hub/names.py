@@ -29,16 +29,6 @@ _MAIN = "main"
 OLLAMA, LM_STUDIO, LLAMA_CPP = STORES = ("ollama", "lmstudio", "llamacpp")
 
 
-class UnknownModelError(ModelNotFoundError):
-    """Nothing has that name. `nearest` may be what was meant; "": nothing is like it."""
-
-    def __init__(self, name: str, nearest: str, why: str) -> None:
-        fix = Fix.command("run", nearest) if nearest else Fix.command("list", "--all")
-        super().__init__(f"there is no model {name[:80]!r}", why=why, fix=fix)
-        self.name = name
-        self.nearest = nearest
-
-
 @dataclass(frozen=True)
 class ModelReference:
     """A name, understood. One of these is set: `directory` (the built-in model, or a folder of the user's), `gguf` (a
@@ -142,7 +132,11 @@ def understand(name: str, registry: Registry) -> ModelReference:
     entry = registry.find(name)
     if entry is not None:
         return ModelReference(entry.name, None, entry.repo, entry.revision, entry, passed_over)
-    if (found := HubName.read(name)) is not None:
+    found = HubName.read(name)
+    if name.casefold().endswith(".gguf") and (found is None or not found.part):
+        why = f"{_path(name).absolute()} is not there"
+        raise ModelNotFoundError(f"there is no file {name[:200]!r}", why=why, fix=Fix.command("list"))
+    if found is not None:
         known = None if found.part else registry.by_repo(found.repo)
         revision, short = found.revision or _MAIN, short_name(name)
         return ModelReference(short, None, found.repo, revision, known, passed_over, part=found.part)
@@ -161,7 +155,7 @@ def refusal(name: str, *, is_path: bool = False) -> str:
     return ""
 
 
-def _unknown(name: str, passed_over: Path | None, registry: Registry) -> UnknownModelError:
+def _unknown(name: str, passed_over: Path | None, registry: Registry) -> ModelNotFoundError:
     nearest = registry.nearest(name)
     if passed_over is not None:
         why = f"the folder {name!r} is there, but {without_config(passed_over)}"
@@ -169,7 +163,8 @@ def _unknown(name: str, passed_over: Path | None, registry: Registry) -> Unknown
         why = f"did you mean {' or '.join(nearest)}?"
     else:
         why = "no model has this short name, and no folder or GGUF file here; other names look like org/repo"
-    return UnknownModelError(name, nearest[0] if nearest else "", why)
+    fix = Fix.model(name, nearest[0]) if nearest else Fix.command("list", "--all")
+    return ModelNotFoundError(f"there is no model {name[:80]!r}", why=why, fix=fix)
 
 
 def short_name(name: str) -> str:

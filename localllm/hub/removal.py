@@ -101,7 +101,7 @@ def _gguf_files(cache: RepoCache, reference: ModelReference) -> tuple[int, Calla
         models = models_among({**{file: size for file, (size, _) in wanted.items()}, **here})
         kept = pick(models, reference.part)
         if len(kept) > 1:
-            raise several(reference.name, named(kept, cache.repo), "rm")
+            raise several(reference.name, named(kept, cache.repo), partial(Fix.command, "rm"))
         if kept:
             files = kept[0].files
             starts = [cache.incomplete(wanted[file][1]) for file in files if file in wanted]

@@ -17,13 +17,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from localllm.config import format_bytes
 from localllm.errors import CheckpointError, Fix, LocalLLMError, ModelNotFoundError, UnsupportedModelError
 from localllm.hub.gguf_files import is_gguf
-from localllm.hub.names import LLAMA_CPP, LM_STUDIO, OLLAMA, refusal, whole_path
+from localllm.hub.names import LLAMA_CPP, LM_STUDIO, OLLAMA, STORES, refusal, whole_path
 from localllm.hub.quants import GgufChoice, ambiguous, is_gguf_name, models_among, named, pick
 from localllm.hub.repo_cache import RepoCache, below, read_json
 from localllm.hub.settings import HubSettings
@@ -84,8 +85,20 @@ def find_in_store(store: str, word: str) -> StoreModel:
         raise _absent(store, word)
     if len(found) > 1:
         sizes = ", ".join(f"{each.name} {format_bytes(each.size_bytes)}" for each in found[:_MOST_TOLD])
-        raise ambiguous(f"{store}:{word} may be {len(found)} models", sizes, [each.name for each in found], "run")
+        names, fix = [each.name for each in found], partial(Fix.model, f"{store}:{word}")
+        raise ambiguous(f"{store}:{word} may be {len(found)} models", sizes, names, fix)
     return found[0]
+
+
+def names_in_stores(word: str) -> list[str]:
+    """Return the names of the models that other programs have under this name, or may mean by it. Raises nothing."""
+    found: list[str] = []
+    for store in STORES:
+        try:
+            found.append(find_in_store(store, word).name)
+        except LocalLLMError as error:
+            found += [fix.words[1] for fix in error.fixes if fix.kind == "model"]
+    return found
 
 
 def _absent(store: str, word: str) -> ModelNotFoundError:
@@ -293,7 +306,7 @@ def _find_in_ollama(word: str) -> StoreModel:
             others.append(f"{OLLAMA}:{manifest.name}")
     if others:
         why = f"there is no tag {wanted[-1][:80]!r}; it has {', '.join(others[:_MOST_TOLD])}"
-        raise ambiguous(f"Ollama has no model {word[:80]!r}", why, others, "run")
+        raise ambiguous(f"Ollama has no model {word[:80]!r}", why, others, partial(Fix.model, f"{OLLAMA}:{word}"))
     raise _absent(OLLAMA, word)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.errors import FETCH_ANEW, CheckpointError, show
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,6 @@ class Fields:
         found = "it is absent" if value is None and key not in self.raw else f"it is {show(value)}"
         what = f"{self.source}: {self.path}{key} is not usable"
         return CheckpointError(what, why=f"{found}; {wanted} is needed", fix=FETCH_ANEW)
-
-
-def show(value: object) -> str:
-    """Return at most 60 printable characters of an untrusted value."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, list | dict):
-        return f"a {type(value).__name__} of {len(value)}"
-    text = repr(value[:60] if isinstance(value, str) else value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -20,14 +20,13 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
-from localllm.errors import CheckpointError
+from localllm.errors import CheckpointError, show
 from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
 from localllm.layers.config import MLPConfig, MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.block_source import add_to_digest
 from localllm.models.disk_embedding import DiskEmbedding
-from localllm.models.fields import show
 from localllm.models.layout import CHECKSUM_BYTES, EXPERTS, SHARED_CHECKSUM, BlockLayout, block_layouts
 from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile, read_index, read_tensor
 from localllm.offload.streaming.disk_read import READERS, FileRead, cached_share, read_into

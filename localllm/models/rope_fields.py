@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from localllm.errors import UnsupportedModelError
+from localllm.errors import UnsupportedModelError, show
 from localllm.layers.config import RopeConfig, RopeKind
-from localllm.models.fields import Fields, show
+from localllm.models.fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_POSITIONS = 1 << 28

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
-import stat
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.present import open_plain_file
 
 
 @dataclass(frozen=True)
@@ -47,23 +46,6 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
         why = f"{max(size_bytes, len(data))} bytes; at most {limit_bytes} are read"
         raise CheckpointError(f"{path} is too large", why=why, fix=FETCH_ANEW)
     return data
-
-
-def open_plain_file(path: Path) -> int:
-    """Open a file for reading and return its descriptor; a pipe or a device is refused before it can block. Raises
-    CheckpointError."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        is_absent = isinstance(error, FileNotFoundError)  # any other may be whole, and is not to be deleted
-        fix = FETCH_ANEW if is_absent else f"ls -l {shlex.quote(str(path))}"
-        raise CheckpointError(f"{path} cannot be read", why=reason or "unknown", fix=fix) from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        why = "pipes, devices and folders are not read"
-        raise CheckpointError(f"{path} is not a plain file", why=why, fix=FETCH_ANEW)
-    return fd
 
 
 def parse_json_object(data: bytes, source: str, limits: JsonLimits) -> dict[str, object]:

@@ -32,6 +32,18 @@ class CodedMatrix:
     scale: Tensor
     bias: Tensor | None = None
 
+    def dequantize(self, table: Sequence[float] | None) -> Tensor:
+        """Return the weights, fp32 [N, K]. table: the values of the codes; None where they are their own."""
+        if table is None:
+            values = self.q.float()
+        else:  # indexing with brackets would widen the codes to 64 bits
+            levels = torch.tensor(table, dtype=torch.float32, device=self.q.device)
+            values = levels.index_select(0, self.q.flatten().int()).view(self.q.shape)
+        groups = values.view(*self.scale.shape, -1).mul_(self.scale.unsqueeze(2))
+        if self.bias is not None:
+            groups.add_(self.bias.unsqueeze(2))
+        return values
+
     def rows(self, order: Tensor) -> CodedMatrix:
         """Return these rows, in this order."""
         return CodedMatrix(self.q[order], self.scale[order], None if self.bias is None else self.bias[order])

@@ -174,7 +174,7 @@ class ChatWorker:
     def note_all(self) -> None:
         """Note the model, the system message and the settings, for `/show`."""
         files = self.session.selection.files
-        self.note(f"model {files.name} in {files.directory}")
+        self.note(f"model {files.name} in {files.gguf or files.directory}")
         self.command("system")
         self.command("set")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from localllm.errors import show
 from localllm.models.checkpoints.quantized import (
     FLOATS,
     Folder,
@@ -20,7 +21,7 @@ from localllm.models.checkpoints.quantized import (
     unpack_bits,
     unsupported,
 )
-from localllm.models.fields import Fields, show
+from localllm.models.fields import Fields
 from localllm.quant.coded import CodedMatrix
 
 _BITS, _IN_WORD = 4, 8

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from localllm.errors import show
 from localllm.models.checkpoints.quantized import (
     Coding,
     Folder,
     QuantizedMatrix,
     RawTensors,
-    dequantized,
     grouped_matrix,
     unsupported,
 )
-from localllm.models.fields import Fields, is_integer, show
+from localllm.models.fields import Fields, is_integer
 from localllm.models.strict_json import JsonLimits, parse_json_object
 from localllm.quant.coded import CodedMatrix
 
@@ -104,7 +104,7 @@ def _four_bits(weight: str, fields: Fields, folder: Folder) -> QuantizedMatrix:
         return CodedMatrix(found.q, found.scale / multiple)
 
     def dense(raw: RawTensors, _expert: int | None) -> Tensor:
-        return dequantized(blocks_of(raw), _table(raw, values, state, folder).tolist())
+        return blocks_of(raw).dequantize(_table(raw, values, state, folder).tolist())
 
     kept = coding.layout(group)
     return QuantizedMatrix((N, K), kept, tuple(used), None if kept is None else read, dense)

@@ -16,13 +16,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.errors import FETCH_ANEW, CheckpointError, show
 from localllm.layers.config import MAX_EXPERTS
 from localllm.models.architecture import StoredForm
 from localllm.models.checkpoints import gguf, safetensors_folder
 from localllm.models.checkpoints.safetensors_file import allocate
 from localllm.models.checkpoints.stored import StoredTensor
-from localllm.models.fields import show
 
 if TYPE_CHECKING:
     import torch

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from localllm.errors import show
 from localllm.models.checkpoints.fp4 import fp4_matrix
 from localllm.models.checkpoints.fp8 import Block, block_size, fp8_matrix
 from localllm.models.checkpoints.quantized import (
@@ -27,7 +28,7 @@ from localllm.models.checkpoints.quantized import (
     unpack_bits,
     unsupported,
 )
-from localllm.models.fields import Fields, show
+from localllm.models.fields import Fields
 from localllm.quant.coded import CodedMatrix
 
 _FORMATS = (

@@ -3,6 +3,7 @@ in the low nibble. The table of the kept format has twice their values, so that 
 
 from __future__ import annotations
 
+from localllm.errors import show
 from localllm.models.checkpoints.fp8 import fp8_matrix
 from localllm.models.checkpoints.quantized import (
     Coding,
@@ -14,7 +15,7 @@ from localllm.models.checkpoints.quantized import (
     unpack_bits,
     unsupported,
 )
-from localllm.models.fields import Fields, show
+from localllm.models.fields import Fields
 from localllm.quant.coded import CodedMatrix
 
 FP4 = Coding("fp4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from localllm.errors import show
 from localllm.models.checkpoints.quantized import (
     FLOATS,
     Folder,
@@ -14,7 +15,7 @@ from localllm.models.checkpoints.quantized import (
     read_part,
     unsupported,
 )
-from localllm.models.fields import Fields, is_integer, show
+from localllm.models.fields import Fields, is_integer
 
 Block = tuple[int, int]  # rows and columns that share a scale
 _DTYPE = "F8_E4M3"

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError
+from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError, show
 from localllm.gguf.folder import DESCRIPTION as DESCRIPTION
 from localllm.gguf.folder import GgufModel, TensorPlace, fingerprint
 from localllm.models.checkpoints.safetensors_file import allocate, read_numbers
 from localllm.models.checkpoints.weight_file import WeightFile
-from localllm.models.fields import show
 from localllm.quant.layouts import torch_dtype
 
 if TYPE_CHECKING:
@@ -132,12 +131,9 @@ class GgufTensor:
         if kind.dense is not None:
             read_numbers(self.file, begin, torch_dtype(kind.dense), out)
             return out
-        from localllm.models.checkpoints.gguf_types import dequantize
-
-        assert kind.kept is not None
         flat, first = out.view(rows, columns), 0
         for codes in self.codes(part):
-            flat[first : first + len(codes.q)] = dequantize(codes, kind.kept)
+            flat[first : first + len(codes.q)] = codes.dequantize(kind.table)
             first += len(codes.q)
         return out
 

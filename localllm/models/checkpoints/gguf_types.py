@@ -41,6 +41,11 @@ class TensorType:
         scale, bias = self.scales(blocks)
         return CodedMatrix(self.q(blocks), scale, bias)
 
+    @property
+    def table(self) -> tuple[float, ...] | None:
+        """Return the values that the codes stand for; None where they are their own."""
+        return self.kept.table if isinstance(self.kept, CodedLayout) else None
+
     def can_fill_tiles(self) -> bool:
         """Return whether `fill_tiles` can run on this machine; asking compiles its kernel."""
         return supports(_FORMS[self.name])
@@ -49,19 +54,6 @@ class TensorType:
         """Fill the tensors of `kept` with these rows in this order; their number is a multiple of 16. It is what `read`
         and packing do, quicker."""
         repack(blocks, _FORMS[self.name], out, order)
-
-
-def dequantize(codes: CodedMatrix, kept: WeightLayout) -> Tensor:
-    """Return the weights, fp32 [N, K], that these codes stand for in the format `kept`."""
-    table = kept.table if isinstance(kept, CodedLayout) else None
-    if table is None:
-        values = codes.q.float()
-    else:
-        values = torch.tensor(table, dtype=torch.float32, device=codes.q.device)[codes.q.int()]
-    groups = values.view(*codes.scale.shape, -1).mul_(codes.scale[..., None])
-    if codes.bias is not None:
-        groups.add_(codes.bias[..., None])
-    return groups.flatten(1)
 
 
 def _planes(packed: Tensor, bits: int, run: int) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from localllm.errors import show
 from localllm.models.checkpoints.fp4 import FP4
 from localllm.models.checkpoints.quantized import (
     FLOATS,
@@ -24,7 +25,7 @@ from localllm.models.checkpoints.quantized import (
     unpack_bits,
     unsupported,
 )
-from localllm.models.fields import Fields, show
+from localllm.models.fields import Fields
 from localllm.quant.coded import CodedMatrix
 
 _BITS = (2, 3, 4, 5, 6, 8)

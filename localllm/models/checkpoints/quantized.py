@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError
-from localllm.models.fields import Fields, show
+from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError, show
+from localllm.models.fields import Fields
 from localllm.quant.coded import CodedMatrix
 from localllm.quant.layouts import TABLES, CodedLayout, CodeKind, Int4Layout, WeightLayout
 
@@ -201,23 +201,10 @@ def grouped_matrix(
         return CodedMatrix(found.q, spread(found.scale), None if found.bias is None else spread(found.bias))
 
     def dense(raw: RawTensors, expert: int | None) -> Tensor:
-        return dequantized(codes(raw, expert), coding.table)
+        return codes(raw, expert).dequantize(coding.table)
 
     kept = coding.layout(group)
     return QuantizedMatrix(shape, kept, tuple(used), None if kept is None else codes, dense)
-
-
-def dequantized(codes: CodedMatrix, table: Sequence[float] | None) -> Tensor:
-    """Return fp32 [N, K], scale * value(q) + bias. table: the values of the codes; None where they are their own."""
-    if table is None:
-        values = codes.q.float()
-    else:  # indexing with brackets would widen the codes to 64 bits
-        values = torch.tensor(table, dtype=torch.float32).index_select(0, codes.q.flatten().int()).view(codes.q.shape)
-    groups = values.view(*codes.scale.shape, -1)
-    groups.mul_(codes.scale.unsqueeze(2))
-    if codes.bias is not None:
-        groups.add_(codes.bias.unsqueeze(2))
-    return values
 
 
 def group_size(fields: Fields) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.errors import FETCH_ANEW, CheckpointError, show
 from localllm.models.checkpoints import awq, bnb, compressed_tensors, fp4, fp8, gptq, mlx
 from localllm.models.checkpoints.quantized import READ, Folder, QuantizedMatrix, RawTensors, unsupported
-from localllm.models.fields import Fields, show
+from localllm.models.fields import Fields
 
 
 def quantized_matrices(config: Mapping[str, object], source: str, raw: RawTensors) -> dict[str, QuantizedMatrix]:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, show
 from localllm.models.checkpoints.safetensors_header import HeaderEntry, read_entries, refused
 from localllm.models.checkpoints.weight_file import READ_BYTES, WeightFile
-from localllm.models.fields import show
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.layouts import torch_dtype
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import FETCH_ANEW, CheckpointError
+from localllm.errors import FETCH_ANEW, CheckpointError, show
 from localllm.models.checkpoints.safetensors_file import PlainTensor, SafetensorsFile
 from localllm.models.checkpoints.stored import StoredTensor
-from localllm.models.fields import show
 from localllm.models.strict_json import JsonLimits, read_json_object
 
 if TYPE_CHECKING:

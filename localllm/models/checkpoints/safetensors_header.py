@@ -8,9 +8,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm.errors import FETCH_ANEW, CheckpointError
-from localllm.models.fields import show
-from localllm.models.strict_json import JsonLimits, open_plain_file, parse_json_object
+from localllm.errors import FETCH_ANEW, CheckpointError, show
+from localllm.models.strict_json import JsonLimits, parse_json_object
+from localllm.present import open_plain_file
 
 _LENGTH_BYTES = 8
 # 200,000 tensors, which take 2 s to check; published files have headers of a few MB. Text of n bytes can take 12 n in

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from localllm.errors import FETCH_ANEW, CheckpointError
-from localllm.models.strict_json import open_plain_file
+from localllm.present import open_plain_file
 
 READ_BYTES = 32 << 20  # between two reads Ctrl-C is seen; larger reads are no faster
 

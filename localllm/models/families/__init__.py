@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from localllm.errors import show
 from localllm.gguf.folder import DESCRIPTION, GgufModel
 from localllm.models.architecture import ModelConfig, StoredForm
 from localllm.models.families.reading import eos_ids, unsupported
-from localllm.models.fields import Fields, show
+from localllm.models.fields import Fields
 from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.registry import FAMILIES
 

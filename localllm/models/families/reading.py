@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, get_args
 
-from localllm.errors import UnsupportedModelError
+from localllm.errors import UnsupportedModelError, show
 from localllm.kernels.router import RouterConfig, Scores
 from localllm.layers.config import MAX_EXPERTS, Activation, AttentionConfig, MLPConfig, MoEConfig, RopeConfig, RopeKind
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredDtype
-from localllm.models.fields import Fields, is_integer, show
+from localllm.models.fields import Fields, is_integer
 from localllm.models.rope_fields import (
     FULL,
     MAX_POSITIONS,
