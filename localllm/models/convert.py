@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -82,12 +82,12 @@ def pack(
     """Do as `convert`, from blocks of any origin."""
     conversion = _Conversion(blocks, plan, target, progress, require_memory)
 
-    def wait(process: str) -> None:
+    def report(process: str) -> None:
         waiting(process)
         conversion.report_present()
 
     try:
-        with exclusive(target, wait):
+        with exclusive(target, report):
             conversion.run()
     except OSError as error:
         raise _disk_error(error, target, plan.model, conversion.missing_bytes) from error
@@ -160,15 +160,22 @@ class _Conversion:
         with ThreadPoolExecutor(blocks_at_once(self._plan.recipe), thread_name_prefix="pack") as writers:
             futures = {layout.name: writers.submit(self._write_block, layout) for layout in missing}
             try:
-                return {name: future.result() for name, future in futures.items()}
-            except BaseException:
+                wait(futures.values(), return_when=FIRST_EXCEPTION)
+            finally:
                 self._is_ending = True
                 writers.shutdown(cancel_futures=True)
-                raise
+        errors = [error for future in futures.values() if not future.cancelled() and (error := future.exception())]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, _EndedError))
+        return {name: future.result() for name, future in futures.items()}
 
     def _write_block(self, layout: BlockLayout) -> str:
         file = self._file(layout)
-        checksum = write_block(file, self._target, self._parts(layout), self._advance)
+        try:
+            checksum = write_block(file, self._target, self._parts(layout), self._advance)
+        except BaseException:
+            self._is_ending = True  # before this thread begins the next block
+            raise
         with self._lock:
             self.missing_bytes -= file.file_bytes
         return checksum
