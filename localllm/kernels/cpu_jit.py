@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 DIGEST_BYTES = 32
+_O3 = 3
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -73,22 +74,27 @@ def compiles(make: Callable[[], object]) -> bool:
     return True
 
 
-def compile_kernel(kernel: Kernel, isa: Isa) -> Native:
-    """Raises KernelUnavailableError where the IR does not compile, or would call a function that nothing resolves."""
-    address, engine = link(kernel.source(), kernel.name, isa)
+def compile_kernel(kernel: Kernel, isa: Isa, *, speed_level: int = _O3) -> Native:
+    """speed_level: as `machine_code` has it.
+
+    Raises KernelUnavailableError where the IR does not compile, or would call a function that nothing resolves.
+    """
+    address, engine = link(kernel.source(), kernel.name, isa, speed_level=speed_level)
     return Native(address, tuple(kernel.pointers), tuple(kernel.integers), engine)
 
 
-def link(source: str, name: str, isa: Isa, resolved: tuple[str, ...] = ()) -> tuple[int, Any]:
+def link(
+    source: str, name: str, isa: Isa, resolved: tuple[str, ...] = (), *, speed_level: int = _O3
+) -> tuple[int, Any]:
     """The address of a module's function `name`, and the engine that keeps it alive. Raises MemoryError."""
     from llvmlite import binding as llvm
 
     require_spare_memory()
-    kept = KeptCode.of(source, isa)
+    kept = KeptCode.of(source, isa, speed_level)
     code = kept.read()
     if code is None:
         try:
-            code = machine_code(source, isa)
+            code = machine_code(source, isa, speed_level)
         except RuntimeError as error:
             raise KernelUnavailableError(f"LLVM refused the kernel: {error}") from error
         unknown = undefined_symbols(code, source) - set(resolved)
@@ -112,11 +118,11 @@ class KeptCode:
     path: Path
 
     @classmethod
-    def of(cls, source: str, isa: Isa) -> KeptCode:
+    def of(cls, source: str, isa: Isa, speed_level: int = _O3) -> KeptCode:
         import llvmlite
 
         cpu, features = host_cpu(isa)
-        parts = (llvmlite.__version__, isa.name, cpu, features, source)
+        parts = (llvmlite.__version__, isa.name, cpu, features, str(speed_level), source)
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         return cls(user_directories().cache / "kernels" / f"{digest}.o")
 
@@ -142,14 +148,17 @@ class KeptCode:
         return hashlib.sha256(self.path.name.encode() + code).digest()
 
 
-def machine_code(source: str, isa: Isa) -> bytes:
-    """An ELF object, optimised at -O3 for `isa`. Raises RuntimeError for IR that is not well-formed."""
+def machine_code(source: str, isa: Isa, speed_level: int = _O3) -> bytes:
+    """An ELF object, optimised for `isa`. speed_level: of the passes before instructions are chosen, 0 for none.
+
+    Raises RuntimeError for IR that is not well-formed.
+    """
     from llvmlite import binding as llvm
 
     machine = target_machine(isa)
     module = llvm.parse_assembly(source)
     module.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level))
     builder.getModulePassManager().run(module, builder)
     return bytes(machine.emit_object(module))
 

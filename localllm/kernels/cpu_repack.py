@@ -312,7 +312,8 @@ _SCALES: Mapping[Scales, Callable[[_Rows, _Groups], None]] = MappingProxyType(
 
 @cache
 def _kernel(isa: Isa, form: BlockForm) -> Native:
-    return compile_kernel(repack_source(form), isa)
+    # LLVM's passes take 1 to 4 s over thousands of words put into vectors, and make nothing of it faster.
+    return compile_kernel(repack_source(form), isa, speed_level=0)
 
 
 @cache

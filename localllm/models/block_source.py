@@ -248,7 +248,7 @@ class CheckpointBlocks:
         try:
             yield
         except CheckpointError as error:
-            what = f"{self.checkpoint.directory}: {stored}: {error.what}"
+            what = f"{self.checkpoint.place}: {stored}: {error.what}"
             raise type(error)(what, why=error.why, fix=error.fixes) from None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -61,30 +61,29 @@ class Checkpoint:
 
     def __init__(
         self,
-        directory: Path,
+        place: Path,
         tensors: Mapping[str, StoredTensor],
         opened: Iterable[Closing],
         form: StoredForm = _USUAL_FORM,
     ) -> None:
-        """tensors: by their stored names. opened: the files that they are in."""
-        self.directory = directory
+        """place: the folder, or the file of a GGUF model. tensors: by their stored names. opened: the files that they
+        are in."""
+        self.place = place
         self._tensors = tensors
         self._opened = tuple(opened)
         self._prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in tensors), "model.")
         self._form = form
-        self._stored = _with_experts(_plain_names(tensors, self._prefix, directory, form), tensors, directory)
+        self._stored = _with_experts(_plain_names(tensors, self._prefix, place, form), tensors, place)
         self._asked: set[str] = set()
 
     @classmethod
     def open(cls, directory: Path, form: StoredForm = _USUAL_FORM) -> Checkpoint:
         """Check every header. form: see `ModelConfig.stored`. Raises CheckpointError naming the file, the shard or the
         tensor that is wrong."""
-        tensors: Mapping[str, StoredTensor]
-        opened: Sequence[Closing]
         if (directory / gguf.DESCRIPTION).exists():
-            tensors, opened = gguf.open_tensors(directory)
-        else:
-            tensors, opened = safetensors_folder.open_tensors(directory)
+            found, files = gguf.open_tensors(directory)
+            return cls(files[0].path, found, files, form)
+        tensors, opened = safetensors_folder.open_tensors(directory)
         return cls(directory, tensors, opened, form)
 
     def close(self) -> None:
@@ -137,7 +136,7 @@ class Checkpoint:
         stored = self.shape(name)
         if stored != shape and not self._is_transposed(name, shape):
             why = f"{self._tensor(name).path.name} stores {list(stored)}; config.json means {list(shape)}"
-            raise CheckpointError(f"{self.directory}: {name} has the wrong shape", why=why, fix=FETCH_ANEW)
+            raise CheckpointError(f"{self.place}: {name} has the wrong shape", why=why, fix=FETCH_ANEW)
         self.dtype(name)
         self._asked.add(name)
 
@@ -209,7 +208,7 @@ class Checkpoint:
             stored = dict.fromkeys(self._stored[other].name for other in difflib.get_close_matches(name, alike))
             near = ", ".join(map(show, stored)) or "none"
             raise CheckpointError(
-                f"{self.directory} has no tensor {name}",
+                f"{self.place} has no tensor {name}",
                 why=f"{len(self._stored)} tensors are stored; the nearest names: {near}",
                 fix=FETCH_ANEW,
             )
