@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError
 from localllm.gguf.header import (
-    BLOCK_SIZES,
+    TENSOR_TYPES,
     GgufEntry,
     is_later_part,
     read_floats,
@@ -107,7 +107,7 @@ def test_a_file_of_the_gguf_package_reads_as_its_own_reader_reads_it(tmp_path: P
     assert list(header.tensors) == [each.name for each in theirs.tensors]
     for each in theirs.tensors:
         shape = tuple(int(size) for size in reversed(each.shape))
-        expected = GgufEntry(each.name, int(each.tensor_type), shape, int(each.data_offset), int(each.n_bytes))
+        expected = GgufEntry(each.name, each.tensor_type.name, shape, int(each.data_offset), int(each.n_bytes))
         assert header.tensors[each.name] == expected
     assert header.tensors["packed"].shape == (3, 256)
     assert read_floats(header, "vector") == (0.0, 1.0, 2.0, 3.0, 4.0)
@@ -117,10 +117,10 @@ def test_a_file_of_the_gguf_package_reads_as_its_own_reader_reads_it(tmp_path: P
 
 def test_sizes_of_blocks_are_those_of_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
-    theirs = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    theirs = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     # Of activations alone, never in a file: ggml has 36 bytes, the package says 40.
-    theirs[int(gguf.GGMLQuantizationType.Q8_1)] = (32, 36)
-    assert dict(BLOCK_SIZES) | theirs == dict(BLOCK_SIZES)
+    theirs[int(gguf.GGMLQuantizationType.Q8_1)] = ("Q8_1", 32, 36)
+    assert dict(TENSOR_TYPES) | theirs == dict(TENSOR_TYPES)
 
 
 def test_versions_2_and_3_read_alike(written: Callable[[bytes], Path]) -> None:
@@ -129,7 +129,7 @@ def test_versions_2_and_3_read_alike(written: Callable[[bytes], Path]) -> None:
         read_header(written(file_of(parts[0], tensors=(parts[1],), version=version, data=128))) for version in (2, 3)
     )
     assert second == third
-    assert third.tensors["w"] == GgufEntry("w", 8, (2, 32), 128, 68)
+    assert third.tensors["w"] == GgufEntry("w", "Q8_0", (2, 32), 128, 68)
 
 
 def refusal(path: Path) -> str:

@@ -43,7 +43,7 @@ def path(tmp_path) -> Path:
 @pytest.mark.parametrize("name", tensors())
 def test_a_tensor_is_read_bit_for_bit(name, path):
     with SafetensorsFile(path) as file:
-        read, stored = file.read(name), tensors()[name]
+        read, stored = file.read_raw(name), tensors()[name]
         assert (file.entry(name).shape, read.dtype) == (tuple(stored.shape), stored.dtype)
         assert torch.equal(read, stored)
 
@@ -69,13 +69,13 @@ def test_a_dtype_that_is_not_read_is_refused_with_its_name_only_when_read(dtype,
     (tmp_path / "x.safetensors").write_bytes(save({"w": torch.ones(4).to(dtype)}))
     with SafetensorsFile(tmp_path / "x.safetensors") as file:
         with pytest.raises(CheckpointError) as refusal:
-            file.read("w")
+            file.read_into("w", torch.empty(4))
         assert file.entry("w").dtype in refusal.value.why
 
 
 def test_a_missing_tensor_is_named(path):
     with SafetensorsFile(path) as file, pytest.raises(CheckpointError) as refusal:
-        file.read("nothing")
+        file.read_raw("nothing")
     assert "'nothing'" in refusal.value.why
 
 
@@ -112,7 +112,7 @@ def test_a_file_that_changes_after_it_was_opened_is_an_error_and_no_signal(chang
         change(path)
         with pytest.raises(CheckpointError) as refusal:
             for name in file.entries:
-                file.read(name)
+                file.read_raw(name)
     assert str(path) in refusal.value.what
 
 
@@ -120,7 +120,7 @@ def test_short_reads_are_continued(path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:3]], offset))
     with SafetensorsFile(path) as file:
-        assert torch.equal(file.read("a.weight"), tensors()["a.weight"])
+        assert torch.equal(file.read_raw("a.weight"), tensors()["a.weight"])
 
 
 def test_a_failing_disk_is_an_error_that_names_the_byte(path, monkeypatch):
@@ -129,7 +129,7 @@ def test_a_failing_disk_is_an_error_that_names_the_byte(path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", fail)
     with SafetensorsFile(path) as file, pytest.raises(CheckpointError) as refusal:
-        file.read("b")
+        file.read_raw("b")
     assert f"byte {file.entry('b').begin}" in refusal.value.why
 
 

@@ -19,16 +19,16 @@ from localllm.errors import CheckpointError
 from localllm.gguf.header import split_files
 
 DESCRIPTION = "gguf.json"
-_VERSION = 1  # of what is made of a file: grows when something else would be
+_VERSION = 2  # of what is made of a file: grows when something else would be
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor is. file: its number among the model's. type: GGUF's number. begin: in bytes from the start of the
+    """Where a tensor is. file: its number among the model's. type: "Q4_K". begin: in bytes from the start of the
     file."""
 
     file: int
-    type: int
+    type: str
     shape: tuple[int, ...]
     begin: int
     num_bytes: int

@@ -35,7 +35,6 @@ _MAX_DIMENSIONS = 4
 _LEAST_KEY_BYTES = 8 + 4 + 1  # an empty name, a type, and a value of one byte
 _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # an empty name, no dimension, a type, and an offset
 _DEFAULT_ALIGNMENT = 32
-_F32 = 0  # the type of a tensor
 _MAX_LIST_BYTES = 1 << 16
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
 
@@ -44,8 +43,8 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11:
 _SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _NUMBERS.items()}
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
-# Type of a tensor -> (name, weights of a block, bytes of a block). Missing numbers were removed from the format.
-_TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
+# Number of a type -> (its name, weights of a block, bytes of a block). Missing ones were removed from the format.
+TENSOR_TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
     {
         0: ("F32", 1, 4),
         1: ("F16", 1, 2),
@@ -83,17 +82,15 @@ _TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
         41: ("Q1_0", 128, 18),
     }
 )
-TYPE_NAMES: Mapping[int, str] = MappingProxyType({number: kind[0] for number, kind in _TYPES.items()})
-BLOCK_SIZES: Mapping[int, tuple[int, int]] = MappingProxyType({number: kind[1:] for number, kind in _TYPES.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class GgufEntry:
-    """The place of a tensor. shape: rows first, so a matrix is [out features, in features]. begin: in bytes from the
-    start of the file."""
+    """The place of a tensor. type: "Q4_K". shape: rows first, so a matrix is [out features, in features]. begin: in
+    bytes from the start of the file."""
 
     name: str
-    type: int
+    type: str
     shape: tuple[int, ...]
     begin: int
     num_bytes: int
@@ -166,8 +163,8 @@ def split_name(name: str) -> tuple[str, int, int]:
     return (found[1], int(found[2]), int(found[3])) if found else (stem, 1, 0)
 
 
-def read_header(path: Path, block_sizes: Mapping[int, tuple[int, int]] = BLOCK_SIZES) -> GgufHeader:
-    """Return the header of one file. block_sizes: type of a tensor -> (weights of a block, bytes of a block).
+def read_header(path: Path) -> GgufHeader:
+    """Return the header of one file.
 
     Raises CheckpointError that names the file and what is wrong with it.
     """
@@ -179,15 +176,15 @@ def read_header(path: Path, block_sizes: Mapping[int, tuple[int, int]] = BLOCK_S
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise refused(path, f"general.alignment is {show(alignment)}; a power of two is needed")
-        described = [_read_tensor(reader, block_sizes, path) for _ in range(tensor_count)]
+        described = [_read_tensor(reader, path) for _ in range(tensor_count)]
     data_begin = -(-reader.position // alignment) * alignment
     tensors: dict[str, GgufEntry] = {}
-    for name, kind, shape, offset, num_bytes in described:
+    for name, stored, shape, offset, num_bytes in described:
         if name in tensors:
             raise refused(path, f"it has two tensors {show(name)}")
         if offset % alignment:
             raise refused(path, f"{show(name)} begins at {offset}, no multiple of the alignment {alignment}")
-        tensors[name] = GgufEntry(name, kind, shape, data_begin + offset, num_bytes)
+        tensors[name] = GgufEntry(name, stored, shape, data_begin + offset, num_bytes)
     _check_places(tensors, file_bytes, path)
     return GgufHeader(path, MappingProxyType(metadata), MappingProxyType(tensors))
 
@@ -196,8 +193,8 @@ def read_floats(header: GgufHeader, name: str) -> tuple[float, ...]:
     """Return the numbers of a short list in fp32, such as the factors of a rotary embedding. Raises CheckpointError for
     a tensor of any other kind."""
     tensor = header.tensors[name]
-    if tensor.type != _F32 or len(tensor.shape) != 1 or tensor.num_bytes > _MAX_LIST_BYTES:
-        why = f"{show(name)} has the type {tensor.type} and the shape {tensor.shape}; a short list in fp32 is needed"
+    if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.num_bytes > _MAX_LIST_BYTES:
+        why = f"{show(name)} is stored as {tensor.type} and has the shape {tensor.shape}; a short list in F32 is needed"
         raise refused(header.path, why)
     fd = open_plain_file(header.path)
     try:
@@ -245,26 +242,25 @@ def _read_metadata(reader: _Reader, count: int, path: Path) -> dict[str, object]
     return metadata
 
 
-def _read_tensor(
-    reader: _Reader, block_sizes: Mapping[int, tuple[int, int]], path: Path
-) -> tuple[str, int, tuple[int, ...], int, int]:
+def _read_tensor(reader: _Reader, path: Path) -> tuple[str, str, tuple[int, ...], int, int]:
     """Return a tensor's name, type, shape, offset from the first, and bytes."""
     name, dimensions = reader.string(), reader.number(_U32)
     if dimensions > _MAX_DIMENSIONS:
         raise refused(path, f"{show(name)} has {dimensions} dimensions; at most {_MAX_DIMENSIONS}")
     shape = tuple(reader.number(_U64) for _ in range(dimensions))[::-1]
     kind, offset = reader.number(_U32), reader.number(_U64)
-    if kind not in block_sizes:
+    if kind not in TENSOR_TYPES:
         raise refused(path, f"{show(name)} has the type {kind}, which is not known here")
-    block_weights, block_bytes = block_sizes[kind]
+    stored, block_weights, block_bytes = TENSOR_TYPES[kind]
     row = shape[-1] if shape else 1
     if 0 in shape or row % block_weights:
-        raise refused(path, f"{show(name)} has the shape {shape}; type {kind} has rows of blocks of {block_weights}")
+        why = f"{show(name)} has the shape {shape}; rows of {stored} are blocks of {block_weights}"
+        raise refused(path, why)
     num_bytes = math.prod(shape) // block_weights * block_bytes
     if num_bytes + offset > reader.file_bytes:
         why = f"{show(name)} takes {num_bytes} bytes from byte {offset} on, the file has {reader.file_bytes}"
         raise refused(path, why, cut=True)
-    return name, kind, shape, offset, num_bytes
+    return name, stored, shape, offset, num_bytes
 
 
 class _Reader:

@@ -14,7 +14,7 @@ from pathlib import Path
 from localllm.config import user_directories
 from localllm.errors import LocalLLMError
 from localllm.gguf.folder import DESCRIPTION, GgufModel, fingerprint
-from localllm.gguf.header import TYPE_NAMES, is_later_part, split_files
+from localllm.gguf.header import is_later_part, split_files
 from localllm.hub.quants import is_gguf_name
 from localllm.present import is_file, is_folder
 
@@ -74,6 +74,11 @@ def gguf_sources(folder: Path) -> tuple[Path, ...]:
     return GgufModel.read(folder).files if is_file(folder / DESCRIPTION) else ()
 
 
+def told_place(folder: Path) -> Path:
+    """Return the place of a model that a user knows: the first file of a GGUF model, else the folder itself."""
+    return (*gguf_sources(folder), folder)[0]
+
+
 def gguf_parameters(folder: Path) -> int:
     """Return the number of weights of the GGUF model whose folder in our cache this is; 0 for any other folder."""
     if not is_file(folder / DESCRIPTION):
@@ -84,11 +89,11 @@ def gguf_parameters(folder: Path) -> int:
 def gguf_types(folder: Path) -> str:
     """Return the types of the weights of the GGUF model whose folder in our cache this is, with their shares of its
     bytes: "Q4_K 87%, Q6_K 13%". Types below a hundredth are left out."""
-    sizes: Counter[int] = Counter()
+    sizes: Counter[str] = Counter()
     for place in GgufModel.read(folder).tensors.values():
         sizes[place.type] += place.num_bytes
-    shares = [(number, round(100 * size / sizes.total())) for number, size in sizes.most_common()]
-    return ", ".join(f"{TYPE_NAMES.get(number, number)} {share}%" for number, share in shares if share)
+    shares = [(stored, round(100 * size / sizes.total())) for stored, size in sizes.most_common()]
+    return ", ".join(f"{stored} {share}%" for stored, share in shares if share)
 
 
 def gguf_models(folder: Path) -> list[Path]:

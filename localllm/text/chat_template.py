@@ -22,7 +22,7 @@ import jinja2.meta
 from jinja2.exceptions import SecurityError
 
 from localllm.errors import MODEL, CheckpointError, Fix, TemplateError, TokenizerError, UsageError
-from localllm.hub.gguf_files import gguf_sources
+from localllm.hub.gguf_files import told_place
 from localllm.models.strict_json import JsonLimits, parse_json
 from localllm.text.template_marks import SpecialMarks
 from localllm.text.template_sandbox import (
@@ -124,10 +124,10 @@ class ChatTemplate:
             sources = {"default": source} if isinstance(source, str) else source
             special_tokens = tokenizer.special_tokens if tokenizer else special_roles(files.config())
             return cls({**sources, **more}, special_tokens=special_tokens, origin=str(directory / name))
-        gguf = gguf_sources(directory)
-        where = "it" if gguf else ", ".join(_SOURCES)
+        place = told_place(directory)
+        where = ", ".join(_SOURCES) if place == directory else "it"
         raise TemplateError(
-            f"{gguf[0] if gguf else directory} has no chat template",
+            f"{place} has no chat template",
             why=f"none in {where}: this is a model that continues text, not one to chat with",
             fix=Fix.command("run", MODEL, "--raw", "--prompt", "Once upon a time"),
         )

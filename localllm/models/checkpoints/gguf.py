@@ -109,10 +109,7 @@ class GgufTensor:
 
     @property
     def form(self) -> str:
-        from localllm.models.checkpoints.gguf_types import REFUSED, TYPES
-
-        number = self.place.type
-        return TYPES[number].name if number in TYPES else REFUSED.get(number, f"type {number}")
+        return self.place.type
 
     @property
     def kept(self) -> WeightLayout | None:
@@ -160,16 +157,17 @@ class GgufTensor:
         """Yield blocks of rows, uint8 [rows, blocks a row, block bytes]: each is what the next one overwrites."""
         import torch
 
-        kind, (begin, rows, columns) = self._type(), self._matrix(part)
-        blocks = columns // kind.block_weights
-        row_bytes = blocks * kind.block_bytes
+        form, (begin, rows, columns) = self._type().form, self._matrix(part)
+        assert form is not None, "there are no blocks"
+        blocks = columns // form.columns
+        row_bytes = blocks * form.num_bytes
         step = min(rows, max(1, slab_bytes // (row_bytes * _TILE)) * _TILE)
         buffer = allocate((step * row_bytes,), torch.uint8, self.name)
         for first in range(0, rows, step):
             count = min(step, rows - first)
             slab = buffer[: count * row_bytes]
             self.file.fill(slab.numpy().data, begin + first * row_bytes)
-            yield slab.view(count, blocks, kind.block_bytes)
+            yield slab.view(count, blocks, form.num_bytes)
         self.file.check_unchanged()
 
     def _matrix(self, part: int | None) -> tuple[int, int, int]:

@@ -22,22 +22,21 @@ from localllm.quant.layouts import CodedLayout, Int4Layout, WeightLayout
 @dataclass(frozen=True)
 class TensorType:
     """kept: the format that keeps the file's codes, or None where there are only numbers.
-    dense: torch's name of the dtype of those numbers, or None.
+    form: where codes and scales are in a block.
     q, scales: of blocks, uint8 [N, blocks of a row, block_bytes] which may begin at any address, the codes of N rows,
     and the scales with the biases, if any; see `CodedMatrix`.
+    dense: torch's name of the dtype of the numbers, or None where there are codes.
     """
 
-    name: str
-    block_weights: int
-    block_bytes: int
     kept: WeightLayout | None = None
+    form: BlockForm | None = None
     q: Callable[[Tensor], Tensor] | None = None
     scales: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
     dense: str | None = None
 
     def read(self, blocks: Tensor) -> CodedMatrix:
         """Return the codes of these rows."""
-        assert self.q is not None and self.scales is not None, f"{self.name} has no codes"
+        assert self.q is not None and self.scales is not None, "there are no codes"
         scale, bias = self.scales(blocks)
         return CodedMatrix(self.q(blocks), scale, bias)
 
@@ -48,12 +47,13 @@ class TensorType:
 
     def can_fill_tiles(self) -> bool:
         """Return whether `fill_tiles` can run on this machine; asking compiles its kernel."""
-        return supports(_FORMS[self.name])
+        return self.form is not None and supports(self.form)
 
     def fill_tiles(self, blocks: Tensor, out: Mapping[str, Tensor], order: Tensor | None) -> None:
         """Fill the tensors of `kept` with these rows in this order; their number is a multiple of 16. It is what `read`
         and packing do, quicker."""
-        repack(blocks, _FORMS[self.name], out, order)
+        assert self.form is not None, "there are no codes"
+        repack(blocks, self.form, out, order)
 
 
 def _planes(packed: Tensor, bits: int, run: int) -> Tensor:
@@ -169,74 +169,32 @@ def _nvfp4_scales(blocks: Tensor) -> tuple[Tensor, None]:
 
 
 _BIASED = CodedLayout("int8", 32, has_bias=True)
-TYPES: Mapping[int, TensorType] = MappingProxyType(
+# By the names of the types. Those that are missing here are not read.
+TYPES: Mapping[str, TensorType] = MappingProxyType(
     {
-        0: TensorType("F32", 1, 4, dense="float32"),
-        1: TensorType("F16", 1, 2, dense="float16"),
-        2: TensorType("Q4_0", 32, 18, CodedLayout("int4", 32), _nibbles(2), _scale),
-        3: TensorType("Q4_1", 32, 20, Int4Layout(32), _nibbles(4), _scale_and_least),
-        6: TensorType("Q5_0", 32, 22, CodedLayout("int8", 32), _q5_0, _scale),
-        7: TensorType("Q5_1", 32, 24, _BIASED, _q5_1, _scale_and_least),
-        8: TensorType("Q8_0", 32, 34, CodedLayout("int8", 32), _q8_0, _scale),
-        10: TensorType("Q2_K", 256, 84, Int4Layout(16), _q2_k, _q2_k_scales),
-        11: TensorType("Q3_K", 256, 110, CodedLayout("int4", 16), _q3_k, _q3_k_scales),
-        12: TensorType("Q4_K", 256, 144, Int4Layout(32), _nibbles(16, run=32), _q4_k_scales),
-        13: TensorType("Q5_K", 256, 176, _BIASED, _q5_k, _q4_k_scales),
-        14: TensorType("Q6_K", 256, 210, CodedLayout("int8", 16), _q6_k, _q6_k_scales),
-        20: TensorType("IQ4_NL", 32, 18, CodedLayout("iq4", 32), _nibbles(2), _scale),
-        23: TensorType("IQ4_XS", 256, 136, CodedLayout("iq4", 32), _nibbles(8), _iq4_xs_scales),
-        28: TensorType("F64", 1, 8, dense="float64"),
-        30: TensorType("BF16", 1, 2, dense="bfloat16"),
-        39: TensorType("MXFP4", 32, 17, CodedLayout("fp4", 32), _nibbles(1), _mxfp4_scales),
-        40: TensorType("NVFP4", 64, 36, CodedLayout("fp4", 16), _nibbles(4, run=8), _nvfp4_scales),
-    }
-)
-# How the kernel that brings codes into tiles finds them, by the types' names.
-_FORMS: Mapping[str, BlockForm] = MappingProxyType(
-    {
-        "Q4_0": BlockForm(32, 18, "halves", 2, "half"),
-        "Q4_1": BlockForm(32, 20, "halves", 4, "two"),
-        "Q5_0": BlockForm(32, 22, "five", 6, "half"),
-        "Q5_1": BlockForm(32, 24, "five", 8, "two"),
-        "Q8_0": BlockForm(32, 34, "bytes", 2, "half"),
-        "Q2_K": BlockForm(256, 84, "two-k", 16, "k2"),
-        "Q3_K": BlockForm(256, 110, "three-k", 32, "k3"),
-        "Q4_K": BlockForm(256, 144, "halves", 16, "k4", run=32),
-        "Q5_K": BlockForm(256, 176, "five-k", 48, "k4"),
-        "Q6_K": BlockForm(256, 210, "six-k", 0, "k6"),
-        "IQ4_NL": BlockForm(32, 18, "halves", 2, "half"),
-        "IQ4_XS": BlockForm(256, 136, "halves", 8, "xs"),
-        "MXFP4": BlockForm(32, 17, "halves", 1, "e8m0"),
-        "NVFP4": BlockForm(64, 36, "halves", 4, "e4m3", run=8),
-    }
-)
-# Types that there are, or were until llama.cpp removed them, and that are not read.
-REFUSED: Mapping[int, str] = MappingProxyType(
-    {
-        4: "Q4_2",
-        5: "Q4_3",
-        9: "Q8_1",
-        15: "Q8_K",
-        16: "IQ2_XXS",
-        17: "IQ2_XS",
-        18: "IQ3_XXS",
-        19: "IQ1_S",
-        21: "IQ3_S",
-        22: "IQ2_S",
-        24: "I8",
-        25: "I16",
-        26: "I32",
-        27: "I64",
-        29: "IQ1_M",
-        31: "Q4_0_4_4",
-        32: "Q4_0_4_8",
-        33: "Q4_0_8_8",
-        34: "TQ1_0",
-        35: "TQ2_0",
-        36: "IQ4_NL_4_4",
-        37: "IQ4_NL_4_8",
-        38: "IQ4_NL_8_8",
-        41: "Q1_0",
-        42: "Q2_0",
+        "F64": TensorType(dense="float64"),
+        "F32": TensorType(dense="float32"),
+        "F16": TensorType(dense="float16"),
+        "BF16": TensorType(dense="bfloat16"),
+        "Q4_0": TensorType(CodedLayout("int4", 32), BlockForm(32, 18, "halves", 2, "half"), _nibbles(2), _scale),
+        "Q4_1": TensorType(Int4Layout(32), BlockForm(32, 20, "halves", 4, "two"), _nibbles(4), _scale_and_least),
+        "Q5_0": TensorType(CodedLayout("int8", 32), BlockForm(32, 22, "five", 6, "half"), _q5_0, _scale),
+        "Q5_1": TensorType(_BIASED, BlockForm(32, 24, "five", 8, "two"), _q5_1, _scale_and_least),
+        "Q8_0": TensorType(CodedLayout("int8", 32), BlockForm(32, 34, "bytes", 2, "half"), _q8_0, _scale),
+        "Q2_K": TensorType(Int4Layout(16), BlockForm(256, 84, "two-k", 16, "k2"), _q2_k, _q2_k_scales),
+        "Q3_K": TensorType(CodedLayout("int4", 16), BlockForm(256, 110, "three-k", 32, "k3"), _q3_k, _q3_k_scales),
+        "Q4_K": TensorType(
+            Int4Layout(32), BlockForm(256, 144, "halves", 16, "k4", run=32), _nibbles(16, run=32), _q4_k_scales
+        ),
+        "Q5_K": TensorType(_BIASED, BlockForm(256, 176, "five-k", 48, "k4"), _q5_k, _q4_k_scales),
+        "Q6_K": TensorType(CodedLayout("int8", 16), BlockForm(256, 210, "six-k", 0, "k6"), _q6_k, _q6_k_scales),
+        "IQ4_NL": TensorType(CodedLayout("iq4", 32), BlockForm(32, 18, "halves", 2, "half"), _nibbles(2), _scale),
+        "IQ4_XS": TensorType(
+            CodedLayout("iq4", 32), BlockForm(256, 136, "halves", 8, "xs"), _nibbles(8), _iq4_xs_scales
+        ),
+        "MXFP4": TensorType(CodedLayout("fp4", 32), BlockForm(32, 17, "halves", 1, "e8m0"), _nibbles(1), _mxfp4_scales),
+        "NVFP4": TensorType(
+            CodedLayout("fp4", 16), BlockForm(64, 36, "halves", 4, "e4m3", run=8), _nibbles(4, run=8), _nvfp4_scales
+        ),
     }
 )

@@ -71,11 +71,6 @@ class SafetensorsFile:
             raise refused(self.path, f"{show(name)} is stored as {dtype}; {', '.join(_READABLE)} are read")
         return _READABLE[dtype]
 
-    def read(self, name: str) -> Tensor:
-        """Read a tensor into a new one on the CPU, of the stored shape and dtype."""
-        entry = self.entry(name)
-        return self.read_into(name, allocate(entry.shape, torch_dtype(self.dtype(name)), name))
-
     def read_into(self, name: str, out: Tensor, part: int | None = None) -> Tensor:
         """Fill `out`, contiguous and of as many elements, converting to its dtype and device; returns it.
 
