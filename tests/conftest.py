@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from localllm.text.tokenizer import Tokenizer
-from tests.cli_support import Result, run_cli, write_checkpoint
+from tests.cli_support import Result, run_cli, share_kernels, write_checkpoint
 from tests.fake_hub import FakeHub, serve
 
 REPOSITORY = Path(__file__).parent.parent
@@ -87,15 +87,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_folders_of_the_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What the tests pack and say stays out of the developer's folders, and what is there out of the tests.
 
     The workers share the compiled kernels: 15 s of processor time.
     """
     cache = tmp_path_factory.mktemp("cache")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
-        kernels.mkdir(exist_ok=True)
+    of_all = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else cache
+    kernels = of_all / "kernels"
+    kernels.mkdir(exist_ok=True)
+    if of_all != cache:
         (cache / "kernels").symlink_to(kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_HOME", str(tmp_path_factory.mktemp("home")))
@@ -108,7 +109,7 @@ def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session", autouse=True)
 def known_rates() -> Iterator[None]:
     """Of a small machine that has nothing else to do, whatever this one is and does: plans are the same anywhere."""
-    from localllm.offload.measurements import measurement
+    from localllm.offload.measurements import measurement, roofline
     from localllm.offload.planner import other_work
     from localllm.offload.planner.profile import FormatRates
 
@@ -121,6 +122,9 @@ def known_rates() -> Iterator[None]:
         patch.setattr(measurement, "_dram_gbs", lambda: 20.0)
         patch.setattr(measurement, "_disk_gbs", lambda _folder: 1.5)
         patch.setattr(other_work, "counted", lambda: other_work.Counted(0.0, 0.0, 0.0))
+        # What a benchmark sets beside its figures: 2 s a command, with these 20 ms.
+        patch.setattr(roofline, "MATMUL_SHAPE", (64, 1024, 1024))
+        patch.setattr(roofline, "MEMORY_BYTES", 32 << 20)
         yield
 
 
@@ -149,13 +153,14 @@ def small_heaps_kept() -> Iterator[None]:
 def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], None]:
     """Puts this machine's rates and compiled kernels into a cache of a test's own: to find them out takes 4 s."""
     with pytest.MonkeyPatch.context() as patch:
-        known = tmp_path_factory.mktemp("known")
+        known = share_kernels(tmp_path_factory.mktemp("known") / "cache")
         patch.setenv("LOCALLLM_CACHE", str(known))
-        for weights in ("bf16", "int4-g64"):
+        for weights in ("bf16", "bf12", "int4-g64"):
             assert run_cli("plan", "tiny", "--weights", weights).code == 0
 
     def put(folder: Path) -> None:
-        shutil.copytree(known, folder, dirs_exist_ok=True)
+        there = shutil.ignore_patterns("kernels") if (folder / "kernels").exists() else None
+        shutil.copytree(known, folder, symlinks=True, ignore=there, dirs_exist_ok=True)
 
     return put
 
@@ -230,6 +235,13 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings and downloads of this test alone."""
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test alone."""
+    monkeypatch.setenv("LOCALLLM_CACHE", str(share_kernels(tmp_path / "cache")))
+    return tmp_path / "cache"
 
 
 @pytest.fixture

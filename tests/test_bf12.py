@@ -129,8 +129,7 @@ def test_exponents_that_are_spread_too_widely_are_refused() -> None:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+def checkpoint(empty_cache: Path, tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "model", hidden=256, layers=3)
 
 

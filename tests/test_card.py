@@ -30,9 +30,8 @@ SAMPLING = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def stand_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that is taken for a card of 80 GiB, with a machine around it whose rates are known."""
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
     rates = dict.fromkeys(RECIPES, FormatRates(45.0, 1200.0, 0))
     fast = dict.fromkeys(RECIPES, FormatRates(400.0, 40_000.0, 1000))
     known = DeviceRates(800.0, 24.0, 24.0, 0.0, 0.0, 1e-9, CONTEXT, fast)

@@ -102,8 +102,8 @@ def test_a_pool_gives_each_expert_its_own_bytes_and_keeps_those_used_last(data: 
             assert len(here) <= slots and not damaged & here
             unasked |= {*guesses} if guesses_are_read else set()
             unasked |= set() if has_ended else asked - seen
+            assert len(asked) > slots or unasked or asked <= here  # what came unasked took a slot, or may do so
             unasked -= here  # what has come does not come again
-            assert len(asked) > slots or unasked or asked <= here
         assert pool.wanted == wanted and hits <= pool.hits <= hits + late_hits
         if not damaged:
             until = time.monotonic() + 60  # for what still comes unasked

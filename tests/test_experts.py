@@ -194,12 +194,11 @@ def test_memory_that_is_taken_away_takes_slots_and_no_word(directory: Path) -> N
 
 
 def test_an_expert_that_is_damaged_under_a_running_engine_ends_the_answer_with_its_number(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    directory: Path, empty_cache: Path
 ) -> None:
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     with engine(directory, "int4", ctx=128) as whole:
         expected = tokens(whole)
-    (path,) = tmp_path.rglob("layers.1.mlp.safetensors")
+    (path,) = empty_cache.rglob("layers.1.mlp.safetensors")
     content = path.read_bytes()
     least = Search(shape_of(directory, "int4"), LEAST, 128).least_ram_bytes()
     for damage in (lambda: path.write_bytes(content[:-4096] + bytes(4096)), lambda: os.truncate(path, 8192)):
@@ -215,12 +214,11 @@ def test_an_expert_that_is_damaged_under_a_running_engine_ends_the_answer_with_i
 
 
 @pytest.fixture
-def packed_mixture(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def packed_mixture(directory: Path, empty_cache: Path) -> Path:
     """The packed file of a layer's mixture, in a cache of its own that a test may damage."""
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     with engine(directory, "int4", ctx=128) as whole:
         tokens(whole)
-    (path,) = tmp_path.rglob("layers.1.mlp.safetensors")
+    (path,) = empty_cache.rglob("layers.1.mlp.safetensors")
     return path
 
 

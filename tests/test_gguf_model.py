@@ -40,9 +40,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def written(tmp_path: Path, family: str, type_of: TypeOf) -> tuple[Any, hub.ModelFiles]:

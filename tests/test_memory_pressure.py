@@ -44,18 +44,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_checkpoint(tmp_path_factory.mktemp("qwen2"), "qwen2")
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled once for all tests, as `tests/conftest.py` has it for those whose cache is not their own."""
-    shared = tmp_path_factory.getbasetemp().parent / "kernels"
-    is_shared = "PYTEST_XDIST_WORKER" in os.environ and shared.exists()
-    return shared if is_shared else tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
-    (tmp_path / "kernels").symlink_to(kernels)
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 class Allocations:

@@ -22,13 +22,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("wide"), hidden=2048, layers=1)
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 # A process starts with the peak of the one that it is forked from: that of a whole test run would be counted.
 _LAUNCHER = """
 import os, subprocess, sys
@@ -95,30 +88,30 @@ def too_small(*_: object) -> Memory:
 
 
 @pytest.mark.parametrize("command", [["quantize"], ["run", "-p", "x", "--weights", "int4"]], ids=["quantize", "run"])
-def test_first_use_obeys_the_need_of_packing_too(model, own_cache, monkeypatch, command):
+def test_first_use_obeys_the_need_of_packing_too(model, empty_cache, monkeypatch, command):
     monkeypatch.setattr("localllm.engine.weights.process_memory", too_small)
     result = run_cli(command[0], model, *command[1:])
-    assert (result.code, written(own_cache)) == (4, [])
+    assert (result.code, written(empty_cache)) == (4, [])
     assert "cannot be packed in 1.0 MiB" in result.err
     assert f"localllm quantize {model} --weights int4-g64 --ram " in result.err
 
 
-def test_the_setting_and_the_variable_cap_packing(model, own_cache, monkeypatch):
+def test_the_setting_and_the_variable_cap_packing(model, empty_cache, monkeypatch):
     monkeypatch.setenv("LOCALLLM_RAM", "32MiB")
     assert run_cli("quantize", model).code == 4
     assert run_cli("quantize", model, "--ram", "4GiB").code == 0
-    assert written(own_cache)
+    assert written(empty_cache)
 
 
-def test_what_is_packed_is_verified_under_any_cap(model, own_cache):
+def test_what_is_packed_is_verified_under_any_cap(model, empty_cache):
     assert run_cli("quantize", model).code == 0
     result = run_cli("quantize", model, "--ram", "32MiB")
     assert result.code == 0
     assert b"is whole" in result.out
-    assert written(own_cache)
+    assert written(empty_cache)
 
 
-def test_a_cap_above_what_the_machine_has_is_refused(model, own_cache):
+def test_a_cap_above_what_the_machine_has_is_refused(model, empty_cache):
     result = run_cli("quantize", model, "--ram", "99999GiB")
-    assert (result.code, written(own_cache)) == (2, [])
+    assert (result.code, written(empty_cache)) == (2, [])
     assert "more than this machine has" in result.err

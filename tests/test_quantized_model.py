@@ -38,9 +38,7 @@ FOLDERS: dict[str, tuple[Callable[[int, int], Case], str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def write_quantized(folder: Path, make: Callable[[int, int], Case]) -> Any:

@@ -34,15 +34,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user who has none of these programs yet."""
     for variable in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
-    kernels = Path(os.environ["LOCALLLM_CACHE"], "kernels")
-    kernels.mkdir(exist_ok=True)
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "kernels").symlink_to(kernels)  # compiled once
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("localllm.hub.stores._OLLAMA_SERVICES", ())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -1,7 +1,6 @@
 """Every kernel here runs in Triton's interpreter, on tensors of the host."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,6 +22,5 @@ def types_looked_up_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def packed_models_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def packed_models_of_its_own(empty_cache: None) -> None:
     """What is packed here is in no list of what other tests have installed."""
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))

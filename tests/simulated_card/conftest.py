@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from localllm.config import user_directories
+from tests.cli_support import share_kernels
 from tests.packed_support import pack
 from tests.test_device_placement import Packed
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is packed here is in no list of what other tests have installed; compiled kernels are theirs too."""
-    cache = tmp_path_factory.mktemp("cache")
-    (user_directories().cache / "kernels").mkdir(parents=True, exist_ok=True)
-    (cache / "kernels").symlink_to(user_directories().cache / "kernels")
+    """What is packed here is in no list of what other tests have installed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALLLM_CACHE", str(cache))
+        patch.setenv("LOCALLLM_CACHE", str(share_kernels(tmp_path_factory.mktemp("own") / "cache")))
         yield
 
 

@@ -21,10 +21,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def measured_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def measured_small(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would take seconds of a CPU that plays a card is small, and products have the rates of one."""
     rates = measurement.format_rates
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(device_rates, "_COPY_BYTES", MIB)
     monkeypatch.setattr(roofline, "_AWAKE_S", 0.0)
     monkeypatch.setattr(

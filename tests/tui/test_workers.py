@@ -202,9 +202,8 @@ def test_what_nobody_foresaw_is_told_as_a_bug(told: Told, monkeypatch: pytest.Mo
     assert isinstance(told.until("failed").error, BugError)
 
 
-@pytest.mark.usefixtures("home")
+@pytest.mark.usefixtures("home", "empty_cache")
 def test_a_stopped_conversion_goes_on_and_is_whole(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
     hear, stopped = download_worker._Run._progress, threading.Event()
 
     def held(run: download_worker._Run, step: download_worker.DownloadStep) -> None:
