@@ -93,11 +93,10 @@ def own_folders_of_the_run(request: pytest.FixtureRequest, tmp_path_factory: pyt
     The workers share the compiled kernels: 15 s of processor time.
     """
     cache = tmp_path_factory.mktemp("cache")
-    of_all = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else cache
-    kernels = of_all / "kernels"
+    base = tmp_path_factory.getbasetemp()
+    kernels = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     kernels.mkdir(exist_ok=True)
-    if of_all != cache:
-        (cache / "kernels").symlink_to(kernels)
+    (cache / "kernels").symlink_to(kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("LOCALLLM_CACHE", str(cache))

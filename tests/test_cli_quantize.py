@@ -173,7 +173,7 @@ def test_what_cannot_be_packed_is_refused_by_name(model: Path, cache: Path, line
     result = run_cli("quantize", model, *line.split())
     assert (result.code, result.out) == (2, b"") and len(result.error_lines) == 4
     assert expected in " ".join(result.error_lines)
-    assert not (cache / "packed").exists()
+    assert [path.name for path in cache.iterdir()] == ["kernels"]
 
 
 def test_quantize_takes_the_format_of_the_settings(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_a_model_that_cannot_run_is_refused_before_anything_is_written(model: Pa
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     assert run_cli("quantize", model).error_lines[-1] == "more:  localllm help unsupported-model"
-    assert not (cache / "packed").exists()
+    assert [path.name for path in cache.iterdir()] == ["kernels"]
 
 
 def test_an_interrupted_conversion_keeps_what_is_done_and_goes_on(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones(model: Path, cache: Pa
     assert (result.code, result.out) == (2, b"")
     assert "one of auto, bf16, int8, int4, nf4, bf12, kept, int4-g32" in " ".join(result.error_lines)
     assert re.fullmatch(r"fix:   localllm run .* --weights \S+", result.error_lines[2])
-    assert not (cache / "packed").exists()
+    assert [path.name for path in cache.iterdir()] == ["kernels"]
 
 
 def test_a_checkpoint_that_has_changed_is_packed_anew(model: Path) -> None:

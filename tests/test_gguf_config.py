@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError, UnsupportedModelError
-from localllm.gguf.config import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, eos_ids, hf_config, rope_factors
+from localllm.gguf.config import eos_ids, hf_config
 from localllm.gguf.header import read_header
 from localllm.gguf.names import hf_name, holds_weights, stored_form
+from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_factors
 from localllm.models.architecture import LayerConfig
 from localllm.models.families import parse_config
 from localllm.models.fields import Fields

@@ -9,7 +9,7 @@ from typing import Any
 from localllm import hub
 from localllm.engine.request import Request, require_ids
 from localllm.errors import Fix, ModelChangedError, UsageError
-from localllm.hub.gguf_files import told_place
+from localllm.hub.gguf_files import place_of
 from localllm.models.architecture import ModelConfig
 from localllm.text.chat_template import ChatInput, ChatTemplate, encode_chat
 from localllm.text.eviction import overflow_error
@@ -40,7 +40,7 @@ def require_unchanged(directory: Path, contents: str) -> None:
     """
     if contents and hub.contents(directory) != contents:
         why = "they are not what the model was loaded from"
-        what = f"the files of {told_place(directory)} have changed"
+        what = f"the files of {place_of(directory)} have changed"
         raise ModelChangedError(what, why=why, fix="ask again: it is loaded anew")
 
 

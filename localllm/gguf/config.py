@@ -6,27 +6,15 @@ Knows which keys an architecture needs beside those that all have. The values ar
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, UnsupportedModelError, show
-from localllm.gguf.header import GgufHeader, read_floats
+from localllm.gguf.metadata import MAX_LAYERS, MOST, Json, Metadata, Shape
+from localllm.gguf.rope import DEFAULT_THETA, rope_scaling
 
-Shape = tuple[int, ...]
-Json = dict[str, object]
-
-LLAMA3_FACTORS = "rope_freqs.weight"
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_MOST = (1 << 31) - 1
-_MAX_LAYERS = 1024
 _PER_LAYER = "attention.sliding_window_pattern"
-_DEFAULT_THETA = 10000.0
-# Llama 3.1's, which all models with its factors have taken over: the context, and where its scaling begins and ends.
-_LLAMA3 = (8192, 1.0, 4.0)
 _SPECIAL = (3, 4)  # token types: control, user-defined
 _ENDINGS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"}
@@ -37,93 +25,6 @@ _NOT_MODELS = {
     "mmproj": ("the image or audio encoder of a model", "give the file without mmproj in its name, for text alone"),
     "imatrix": ("an importance matrix, which quantizers use", "give the GGUF file of a model"),
 }
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A model's metadata and the shapes of its tensors. name: the file in errors. factors: of its rotary embedding."""
-
-    metadata: Mapping[str, object]
-    tensors: Mapping[str, Shape]
-    factors: Mapping[str, Sequence[float]]
-    architecture: str
-    name: str
-
-    def get(self, key: str) -> object:
-        """Return the value of a key of the architecture, None where it is absent; one for all layers is one."""
-        value = self.metadata.get(f"{self.architecture}.{key}")
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            return value
-        if not 1 <= len(value) <= _MAX_LAYERS:
-            raise self.refused(key, value, f"a value for each of at most {_MAX_LAYERS} layers")
-        if any(each != value[0] for each in value):
-            raise self.unsupported(f"another {key} in each layer")
-        first: object = value[0]
-        return first
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = default if (found := self.get(key)) is None else found
-        if type(value) is not int or not 0 <= value <= _MOST:
-            raise self.refused(key, value, f"an integer from 0 to {_MOST}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = default if (found := self.get(key)) is None else found
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.refused(key, value, "a finite number")
-        return _decimal(float(value))
-
-    @property
-    def head_dim(self) -> int:
-        heads = self.integer("attention.head_count")
-        return self.integer("attention.key_length", self.integer("embedding_length") // heads if heads else None)
-
-    @property
-    def num_layers(self) -> int:
-        layers = self.integer("block_count") - self.integer("nextn_predict_layers", 0)
-        if not 1 <= layers <= _MAX_LAYERS:
-            raise self.refused("block_count", layers, f"a number of layers up to {_MAX_LAYERS}")
-        return layers
-
-    @property
-    def window(self) -> int | None:
-        return self.integer("attention.sliding_window", 0) or None
-
-    @property
-    def has_bias(self) -> bool:
-        return self.has("attn_q.bias") or self.has("attn_qkv.bias")
-
-    def has(self, part: str) -> bool:
-        """Whether layers have a tensor of this name: "attn_q.bias"."""
-        return any(name.endswith(f".{part}") for name in self.tensors)
-
-    def width(self, part: str) -> int:
-        """Return the last dimension of the first tensor of this name."""
-        shapes = (shape for name, shape in self.tensors.items() if name.endswith(f".{part}") and shape)
-        shape = next(shapes, None)
-        if shape is None:
-            raise CheckpointError(
-                f"{self.name}: no layer has a tensor {part}", why="its model needs it", fix=FETCH_ANEW
-            )
-        return shape[-1]
-
-    def refused(self, key: str, value: object, wanted: str) -> CheckpointError:
-        found = "it is absent" if value is None else f"it is {show(value)}"
-        what = f"{self.name}: {self.architecture}.{key} is not usable"
-        return CheckpointError(what, why=f"{found}; {wanted} is needed", fix=FETCH_ANEW)
-
-    def unsupported(self, what: str) -> UnsupportedModelError:
-        why = f"this version does not run it in a model of the architecture {self.architecture}"
-        return UnsupportedModelError(
-            f"{self.name}: a model with {what} cannot run here", why=why, fix="choose another model: localllm list"
-        )
-
-
-def rope_factors(headers: Sequence[GgufHeader]) -> dict[str, tuple[float, ...]]:
-    """Return the factors of the rotary embedding that a model's files hold as tensors, by the tensors' names: what
-    `hf_config` needs beside the metadata. Raises CheckpointError where they are not a list of fp32 numbers."""
-    names = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
-    return {name: read_floats(header, name) for header in headers for name in names if name in header.tensors}
 
 
 def hf_config(
@@ -144,7 +45,7 @@ def hf_config(
         why = f"supported architectures: {', '.join(_ARCHITECTURES)}"
         what = f"{source}: a model of the architecture {show(architecture)} cannot run here"
         raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list")
-    file = _Source(metadata, tensors, factors, architecture, source)
+    file = Metadata(metadata, tensors, factors, architecture, source)
     return _common(file) | own(file)
 
 
@@ -156,7 +57,7 @@ def eos_ids(metadata: Mapping[str, object]) -> list[int]:
     known: list[object] = []
     if isinstance(tokens, list) and isinstance(kinds, Sequence) and len(kinds) == len(tokens):
         known += [index for index, token in enumerate(tokens) if token in _ENDINGS and kinds[index] in _SPECIAL]
-    size = len(tokens) if isinstance(tokens, list) else _MOST
+    size = len(tokens) if isinstance(tokens, list) else MOST
     found = [index for index in (*declared, *known) if type(index) is int and 0 <= index < size]
     return list(dict.fromkeys(found))
 
@@ -179,7 +80,7 @@ def _require_model(metadata: Mapping[str, object], tensors: Mapping[str, Shape],
 # What all architectures have
 
 
-def _common(file: _Source) -> Json:
+def _common(file: Metadata) -> Json:
     heads = file.integer("attention.head_count")
     if heads < 1:
         raise file.refused("attention.head_count", heads, "a positive number")
@@ -200,20 +101,20 @@ def _common(file: _Source) -> Json:
         "head_dim": head_dim,
         "max_position_embeddings": file.integer("context_length"),
         "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": file.number("rope.freq_base", _DEFAULT_THETA),
-        "rope_scaling": _rope_scaling(file),
+        "rope_theta": file.number("rope.freq_base", DEFAULT_THETA),
+        "rope_scaling": rope_scaling(file),
         "sliding_window": file.window,
         "attention_bias": file.has_bias,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": _bos_id(file.metadata),
-        "eos_token_id": eos_ids(file.metadata) or None,
+        "bos_token_id": _bos_id(file.keys),
+        "eos_token_id": eos_ids(file.keys) or None,
         **share,
     }
 
 
 def _bos_id(metadata: Mapping[str, object]) -> int | None:
     index = metadata.get("tokenizer.ggml.bos_token_id")
-    return index if type(index) is int and 0 <= index <= _MOST else None
+    return index if type(index) is int and 0 <= index <= MOST else None
 
 
 def _share(rotary_dim: int, head_dim: int) -> float:
@@ -222,117 +123,17 @@ def _share(rotary_dim: int, head_dim: int) -> float:
     return share if int(head_dim * share) == rotary_dim else math.nextafter(share, math.inf)
 
 
-def _decimal(value: float) -> float:
-    """Return the shortest decimal number that is this one in fp32, which is how GGUF stores what was a decimal."""
-    with suppress(OverflowError):  # a number that fp32 does not have
-        stored = struct.pack("<f", value)
-        if struct.unpack("<f", stored)[0] == value:
-            decimals = (float(f"{value:.{digits}g}") for digits in range(1, 10))
-            return next((each for each in decimals if struct.pack("<f", each) == stored), value)
-    return value
-
-
-# Rotary embedding
-
-
-def _rope_scaling(file: _Source) -> Json | None:
-    kind = file.get("rope.scaling.type")
-    if LONG_FACTORS in file.tensors or kind == "longrope":
-        long, short = (list(_factors(file, name)) for name in (LONG_FACTORS, SHORT_FACTORS))
-        return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
-    if LLAMA3_FACTORS in file.tensors:
-        return _llama3(file)
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": file.number("rope.scaling.factor")}
-    if kind == "yarn":
-        return _yarn(file)
-    if kind not in (None, "none"):
-        raise file.unsupported(f"the RoPE scaling {show(kind)}")
-    # Before there was a type, the factor of a linear scaling was all that was written.
-    factor = file.number("rope.scale_linear", 1.0)
-    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
-
-
-def _yarn(file: _Source) -> Json:
-    scaling: Json = {
-        "rope_type": "yarn",
-        "factor": file.number("rope.scaling.factor"),
-        "original_max_position_embeddings": file.integer("rope.scaling.original_context_length"),
-    }
-    optional = {
-        "attention_factor": "yarn_attn_factor",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-    }
-    for name, key in optional.items():
-        if file.get(f"rope.scaling.{key}") is not None:
-            scaling[name] = file.number(f"rope.scaling.{key}")
-    return scaling
-
-
-def _factors(file: _Source, name: str) -> Sequence[float]:
-    if name not in file.factors:
-        raise CheckpointError(f"{file.name}: {name} is missing", why="its RoPE scaling needs it", fix=FETCH_ANEW)
-    return file.factors[name]
-
-
-def _llama3(file: _Source) -> Json | None:
-    """Return the scaling whose factors the file holds: GGUF has its results alone, a divisor for each frequency."""
-    stored = _factors(file, LLAMA3_FACTORS)
-    dim, theta = file.integer("rope.dimension_count", file.head_dim), file.number("rope.freq_base", _DEFAULT_THETA)
-    if len(stored) * 2 != dim or not all(math.isfinite(each) and each >= 1.0 for each in stored) or theta <= 1.0:
-        why = f"{len(stored)} factors from 1 on are needed, one for each pair of the {dim} features that rotate"
-        raise CheckpointError(f"{file.name}: {LLAMA3_FACTORS} is not usable", why=why, fix=FETCH_ANEW)
-    factor = _decimal(max(stored))
-    if factor == 1.0:
-        return None
-    wavelengths = [2 * math.pi * theta ** (2 * pair / dim) for pair in range(len(stored))]
-    for original, low, high in (_LLAMA3, _fitted(stored, wavelengths, factor)):
-        made = [_llama3_factor(length, factor, original, low, high) for length in wavelengths]
-        if all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(made, stored, strict=True)):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
-    raise file.unsupported("RoPE factors of its own, which are not those of Llama 3")
-
-
-def _llama3_factor(wavelength: float, factor: float, original: int, low: float, high: float) -> float:
-    """Return what Llama 3 divides a frequency by: 1 for short wavelengths, `factor` for long ones, between them a mean
-    of the frequencies."""
-    share = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-    return 1 / ((1 - share) / factor + share)
-
-
-def _fitted(stored: Sequence[float], wavelengths: Sequence[float], factor: float) -> tuple[int, float, float]:
-    """Return the context and its two limits from the factors between them: the share of the unscaled frequency is a
-    straight line over the frequency. Only the ratios of the three matter, so the lower limit is 1, as in Llama 3."""
-    shares = [(1 / each - 1 / factor) / (1 - 1 / factor) for each in stored]
-    points = [(1 / length, share) for length, share in zip(wavelengths, shares, strict=True) if 0 < share < 1]
-    if len(points) < 2:
-        return _LLAMA3
-    (x0, y0), (x1, y1) = points[-1], points[0]
-    if not (x0 < x1 and y0 < y1):
-        return _LLAMA3
-    slope = (y1 - y0) / (x1 - x0)
-    low, high = x0 - y0 / slope, x0 + (1 - y0) / slope
-    return (round(1 / low), 1.0, round(high / low, 4)) if 1 / _MOST < low < high / 1.001 else _LLAMA3
-
-
 # What each architecture has besides
 
 
-def _llama(file: _Source) -> Json:
+def _llama(file: Metadata) -> Json:
     if file.integer("expert_count", 0):
         own = {"num_local_experts": file.integer("expert_count"), **_top_k(file)}
         return {"model_type": "mixtral", "sliding_window": None, **own}
     return {"model_type": "llama", "mlp_bias": file.has("ffn_down.bias")}
 
 
-def _mistral3(file: _Source) -> Json:
+def _mistral3(file: Metadata) -> Json:
     if file.number("attention.temperature_scale", 0.0):
         raise file.unsupported("queries that are scaled by their positions (Ministral 3)")
     if file.integer("expert_count", 0):
@@ -340,19 +141,19 @@ def _mistral3(file: _Source) -> Json:
     return {"model_type": "mistral"}
 
 
-def _qwen2(_: _Source) -> Json:
+def _qwen2(_: Metadata) -> Json:
     return {"model_type": "qwen2", "use_sliding_window": False}
 
 
-def _qwen3(_: _Source) -> Json:
+def _qwen3(_: Metadata) -> Json:
     return {"model_type": "qwen3", "use_sliding_window": False}
 
 
-def _qwen3moe(file: _Source) -> Json:
+def _qwen3moe(file: Metadata) -> Json:
     return {"model_type": "qwen3_moe", "use_sliding_window": False, "norm_topk_prob": True, **_experts(file)}
 
 
-def _qwen2moe(file: _Source) -> Json:
+def _qwen2moe(file: Metadata) -> Json:
     return {
         "model_type": "qwen2_moe",
         "use_sliding_window": False,
@@ -363,12 +164,12 @@ def _qwen2moe(file: _Source) -> Json:
     }
 
 
-def _phi3(file: _Source) -> Json:
+def _phi3(file: Metadata) -> Json:
     return {"model_type": "phi3", **_original_context(file)}
 
 
-def _phimoe(file: _Source) -> Json:
-    scaling = _rope_scaling(file)
+def _phimoe(file: Metadata) -> Json:
+    scaling = rope_scaling(file)
     if scaling is not None and file.get("rope.scaling.attn_factor") is not None:
         scale = file.number("rope.scaling.attn_factor")
         scaling |= {"short_mscale": scale, "long_mscale": scale}
@@ -382,7 +183,7 @@ def _phimoe(file: _Source) -> Json:
     }
 
 
-def _gemma2(file: _Source) -> Json:
+def _gemma2(file: Metadata) -> Json:
     return {
         "model_type": "gemma2",
         "sliding_window": file.window or 4096,
@@ -393,37 +194,37 @@ def _gemma2(file: _Source) -> Json:
     }
 
 
-def _gemma3(file: _Source) -> Json:
+def _gemma3(file: Metadata) -> Json:
     return {
         "model_type": "gemma3_text",
         "layer_types": _layer_types(file, 6 if file.window else 1),
-        "rope_local_base_freq": file.number("rope.freq_base_swa", _DEFAULT_THETA),
+        "rope_local_base_freq": file.number("rope.freq_base_swa", DEFAULT_THETA),
         "final_logit_softcapping": file.number("final_logit_softcapping", 0.0) or None,
         "query_pre_attn_scalar": _query_scalar(file, largest=62),
     }
 
 
-def _olmo2(file: _Source) -> Json:
+def _olmo2(file: Metadata) -> Json:
     if file.window:
         raise file.unsupported("a sliding window (OLMo 3)")
     return {"model_type": "olmo2"}
 
 
-def _olmoe(file: _Source) -> Json:
+def _olmoe(file: Metadata) -> Json:
     own = {"intermediate_size": file.width("ffn_down_exps.weight"), "num_experts": file.integer("expert_count")}
     return {"model_type": "olmoe", "norm_topk_prob": False, **own, **_top_k(file)}
 
 
-def _glm4moe(file: _Source) -> Json:
+def _glm4moe(file: Metadata) -> Json:
     extra = {"num_nextn_predict_layers": file.integer("nextn_predict_layers", 0)}
     return {"model_type": "glm4_moe", "use_qk_norm": file.has("attn_q_norm.weight"), **extra, **_grouped_experts(file)}
 
 
-def _dots1(file: _Source) -> Json:
+def _dots1(file: Metadata) -> Json:
     return {"model_type": "dots1", "sliding_window": None, **_grouped_experts(file)}
 
 
-def _ernie(file: _Source) -> Json:
+def _ernie(file: Metadata) -> Json:
     return {
         "model_type": "ernie4_5_moe",
         "moe_num_experts": file.integer("expert_count"),
@@ -436,7 +237,7 @@ def _ernie(file: _Source) -> Json:
     }
 
 
-def _granitemoe(file: _Source) -> Json:
+def _granitemoe(file: Metadata) -> Json:
     if file.has("ffn_down_shexp.weight"):
         raise file.unsupported("a shared expert")
     return {
@@ -451,12 +252,12 @@ def _granitemoe(file: _Source) -> Json:
     }
 
 
-def _minimax_m2(file: _Source) -> Json:
+def _minimax_m2(file: Metadata) -> Json:
     own = {"intermediate_size": file.width("ffn_down_exps.weight"), "num_local_experts": file.integer("expert_count")}
     return {"model_type": "minimax_m2", **own, **_top_k(file)}
 
 
-def _hunyuan_moe(file: _Source) -> Json:
+def _hunyuan_moe(file: Metadata) -> Json:
     return {
         "model_type": "hunyuan_v1_moe",
         "intermediate_size": file.width("ffn_down_exps.weight"),
@@ -465,16 +266,16 @@ def _hunyuan_moe(file: _Source) -> Json:
     }
 
 
-def _top_k(file: _Source) -> Json:
+def _top_k(file: Metadata) -> Json:
     return {"num_experts_per_tok": file.integer("expert_used_count")}
 
 
-def _experts(file: _Source) -> Json:
+def _experts(file: Metadata) -> Json:
     own = {"num_experts": file.integer("expert_count"), "moe_intermediate_size": file.width("ffn_down_exps.weight")}
     return {**own, "decoder_sparse_step": 1, "mlp_only_layers": [], **_top_k(file)}
 
 
-def _grouped_experts(file: _Source) -> Json:
+def _grouped_experts(file: Metadata) -> Json:
     return {
         "n_routed_experts": file.integer("expert_count"),
         "n_shared_experts": file.integer("expert_shared_count", 0),
@@ -488,28 +289,28 @@ def _grouped_experts(file: _Source) -> Json:
     }
 
 
-def _original_context(file: _Source) -> Json:
+def _original_context(file: Metadata) -> Json:
     own = file.integer("rope.scaling.original_context_length", 0)
     return {"original_max_position_embeddings": own or file.integer("context_length")}
 
 
-def _query_scalar(file: _Source, *, largest: int) -> int:
+def _query_scalar(file: Metadata, *, largest: int) -> int:
     """Return what Gemma's scores are divided by the root of, which GGUF does not store: the size of a head, and in the
     largest model of a generation, known by its number of layers, a head's share of the hidden size."""
     is_largest = file.num_layers == largest
     return file.integer("embedding_length") // file.integer("attention.head_count") if is_largest else file.head_dim
 
 
-def _layer_types(file: _Source, default: int) -> list[str]:
+def _layer_types(file: Metadata, default: int) -> list[str]:
     """Return the kind of each layer. default: every so many is full where the file does not say."""
-    pattern = file.metadata.get(f"{file.architecture}.{_PER_LAYER}")
+    pattern = file.keys.get(f"{file.architecture}.{_PER_LAYER}")
     if isinstance(pattern, list):
-        return [_SLIDING if slides else _FULL for slides in pattern[: _MAX_LAYERS + 1]]
+        return [_SLIDING if slides else _FULL for slides in pattern[: MAX_LAYERS + 1]]
     every = file.integer(_PER_LAYER, default) or default
     return [_SLIDING if (layer + 1) % every else _FULL for layer in range(file.num_layers)]
 
 
-_ARCHITECTURES: Mapping[str, Callable[[_Source], Json]] = MappingProxyType(
+_ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
     {
         "llama": _llama,
         "mistral3": _mistral3,

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from localllm.errors import UnsupportedModelError, show
-from localllm.gguf.config import hf_config, rope_factors
+from localllm.gguf.config import hf_config
 from localllm.gguf.folder import DESCRIPTION
 from localllm.gguf.header import GgufHeader, read_model
 from localllm.gguf.names import hf_name, holds_weights, stored_form
+from localllm.gguf.rope import rope_factors
 from localllm.gguf.tokenizer import hf_tokenizer
 
 _CONFIG, _TOKENIZER, _TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"

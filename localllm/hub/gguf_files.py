@@ -74,7 +74,7 @@ def gguf_sources(folder: Path) -> tuple[Path, ...]:
     return GgufModel.read(folder).files if is_file(folder / DESCRIPTION) else ()
 
 
-def told_place(folder: Path) -> Path:
+def place_of(folder: Path) -> Path:
     """Return the place of a model that a user knows: the first file of a GGUF model, else the folder itself."""
     return (*gguf_sources(folder), folder)[0]
 

@@ -22,7 +22,7 @@ import jinja2.meta
 from jinja2.exceptions import SecurityError
 
 from localllm.errors import MODEL, CheckpointError, Fix, TemplateError, TokenizerError, UsageError
-from localllm.hub.gguf_files import told_place
+from localllm.hub.gguf_files import place_of
 from localllm.models.strict_json import JsonLimits, parse_json
 from localllm.text.template_marks import SpecialMarks
 from localllm.text.template_sandbox import (
@@ -124,7 +124,7 @@ class ChatTemplate:
             sources = {"default": source} if isinstance(source, str) else source
             special_tokens = tokenizer.special_tokens if tokenizer else special_roles(files.config())
             return cls({**sources, **more}, special_tokens=special_tokens, origin=str(directory / name))
-        place = told_place(directory)
+        place = place_of(directory)
         where = ", ".join(_SOURCES) if place == directory else "it"
         raise TemplateError(
             f"{place} has no chat template",

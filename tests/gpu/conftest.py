@@ -1,6 +1,7 @@
 """Every kernel here runs in Triton's interpreter, on tensors of the host."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,5 +23,5 @@ def types_looked_up_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def packed_models_of_its_own(empty_cache: None) -> None:
+def packed_models_of_its_own(empty_cache: Path) -> None:
     """What is packed here is in no list of what other tests have installed."""

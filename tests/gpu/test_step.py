@@ -144,7 +144,7 @@ def test_a_packed_mixture_is_computed_by_our_kernels_as_the_cpu_does(family, wei
 def test_a_model_of_many_formats_is_computed_by_our_kernels_as_the_cpu_does(family, tmp_path):
     """Parts of one matrix in formats of their own, an embedding in groups, experts in two formats."""
     wide = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
-    write_checkpoint(tmp_path / "checkpoint", family, layers=1, **wide)
+    write_checkpoint(tmp_path / "checkpoint", family, layers=2, **wide)
     write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", mixed())
     engine = Engine.load(hub.locate(str(tmp_path / "model.gguf")), EngineConfig(device="cpu", dtype="fp32"))
     assert engine.weights.startswith("kept-")
