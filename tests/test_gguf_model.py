@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from localllm import hub
 from localllm.engine.engine import Engine
 from localllm.engine.step_types import Chunk
-from localllm.errors import CheckpointError
+from localllm.engine.validation import require_unchanged
+from localllm.errors import CheckpointError, ModelChangedError, TemplateError
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.families import load_config
@@ -24,8 +25,9 @@ from localllm.models.layout import block_layouts
 from localllm.quant.recipe import RECIPES, recipe_of
 from localllm.quant.stacked import Stacked
 from localllm.settings import EngineConfig
+from localllm.text.chat_template import ChatTemplate
 from tests.checkpoints import write_checkpoint
-from tests.gguf_support import TypeOf, all_of, mixed, write_gguf
+from tests.gguf_support import TypeOf, all_of, mixed, tokenizer_metadata, write_gguf
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 OTHERS = {
@@ -131,3 +133,19 @@ def test_a_folder_with_a_config_and_a_gguf_file_is_the_gguf_model(tmp_path):
     write_gguf(folder, folder / "model-Q8_0.gguf", all_of("Q8_0"))
     (folder / "model.safetensors").unlink()
     assert hub.locate(str(folder)).gguf == folder / "model-Q8_0.gguf"
+
+
+def test_errors_name_the_file_and_not_the_folder_that_is_made_of_it(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint", "llama", layers=1, **WIDE)
+    path, said = tmp_path / "model.gguf", tokenizer_metadata(tmp_path / "checkpoint")
+    said.pop("tokenizer.chat_template")
+    write_gguf(tmp_path / "checkpoint", path, all_of("Q8_0"), said)
+    directory = hub.locate(str(path)).directory
+    with pytest.raises(TemplateError) as without_template:
+        ChatTemplate.load(directory)
+    before = hub.contents(directory)
+    path.touch()
+    with pytest.raises(ModelChangedError) as changed:
+        require_unchanged(directory, before)
+    for error in (without_template.value, changed.value):
+        assert str(path) in error.what and str(directory) not in f"{error.what} {error.why}"
