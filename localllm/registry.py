@@ -47,6 +47,12 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "phimoe": "phimoe",
         "minimax_m2": "minimax_m2",
         "hunyuan_v1_moe": "hunyuan_v1_moe",
+        "qwen3_next": "qwen3_next",
+        "qwen3_5": "qwen3_5",
+        "qwen3_5_text": "qwen3_5",
+        "qwen3_5_moe": "qwen3_5_moe",
+        "qwen3_5_moe_text": "qwen3_5_moe",
+        "olmo_hybrid": "olmo_hybrid",
     }
 )
 

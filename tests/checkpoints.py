@@ -34,7 +34,15 @@ LONGROPE = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-MULTIMODAL = {"qwen3_vl_moe": VISION | {"deepstack_visual_indexes": [0]}}  # the vision model of each
+# The vision model of each.
+MULTIMODAL = {"qwen3_vl_moe": VISION | {"deepstack_visual_indexes": [0]}, "qwen3_5": VISION, "qwen3_5_moe": VISION}
+
+
+def linear(keys: int, values: int, key_dim: int, value_dim: int, **others: Any) -> dict[str, Any]:
+    """The sizes of Gated DeltaNet: heads of keys and of values, and their features."""
+    heads = {"linear_num_key_heads": keys, "linear_num_value_heads": values}
+    return heads | {"linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim} | others
+
 
 # name -> (model_type, what differs from SHAPE)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -138,6 +146,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
     ),
+    "qwen3_next": ("qwen3_next", EXPERTS | linear(2, 4, 16, 16, head_dim=32, shared_expert_intermediate_size=56)),
+    "qwen3_next-odd": (
+        "qwen3_next",
+        EXPERTS
+        | linear(1, 3, 24, 10, head_dim=24, shared_expert_intermediate_size=40, linear_conv_kernel_dim=3)
+        | {"mlp_only_layers": [1], "norm_topk_prob": False, "partial_rotary_factor": 0.5, "attention_bias": True},
+    ),
+    "qwen3_5": ("qwen3_5_text", linear(2, 6, 16, 32, head_dim=32)),
+    "qwen3_5-odd": (
+        "qwen3_5",
+        linear(3, 3, 32, 16, head_dim=32, linear_conv_kernel_dim=2)
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe", EXPERTS | linear(2, 4, 16, 16, head_dim=32, shared_expert_intermediate_size=24)),
+    "olmo_hybrid": ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "olmo_hybrid-rotating": (
+        "olmo_hybrid",
+        linear(2, 4, 24, 16, linear_allow_neg_eigval=False)
+        | {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
     "hunyuan_v1_moe-alpha": (
         "hunyuan_v1_moe",
@@ -169,7 +197,8 @@ def write_checkpoint(
     model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, values in model.state_dict().items():
         # Initial weights are near zero and norms are one: a wrong norm or an exchanged matrix would hide in that.
-        scale = 0.3 if "norm" in name or "correction" in name else 0.15
+        # More than this makes Gated DeltaNet's states so short-lived that fp32 has four digits of what comes out.
+        scale = 0.3 if "norm" in name or "correction" in name else 0.05 if "linear_attn" in name else 0.15
         values += scale * torch.randn_like(values)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory, max_shard_size=shard_size)

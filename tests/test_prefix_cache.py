@@ -42,12 +42,18 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 ODD = SHAPE | {"head_dim": 80}  # which groups of 32 do not divide
 WINDOWED = SHAPE | {"model_type": "gemma2", "query_pre_attn_scalar": 32, "sliding_window": 70}
+HYBRID = SHAPE | {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "partial_rotary_factor": 1.0, "num_hidden_layers": 4,
+}  # fmt: skip
 Answer = tuple[tuple[int, float], ...]  # tokens and their logprobs
 
 
 @cache
 def decoder(model: str = "llama", weights: str = "int4", dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    config = parse_config({"llama": SHAPE, "odd": ODD, "windowed": WINDOWED}[model], "a test's config")
+    shapes = {"llama": SHAPE, "odd": ODD, "windowed": WINDOWED, "hybrid": HYBRID}
+    config = parse_config(shapes[model], "a test's config")
     chosen = recipe(weights)
     return load_decoder(RandomBlocks(chosen), config, chosen, dtype=dtype, device=torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""The KV cache of one sequence: block tables over pages that it may share with others.
+"""What is kept of one sequence: block tables over pages that it may share with others, and its recurrent states.
 
 A page is *open* while its tokens are being written: dense, private, and written over after a rejected draft. In a coded
 format every token is written twice, into the open page and in its coded form, so that nothing happens when a page is
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from localllm.cache.kv_format import DENSE_PAGES, KVFormat
 from localllm.cache.pages import HOST, Ferry, Page, PagePool
+from localllm.cache.states import SequenceState
 from localllm.kernels.kv_page import PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
 from localllm.kernels.paged_attention import LayerPages
+from localllm.kernels.sizes import DeltaShape
 
 # Tokens of a forward that a window's pages are reserved for; a longer one lets the pools grow meanwhile.
 FORWARD_TOKENS = 2560
@@ -70,9 +72,14 @@ class KVPages:
         devices: Sequence[torch.device],
         shapes: Sequence[KVShape],
         dtype: torch.dtype,
+        delta_shape: DeltaShape | None = None,
+        state_devices: Sequence[torch.device] = (),
     ) -> None:
-        """windows, devices, shapes: of each layer."""
+        """windows, devices, shapes: of each layer with keys and values. state_devices: of each layer with a state of
+        `delta_shape`."""
         self.format = kv_format
+        self._delta_shape = delta_shape
+        self.state_devices = tuple(state_devices)
         ferry = Ferry()
 
         def new_group(layers: tuple[int, ...]) -> LayerGroup:
@@ -92,7 +99,8 @@ class KVPages:
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.nbytes for group in self.groups for pool in group.pools)
+        states = sum(sequence.state.states.nbytes for sequence in self.sequences if sequence.state is not None)
+        return states + sum(pool.nbytes for group in self.groups for pool in group.pools)
 
     @property
     def homes(self) -> Sequence[tuple[torch.device, int]]:
@@ -101,15 +109,33 @@ class KVPages:
 
     @property
     def is_on_host(self) -> bool:
-        return all(device == HOST for group in self.groups for pool in group.pools for device in pool.devices)
+        pools = [pool for group in self.groups for pool in group.pools]
+        return all(
+            device == HOST for devices in (self.state_devices, *(p.devices for p in pools)) for device in devices
+        )
 
     def new(self, capacity: int) -> PagedKV:
         """Room for a sequence of so many tokens. Raises what torch does where there is no memory."""
         return PagedKV(self, capacity)
 
-    def move(self, devices: Sequence[torch.device]) -> None:
-        """devices: of each layer. Where there is no memory, raises what torch does; what has moved stays there."""
+    @property
+    def snapshot_bytes(self) -> int:
+        """The bytes of a snapshot of all states of a sequence; 0 where no layer has any."""
+        return 0 if self._delta_shape is None else len(self.state_devices) * self._delta_shape.snapshot_bytes
+
+    def new_state(self) -> SequenceState | None:
+        """Return the states of a sequence that begins; None where no layer has any. Raises what torch does where there
+        is no memory."""
+        return None if self._delta_shape is None else SequenceState(self._delta_shape, self.state_devices)
+
+    def move(self, devices: Sequence[torch.device], state_devices: Sequence[torch.device] = ()) -> None:
+        """devices, state_devices: of each layer with keys and values, and with a state. Where there is no memory,
+        raises what torch does; what has moved stays there."""
+        self.state_devices = tuple(state_devices)
         try:
+            for sequence in self.sequences:
+                if sequence.state is not None:
+                    sequence.state.move(state_devices)
             for group in self.groups:
                 for pool in group.pools:
                     pool.move([devices[layer] for layer in group.layers])
@@ -150,6 +176,7 @@ class PagedKV:
             for group in pages.groups
         ]
         num_borrowed = len(borrowed[0]) if borrowed else 0
+        self.state = pages.new_state()
         self._reserve(num_borrowed)
         self._borrowed = {page for table in borrowed for page in table if page is not None}
         for index, table in enumerate(borrowed):
@@ -184,6 +211,8 @@ class PagedKV:
             other.close()
             raise
         other.length = self.length
+        if other.state is not None and self.state is not None:
+            other.state.take_from(self.state)
         return other
 
     @property
@@ -229,6 +258,7 @@ class PagedKV:
         if self not in self.pages.sequences:
             return
         self.pages.sequences.remove(self)
+        self.state = None
         self._end_forward()
         for index, group in enumerate(self.pages.groups):
             for page in self._open[index].values():
@@ -288,10 +318,19 @@ class PagedKV:
                 else:
                     group.scratch.reserve(1)
                     self._scratch[index][number] = group.scratch.take()
+        if self.state is not None:
+            self.state.prepare(self.length, end)
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
+        if self.state is not None:
+            self.state.advance(self.length)
         self._end_forward()
+
+    def recover(self) -> None:
+        """Begin anew where a forward has failed in which states were changed in place."""
+        if self.state is not None and self.state.is_torn:
+            self.trim(0)
 
     def _end_forward(self) -> None:
         for scratch in self._scratch:
@@ -301,7 +340,7 @@ class PagedKV:
 
     def trim(self, length: int) -> int:
         """Forget all but the first `length` tokens, or a few more of the last page where what its own tokens must read
-        densely is gone. Returns how many are held."""
+        densely is gone, or all where a recurrent state cannot be cut back. Returns how many are held."""
         assert 0 <= length <= self.length
         number = length // PAGE_TOKENS
         is_coded = self.pages.groups[0].coded is not None
@@ -310,6 +349,8 @@ class PagedKV:
         firsts = [group.first_seen(length) for group in self.pages.groups]
         seen = [table[first] for table, first in zip(self.tables, firsts, strict=True) if first < pages_of(length)]
         if None in seen:  # a window has left it: everything is computed again
+            number = length = 0
+        if self.state is not None and self.state.trim(length) != length:
             number = length = 0
         for index in range(len(self.pages.groups)):
             table, opened = self.tables[index], self._open[index]

@@ -4,6 +4,8 @@ A page's digest is a hash of the page before it and its own 64 token ids; the fi
 that decides what keys and values mean: the weights, the formats, RoPE. A request takes the longest run of known pages
 that its prompt begins with, whoever computed them. They rest where they were written until the room is needed, then in
 RAM, and on the disk; in each tier the tails of what was used the longest ago go first.
+
+Where layers keep a recurrent state too, a prefix is found up to its last snapshot: a state cannot be cut back.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.page_file import READERS, PageKey
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page, PagePool
+from localllm.cache.snapshots import SnapshotCache, snapshot_digest
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.streaming.disk_read import PAGE_BYTES
 from localllm.offload.streaming.host_buffer import host_buffer
@@ -94,8 +97,18 @@ class Counts:
 class PrefixCache:
     """The known pages of one model under one root. ram_bytes: the most that pages may take which left the pools."""
 
-    def __init__(self, root: bytes, pages: KVPages, ram_bytes: int = 0, disk: DiskTier | None = None) -> None:
+    def __init__(
+        self,
+        root: bytes,
+        pages: KVPages,
+        ram_bytes: int = 0,
+        disk: DiskTier | None = None,
+        snapshot_ram_bytes: int = 0,
+    ) -> None:
+        """snapshot_ram_bytes: the most that snapshots of recurrent states may take."""
         self.root = root
+        num_bytes = pages.snapshot_bytes
+        self.snapshots = SnapshotCache(num_bytes, snapshot_ram_bytes, disk) if num_bytes else None
         self.ram_bytes = ram_bytes
         self.disk = disk
         self.counts = Counts()
@@ -156,10 +169,23 @@ class PrefixCache:
         keys = self._chain(kv, token_ids, variant)
         known = self._known(keys[: (len(token_ids) - 1) // PAGE_TOKENS])
         self._touch(known)  # first: to make room for one of them must not take another
-        while not self._adopt(kv, known, cancelled):
+        while not self._begin(kv, known, cancelled):
             kv.trim(0)
             known = self._known(known[:-1])  # what the disk did not give is known no longer
         return keys
+
+    def _begin(self, kv: PagedKV, keys: Sequence[PageKey], cancelled: Callable[[], bool]) -> bool:
+        """Let the sequence begin with these pages, and the states behind them; return whether all could be had."""
+        if self.snapshots is None or kv.state is None or not keys:
+            return self._adopt(kv, keys, cancelled)
+        snapshot = self.snapshots.get(keys[-1])
+        if snapshot is None or not self._adopt(kv, keys, cancelled):
+            return False
+        if kv.num_sealed == len(keys):
+            kv.state.begin_at(snapshot, kv.length)
+        else:  # cancelled
+            kv.trim(0)
+        return True
 
     def _known(self, keys: Sequence[PageKey]) -> list[PageKey]:
         """Return the longest beginning of a chain of which every part is somewhere that a token behind it sees. Parts
@@ -176,6 +202,7 @@ class PrefixCache:
             known[:count]
             for count in range(len(known), -1, -1)
             if all(last[count] < first for last, first in zip(gaps, self._first_seen(count), strict=True))
+            and (self.snapshots is None or not count or self.snapshots.has(known[count - 1]))
         )
 
     def _in_memory(self, key: PageKey) -> Entry | None:
@@ -281,7 +308,8 @@ class PrefixCache:
         here = tuple(token_ids[num_tokens : num_tokens + PAGE_TOKENS])
         parent = keys[number - 1].digest if number else self.root
         known = [entry.key.token_ids for entry in self._entries.values() if entry.key.parent == parent]
-        known += [key.token_ids for key in self.disk.children(parent)] if self.disk is not None else []
+        if self.disk is not None:
+            known += [key.token_ids for key in self.disk.children(parent) if key.digest != snapshot_digest(parent)]
         nearest = max(known, key=lambda ids: _common(ids, here), default=())
         common = _common(nearest, here)
         if not nearest or common == len(here):
@@ -332,12 +360,24 @@ class PrefixCache:
             return False
         return self.disk.put(entry.key, payload.numpy().data)
 
-    def limit_ram(self, ram_bytes: int) -> bool:
+    def keep_snapshots(self, kv: PagedKV, token_ids: Sequence[int], variant: bytes = b"", *, ends: bool) -> None:
+        """Let the snapshots be found that were asked for; where the sequence ends, also the last one at a border."""
+        if self.snapshots is None or kv.state is None:
+            return
+        found = kv.state.take_snapshots(with_last=ends)
+        keys = self._chain(kv, token_ids[: kv.length], variant) if found else []
+        for position, snapshot in found.items():
+            number = position // PAGE_TOKENS - 1
+            if number < len(keys):
+                self.snapshots.put(keys[number], snapshot.payload())
+
+    def limit_ram(self, ram_bytes: int, snapshot_ram_bytes: int = 0) -> bool:
         """Keep no more than that in RAM from now on. Returns whether anything had to go."""
         self.ram_bytes, before = ram_bytes, self._ram_used
         while self._ram_used > ram_bytes:
             self._drop_oldest()
-        return self._ram_used < before
+        has_dropped = self.snapshots is not None and self.snapshots.limit_ram(snapshot_ram_bytes)
+        return self._ram_used < before or has_dropped
 
     def close(self, timeout_s: float) -> None:
         """Wait this long for what is on its way to the disk; what is not written by then is computed again."""
@@ -357,6 +397,8 @@ class PrefixCache:
     def _forget_if_gone(self, entry: Entry) -> None:
         if not entry.is_held and self._entries.get(entry.key.digest) is entry:
             del self._entries[entry.key.digest]
+            if self.snapshots is not None and not self._is_on_disk(entry.key):
+                self.snapshots.forget(entry.key)
 
     def _spill(self, entry: Entry) -> None:
         num_bytes = self._payload_bytes(entry.number)
@@ -385,6 +427,8 @@ class PrefixCache:
                 self._in_ram.move_to_end(key.digest)
         if self.disk is not None:
             self.disk.touch(key.digest for key in reversed(keys))
+        if self.snapshots is not None:
+            self.snapshots.touch(keys[-1:])
 
     # Bytes
 

@@ -94,11 +94,12 @@ class Engine(StepLoop):
         self._replan, self._limits = loaded.replan, limits or Limits()
         end_of_turn = end_of_turn_id(template, tokenizer) if isinstance(template, ChatTemplate) else None
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn)
+        eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         super().__init__(
             residency,
-            Scheduler(self._limits.within(plan), KVAllocator(residency, reuse, computed, plan)),
+            Scheduler(self._limits.within(plan), KVAllocator(residency, reuse, computed, plan, eos_ids)),
             speculation(speculate, residency, plan, loaded.drafter),
-            frozenset(token_id for token_id in eos if token_id is not None),
+            eos_ids,
             tokenizer.token_text,
             computed.name,
         )

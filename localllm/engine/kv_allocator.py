@@ -1,4 +1,4 @@
-"""Pages of keys and values for each request: room for all of it, and in it what is cached of its prompt already.
+"""Pages and states for each request: room for all of it, and in it what is cached of its prompt already.
 
 Knows sequences and the pages' bookkeeping. Knows no logits: what was computed is sealed, so that later prompts find it,
 once the engine says that it is finite.
@@ -6,12 +6,14 @@ once the engine says that it is finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory
-from localllm.engine.prefix_config import Computed, KVReuse, kept_bytes, prefix_cache
+from localllm.engine.prefix_config import Computed, KVReuse, kept_bytes, prefix_cache, snapshot_bytes
 from localllm.engine.request import Request
 from localllm.engine.residency import Residency
 from localllm.engine.sequence import Sequence
@@ -20,6 +22,9 @@ from localllm.errors import LocalLLMError
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.planner.plan import Plan
 
+# Snapshots on the way through a prompt are at least this far apart: one takes as much as the keys and values of some
+# 1,000 tokens do (Qwen 3.5 4B: 50 MB, 64 KB a token in bf16).
+_SNAPSHOT_TOKENS = 1024
 _CLOSE_S = 2.0  # for the pages of the last answer, 0.1 s on most disks
 
 
@@ -31,11 +36,33 @@ def tokens_needed(request: Request, max_length: int, limits: Limits) -> int:
     return num_prompt + each + request.beams * (max_length - num_prompt + PAGE_TOKENS + each)
 
 
+def snapshot_borders(token_ids: SequenceOf[int], end_ids: Collection[int]) -> list[int]:
+    """Return the borders of pages in a prompt at which snapshots of recurrent states are worth their memory: before the
+    answer, where the next turn and another try begin; behind the first message, with which other chats begin; and
+    behind others, each some way from the last."""
+    ends = [number + 1 for number, token in enumerate(token_ids) if token in end_ids]
+    borders = [end // PAGE_TOKENS * PAGE_TOKENS for end in ends]
+    chosen = borders[:1]
+    for border in borders[1:]:
+        if border - chosen[-1] >= _SNAPSHOT_TOKENS:
+            chosen.append(border)
+    last = (len(token_ids) - 1) // PAGE_TOKENS * PAGE_TOKENS
+    return sorted({border for border in (*chosen, last) if border})
+
+
 class KVAllocator:
     """prefix: the cache of earlier prompts; None where nothing is reused."""
 
-    def __init__(self, residency: Residency, reuse: KVReuse, computed: Computed, plan: Plan | None) -> None:
-        self._residency = residency
+    def __init__(
+        self,
+        residency: Residency,
+        reuse: KVReuse,
+        computed: Computed,
+        plan: Plan | None,
+        end_ids: Collection[int] = (),
+    ) -> None:
+        """end_ids: tokens that end a message."""
+        self._residency, self._end_ids = residency, end_ids
         warnings = iter([reuse.warn])  # the first sentence is passed on, and no other
         self._reuse = replace(reuse, warn=lambda text: next(warnings, ignore)(text))
         self.prefix = prefix_cache(self._reuse, computed, residency, plan)
@@ -55,24 +82,49 @@ class KVAllocator:
                 sequence.num_cached_tokens = kv.length
                 if sequence.request.explains_miss:
                     sequence.miss = self.prefix.miss(keys, kv.length, sequence.token_ids)
+            self._watch(sequence, kv)
         except BaseException:
             kv.close()
             raise
         sequence.kv = kv
 
+    def branch(self, leader: Sequence, follower: Sequence) -> None:
+        """Give a sequence a branch of what another one has computed. Raises what torch does where there is no
+        memory."""
+        assert leader.kv is not None
+        follower.kv = leader.kv.branch(follower.kv_capacity)
+        self._watch(follower, follower.kv)
+
+    def _watch(self, sequence: Sequence, kv: PagedKV) -> None:
+        """Have snapshots taken of a sequence's states, on the way through its prompt and through its answer."""
+        if kv.state is not None and self.prefix is not None:
+            borders = snapshot_borders(sequence.request.prompt_ids, self._end_ids)
+            kv.state.wanted = {border for border in borders if border > kv.length}
+            kv.state.follows = True
+
     def seal(self, sequence: Sequence) -> None:
-        """Let later prompts find the full pages of a sequence."""
+        """Let later prompts find the full pages of a sequence, and the states behind some of them."""
         if self.prefix is not None and sequence.owns_kv and sequence.kv is not None:
-            self.prefix.seal(sequence.kv, sequence.token_ids, self._rotation(sequence))
+            rotation = self._rotation(sequence)
+            self.prefix.seal(sequence.kv, sequence.token_ids, rotation)
+            self.prefix.keep_snapshots(sequence.kv, sequence.token_ids, rotation, ends=False)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back what a sequence has that has ended; the last snapshot of its states is kept."""
+        if sequence.kv is None or not sequence.owns_kv:
+            return
+        if self.prefix is not None and sequence.finish_reason != "error":
+            self.prefix.keep_snapshots(sequence.kv, sequence.token_ids, self._rotation(sequence), ends=True)
+        sequence.kv.close()
 
     def share_ram(self, plan: Plan | None) -> None:
         """Give the cached pages the memory that a plan has for them; None: what they have."""
         if self.prefix is not None and plan is not None:
-            self.prefix.limit_ram(kept_bytes(self._reuse, plan))
+            self.prefix.limit_ram(kept_bytes(self._reuse, plan), snapshot_bytes(self._reuse, plan))
 
     def give_up_ram(self) -> bool:
         """Give back the memory of pages that only serve later prompts; return whether there was any."""
-        return self.prefix is not None and self.prefix.ram_used_bytes > 0 and self.prefix.limit_ram(0)
+        return self.prefix is not None and self.prefix.limit_ram(0)
 
     def gives_way(self, error: Exception, rows: int) -> bool:
         """Return whether memory ran out in a forward of so many tokens and something was given up for it, cached pages

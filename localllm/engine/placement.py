@@ -76,6 +76,8 @@ def model_shape(
         head=blocks[-1],
         kv_bytes_per_token=kv_sizes.per_token,
         kv_bytes_per_sequence=kv_sizes.per_sequence,
+        recurrent_bytes=sum(each.shape.state_bytes + each.shape.snapshot_bytes for each in config.delta_nets),
+        snapshot_bytes=sum(each.shape.snapshot_bytes for each in config.delta_nets),
         default_ctx=min(config.max_position_embeddings, DEFAULT_CTX),
         row_bytes=widest_kv // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them
         + (native_row_bytes(config, recipe) if is_native else _operator_row_bytes(config, item_bytes)),

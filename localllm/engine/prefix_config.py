@@ -16,7 +16,7 @@ from localllm.cache.page_file import LAYOUT_VERSION
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.events import ignore
 from localllm.engine.residency import Residency
-from localllm.offload.planner.plan import KEPT_PAGES, Plan
+from localllm.offload.planner.plan import KEPT_PAGES, SNAPSHOTS, Plan
 
 _LEAST_QUEUE_BYTES = 16 << 20  # a few pages, under the tightest cap too: without them nothing reaches the disk
 _PAGES_VERSION = 2  # of the pages' bytes and of what is computed into them
@@ -29,11 +29,13 @@ class KVReuse:
     is_on: bool = True  # a prompt takes the pages of earlier ones
     ram_bytes: int | None = None  # for pages that left the pools; None: what the plan has for them
     directory: Path | None = None  # of pages on the disk; None: none go there
-    disk_bytes: int | None = None  # the most that they may take; None: the usual
+    snapshot_bytes: int | None = None  # of RAM, for recurrent states; None: what the plan has for them
+    disk_bytes: int | None = None  # the most that all may take there; None: the usual
     warn: Callable[[str], None] = ignore  # called once, from any thread, with what is wrong with the disk
 
 
-IN_POOLS = KVReuse(ram_bytes=0)  # takes no memory beside what running requests have had
+# Takes no memory beside what running requests have had, but for snapshots of recurrent states.
+IN_POOLS = KVReuse(ram_bytes=0, snapshot_bytes=1 << 28)
 NO_REUSE = KVReuse(is_on=False)
 
 
@@ -57,16 +59,18 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
         return None
     ram_bytes = kept_bytes(reuse, plan)
     queue_bytes = QUEUE_BYTES if plan is None else max(_LEAST_QUEUE_BYTES, min(QUEUE_BYTES, _planned_bytes(plan) // 2))
-    about = _about(computed, residency)
+    # A queue that one snapshot fills would take none.
+    queue_bytes = max(queue_bytes, 2 * residency.kv_pages.snapshot_bytes)
+    snapshots, about = snapshot_bytes(reuse, plan), _about(computed, residency)
     root = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=32, person=b"localllm-root").digest()
     if not computed.source:
-        return PrefixCache(secrets.token_bytes(32), residency.kv_pages, ram_bytes)
+        return PrefixCache(secrets.token_bytes(32), residency.kv_pages, ram_bytes, None, snapshots)
     disk = None
     if reuse.directory is not None and reuse.disk_bytes != 0:
         shown = {"model": computed.name or computed.source}  # of a folder of pages, to a person
         shown |= {name: str(about[name]) for name in ("weights", "kv", "dtype")}
         disk = DiskTier(reuse.directory, root, shown, reuse.disk_bytes, reuse.warn, queue_bytes=queue_bytes)
-    return PrefixCache(root, residency.kv_pages, ram_bytes, disk)
+    return PrefixCache(root, residency.kv_pages, ram_bytes, disk, snapshots)
 
 
 def kept_bytes(reuse: KVReuse, plan: Plan | None) -> int:
@@ -75,6 +79,13 @@ def kept_bytes(reuse: KVReuse, plan: Plan | None) -> int:
     if reuse.ram_bytes is not None:
         return reuse.ram_bytes
     return 0 if plan is None else _planned_bytes(plan) // 2
+
+
+def snapshot_bytes(reuse: KVReuse, plan: Plan | None) -> int:
+    """Return the RAM for snapshots of recurrent states: what the plan has for them, or a few where there is none."""
+    if reuse.snapshot_bytes is not None:
+        return reuse.snapshot_bytes
+    return 0 if plan is None else plan.ledger["ram"].get(SNAPSHOTS, 0)
 
 
 def _planned_bytes(plan: Plan) -> int:
@@ -97,4 +108,4 @@ def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:
         "ropes": [asdict(each.rope) for each in config.attentions],
         "shape": [[*astuple(shape)] for shape in config.kv_shapes],
         "windows": list(config.windows),
-    }
+    } | ({"states": [asdict(each) for each in config.delta_nets]} if config.delta_nets else {})

@@ -33,6 +33,8 @@ def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
         devices=model.kv_devices,
         shapes=config.kv_shapes,
         dtype=model.dtype,
+        delta_shape=config.delta_shape,
+        state_devices=model.state_devices,
     )
 
 
@@ -223,7 +225,7 @@ class Residency:
         on_device = is_device_out_of_memory(error)
         if on_device and not self._has_kv_on_host and any(device != HOST for device in self.kv_devices):
             self._has_kv_on_host = True
-            self.kv_pages.move(self.kv_devices)
+            self.kv_pages.move(self.kv_devices, self.model.state_devices)
             _give_back(error)
             return True
         blocks = None if self.placed is None else self._demoted(self.placed.blocks, on_device)
@@ -235,13 +237,13 @@ class Residency:
     def _place_kv(self) -> None:
         """Move keys and values to where they belong, or to the host where a GPU has no room for them."""
         try:
-            self.kv_pages.move(self.kv_devices)
+            self.kv_pages.move(self.kv_devices, self.model.state_devices)
         except (MemoryError, RuntimeError) as error:
             if not is_device_out_of_memory(error):
                 raise
             _give_back(error)
             self._has_kv_on_host = self._has_given_up = True
-            self.kv_pages.move(self.kv_devices)
+            self.kv_pages.move(self.kv_devices, self.model.state_devices)
 
     def _demoted(self, blocks: Sequence[BlockPlacement], on_device: bool) -> list[BlockPlacement] | None:
         return demoted(blocks, "vram" if on_device else "ram", self.config.tie_word_embeddings)

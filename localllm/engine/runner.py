@@ -207,7 +207,12 @@ class ModelRunner:
         has_step = self.cpu_program is not None or self.gpu_program is not None
         is_single_call = see is None and has_step and sum(map(len, batches)) <= SINGLE_CALL_ROWS
         on_block = None if is_single_call else between_blocks
-        logits = self._logits(batches, num_tokens, on_block, sees_each=see is not None)
+        try:
+            logits = self._logits(batches, num_tokens, on_block, sees_each=see is not None)
+        except BaseException:
+            for chunk in chunks:
+                chunk.kv.recover()
+            raise
         if advances:
             for chunk in chunks:
                 chunk.kv.advance(chunk.num_tokens)

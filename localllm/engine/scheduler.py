@@ -144,9 +144,8 @@ class Scheduler:
             own = self._reserved(sequence) - leader.num_prompt_tokens // PAGE_TOKENS * PAGE_TOKENS
             if sequence.wants_growth or not self._has_room(own):
                 break
-            assert leader.kv is not None
             try:
-                sequence.kv = leader.kv.branch(sequence.kv_capacity)
+                self.allocator.branch(leader, sequence)
             except (MemoryError, RuntimeError):
                 break  # it computes what is not known by then
             sequence.num_cached_tokens = sequence.num_prompt_tokens
@@ -160,8 +159,7 @@ class Scheduler:
         gone = {id(sequence): sequence for sequence in sequences}
         self.used_at = time.monotonic()
         for sequence in gone.values():
-            if sequence.kv is not None and sequence.owns_kv:
-                sequence.kv.close()
+            self.allocator.release(sequence)
         self.running = [s for s in self.running if id(s) not in gone]
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 

@@ -80,8 +80,10 @@ class StepLoop:
                 scheduled = with_beams(scheduled, self._searches)
             computed = self._forward(scheduled, report)
         except StepCancelledError:
+            _recover(scheduled)
             return events + self._drop_aborted()
         except (MemoryError, RuntimeError, LocalLLMError) as error:
+            _recover(scheduled)
             self._require_no_fault(error)
             if has_prepared and self._gives_way(error, scheduled):  # the next step tries again
                 return events
@@ -302,6 +304,12 @@ class StepLoop:
             if (search := self._searches.pop(sequence.request_id, None)) is not None:
                 search.close()
         self.scheduler.remove(sequences)
+
+
+def _recover(scheduled: Scheduled) -> None:
+    """Let sequences begin anew whose states a forward has changed that came to nothing."""
+    for _, chunk in scheduled:
+        chunk.kv.recover()
 
 
 def _prefill_reports(scheduled: Scheduled, report: Callable[[Event], None]) -> Progress:

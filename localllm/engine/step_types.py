@@ -31,7 +31,7 @@ class Limits:
         """Return these limits in a plan's memory; where blocks are streamed, as much as can be shares one reading."""
         if plan is None:
             return self
-        each = -(-plan.shape.kv_bytes_per_sequence // plan.shape.kv_bytes_per_token)
+        each = -(-(plan.shape.kv_bytes_per_sequence + plan.shape.recurrent_bytes) // plan.shape.kv_bytes_per_token)
         limits = replace(self, kv_tokens=plan.most_kv_tokens + plan.sequences * each, sequence_tokens=each)
         if plan.is_streamed:
             return replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)

@@ -100,3 +100,76 @@ def coding_bytes(coding: Coding, head_dim: int, item_bytes: int) -> tuple[int, i
     if coding == "dense":
         return elements * item_bytes, 0
     return elements * CODE_BITS[coding] // 8, PAGE_TOKENS * head_dim // GROUP
+
+
+# Of a layer of Gated DeltaNet: rows of a step that may be taken back, so that it changes no state before the next one.
+STEP_ROWS = 16
+# Of each segment of a batch, as the kernels read it: its first row and the one behind its last, the position of the
+# first row's token, up to where the state is changed in place, the address of the sequence's states on the device, the
+# row of the first token in the buffers that also hold rows computed again, and the address and number of snapshots:
+# pairs of a position and an address.
+DELTA_WORDS = ("begin", "end", "past", "committed", "states", "row", "snapshots", "num_snapshots")
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """A layer of Gated DeltaNet: its heads, and what it keeps of a sequence.
+
+    key_heads, key_dim: of queries and of keys. value_heads: a multiple of key_heads.
+    conv_width: tokens that the convolution sees, the last one included.
+    is_tiled: value head h belongs to key head h % key_heads; else those of one key head follow each other.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+    is_tiled: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Features that the convolution sees: queries, keys, values."""
+        return 2 * self.key_heads * self.key_dim + self.value_features
+
+    @property
+    def value_features(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def lanes(self) -> int:
+        """Value features that lie side by side in a state."""
+        return TILE if self.value_dim % TILE == 0 else self.value_dim
+
+    @property
+    def row_floats(self) -> int:
+        """What is kept of a token that the state does not hold yet: what the convolution sees, and two gates a head."""
+        return self.channels + 2 * self.value_heads
+
+    @property
+    def kept_rows(self) -> int:
+        """Tokens of which a sequence keeps that: those that may be replayed, a step's own, and what the convolution
+        sees before them."""
+        return self.conv_width - 1 + 2 * STEP_ROWS
+
+    @property
+    def matrix_bytes(self) -> int:
+        return 4 * self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state: float32 [value heads, value_dim / lanes, key_dim, lanes], the kept rows, float32
+        [kept_rows, row_floats], the row of position p at p % kept_rows; and int64 [value heads]: how many tokens the
+        state of each head has taken in."""
+        rows = self.matrix_bytes + 4 * self.kept_rows * self.row_floats
+        return _rounded(_rounded(rows, 8) + 8 * self.value_heads, 64)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot: the matrices, and the rows that the convolution sees before the next token, float32
+        [conv_width - 1, row_floats]; zeros where there is no such token."""
+        return _rounded(self.matrix_bytes + 4 * (self.conv_width - 1) * self.row_floats, 64)
+
+
+def _rounded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -41,14 +41,16 @@ class Attention:
         """x [T, hidden] -> [T, hidden]."""
         config, T = self.config, len(batch)
         H, KH, D = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = self.qkv_proj(x).view(T, H + 2 * KH, D)
+        projected = self.qkv_proj(x)
+        gate, qkv = projected[:, : config.gate_features], projected[:, config.gate_features :].view(T, H + 2 * KH, D)
         qk, v = qkv[:, : H + KH], qkv[:, H + KH :]
         qk = qk if config.rotates_first else self._normalised(qk)
         if config.clip is not None:
             qk, v = (x.clamp(-config.clip, config.clip) for x in (qk, v))
         qk = rotate(qk, *batch.rotations[self.rotation])
         qk = self._normalised(qk) if config.rotates_first else qk
-        return self.o_proj(self._mixed(qk, v, batch).reshape(T, H * D))
+        mixed = self._mixed(qk, v, batch).reshape(T, H * D)
+        return self.o_proj(mixed * gate.sigmoid() if config.has_output_gate else mixed)
 
     def _mixed(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotated queries and keys [T, H + KH, D], values [T, KH, D]; these go to their pages. Returns [T, H, D]."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import KVShape
+from localllm.kernels.sizes import DeltaShape, KVShape
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -41,6 +41,7 @@ class AttentionConfig:
     qk_norm: over each head's features, or over all heads' together (`full`).
     rotates_first: queries and keys rotate before they are normalised.
     clip: bounds the magnitude of queries, keys and values before they rotate.
+    has_output_gate: what is attended to is multiplied by the sigmoid of as many more rows of the projection.
     """
 
     num_heads: int
@@ -56,18 +57,49 @@ class AttentionConfig:
     clip: float | None = None
     has_bias: bool = False  # of q, k, v
     has_output_bias: bool = False
+    has_output_gate: bool = False
 
     @property
     def kv_shape(self) -> KVShape:
         return KVShape(self.num_kv_heads, self.head_dim)
 
     @property
+    def gate_features(self) -> int:
+        """Rows of the projection that come before those of queries, keys and values."""
+        return self.mixed_features if self.has_output_gate else 0
+
+    @property
     def qkv_features(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.gate_features + (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def mixed_features(self) -> int:
         return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated DeltaNet of one layer: attention whose memory is a matrix a head. See `kernels.delta_rule`.
+
+    beta_scale: 2 where a state may change its sign.
+    norm_eps: of the norm behind the heads; None: the model's.
+    """
+
+    shape: DeltaShape
+    beta_scale: float = 1.0
+    norm_eps: float | None = None
+
+    @property
+    def mixed_features(self) -> int:
+        return self.shape.value_features
+
+    @property
+    def in_features(self) -> int:
+        """What the projection makes of a token: queries, keys and values, and the gates of what comes out."""
+        return self.shape.channels + self.shape.value_features
+
+
+Mixer = AttentionConfig | DeltaNetConfig
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,37 @@ from torch import Tensor
 
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.paged_attention import LayerPages
+from localllm.kernels.sizes import DeltaShape
+
+
+class StateBytes(Protocol):
+    """So many bytes of each layer that keeps a state."""
+
+    def layer(self, number: int) -> Tensor:
+        """Return those of one layer, uint8, on its device."""
+
+    def address(self, device: torch.device) -> int:
+        """Return where the first of a device's layers begins; they lie one after the other."""
+
+
+class StateStore(Protocol):
+    """The recurrent states of one sequence, as the forward needs them that was prepared.
+
+    committed: tokens before this position change a state in place.
+    due: the snapshots to be taken, by the position before which.
+    """
+
+    @property
+    def shape(self) -> DeltaShape: ...
+
+    @property
+    def committed(self) -> int: ...
+
+    @property
+    def states(self) -> StateBytes: ...
+
+    @property
+    def due(self) -> Mapping[int, StateBytes]: ...
 
 
 class KVStore(Protocol):
@@ -24,6 +55,10 @@ class KVStore(Protocol):
     @property
     def is_on_host(self) -> bool:
         """Return whether all pages are on the host."""
+
+    @property
+    def state(self) -> StateStore | None:
+        """Return the recurrent states; None where no layer has any."""
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from localllm.kernels.sizes import KVShape
-from localllm.layers.config import AttentionConfig, MLPConfig, MoEConfig, RopeConfig
+from localllm.kernels.sizes import DeltaShape, KVShape
+from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPConfig, MoEConfig, RopeConfig
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
@@ -20,7 +20,7 @@ StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 class LayerConfig:
     """norm_placement, of both blocks: x + block(norm(x)), x + norm(block(x)), or x + norm(block(norm(x)))."""
 
-    mixer: AttentionConfig
+    mixer: Mixer
     feed_forward: MLPConfig | MoEConfig
     norm_placement: NormPlacement = "pre"
 
@@ -32,12 +32,15 @@ class StoredForm:
     renames: parts of a tensor's name, and what they are called here.
     transposes_experts: the matrices of all experts are one tensor, which may have columns before rows.
     interleaves_heads: the two features that rotate together lie side by side.
+    delta_rows: how the projections of Gated DeltaNet lie: queries, keys and values in one matrix (`joined`), in three
+        (`apart`), or all rows of one key head after those of the one before (`by_head`).
     num_extra_layers: layers behind the last that nobody computes with here: they draft tokens.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     transposes_experts: bool = False
     interleaves_heads: bool = False
+    delta_rows: Literal["joined", "apart", "by_head"] = "joined"
     num_extra_layers: int = 0
 
 
@@ -78,17 +81,32 @@ class ModelConfig:
 
     @cached_property
     def attentions(self) -> tuple[AttentionConfig, ...]:
-        """The attention of each layer."""
-        return tuple(layer.mixer for layer in self.layers)
+        """The attention of each layer that keeps keys and values."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+
+    @cached_property
+    def delta_nets(self) -> tuple[DeltaNetConfig, ...]:
+        """The Gated DeltaNet of each layer that keeps a state."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNetConfig))
+
+    @property
+    def delta_shape(self) -> DeltaShape | None:
+        """What each of those keeps, all alike; None where there are none."""
+        return self.delta_nets[0].shape if self.delta_nets else None
+
+    def number_among_alike(self, layer: int) -> int:
+        """Return how many layers with a mixer of the same kind come before a layer."""
+        kind = type(self.layers[layer].mixer)
+        return sum(type(each.mixer) is kind for each in self.layers[:layer])
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer keeps of a token."""
+        """What each layer with keys and values keeps of a token."""
         return tuple(attention.kv_shape for attention in self.attentions)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer's attention."""
+        """The window of each of `attentions`."""
         return tuple(attention.window for attention in self.attentions)
 
     @cached_property

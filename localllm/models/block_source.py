@@ -21,6 +21,7 @@ from localllm.models.layout import (
     EXPERTS,
     SHARED_CHECKSUM,
     BlockLayout,
+    Grouped,
     Matrix,
     Record,
     Vector,
@@ -70,7 +71,8 @@ class CheckpointBlocks:
                 for name, rows in _stored_rows(self.checkpoint, matrix, "bias").items() if matrix.has_bias else ():
                     self.checkpoint.expect(name, (rows,))
             for vector in layout.vectors:
-                self.checkpoint.expect(vector.stored, self._vector_shape(vector))
+                for name, shape in self._vector_shapes(vector).items():
+                    self.checkpoint.expect(name, shape)
         self.finish()
 
     def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
@@ -119,15 +121,32 @@ class CheckpointBlocks:
         return tensors
 
     def _vector(self, vector: Vector) -> dict[str, Tensor]:
-        shape = self._vector_shape(vector)
-        values = self._finite(vector.stored, self.checkpoint.read(vector.stored, shape, torch_dtype("float32")))
-        return {vector.name: values.view(-1) + (self.config.norm_weight_offset if vector.is_norm_weight else 0.0)}
+        import torch
 
-    def _vector_shape(self, vector: Vector) -> tuple[int, ...]:
-        """Return the shape of the vector in the checkpoint: some are stored as one row."""
-        row = (1, vector.features)
+        parts = [
+            self._finite(name, self.checkpoint.read(name, shape, torch_dtype("float32"))).view(-1, vector.taps)
+            for name, shape in self._vector_shapes(vector).items()
+        ]
+        values = torch.cat(parts).T.reshape(-1)
+        return {vector.name: values + (self.config.norm_weight_offset if vector.is_norm_weight else 0.0)}
+
+    def _vector_shapes(self, vector: Vector) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of the checkpoint that make up a vector, and their shapes."""
+        if vector.taps > 1:
+            stored = self.checkpoint.stored_rows(vector.stored, self._conv_parts(vector))
+            return {name: (rows, 1, vector.taps) for name, rows in stored.items()}
+        row = (1, vector.features)  # as which some are stored
         is_row = self.checkpoint.has(vector.stored) and self.checkpoint.shape(vector.stored) == row
-        return row if is_row else (vector.features,)
+        return {vector.stored: row if is_row else (vector.features,)}
+
+    def _conv_parts(self, vector: Vector) -> dict[str, int]:
+        """Return the channels of each part of a convolution: transformers cuts them where it saves a model, into equal
+        ones, whatever each was."""
+        parts, channels = dict(vector.parts), vector.features // vector.taps
+        if not all(map(self.checkpoint.has, parts)):
+            return {vector.stored: channels}
+        found = {name: self.checkpoint.shape(name)[0] for name in parts}
+        return found if sum(found.values()) == channels else parts
 
     def held_bytes(self, layout: BlockLayout) -> int:
         """Return the most bytes that are held at once while `parts` are read."""
@@ -291,7 +310,8 @@ def _read_bytes(matrix: Matrix, form: WeightLayout, checkpoint: Checkpoint | Non
     in_pieces = checkpoint is None or all(map(checkpoint.comes_in_pieces, rows))
     if checkpoint is not None and _keeps_codes(checkpoint, rows, form):
         # Codes as bytes with their scales.
-        is_whole = not in_pieces or matrix.interleaved is not None or any(count % TILE for count in rows.values())
+        is_ordered = matrix.interleaved is not None or matrix.grouped is not None
+        is_whole = not in_pieces or is_ordered or any(count % TILE for count in rows.values())
         return _CODE_BYTES * (N * K if is_whole else min(N * K, _PIECE_WEIGHTS))
     is_in_place = "weight" in form.specs(1, 1)
     read = N * K * ITEM_BYTES[_read_dtype(rows, form, checkpoint, K)]
@@ -325,7 +345,9 @@ def _as_computed(stored: Tensor, matrix: Matrix) -> Tensor:
 
 def _row_order(matrix: Matrix) -> Tensor | None:
     """Return the stored rows in the order in which they are computed with; None where that is theirs."""
-    pairs = matrix.interleaved
+    pairs, groups = matrix.interleaved, matrix.grouped
+    if groups is not None and groups.rows:
+        return _group_order(groups, matrix.out_features)
     if pairs is None or not pairs.rows:
         return None
     import torch
@@ -336,6 +358,15 @@ def _row_order(matrix: Matrix) -> Tensor | None:
     heads = torch.arange(pairs.rows // pairs.head_dim)
     order = (heads[:, None] * pairs.head_dim + features).flatten()
     return torch.cat((order, torch.arange(pairs.rows, matrix.out_features)))
+
+
+def _group_order(groups: Grouped, num_rows: int) -> Tensor:
+    import torch
+
+    begins = [0, *itertools.accumulate(groups.runs)]
+    first = torch.arange(groups.rows // begins[-1])[:, None] * begins[-1]
+    kinds = [(first + torch.arange(begins[kind], begins[kind + 1])).flatten() for kind in groups.order]
+    return torch.cat((*kinds, torch.arange(groups.rows, num_rows)))
 
 
 def written_record(record: Record, tensors: Mapping[str, Tensor]) -> Tensor:

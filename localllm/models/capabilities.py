@@ -30,7 +30,7 @@ def fills_vectors(config: ModelConfig, dtype: str) -> bool:
 
 def is_plain(attention: AttentionConfig) -> bool:
     """Return whether all native programs know what such attention computes."""
-    return not attention.rotates_first and attention.clip is None
+    return not attention.rotates_first and attention.clip is None and not attention.has_output_gate
 
 
 def _is_plain_on_cpu(attention: AttentionConfig) -> bool:
@@ -49,6 +49,8 @@ def has_plain_steps(config: ModelConfig) -> bool:
     """Return whether a CPU's native steps know all that the model computes. Torch computes any other model."""
     return (
         has_one_head_shape(config)
+        and not config.delta_nets
+        and not any(attention.has_output_gate for attention in config.attentions)
         and all(map(_is_plain_on_cpu, config.attentions))
         and config.norm_kind == "rms"
         and not config.has_head_bias

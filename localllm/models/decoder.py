@@ -17,6 +17,7 @@ from torch import Tensor
 
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, moved
+from localllm.layers.delta_net import DeltaNet
 from localllm.layers.linear import Embedding, Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE
@@ -32,7 +33,7 @@ class Block:
     """x + norm_out(body(norm_in(x))); a family has one of the two norms, or both."""
 
     name: str  # "layers.3.attention", "layers.3.mlp"
-    body: Attention | MLP | SplitMLP | MoE
+    body: Attention | DeltaNet | MLP | SplitMLP | MoE
     norm_in: Norm | None
     norm_out: Norm | None
     device: torch.device  # where it is computed, with its tensors and its input
@@ -102,8 +103,13 @@ class Decoder:
 
     @cached_property
     def kv_devices(self) -> tuple[torch.device, ...]:
-        """The device on which each layer's keys and values are used."""
+        """The device on which the keys and values of each layer that has them are used."""
         return tuple(block.device for block in self.blocks if isinstance(block.body, Attention))
+
+    @cached_property
+    def state_devices(self) -> tuple[torch.device, ...]:
+        """The device on which the state of each layer that has one is used."""
+        return tuple(block.device for block in self.blocks if isinstance(block.body, DeltaNet))
 
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden] on the embedding's device."""

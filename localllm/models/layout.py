@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
-from localllm.layers.config import AttentionConfig, MLPConfig, MoEConfig
+from localllm.kernels.sizes import DeltaShape
+from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPConfig, MoEConfig
 from localllm.models.architecture import ModelConfig, NormPlacement
 from localllm.offload.streaming.ring import PAGE_BYTES
 from localllm.quant.layouts import RecipeOf, Sizes, TensorSpec, WeightLayout
@@ -46,6 +47,16 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """The first `rows` of a matrix are stored in groups of runs of rows, by their lengths. Here the runs of one kind
+    come together, those of the kind `order[0]` first."""
+
+    rows: int
+    runs: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Matrix:
     """One linear layer. Its rows are those of the checkpoint's `parts`, or of `stored` where that is stored fused, and
     are multiplied by `scale` when they are read."""
@@ -57,6 +68,7 @@ class Matrix:
     has_bias: bool = False
     role: Literal["block", "embedding", "router"] = "block"  # embedding: the token embedding or the head
     interleaved: Interleaved | None = None
+    grouped: Grouped | None = None
     scale: float = 1.0
 
     @property
@@ -76,10 +88,12 @@ class Matrix:
         begins = dict(zip(self.parts, itertools.accumulate(self.parts.values(), initial=0), strict=False))
         parts = {name: count for name, count in self.parts.items() if first <= begins[name] < first + rows}
         assert sum(parts.values()) == rows
-        pairs = self.interleaved
+        pairs, groups = self.interleaved, self.grouped
         if pairs is not None:
             pairs = replace(pairs, rows=min(max(pairs.rows - first, 0), rows))
-        return replace(self, parts=parts, has_bias=False, interleaved=pairs)
+        if groups is not None:
+            groups = replace(groups, rows=min(max(groups.rows - first, 0), rows))
+        return replace(self, parts=parts, has_bias=False, interleaved=pairs, grouped=groups)
 
     def specs(self, recipe: Sizes) -> dict[str, TensorSpec]:
         """Its tensors by their names inside the block: those of its format, and the bias."""
@@ -92,12 +106,18 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """A few numbers in fp32: a norm's weights or bias, or what corrects a router's choice."""
+    """A few numbers in fp32: a norm's weights or bias, what corrects a router's choice, a convolution's taps.
+
+    stored: its name in a checkpoint. parts: names and features of what makes it up where that is not stored.
+    taps: of a convolution, stored as [features / taps, 1, taps]; here all channels of one tap lie together.
+    """
 
     name: str  # inside its block: "norm_in"
     stored: str  # "model.layers.0.input_layernorm.weight"
     features: int
     is_norm_weight: bool = True  # a family may store it less an offset
+    taps: int = 1
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,7 +226,7 @@ def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
     for number, layer in enumerate(config.layers):
         around = _Around(f"model.layers.{number}", config, layer.norm_placement)
         body = layer.feed_forward
-        blocks.append(_attention(number, layer.mixer, around))
+        blocks.append(_mixer(number, layer.mixer, around))
         blocks.append(_mlp(number, body, around) if isinstance(body, MLPConfig) else _moe(number, body, around))
     head = () if config.tie_word_embeddings else (_vocabulary("lm_head", "lm_head", config),)
     vectors = _norm("final_norm", "model.norm", config)
@@ -253,14 +273,22 @@ class _Around:
         )
 
 
+def _mixer(layer: int, config: Mixer, around: _Around) -> BlockLayout:
+    if isinstance(config, DeltaNetConfig):
+        return _delta_net(layer, config, around)
+    return _attention(layer, config, around)
+
+
 def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLayout:
     D, H, KH, hidden = config.head_dim, config.num_heads, config.num_kv_heads, around.model.hidden_size
     attn = f"{around.prefix}.self_attn"
-    qkv = {f"{attn}.q_proj": H * D, f"{attn}.k_proj": KH * D, f"{attn}.v_proj": KH * D}
+    qkv = {f"{attn}.q_proj": config.gate_features + H * D, f"{attn}.k_proj": KH * D, f"{attn}.v_proj": KH * D}
     is_interleaved = around.model.stored.interleaves_heads
     pairs = Interleaved((H + KH) * D, D, config.rotary_dim) if is_interleaved else None
+    # Stored is each head's query with its gate behind it; here all gates come before the queries.
+    gates = Grouped(2 * H * D, (D, D), (1, 0)) if config.has_output_gate else None
     matrices = (
-        Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.has_bias, interleaved=pairs),
+        Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.has_bias, interleaved=pairs, grouped=gates),
         Matrix(
             "o_proj",
             f"{attn}.o_proj",
@@ -278,6 +306,49 @@ def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLay
             Vector("k_norm", f"{attn}.k_norm.weight", KH * D if wide else D),
         )
     return BlockLayout(f"layers.{layer}.attention", matrices, norms)
+
+
+def _delta_net(layer: int, config: DeltaNetConfig, around: _Around) -> BlockLayout:
+    shape, net, hidden = config.shape, f"{around.prefix}.linear_attn", around.model.hidden_size
+    taps, heads = shape.conv_width, shape.value_heads
+    out = {f"{net}.out_proj": hidden}
+    matrices = (
+        *_delta_projections(config, net, around.model),
+        Matrix("out_proj", f"{net}.out_proj", out, shape.value_features, scale=around.model.residual_scale),
+    )
+    parts = tuple((f"{net}.{part}_conv1d.weight", rows) for part, rows in _delta_rows(shape).items())
+    vectors = (
+        Vector("conv", f"{net}.conv1d.weight", taps * shape.channels, is_norm_weight=False, taps=taps, parts=parts),
+        Vector("a_log", f"{net}.A_log", heads, is_norm_weight=False),
+        Vector("dt_bias", f"{net}.dt_bias", heads, is_norm_weight=False),
+        Vector("norm", f"{net}.norm.weight", shape.value_dim, is_norm_weight=False),
+    )
+    return BlockLayout(f"layers.{layer}.attention", matrices, (*around.norms(ATTENTION_NORMS), *vectors))
+
+
+def _delta_projections(config: DeltaNetConfig, net: str, model: ModelConfig) -> tuple[Matrix, Matrix]:
+    """Return the matrices of queries, keys, values and the gates of what comes out, and of the two gates of a state."""
+    shape, heads, form = config.shape, config.shape.value_heads, model.stored.delta_rows
+    wide, gates = f"{net}.in_proj_qkvz", f"{net}.in_proj_ba"
+    groups: tuple[Grouped | None, Grouped | None] = (None, None)
+    if form == "by_head":
+        own = heads // shape.key_heads
+        runs = (shape.key_dim, shape.key_dim, own * shape.value_dim, own * shape.value_dim)
+        wide_rows, gate_rows = {wide: config.in_features}, {gates: 2 * heads}
+        groups = Grouped(config.in_features, runs, (0, 1, 2, 3)), Grouped(2 * heads, (own, own), (0, 1))
+    else:
+        joined = {"qkv": shape.channels} if form == "joined" else _delta_rows(shape)
+        wide_rows = {f"{net}.in_proj_{part}": rows for part, rows in {**joined, "z": shape.value_features}.items()}
+        gate_rows = {f"{net}.in_proj_b": heads, f"{net}.in_proj_a": heads}
+    return (
+        Matrix("in_proj", wide, wide_rows, model.hidden_size, grouped=groups[0]),
+        Matrix("gates_proj", gates, gate_rows, model.hidden_size, role="router", grouped=groups[1]),
+    )
+
+
+def _delta_rows(shape: DeltaShape) -> dict[str, int]:
+    keys = shape.key_heads * shape.key_dim
+    return {"q": keys, "k": keys, "v": shape.value_features}
 
 
 def _mlp(layer: int, config: MLPConfig, around: _Around) -> BlockLayout:

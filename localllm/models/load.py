@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from localllm.kernels.delta_rule import DeltaWeights
 from localllm.layers.attention import Attention
-from localllm.layers.config import MLPConfig, MoEConfig
+from localllm.layers.config import AttentionConfig, DeltaNetConfig, MLPConfig, MoEConfig
+from localllm.layers.delta_net import DeltaNet
 from localllm.layers.linear import Embedding, Linear, RowLookup
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import ExpertBank, MoE
@@ -162,7 +164,7 @@ class _Loaded:
 
 
 def _block(loaded: _Loaded, index: int) -> Block:
-    body = _feed_forward(loaded, index // 2) if index % 2 else _attention(loaded, index // 2)
+    body = _feed_forward(loaded, index // 2) if index % 2 else _mixer(loaded, index // 2)
     return Block(
         name=loaded.block.layout.name,
         body=body,
@@ -177,12 +179,27 @@ def _feed_forward(loaded: _Loaded, layer: int) -> MLP | SplitMLP | MoE:
     return loaded.mlp(config) if isinstance(config, MLPConfig) else loaded.moe(config)
 
 
-def _attention(loaded: _Loaded, layer: int) -> Attention:
+def _mixer(loaded: _Loaded, layer: int) -> Attention | DeltaNet:
     model = loaded.parts.config
-    config = model.attentions[layer]
+    mixer, number = model.layers[layer].mixer, model.number_among_alike(layer)
+    if isinstance(mixer, AttentionConfig):
+        return _attention(loaded, mixer, number)
+    return _delta_net(loaded, mixer, number)
+
+
+def _delta_net(loaded: _Loaded, config: DeltaNetConfig, number: int) -> DeltaNet:
+    tensors, eps = loaded.block.tensors, config.norm_eps or loaded.parts.config.norm_eps
+    conv = tensors["conv"].view(config.shape.conv_width, config.shape.channels)
+    weights = DeltaWeights(conv, tensors["a_log"], tensors["dt_bias"], tensors["norm"], config.beta_scale, eps)
+    inside, gates, outside = (loaded.linear(name) for name in ("in_proj", "gates_proj", "out_proj"))
+    return DeltaNet(config, number, inside, gates, outside, weights)
+
+
+def _attention(loaded: _Loaded, config: AttentionConfig, number: int) -> Attention:
+    model = loaded.parts.config
     return Attention(
         config=config,
-        layer=layer,
+        layer=number,
         rotation=model.rotations.index((config.rope, config.rotary_dim)),
         qkv_proj=loaded.linear("qkv_proj"),
         o_proj=loaded.linear("o_proj"),

@@ -23,7 +23,7 @@ from torch import Tensor
 from localllm.errors import CheckpointError, show
 from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
-from localllm.layers.config import MLPConfig, MoEConfig
+from localllm.layers.config import AttentionConfig, Mixer, MLPConfig, MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.block_source import add_to_digest
 from localllm.models.disk_embedding import DiskEmbedding
@@ -83,16 +83,22 @@ def _model_entry(config: ModelConfig) -> dict[str, object]:
 
 
 def _layer_entry(layer: LayerConfig) -> dict[str, object]:
-    attention, body = layer.mixer, layer.feed_forward
-    return _body_entry(body) | {
-        "num_heads": attention.num_heads,
-        "num_kv_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "attention_bias": attention.has_bias,
-        "output_bias": attention.has_output_bias,
-        "qk_norm": attention.qk_norm,
-        "norm_placement": layer.norm_placement,
+    entry = _body_entry(layer.feed_forward) | _mixer_entry(layer.mixer)
+    return entry | {"norm_placement": layer.norm_placement}
+
+
+def _mixer_entry(mixer: Mixer) -> dict[str, object]:
+    if not isinstance(mixer, AttentionConfig):
+        return {"delta_net": dataclasses.asdict(mixer.shape)}
+    entry: dict[str, object] = {
+        "num_heads": mixer.num_heads,
+        "num_kv_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "attention_bias": mixer.has_bias,
+        "output_bias": mixer.has_output_bias,
+        "qk_norm": mixer.qk_norm,
     }
+    return entry | {"output_gate": True} if mixer.has_output_gate else entry
 
 
 def _body_entry(body: MLPConfig | MoEConfig) -> dict[str, object]:

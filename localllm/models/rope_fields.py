@@ -13,7 +13,7 @@ from localllm.errors import UnsupportedModelError, show
 from localllm.layers.config import RopeConfig, RopeKind
 from localllm.models.fields import Fields
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 MAX_POSITIONS = 1 << 28
 _LARGEST_THETA = 1e15
 _LARGEST_FACTOR = 1e6

@@ -38,7 +38,7 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weig
 _DECIDES = re.compile(
     r"model\.layers\.\d+\.(?:self_attn\.(?:(?:[qkvo]|qkv)_proj|[qk]_norm)"
     r"|mlp\.(?:(?:experts\.\d+|shared_expert)\.)?(?:gate|up|down|gate_up)_proj|mlp\.(?:gate|shared_expert_gate)|\w*layernorm)"
-    r"\.(?:weight|bias|e_score_correction_bias)|lm_head\.bias|model\.norm\.bias"
+    r"\.(?:weight|bias|e_score_correction_bias)|model\.layers\.\d+\.linear_attn\.[\w.]+|lm_head\.bias|model\.norm\.bias"
 )
 # All experts' matrices as one tensor [experts, rows, columns], or [experts, columns, rows].
 _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")

@@ -20,7 +20,7 @@ from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.registry import FAMILIES
 
 _LIMITS = JsonLimits()
-_MULTIMODAL = ("gemma3", "qwen3_vl_moe")  # the text model's keys are in a section
+_MULTIMODAL = ("gemma3", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # the text model's keys are in a section
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")  # may stand beside it
 
 

@@ -9,11 +9,23 @@ from typing import Any, get_args
 
 from localllm.errors import UnsupportedModelError, show
 from localllm.kernels.router import RouterConfig, Scores
-from localllm.layers.config import MAX_EXPERTS, Activation, AttentionConfig, MLPConfig, MoEConfig, RopeConfig, RopeKind
+from localllm.kernels.sizes import DeltaShape
+from localllm.layers.config import (
+    MAX_EXPERTS,
+    Activation,
+    AttentionConfig,
+    DeltaNetConfig,
+    Mixer,
+    MLPConfig,
+    MoEConfig,
+    RopeConfig,
+    RopeKind,
+)
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredDtype
 from localllm.models.fields import Fields, is_integer
 from localllm.models.rope_fields import (
     FULL,
+    LINEAR,
     MAX_POSITIONS,
     ROPE_KINDS,
     SLIDING,
@@ -32,6 +44,7 @@ _MAX_HEAD_DIM = 2048
 _MAX_VOCAB = 1 << 22
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_EOS_TOKENS = 256
+_MAX_CONV_WIDTH = 8
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -150,17 +163,55 @@ def one_kind(fields: Fields) -> tuple[str, ...]:
     return kinds
 
 
-def declared_kinds(fields: Fields) -> tuple[str, ...] | None:
-    """Return the kinds of layers that the file lists; None where it does not."""
+def declared_kinds(fields: Fields, known: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...] | None:
+    """Return the kinds of layers that the file lists; None where it does not. known: those that the family has."""
     kinds, layers = fields.items("layer_types", most=MAX_LAYERS), num_layers(fields)
     if kinds is None:
         return None
     if len(kinds) != layers:
         raise fields.refuse("layer_types", f"a list of num_hidden_layers = {layers} entries")
     for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise unsupported(fields.source, f"a layer of the type {show(kind)}", f"{FULL}, {SLIDING}")
+        if kind not in known:
+            raise unsupported(fields.source, f"a layer of the type {show(kind)}", ", ".join(known))
     return tuple(str(kind) for kind in kinds)
+
+
+# Gated DeltaNet
+
+
+def hybrid_mixers(
+    fields: Fields, attention: AttentionConfig, delta_net: DeltaNetConfig, kinds: Sequence[str]
+) -> list[Mixer]:
+    """Return each layer's mixer. kinds: of layers, where the file lists none. Raises CheckpointError where no layer has
+    keys and values."""
+    kinds = declared_kinds(fields, (LINEAR, FULL)) or kinds
+    if FULL not in kinds:
+        raise fields.refuse("layer_types", f"at least one layer of {FULL}")
+    return [attention if kind == FULL else delta_net for kind in kinds]
+
+
+def every_so_many_full(fields: Fields) -> tuple[str, ...]:
+    """Return the kinds of layers of which every `full_attention_interval`-th is full."""
+    interval = fields.integer("full_attention_interval", 1, MAX_LAYERS)
+    return tuple(LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers(fields)))
+
+
+def read_delta_net(fields: Fields, **traits: Any) -> DeltaNetConfig:
+    """Return the Gated DeltaNet of each linear layer. traits: fields of DeltaNetConfig besides its heads."""
+    if _activation(fields) != "silu":
+        raise unsupported(fields.source, "Gated DeltaNet with another activation", "silu")
+    key_heads = fields.integer("linear_num_key_heads", 1, _MAX_HEADS)
+    value_heads = fields.integer("linear_num_value_heads", 1, _MAX_HEADS)
+    if value_heads % key_heads:
+        raise fields.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads = {key_heads}")
+    shape = DeltaShape(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=fields.integer("linear_key_head_dim", 1, _MAX_HEAD_DIM),
+        value_dim=fields.integer("linear_value_head_dim", 1, _MAX_HEAD_DIM),
+        conv_width=fields.integer("linear_conv_kernel_dim", 2, _MAX_CONV_WIDTH),
+    )
+    return DeltaNetConfig(shape, **traits)
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
@@ -263,7 +314,7 @@ def grouped_layers(fields: Fields, attentions: Sequence[AttentionConfig], num_de
     return [LayerConfig(attention, dense if layer < num_dense else moe) for layer, attention in enumerate(attentions)]
 
 
-def sparse_layers(fields: Fields, attentions: Sequence[AttentionConfig], moe: MoEConfig) -> list[LayerConfig]:
+def sparse_layers(fields: Fields, mixers: Sequence[Mixer], moe: MoEConfig) -> list[LayerConfig]:
     """Return layers as Qwen's files describe them: every so many has experts, but those that are named."""
     step, count = fields.integer("decoder_sparse_step", 1, MAX_LAYERS), num_layers(fields)
     named = fields.items("mlp_only_layers", most=MAX_LAYERS) or []
@@ -271,8 +322,8 @@ def sparse_layers(fields: Fields, attentions: Sequence[AttentionConfig], moe: Mo
         raise fields.refuse("mlp_only_layers", f"numbers of layers below num_hidden_layers = {count}")
     dense = read_mlp(fields)
     is_sparse = [(layer + 1) % step == 0 and layer not in named for layer in range(count)]
-    pairs = zip(attentions, is_sparse, strict=True)
-    return [LayerConfig(attention, moe if sparse else dense) for attention, sparse in pairs]
+    pairs = zip(mixers, is_sparse, strict=True)
+    return [LayerConfig(mixer, moe if sparse else dense) for mixer, sparse in pairs]
 
 
 def _activation(fields: Fields) -> Activation:

@@ -117,7 +117,7 @@ class HostPlacements:
             how = "where all blocks are streamed from the disk"
         named = {
             "the program": owners["program"],
-            f"{ctx} tokens of context": owners["kv"],
+            f"{ctx} tokens of context": owners["kv"] + owners["states"],
             "what is being computed": owners["activations"],
             "the embedding": owners["embedding"],
             blocks: owners["blocks"],
@@ -166,6 +166,7 @@ class HostPlacements:
         return {
             "program": self.machine.memory.program_bytes,
             "kv": shape.kv_bytes(kv_tokens, sequences),
+            "states": sequences * shape.recurrent_bytes,
             "activations": activations,
             "embedding": 0 if looks_up else shape.embed.num_bytes,
             "draft": shape.draft_bytes,

@@ -76,6 +76,8 @@ class ModelShape:
     logits_bytes: int  # of one token
     batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
     kv_bytes_per_sequence: int = 0  # beside those of its tokens
+    recurrent_bytes: int = 0  # of the states of a sequence, and of the last snapshot of them
+    snapshot_bytes: int = 0  # of one snapshot of all states
     is_tied: bool = False  # the embedding is the head's matrix
     can_split: bool = False  # an MLP block, between a device and the host
     can_slot: bool = False  # experts in the host's memory, some of them also in slots of a device's

@@ -13,7 +13,8 @@ from localllm.offload.planner.model_shape import ModelShape
 
 GIB = 1 << 30
 _CAP_STEP_BYTES = 16 << 20  # below 2 GiB: what a program holds differs by some MB from run to run
-KEPT_PAGES = "kept pages"  # an owner in the ledger
+KEPT_PAGES, SNAPSHOTS = "kept pages", "state snapshots"  # owners in the ledger
+_MOST_SNAPSHOTS = 16  # a few turns of a few chats; the disk has more
 _MOST_KEPT_BYTES = 512 << 20  # 40,000 tokens of a 1.1B model in INT8; more of what is free is the machine's
 
 
@@ -130,10 +131,12 @@ class Plan:
 
 def with_kept_pages(plan: Plan) -> Plan:
     """Return the plan with some of the host's free memory for keys and values that no running request has."""
-    spare = max(0, plan.limits["ram"] - plan.total_bytes("ram"))
-    kept = min(_MOST_KEPT_BYTES, spare // 4)
-    ram = {**plan.ledger["ram"], KEPT_PAGES: kept}
-    return replace(plan, ledger={**plan.ledger, "ram": ram}) if kept else plan
+    spare, each = max(0, plan.limits["ram"] - plan.total_bytes("ram")), plan.shape.snapshot_bytes
+    kept = {KEPT_PAGES: min(_MOST_KEPT_BYTES, spare // 4)}
+    if each:
+        kept[SNAPSHOTS] = min(_MOST_SNAPSHOTS, spare // 4 // each) * each
+    ram = {**plan.ledger["ram"], **{owner: count for owner, count in kept.items() if count}}
+    return replace(plan, ledger={**plan.ledger, "ram": ram})
 
 
 def can_be_packed(plan: Plan, memory: Memory) -> bool:
