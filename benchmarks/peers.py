@@ -28,7 +28,7 @@ from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts
 from localllm.models.shapes import shipped_shapes
 
-MODELS = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b", "qwen3-30b-a3b")  # shapes that all sides know
+MODELS = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b", "qwen3-30b-a3b", "qwen3.5-4b")  # shapes that all sides know
 OURS, LLAMA, TRANSFORMERS = "localllm", "llama.cpp", "transformers"
 DEPTHS = (128, 2048)
 GIB = 1 << 30

@@ -1,4 +1,4 @@
-"""A GGUF file of the shape of a Llama or of Qwen3-MoE with random weights, as `llama-quantize` lays it out.
+"""A GGUF file of the shape of a Llama, of Qwen3-MoE or of Qwen3.5 with random weights, as `llama-quantize` lays it out.
 
 Q4_0: matrices in Q4_0, the head in Q6_K, norms and routers in fp32. Q4_K_M: as files are published most, with half of
 the values and of the second MLP matrices in Q6_K. The vocabulary is one word an id.
@@ -41,29 +41,68 @@ def model_tensors(shape: Mapping[str, Any], head: str, mix: Mix = "Q4_0") -> Ite
     """Every tensor by llama.cpp's names. shape: Hugging Face's config. head: Q6_K or Q4_0."""
     most = Type.Q4_0 if mix == "Q4_0" else Type.Q4_K
     layers = shape["num_hidden_layers"]
-    hidden, heads, head_dim = shape["hidden_size"], shape["num_attention_heads"], _head_dim(shape)
-    mixed, kv = heads * head_dim, shape["num_key_value_heads"] * head_dim
-    is_mixture = "num_experts" in shape
-    yield GGUFTensor(EMBEDDING, (shape["vocab_size"], hidden), most)
+    hidden, is_tied = shape["hidden_size"], is_hybrid(shape) and shape["tie_word_embeddings"]
+    yield GGUFTensor(EMBEDDING, (shape["vocab_size"], hidden), Type[head] if is_tied else most)
     for layer in range(layers):
-        matrices = {
-            "attn_q": (mixed, hidden),
-            "attn_k": (kv, hidden),
-            "attn_v": (kv, hidden),
-            "attn_output": (hidden, mixed),
-            **_feed_forward(shape),
-        }
-        plain: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
-        if is_mixture:
-            plain |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
+        is_recurrent = is_hybrid(shape) and bool((layer + 1) % shape["full_attention_interval"])
+        matrices = {**(_delta_net(shape) if is_recurrent else _attention(shape)), **_feed_forward(shape)}
+        second_norm = "post_attention_norm" if is_hybrid(shape) else "ffn_norm"
+        plain: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), second_norm: (hidden,)}
+        if "num_experts" in shape:
             plain["ffn_gate_inp"] = (shape["num_experts"], hidden)
+        if is_recurrent:
+            plain |= _delta_gates(shape)
+        elif "num_experts" in shape or is_hybrid(shape):
+            plain |= {"attn_q_norm": (_head_dim(shape),), "attn_k_norm": (_head_dim(shape),)}
         for name, matrix in matrices.items():
             is_more = mix == "Q4_K_M" and name in ("attn_v", "ffn_down") and _has_more_bits(layer, layers)
             yield GGUFTensor(f"blk.{layer}.{name}.weight", matrix, Type.Q6_K if is_more else most)
         for name, numbers in plain.items():
-            yield GGUFTensor(f"blk.{layer}.{name}.weight", numbers, Type.F32)
+            suffix = "" if name == "ssm_a" else ".bias" if name == "ssm_dt" else ".weight"
+            yield GGUFTensor(f"blk.{layer}.{name}{suffix}", numbers, Type.F32)
     yield GGUFTensor("output_norm.weight", (hidden,), Type.F32)
-    yield GGUFTensor("output.weight", (shape["vocab_size"], hidden), Type[head])
+    if not is_tied:
+        yield GGUFTensor("output.weight", (shape["vocab_size"], hidden), Type[head])
+
+
+def is_hybrid(shape: Mapping[str, Any]) -> bool:
+    return "linear_num_value_heads" in shape
+
+
+def _attention(shape: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, head_dim = shape["hidden_size"], _head_dim(shape)
+    mixed, kv = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
+    queries = 2 * mixed if is_hybrid(shape) else mixed  # each head's gate beside it
+    return {
+        "attn_q": (queries, hidden),
+        "attn_k": (kv, hidden),
+        "attn_v": (kv, hidden),
+        "attn_output": (hidden, mixed),
+    }
+
+
+def _delta_net(shape: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, (channels, values) = shape["hidden_size"], _delta_features(shape)
+    return {"attn_qkv": (channels, hidden), "attn_gate": (values, hidden), "ssm_out": (hidden, values)}
+
+
+def _delta_gates(shape: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    heads, hidden = shape["linear_num_value_heads"], shape["hidden_size"]
+    return {
+        "ssm_alpha": (heads, hidden),
+        "ssm_beta": (heads, hidden),
+        "ssm_conv1d": (_delta_features(shape)[0], shape["linear_conv_kernel_dim"]),
+        "ssm_dt": (heads,),
+        "ssm_a": (heads,),
+        "ssm_norm": (shape["linear_value_head_dim"],),
+    }
+
+
+def _delta_features(shape: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the channels of the convolution, and the features of all values."""
+    keys = shape["linear_num_key_heads"] * shape["linear_key_head_dim"]
+    values = shape["linear_num_value_heads"] * shape["linear_value_head_dim"]
+    return 2 * keys + values, values
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:
@@ -88,20 +127,29 @@ def _feed_forward(shape: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _described(path: Path, shape: Mapping[str, Any]) -> gguf.GGUFWriter:
     """Return a writer that has been told the shape's numbers."""
     is_mixture = "num_experts" in shape
-    writer = gguf.GGUFWriter(path, "qwen3moe" if is_mixture else "llama")
+    writer = gguf.GGUFWriter(path, "qwen35" if is_hybrid(shape) else "qwen3moe" if is_mixture else "llama")
     writer.add_context_length(shape["max_position_embeddings"])
     writer.add_embedding_length(shape["hidden_size"])
     writer.add_block_count(shape["num_hidden_layers"])
     writer.add_feed_forward_length(shape["intermediate_size"])
     writer.add_head_count(shape["num_attention_heads"])
     writer.add_head_count_kv(shape["num_key_value_heads"])
-    writer.add_rope_dimension_count(_head_dim(shape))
+    writer.add_rope_dimension_count(int(_head_dim(shape) * shape.get("partial_rotary_factor", 1.0)))
     writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
     writer.add_vocab_size(shape["vocab_size"])
     _add_vocabulary(writer, shape["vocab_size"])
-    if is_mixture:
+    if is_mixture or is_hybrid(shape):
         writer.add_key_length(_head_dim(shape))
         writer.add_value_length(_head_dim(shape))
+    if is_hybrid(shape):
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(shape["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(shape["linear_key_head_dim"])
+        writer.add_ssm_group_count(shape["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(shape["linear_num_value_heads"])
+        writer.add_ssm_inner_size(_delta_features(shape)[1])
+        writer.add_full_attention_interval(shape["full_attention_interval"])
+    if is_mixture:
         writer.add_expert_count(shape["num_experts"])
         writer.add_expert_used_count(shape["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
@@ -119,7 +167,9 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 def weight_bytes(shape: Mapping[str, Any], head: str, mix: Mix = "Q4_0") -> int:
     """Return the bytes that a token reads: without the embedding's, and of experts those of a token."""
-    return sum(_read_bytes(tensor, shape) for tensor in model_tensors(shape, head, mix) if tensor.name != EMBEDDING)
+    tensors = list(model_tensors(shape, head, mix))
+    is_tied = not any(tensor.name == "output.weight" for tensor in tensors)
+    return sum(_read_bytes(tensor, shape) for tensor in tensors if is_tied or tensor.name != EMBEDDING)
 
 
 def write_random(path: Path, shape: Mapping[str, Any], head: str, mix: Mix = "Q4_0") -> dict[str, int]:
@@ -154,8 +204,8 @@ def random_values(tensor: GGUFTensor, rng: np.random.Generator) -> np.ndarray[An
     """Ones for a norm, normal numbers for a router; for a matrix blocks of random bytes, each with the same scale, so
     that activations stay near 1."""
     if tensor.type is Type.F32:
-        if len(tensor.shape) == 1:
-            return np.ones(tensor.shape, np.float32)
+        if len(tensor.shape) == 1:  # a rate of decay is stored as -exp(A_log)
+            return np.full(tensor.shape, -1 if tensor.name.endswith("ssm_a") else 1, np.float32)
         return rng.standard_normal(tensor.shape, np.float32) / np.float32(tensor.shape[-1] ** 0.5)  # a router's
     _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
     blocks = rng.integers(0, 256, (tensor.nbytes // block_bytes, block_bytes), dtype=np.uint8)

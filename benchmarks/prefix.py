@@ -1,10 +1,11 @@
 """The cost of a prompt whose beginning was computed before: `python -m benchmarks.prefix`.
 
-A 1.1B model (random INT4 weights, which cost what trained ones do) reads 4,096 tokens; then the next turn of that chat,
+A model (random INT4 weights, which cost what trained ones do) reads 4,096 tokens; then the next turn of that chat,
 the same with its last message edited, and the next turn after the engine was loaded anew and the page cache has dropped
 the files of pages; each beside the cold time to the first token of a prompt as long. What is loaded stands beside
 O_DIRECT reads of the same files. `localllm bench` has the decoding in every KV format. Rounds take turns; medians with
-their lowest and highest. Results go to benchmarks/results/prefix.json.
+their lowest and highest. Of a hybrid (`--model qwen3.5-4b`) the snapshots of its states stand beside their budget.
+Results go to benchmarks/results/prefix.json, those of another model than the usual one to prefix-MODEL.json.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from localllm.hub import ModelFiles
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape
 from localllm.offload.planner.disk_speed import files_read_gbs
+from localllm.offload.planner.plan import SNAPSHOTS
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 
@@ -41,12 +43,13 @@ _RESTARTS = 3  # a round: their rates differ most
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--shared-tokens", type=int, default=SHARED_TOKENS)
-    arguments.add_argument("--shape", default=NAME)
+    arguments.add_argument("--model", default=NAME, help="whose shape is taken")
     arguments.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
     options = arguments.parse_args()
-    found = reuse(options.shape, options.rounds, options.shared_tokens)
-    result = {"machine": machine(), "shape": options.shape, "reuse": found}
-    print(f"wrote {save('prefix', result, options.save)}")
+    found = reuse(options.model, options.rounds, options.shared_tokens)
+    result = {"machine": machine(), "shape": options.model, "reuse": found}
+    name = "prefix" if options.model == NAME else f"prefix-{options.model}"
+    print(f"wrote {save(name, result, options.save)}")
 
 
 def long_shape(name: str) -> Shape:
@@ -61,6 +64,7 @@ def reuse(name: str, rounds: int, shared_tokens: int) -> dict[str, Any]:
         chat = Chat(files, recipe.name, Path(folder), shared_tokens, shape.config.vocab_size)
         chat.turn(-1)  # kernels are compiled, the disk's tier has begun
         turns = [chat.turn(number) for number in range(rounds)]
+        snapshots = chat.snapshots()
         chat.engine.close()
     figures = {key: [turn.seconds[key] for turn in turns] for key in turns[0].seconds}
     loads = zip(*(load for turn in turns for load in turn.loads), strict=True)
@@ -74,6 +78,9 @@ def reuse(name: str, rounds: int, shared_tokens: int) -> dict[str, Any]:
     result |= {**shares, **{key: spread(each) for key, each in rates.items()}}
     for key in ("cold_s", *shares, *rates):
         print(f"{key}: {result[key]}")
+    if snapshots:
+        result["snapshots"] = snapshots
+        print("snapshots: " + ", ".join(f"{key} {count / 1e6:.1f} MB" for key, count in snapshots.items()))
     return result
 
 
@@ -104,6 +111,7 @@ class Chat:
 
     def turn(self, number: int) -> Turn:
         """One turn of a chat that nobody has had before."""
+        began = time.time()
         shared = self._ids(self._shared_tokens, 10 * number)
         question, edited, third = (self._ids(TURN_TOKENS, 10 * number + n) for n in (1, 2, 3))
         cold_s, cached, answer = self._ask([*shared, *question])
@@ -113,7 +121,7 @@ class Chat:
         edited_s, edited_cached, _ = self._ask([*shared, *edited])
         prefix = self.engine.prefix
         assert prefix is not None and prefix.disk is not None and prefix.disk.flush(_FLUSH_S)
-        paths = sorted(self._folder.rglob("*.page"), key=lambda path: path.stat().st_mtime)[-(len(chat) // 64) :]
+        paths = [path for path in self._folder.rglob("*.page") if path.stat().st_mtime >= began]
         restarts = [self._restart(paths, [*chat, *third]) for _ in range(_RESTARTS)]
         restarted_s, restarted_cached = median(s for s, _, _ in restarts), min(cached for _, cached, _ in restarts)
         seconds = {
@@ -138,6 +146,15 @@ class Chat:
         assert prefix is not None and prefix.disk is not None and prefix.disk.flush(_FLUSH_S)
         load_gbs = prefix.counts.disk_bytes / prefix.counts.disk_s / 1e9
         return first_s, cached, (load_gbs, disk_gbs)
+
+    def snapshots(self) -> dict[str, int]:
+        """Bytes of one snapshot of recurrent states, of those in memory, and of what they may take; nothing where a
+        model has none."""
+        prefix, plan = self.engine.prefix, self.engine.plan
+        if prefix is None or prefix.snapshots is None or plan is None:
+            return {}
+        held = prefix.snapshots.ram_used_bytes
+        return {"one": prefix.snapshots.num_bytes, "in memory": held, "budget": plan.ledger["ram"][SNAPSHOTS]}
 
     def _ask(self, token_ids: list[int]) -> tuple[float, int, list[int]]:
         """Seconds to the first token, how many tokens were not computed, and the answer."""

@@ -29,7 +29,7 @@ THINK = ("on", "off", *THOUGHT_LEVELS)
 KV_FORMATS = ("auto", "bf16", "int8", "k8v4", "int4")
 
 # What drafts tokens: a drafter by its name, or a second model.
-SPECULATE, DRAFT_MODEL = ("auto", "off", "ngram", "skip"), "model:"
+SPECULATE, DRAFT_MODEL = ("auto", "off", "ngram", "skip", "mtp"), "model:"
 DRAFT_TOKENS = 8  # at most, where nobody asked
 MOST_DRAFT_TOKENS = 15  # with the token before them, the rows that a plan has room for the logits of
 
@@ -222,10 +222,11 @@ class EngineConfig:
         "as computed. auto: int8, or as computed with --dtype fp32.",
     )  # fmt: skip
     speculate: str = setting(
-        "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "auto|off|ngram|skip|model:NAME",
+        "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "auto|off|ngram|skip|mtp|model:NAME",
         "Speculative decoding: a drafter proposes tokens and the model verifies several in one pass. The text stays "
-        "the same. ngram: drafts from earlier text. skip: the model without some of its blocks. model:NAME: a "
-        "smaller model with the same tokenizer. auto: ngram and skip when they pay.",
+        "the same. ngram: drafts from earlier text. skip: the model without some of its blocks. mtp: the head that "
+        "some checkpoints bring for it. model:NAME: a smaller model with the same tokenizer. auto: ngram, skip and mtp "
+        "when they pay.",
     )  # fmt: skip
     draft_tokens: int | None = setting(
         None, Accepts("integer", 0, MOST_DRAFT_TOKENS, usual="8"), _PLANNED, "N",

@@ -18,9 +18,11 @@ gguf = pytest.importorskip("gguf")
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "phi3": "phi3",
     "gemma2": "gemma2", "gemma3_text": "gemma3", "olmo2": "olmo2", "mixtral": "llama",
+    "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 _ENUMS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-_PERMUTED, _OFFSET = ("llama", "mistral", "mixtral"), ("gemma2", "gemma3_text")
+_PERMUTED, _DELTA = ("llama", "mistral", "mixtral"), ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_OFFSET = ("gemma2", "gemma3_text", *_DELTA)
 TypeOf = Callable[[str, tuple[int, ...]], Any]
 # Every type that is read, in the order in which the matrices of a mixed model have them.
 MIX = [
@@ -30,15 +32,18 @@ MIX = [
 
 
 def all_of(kind: str) -> TypeOf:
-    """Every matrix in one type; vectors and routers in fp32."""
-    return lambda name, shape: gguf.GGMLQuantizationType["F32" if len(shape) == 1 or "ffn_gate_inp" in name else kind]
+    """Every matrix in one type; vectors, convolutions and routers in fp32."""
+    return lambda name, shape: gguf.GGMLQuantizationType["F32" if _is_plain(name, shape) else kind]
 
 
 def mixed() -> TypeOf:
-    """Every matrix in another type than the one before; vectors and routers in fp32."""
-    kinds, plain = itertools.cycle(MIX), all_of("F32")
-    is_plain = lambda name, shape: len(shape) == 1 or "gate_inp" in name  # noqa: E731
-    return lambda name, shape: plain(name, shape) if is_plain(name, shape) else gguf.GGMLQuantizationType[next(kinds)]
+    """Every matrix in another type than the one before; vectors, convolutions and routers in fp32."""
+    kinds = itertools.cycle(MIX)
+    return lambda name, shape: gguf.GGMLQuantizationType["F32" if _is_plain(name, shape) else next(kinds)]
+
+
+def _is_plain(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 1 or "gate_inp" in name or "conv1d" in name
 
 
 def write_gguf(
@@ -47,13 +52,18 @@ def write_gguf(
     type_of: TypeOf,
     metadata: Mapping[str, Any] | None = None,
     beside: Mapping[str, NDArray[np.float32]] | None = None,
+    *,
+    is_early: bool = False,
 ) -> dict[str, NDArray[np.float32]]:
-    """Write the model of a folder with one safetensors file; tensors that the package cannot quantize are random codes.
+    """Write the text model of a folder with one safetensors file; tensors that the package cannot quantize are random
+    codes.
 
-    metadata: keys beside those of the model's shape. beside: further tensors. Returns what the file means, by the
-    folder's names.
+    metadata: keys beside those of the model's shape. beside: further tensors. is_early: as the first files of Qwen 3
+    Next are, with the rows of its wide projection as they were. Returns what the file means, by the names of a folder
+    of the text model alone.
     """
     config = json.loads((checkpoint / "config.json").read_text())
+    config = config.get("text_config", config)
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, config, architecture)
@@ -61,8 +71,9 @@ def write_gguf(
         _add(writer, key, value)
     meant: dict[str, NDArray[np.float32]] = {}
     names = gguf.get_tensor_name_map(_ENUMS[architecture], config["num_hidden_layers"])
-    for plain, tensor in _with_stacked_experts(load_file(checkpoint / "model.safetensors")).items():
-        name = names.get_name(plain, try_suffixes=(".weight", ".bias"))
+    tensors = _cut(_with_stacked_experts(_of_text(load_file(checkpoint / "model.safetensors"))), config, is_early)
+    for plain, tensor in tensors.items():
+        name = names.get_name(plain.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         assert name is not None, plain
         values = np.ascontiguousarray(_as_stored(plain, tensor.float().numpy(), config))
         kind = type_of(name, values.shape)
@@ -75,7 +86,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return _with_single_experts(meant)
+    return _with_single_experts(_uncut(meant, config))
 
 
 def encoded(values: NDArray[np.float32], kind: Any) -> NDArray[Any]:
@@ -155,20 +166,24 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def _describe(writer: Any, config: Mapping[str, Any], architecture: str) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // heads
+    extra = config.get("mtp_num_hidden_layers", 0)
     numbers = {
-        "block_count": config["num_hidden_layers"],
+        "block_count": config["num_hidden_layers"] + extra,
         "context_length": config["max_position_embeddings"],
         "embedding_length": hidden,
-        "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config.get("num_key_value_heads") or heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "rope.freq_base": float(_theta(config)),
-        "rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", 1.0)),
+        "rope.dimension_count": int(head_dim * _rotating_share(config)),
         "vocab_size": config["vocab_size"],
     }
+    if "intermediate_size" in config:
+        numbers["feed_forward_length"] = config["intermediate_size"]
+    if extra:
+        numbers["nextn_predict_layers"] = extra
     if config.get("sliding_window") and architecture in ("gemma2", "gemma3", "phi3"):
         numbers["attention.sliding_window"] = config["sliding_window"]
     if architecture == "gemma2":
@@ -179,8 +194,24 @@ def _describe(writer: Any, config: Mapping[str, Any], architecture: str) -> None
         numbers["expert_used_count"] = config["num_experts_per_tok"]
         if "moe_intermediate_size" in config:
             numbers["expert_feed_forward_length"] = config["moe_intermediate_size"]
+        if "shared_expert_intermediate_size" in config:
+            numbers["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    if config["model_type"] in _DELTA:
+        numbers |= {
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": config["linear_num_value_heads"],
+            "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
+            "full_attention_interval": config.get("full_attention_interval", 4),
+        }
     for key, value in numbers.items():
         _add(writer, f"{architecture}.{key}", value)
+
+
+def _rotating_share(config: Mapping[str, Any]) -> float:
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0))
 
 
 def _theta(config: Mapping[str, Any]) -> float:
@@ -200,9 +231,77 @@ def _as_stored(
             values.reshape(heads, -1, 2, *values.shape[1:]) if back else values.reshape(heads, 2, -1, *values.shape[1:])
         )
         return two.swapaxes(1, 2).reshape(values.shape)
-    if kind in _OFFSET and name.endswith("norm.weight"):
+    if kind in _OFFSET and name.endswith("norm.weight") and ".linear_attn." not in name:
         return values - 1 if back else values + 1
+    if name.endswith("A_log"):
+        values = np.log(-values) if back else -np.exp(values)
+    elif part == "conv1d":
+        values = values[:, None] if back else values[:, 0]
+    if ".linear_attn." in name and kind != "qwen3_next":
+        return _with_moved_heads(name, values, config, back=back)
     return values
+
+
+def _with_moved_heads(
+    name: str, values: NDArray[np.float32], config: Mapping[str, Any], *, back: bool
+) -> NDArray[np.float32]:
+    """Value heads that share a key head one after the other, or back: the first of each key head before the second
+    ones."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_rows, value_dim = keys * config["linear_key_head_dim"], config["linear_value_head_dim"]
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    if part == "norm":  # one for all heads
+        return values
+    if part == "out_proj":
+        return _moved(values.T, keys, heads // keys, value_dim, back=back).T
+    if part in ("in_proj_qkv", "conv1d"):
+        first, own = values[: 2 * key_rows], values[2 * key_rows :]
+        return np.concatenate((first, _moved(own, keys, heads // keys, value_dim, back=back)))
+    return _moved(values, keys, heads // keys, value_dim if part == "in_proj_z" else 1, back=back)
+
+
+def _moved(rows: NDArray[np.float32], keys: int, own: int, head_rows: int, *, back: bool) -> NDArray[np.float32]:
+    two = (own, keys) if back else (keys, own)
+    return rows.reshape(*two, head_rows, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+
+def _of_text(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's tensors, by the names that they have where there is no other."""
+    return {name.replace(".language_model.", "."): each for name, each in tensors.items() if ".visual." not in name}
+
+
+def _runs(config: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """The key heads of Qwen 3 Next's wide projection, and how many rows of queries, keys, values and gates each has."""
+    keys, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    own = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+    return keys, [key_dim, key_dim, own, own]
+
+
+def _cut(tensors: Mapping[str, Any], config: Mapping[str, Any], is_early: bool) -> dict[str, Any]:
+    """The tensors with queries, keys and values in one matrix, and their gates in another."""
+    import torch
+
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if is_early or not name.endswith("in_proj_qkvz.weight"):
+            found[name] = tensor
+            continue
+        keys, runs = _runs(config)
+        q, k, v, z = (part.flatten(0, 1) for part in tensor.view(keys, sum(runs), -1).split(runs, dim=1))
+        found |= {name.replace("qkvz", "qkv"): torch.cat((q, k, v)), name.replace("qkvz", "z"): z}
+    return found
+
+
+def _uncut(tensors: Mapping[str, NDArray[np.float32]], config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    found = dict(tensors)
+    for name, values in tensors.items() if config["model_type"] == "qwen3_next" else ():
+        if name.endswith("in_proj_qkv.weight"):
+            keys, runs = _runs(config)
+            rows = np.concatenate((found.pop(name), found.pop(name.replace("qkv", "z"))))
+            parts = np.split(rows, np.cumsum([keys * run for run in runs])[:-1])
+            by_head = [part.reshape(keys, -1, values.shape[1]) for part in parts]
+            found[name.replace("qkv", "qkvz")] = np.concatenate(by_head, axis=1).reshape(-1, values.shape[1])
+    return found
 
 
 def _with_stacked_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +323,7 @@ def _with_stacked_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def _with_single_experts(tensors: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
     found: dict[str, NDArray[np.float32]] = {}
     for name, values in tensors.items():
-        if values.ndim < 3:
+        if ".experts." not in name:
             found[name] = values
             continue
         experts, _, rest = name.partition(".experts.")

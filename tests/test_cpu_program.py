@@ -36,6 +36,11 @@ GEMMA2 = {
     "model_type": "gemma2", "query_pre_attn_scalar": 32, "sliding_window": 16, "attn_logit_softcapping": 20.0,
     "final_logit_softcapping": 10.0, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
+HYBRID = {
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
+    "partial_rotary_factor": 0.5, "head_dim": 64,
+}  # fmt: skip
 EXPERTS = {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -59,6 +64,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 4.0,
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.1,
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **HYBRID},
+    "qwen3_next": {"model_type": "qwen3_next", "shared_expert_intermediate_size": 64, **HYBRID, **EXPERTS},
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid",
+        **HYBRID,
+        "partial_rotary_factor": 1.0,
+        "head_dim": None,
+        "linear_conv_kernel_dim": 3,
+        "rope_parameters": {"rope_theta": None},
     },
     "hunyuan_v1_moe": {"model_type": "hunyuan_v1_moe", "num_experts": 6, "moe_topk": 2},
     "glm4_moe, groups": {

@@ -22,11 +22,12 @@ from localllm.gguf.config import eos_ids, hf_config
 from localllm.gguf.header import read_header
 from localllm.gguf.names import hf_name, holds_weights, stored_form
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_factors
+from localllm.layers.config import AttentionConfig, DeltaNetConfig
 from localllm.models.architecture import LayerConfig
 from localllm.models.families import parse_config
 from localllm.models.fields import Fields
 from localllm.models.layout import block_layouts
-from localllm.models.rope_fields import FULL, SLIDING, partial_rotary_factor, rope_sections
+from localllm.models.rope_fields import FULL, LINEAR, SLIDING, partial_rotary_factor, rope_sections
 from tests.thinning import examples
 
 Locate = Callable[[str], Path]
@@ -52,6 +53,9 @@ ARCHITECTURES = {
     "phimoe": "phimoe",
     "minimax_m2": "minimax-m2",
     "hunyuan_v1_moe": "hunyuan-moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 REAL = [
     *("Mixtral-8x7B-v0.1", "codellama_7b", "gemma2_9b", "gemma3_1b_it", "llama-3.3-70b-instruct", "llama2_7b"),
@@ -77,6 +81,11 @@ KEYS = {
     "LLM.EMBEDDING_SCALE": ("embedding_multiplier",),
     "LLM.RESIDUAL_SCALE": ("residual_multiplier",),
     "LLM.LOGIT_SCALE": ("logits_scaling",),
+    "LLM.FULL_ATTENTION_INTERVAL": ("full_attention_interval",),
+    "SSM.CONV_KERNEL": ("linear_conv_kernel_dim",),
+    "SSM.STATE_SIZE": ("linear_key_head_dim",),
+    "SSM.GROUP_COUNT": ("linear_num_key_heads",),
+    "SSM.TIME_STEP_RANK": ("linear_num_value_heads",),
     "Attention.SCALE": ("attention_multiplier",),
     "Attention.HEAD_COUNT": ("num_attention_heads",),
     "Attention.HEAD_COUNT_KV": ("num_key_value_heads",),
@@ -105,7 +114,12 @@ def metadata_of(raw: Mapping[str, Any], architecture: str) -> dict[str, object]:
         value = next((raw[name] for name in names if raw.get(name) is not None), None)
         if value is not None:
             found[name_of(path)] = value
-    extra = raw.get("num_nextn_predict_layers") or 0
+    if "linear_value_head_dim" in raw:
+        found[name_of("SSM.INNER_SIZE")] = raw["linear_value_head_dim"] * raw["linear_num_value_heads"]
+    extra = raw.get("num_nextn_predict_layers") or raw.get("mtp_num_hidden_layers") or 0
+    if "linear_attention" in (raw.get("layer_types") or ()):
+        kinds = [kind == "linear_attention" for kind in raw["layer_types"]] + [False] * extra
+        found[f"{architecture}.attention.recurrent_layers"] = kinds  # which the package does not know
     found[name_of("LLM.BLOCK_COUNT")] = raw["num_hidden_layers"] + extra
     if extra:
         found[name_of("LLM.NEXTN_PREDICT_LAYERS")] = extra
@@ -150,11 +164,12 @@ def tensors_of(raw: Mapping[str, Any], architecture: str) -> dict[str, tuple[tup
     found: dict[str, tuple[tuple[int, ...], str]] = {}
 
     def add(plain: str, shape: tuple[int, ...]) -> None:
-        # The package knows a correction by the name that its conversion gives it.
+        # The package knows a correction and a step by the names that its conversion gives them.
         known = plain.replace("e_score_correction_bias", "e_score_correction.bias")
+        known = known.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
         name = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert name is not None, plain
-        found[name if re.search(r"\.(weight|bias)$", name) else f"{name}.weight"] = shape, plain
+        found[name if re.search(r"\.(weight|bias|ssm_a)$", name) else f"{name}.weight"] = shape, plain
 
     for block in block_layouts(config):
         for matrix in block.matrices:
@@ -223,6 +238,7 @@ def assert_same_model(made: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
     ours, theirs = (vars(parse_config(each, "config.json")).copy() for each in (json.loads(json.dumps(made)), raw))
     for config in (ours, theirs):
         config.pop("dtype")
+        config.pop("draft_head", None)
         config["eos_token_ids"] = config["eos_token_ids"][:1]  # a file names one
         config["layers"] = [with_stored_factors(layer) for layer in config["layers"]]
     if raw["model_type"] == "mistral":
@@ -232,6 +248,8 @@ def assert_same_model(made: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
 
 
 def with_stored_factors(layer: LayerConfig) -> LayerConfig:
+    if not isinstance(layer.mixer, AttentionConfig):
+        return layer
     rope = layer.mixer.rope
     short, long = (tuple(map(as_stored, factors)) for factors in (rope.short_factor, rope.long_factor))
     return replace(layer, mixer=replace(layer.mixer, rope=replace(rope, short_factor=short, long_factor=long)))
@@ -269,6 +287,10 @@ def test_every_tensor_that_the_gguf_package_lists_is_known(architecture: str) ->
         ("blk.3.exp_probs_b.bias", "glm4moe", "model.layers.3.mlp.gate.e_score_correction_bias"),
         ("blk.3.exp_probs_b", "ernie4_5-moe", "model.layers.3.mlp.gate.e_score_correction_bias"),
         ("output_norm.bias", "phimoe", "model.norm.bias"),
+        ("blk.3.ssm_a", "qwen35", "model.layers.3.linear_attn.A_log"),
+        ("blk.3.ssm_dt.bias", "qwen3next", "model.layers.3.linear_attn.dt_bias"),
+        ("blk.3.attn_qkv.weight", "qwen3next", "model.layers.3.linear_attn.in_proj_qkv.weight"),
+        ("blk.3.attn_gate.weight", "qwen3next", "model.layers.3.linear_attn.in_proj_z.weight"),
         ("rope_freqs.weight", "llama", None),
         ("blk.3.attn_q.5.weight", "llama", None),
         ("blk.3.ssm_in.weight", "llama", None),
@@ -293,7 +315,14 @@ def test_the_rows_of_permuted_heads_come_back() -> None:
     # ERNIE's heads are in pairs in Hugging Face's form as well.
     paired = {name for name in ARCHITECTURES.values() if stored_form(name).pairs_heads}
     assert paired == {"llama", "granitemoe", "ernie4_5-moe"}
-    assert {name for name in ARCHITECTURES.values() if stored_form(name).norm_offset} == {"gemma2", "gemma3"}
+
+
+def test_the_forms_of_architectures() -> None:
+    """As llama.cpp's conversion has them: `modify_tensors` in conversion/gemma.py and conversion/qwen.py."""
+    names = set(ARCHITECTURES.values())
+    with_offset = {"gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
+    assert {name for name in names if stored_form(name).norm_offset} == with_offset
+    assert {name for name in names if stored_form(name).tiles_value_heads} == {"qwen35", "qwen35moe"}
 
 
 # Configurations
@@ -435,6 +464,81 @@ def test_layers_of_gemma_slide_as_the_file_says() -> None:
         config = hf_config(*small("gemma3", attention__sliding_window_pattern=pattern, **keys))
         assert config["layer_types"] == [f"{kind}_attention" for kind in expected]
     assert hf_config(*small("gemma3", attention__key_length=8))["layer_types"] == ["full_attention"] * 2
+
+
+DELTA: dict[str, object] = {
+    "block_count": 4,
+    "ssm__conv_kernel": 4,
+    "ssm__state_size": 16,
+    "ssm__group_count": 2,
+    "ssm__time_step_rank": 4,
+    "ssm__inner_size": 64,
+}
+EXPERTS: dict[str, object] = {"expert_count": 8, "expert_used_count": 2}
+
+
+def small_hybrid(architecture: str, **keys: object) -> tuple[dict[str, object], dict[str, tuple[int, ...]]]:
+    metadata, shapes = small(architecture, **{**DELTA, **EXPERTS, **keys})
+    if architecture != "qwen35":
+        shapes |= {f"blk.0.ffn_down_{kind}.weight": (64, 24) for kind in ("exps", "shexp")}
+    return metadata, shapes
+
+
+@pytest.mark.parametrize("architecture", ["qwen3next", "qwen35", "qwen35moe"])
+def test_layers_with_states_are_where_the_file_says(architecture: str) -> None:
+    L, F, mtp = LINEAR, FULL, {"nextn_predict_layers": 1}
+    recurrent = [True, False, False, True, False]
+    for keys, expected in [
+        ({}, [L, L, L, F]),
+        ({"full_attention_interval": 2}, [L, F, L, F]),
+        ({"block_count": 5, **mtp}, [L, L, L, F]),
+        ({"block_count": 5, "attention__recurrent_layers": recurrent, **mtp}, [L, F, F, L]),
+    ]:
+        config = hf_config(*small_hybrid(architecture, **keys))
+        assert (config["layer_types"], config["num_hidden_layers"]) == (expected, 4)
+        mixers = [type(layer.mixer) for layer in parse_config(config, "config.json").layers]
+        assert mixers == [DeltaNetConfig if kind == LINEAR else AttentionConfig for kind in expected]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3next", "qwen35", "qwen35moe"])
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"ssm__conv_kernel": None}, r"ssm\.conv_kernel"),
+        ({"ssm__state_size": None}, r"ssm\.state_size"),
+        ({"ssm__group_count": None}, r"ssm\.group_count"),
+        ({"ssm__time_step_rank": None}, r"ssm\.time_step_rank"),
+        ({"ssm__time_step_rank": 0}, r"ssm\.inner_size"),
+        ({"ssm__inner_size": None}, r"ssm\.inner_size"),
+        ({"ssm__inner_size": 63}, r"ssm\.inner_size"),
+        ({"ssm__group_count": 3}, "linear_num_value_heads"),
+        ({"ssm__group_count": 0}, "linear_num_key_heads"),
+        ({"full_attention_interval": 0}, "full_attention_interval"),
+        ({"full_attention_interval": 5}, "layer_types"),  # no layer has keys and values
+        ({"nextn_predict_layers": 4}, "block_count"),
+        ({"attention__recurrent_layers": [True, False]}, r"recurrent_layers"),
+        ({"attention__recurrent_layers": [True, False, True, False, False]}, r"recurrent_layers"),
+        ({"attention__recurrent_layers": [1, 0, 1, 0]}, r"recurrent_layers"),
+        ({"attention__recurrent_layers": True}, r"recurrent_layers"),
+    ],
+)
+def test_a_hybrid_that_does_not_add_up_is_refused_by_its_key(
+    architecture: str, keys: dict[str, object], said: str
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        parse_config(hf_config(*small_hybrid(architecture, **keys)), "config.json")
+
+
+def test_experts_alone_need_no_other_width() -> None:
+    config = hf_config(*small_hybrid("qwen35moe", feed_forward_length=None))
+    assert parse_config(config, "config.json").mixtures[0].expert.intermediate_size == 24
+    for architecture, key in {"qwen35": "feed_forward_length", "qwen3next": "intermediate_size"}.items():
+        with pytest.raises(CheckpointError, match=key):
+            parse_config(hf_config(*small_hybrid(architecture, feed_forward_length=None)), "config.json")
+    metadata, shapes = small_hybrid("qwen35moe")
+    del shapes["blk.0.ffn_down_shexp.weight"]
+    with pytest.raises(CheckpointError, match="ffn_down_shexp"):
+        hf_config(metadata, shapes)
 
 
 def test_ids_that_end_a_text() -> None:

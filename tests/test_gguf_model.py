@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.step_types import Chunk
 from localllm.engine.validation import require_unchanged
 from localllm.errors import CheckpointError, ModelChangedError, TemplateError
+from localllm.gguf.folder import GgufModel
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.families import load_config
@@ -26,7 +29,7 @@ from localllm.quant.recipe import RECIPES, recipe_of
 from localllm.quant.stacked import Stacked
 from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import linear, write_checkpoint
 from tests.gguf_support import TypeOf, all_of, mixed, tokenizer_metadata, write_gguf
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
@@ -35,21 +38,24 @@ OTHERS = {
     "gemma3": {"query_pre_attn_scalar": 64},
     "llama-mha-wide-heads": {"num_key_value_heads": 4},
     "qwen3_moe": {"moe_intermediate_size": 256},
+    "qwen3_next": linear(2, 8, 32, 32, moe_intermediate_size=256, shared_expert_intermediate_size=256),
+    "qwen3_5": linear(2, 6, 32, 128),
+    "qwen3_5_moe": linear(2, 8, 32, 32, moe_intermediate_size=256, shared_expert_intermediate_size=256),
 }
 NAMES = [
     "llama", "llama-biases-tied", "llama-mha-wide-heads", "qwen2", "qwen3", "phi3", "gemma2",
-    "gemma3", "olmo2", "mixtral", "qwen3_moe",
+    "gemma3", "olmo2", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe",
 ]  # fmt: skip
 
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
-def written(tmp_path: Path, family: str, type_of: TypeOf) -> tuple[Any, hub.ModelFiles]:
-    """The peer with the weights that the file means, and the file."""
+def written(tmp_path: Path, family: str, type_of: TypeOf, *, is_early: bool = False) -> tuple[Any, hub.ModelFiles]:
+    """The peer with the weights that the file means, and the file. is_early: see `write_gguf`."""
     folder = tmp_path / "checkpoint"
     write_checkpoint(folder, family, **(WIDE | OTHERS.get(family, {})))
-    meant = write_gguf(folder, tmp_path / "model.gguf", type_of)
+    meant = write_gguf(folder, tmp_path / "model.gguf", type_of, is_early=is_early)
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in meant.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -59,6 +65,14 @@ def written(tmp_path: Path, family: str, type_of: TypeOf) -> tuple[Any, hub.Mode
 def logits(engine: Engine, ids: list[int]) -> Tensor:
     kv = engine.residency.new_kv(len(ids))
     return engine.runner.forward([Chunk(ids, kv, len(ids), all_logits=True)])
+
+
+def add_to_config(folder: Path, **keys: int) -> None:
+    """Keys of the text model in its config.json."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(keys)
+    path.write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -94,6 +108,45 @@ def test_kept_codes_mean_the_files_weights_within_the_rounding_of_scales(family,
                 is_kept = {each and each.name for each in stored} == names
                 error = float((found - weights).abs().max() / weights.abs().max())
                 assert error <= (2**-10 if is_kept else 1 / 250), (matrix.stored, form.name)
+
+
+@torch.inference_mode()
+def test_an_early_file_of_qwen3_next_has_its_rows_by_key_heads(tmp_path):
+    peer, files = written(tmp_path, "qwen3_next", mixed(), is_early=True)
+    names = GgufModel.read(files.directory).tensors
+    assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in names
+    ids = list(range(40))
+    expected = peer(torch.tensor([ids]), use_cache=False).logits[0]
+    engine = Engine.load(files, EngineConfig(device="cpu", dtype="fp32", weights="fp32"))
+    torch.testing.assert_close(logits(engine, ids), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_a_layer_that_predicts_further_tokens_is_left_out(family, tmp_path):
+    folder, path = tmp_path / "checkpoint", tmp_path / "model.gguf"
+    write_checkpoint(folder, family)
+    add_to_config(folder, mtp_num_hidden_layers=1)
+    own = ("attn_norm.weight", "attn_q.weight", "nextn.eh_proj.weight", "nextn.enorm.weight")
+    beside = {f"blk.4.{name}": np.ones((2, 2), np.float32) for name in own}
+    write_gguf(folder, path, all_of("F16"), beside=beside)
+    files = hub.locate(str(path))
+    config = load_config(files.directory)
+    assert (len(config.layers), config.stored.num_extra_layers) == (4, 1)
+    with Checkpoint.open(files.directory, config.stored) as checkpoint:
+        CheckpointBlocks(checkpoint, config, RECIPES["fp32"]).check()
+
+
+def test_decays_that_are_none_are_refused_by_their_name(tmp_path):
+    folder, path = tmp_path / "checkpoint", tmp_path / "model.gguf"
+    write_checkpoint(folder, "qwen3_5")
+    write_gguf(folder, path, all_of("F16"))
+    place = GgufModel.read(hub.locate(str(path)).directory).tensors["model.layers.1.linear_attn.A_log"]
+    content = bytearray(path.read_bytes())
+    content[place.begin : place.begin + 4] = struct.pack("<f", 0.5)  # -exp of nothing
+    path.write_bytes(content)
+    files = hub.locate(str(path))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.linear_attn\.A_log"):
+        Engine.load(files, EngineConfig(device="cpu", dtype="fp32", weights="fp32"))
 
 
 def test_a_factor_beside_a_matrix_is_multiplied_in(tmp_path):

@@ -478,3 +478,48 @@ def test_a_broken_generation_config_is_named(tmp_path):
 def test_reading_a_config_imports_no_torch():
     check = "import sys, localllm.models.families; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=PATIENCE_S)
+
+
+HYBRID: dict[str, Any] = {"model_type": "qwen3_5_text", **SMALL, "head_dim": 16, "partial_rotary_factor": 0.5}
+DELTA = "linear_attention"
+
+
+def test_a_hybrid_is_read_layer_by_layer() -> None:
+    """Every fourth layer is full where the file says nothing else."""
+    usual = parse_config(HYBRID, "a test's config")
+    kinds = [type(layer.mixer).__name__ for layer in usual.layers]
+    assert kinds == ["DeltaNetConfig"] * 3 + ["AttentionConfig"] + ["DeltaNetConfig"] * 2
+    assert usual.attentions[0].has_output_gate and usual.attentions[0].rotary_dim == 8
+    listed = parse_config(HYBRID | {"layer_types": [FULL, DELTA, FULL, FULL, DELTA, FULL]}, "a test's config")
+    assert [listed.number_among_alike(layer) for layer in range(6)] == [0, 0, 1, 2, 1, 3]
+    every_second = parse_config(HYBRID | {"full_attention_interval": 2}, "a test's config")
+    assert len(every_second.attentions) == len(every_second.delta_nets) == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"layer_types": [DELTA, FULL]}, "num_hidden_layers = 6"),
+        ({"layer_types": [DELTA] * 6}, "at least one layer of full_attention"),
+        ({"full_attention_interval": 7}, "at least one layer of full_attention"),
+        ({"full_attention_interval": 0}, "full_attention_interval"),
+        ({"linear_num_key_heads": 3, "linear_num_value_heads": 4}, "a multiple of linear_num_key_heads = 3"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim"),
+        ({"linear_value_head_dim": "128"}, "linear_value_head_dim"),
+    ],
+)
+def test_a_hybrid_that_does_not_add_up_is_refused_by_its_key(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        parse_config(HYBRID | keys, "a test's config")
+    assert said in f"{refused.value.what} {refused.value.why}"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"layer_types": [DELTA] * 5 + ["sliding_attention"]}, {"layer_types": ["mamba"] * 6}, {"hidden_act": "gelu"}],
+)
+def test_a_hybrid_of_another_kind_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError):
+        parse_config(HYBRID | keys, "a test's config")

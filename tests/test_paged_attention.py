@@ -78,6 +78,7 @@ def run_native(
     cos, sin = (random(T, shape.rotary_dim, seed=seed) for seed in (1, 2))
     norms = {"q_norm": random(D, seed=3), "k_norm": random(D, seed=4), "eps": float_bits(1e-6)}
     words = {"heads": shape.H, "kv_heads": shape.KH, "layer": layer, "scale": float_bits(D**-0.5)}
+    words["stride"] = (shape.H + 2 * shape.KH) * D
     store = rope.step(qkv=qkv, cos=cos, sin=sin, tokens=tokens, shape=torch.tensor([T]), **norms, **words)
     place = AttentionPlace(qkv, qkv[0].numel(), out, tokens, layer, shape.H, shape.window, shape.softcap)
     Tape([store, *room.steps(isa, layouts, place, rows=tables.rows, is_split=tables.is_split)]).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections.abc import Sequence
@@ -36,9 +37,11 @@ from tests.patience import PATIENCE_S
 from tests.thinning import examples, thinned
 
 VOCAB, CTX, ANSWER = 160, 512, 5
+END = 2  # the token behind a message
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": CTX,
+    "eos_token_id": END,
 }  # fmt: skip
 ODD = SHAPE | {"head_dim": 80}  # which groups of 32 do not divide
 WINDOWED = SHAPE | {"model_type": "gemma2", "query_pre_attn_scalar": 32, "sliding_window": 70}
@@ -110,7 +113,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def reuse_of(tier: str, folder: Path) -> KVReuse:
-    return KVReuse(ram_bytes=(64 << 20) * (tier == "ram"), directory=folder if tier in ("disk", "restarted") else None)
+    directory = folder if tier in ("disk", "restarted") else None
+    return KVReuse(ram_bytes=(64 << 20) * (tier == "ram"), snapshot_bytes=8 << 20, directory=directory)
 
 
 def finished(of: Engine, steps: int) -> FinishedEvent:
@@ -125,7 +129,7 @@ def exhausted(_: int) -> None:
 
 
 TIERS, KV = ("pool", "ram", "disk", "restarted"), ("bf16", "int8", "k8v4", "int4")
-MODELS = [*product(("llama", "windowed"), KV), ("odd", "int8")]
+MODELS = [*product(("llama", "windowed", "hybrid"), KV), ("odd", "int8")]
 
 
 # Each model in each format, and each tier.
@@ -247,6 +251,45 @@ def test_a_damaged_page_is_computed_once_more(folder):
     of.close()
 
 
+@pytest.mark.parametrize("harm", ["cut", "flipped", "of another model", "of another version", "gone"])
+def test_a_snapshot_that_is_not_what_it_should_be_is_none(harm, folder):
+    prompt = tokens(300, seed=11)
+    of = engine(reuse=KVReuse(directory=folder), model="hybrid")
+    ask(of, prompt)
+    of.close()
+    largest = max(path.stat().st_size for path in folder.rglob("*.page"))
+    (snapshot,) = [path for path in folder.rglob("*.page") if path.stat().st_size == largest]
+    if harm == "cut":
+        os.truncate(snapshot, largest // 2)
+    elif harm == "gone":
+        snapshot.unlink()
+    else:
+        spoil(snapshot, {"flipped": largest - 9, "of another model": 30, "of another version": 8}[harm])
+    of = engine(reuse=KVReuse(directory=folder), model="hybrid")
+    (answer,), (cached,) = ask(of, prompt)
+    assert not cached and answer == computed("int8", tuple(prompt), "hybrid")
+    assert of.prefix is not None and of.prefix.disk is not None and of.prefix.disk.flush(PATIENCE_S)
+    assert ask(of, prompt) == ([answer], [256])  # it was written anew
+    of.close()
+
+
+def test_a_prefix_is_found_up_to_its_last_snapshot(folder):
+    """Behind a message, before the answer, and where the answer ends."""
+    of, turn = engine(model="hybrid", reuse=KVReuse(snapshot_bytes=8 << 20)), tokens(130, seed=1)
+    prompt = [*turn, END, *tokens(170, seed=2)]
+    (answer,), _ = ask(of, prompt)
+    other = tokens(60, seed=3)
+    for beginning, found in (
+        ([*prompt, *(token for token, _ in answer)], 256),  # of 305 tokens
+        (prompt[:270], 256),
+        (prompt[:200], 128),  # behind the first message: there is a page more, and no snapshot of it
+        (prompt[:100], 0),
+    ):
+        chat = [*beginning, *other]
+        (said,), (cached,) = ask(of, chat)
+        assert cached == found and said == computed("int8", tuple(chat), "hybrid")
+
+
 PIECES = st.integers(0, 9)
 
 
@@ -365,6 +408,7 @@ def test_a_nan_anywhere_in_a_prompt_is_an_error_and_known_to_no_other(kv, place,
 class Chats(RuleBasedStateMachine):
     """Conversations as people have them, beside an engine that computes everything."""
 
+    model = "llama"
     conversations = Bundle("conversations")
 
     @initialize()
@@ -374,23 +418,25 @@ class Chats(RuleBasedStateMachine):
         self.engine = self._engine()
 
     def _engine(self) -> Engine:
-        return engine(self.kv, KVReuse(ram_bytes=60_000, directory=Path(self.folder.name) / "kv"))
+        snapshots = 4 * engine(model=self.model).residency.kv_pages.snapshot_bytes
+        reuse = KVReuse(ram_bytes=60_000, snapshot_bytes=snapshots, directory=Path(self.folder.name) / "kv")
+        return engine(self.kv, reuse, self.model)
 
     def _ask(self, *chats: tuple[int, ...]) -> list[tuple[int, ...]]:
         """What the chats become. Each is its tokens behind the template's header."""
         prompts = [tuple([*self.header, *chat][: CTX - ANSWER - 1]) for chat in chats]
         answers, _ = ask(self.engine, *prompts)
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer == computed(self.kv, prompt)
+            assert answer == computed(self.kv, prompt, self.model)
         return [(*chat, *(token_id for token_id, _ in answer)) for chat, answer in zip(chats, answers, strict=True)]
 
     @rule(target=conversations, message=PIECES)
     def open(self, message: int) -> tuple[int, ...]:
-        return self._ask(tuple(tokens(20 + 15 * message, seed=message)))[0]
+        return self._ask((*tokens(20 + 15 * message, seed=message), END))[0]
 
     @rule(target=conversations, chat=conversations, message=PIECES)
     def answer(self, chat: tuple[int, ...], message: int) -> tuple[int, ...]:
-        return self._ask((*chat, *tokens(10 + 7 * message, seed=message)))[0]
+        return self._ask((*chat, END, *tokens(10 + 7 * message, seed=message), END))[0]
 
     @rule(target=conversations, chat=conversations, kept=st.integers(1, 200), message=PIECES)
     def edit(self, chat: tuple[int, ...], kept: int, message: int) -> tuple[int, ...]:
@@ -461,6 +507,16 @@ TestChats = Chats.TestCase
 TestChats.settings = settings(max_examples=examples(25), stateful_step_count=40, **COMMON)
 
 
+class HybridChats(Chats):
+    """With a model whose states cannot be cut back."""
+
+    model = "hybrid"
+
+
+TestHybridChats = HybridChats.TestCase
+TestHybridChats.settings = settings(max_examples=50, stateful_step_count=40, **COMMON)
+
+
 class LongChats(Chats):
     """The same, for thousands of steps."""
 
@@ -468,3 +524,12 @@ class LongChats(Chats):
 @pytest.mark.slow
 class TestLongChats(LongChats.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(max_examples=150, stateful_step_count=60, **COMMON)
+
+
+class LongHybridChats(HybridChats):
+    """The same, for 20,000 steps."""
+
+
+@pytest.mark.slow
+class TestLongHybridChats(LongHybridChats.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(max_examples=400, stateful_step_count=50, **COMMON)

@@ -179,7 +179,8 @@ def prefill(engine: Engine, prompt: tuple[int, ...]) -> Timings:
 
 
 class Depth:
-    """Decoding with `context` tokens in the cache, which is filled once and rolled back before each round."""
+    """Decoding with `context` tokens in the cache, which is rolled back before each round, or filled anew where it
+    cannot be."""
 
     def __init__(self, target: BenchmarkTarget, context: int, workload: Workload) -> None:
         self._context = context
@@ -187,14 +188,19 @@ class Depth:
         self._gen_tokens = workload.gen_tokens
         self._prompt = random_ids(target, context + 1, seed=context)
         self._kv = target.engine.residency.new_kv(workload.length(context))
-        if target.has_random_weights:
-            _fill(self._kv, context)
-        elif context:
-            self._run(self._prompt[:context], 1)
+        self._is_random = target.has_random_weights
+        self._fill()
+
+    def _fill(self) -> None:
+        if self._is_random:
+            _fill(self._kv, self._context)
+        elif self._context:
+            self._run(self._prompt[: self._context], 1)
 
     def decode(self, floor_gbs: Callable[[], float] | None = None) -> tuple[float, float]:
         """Tokens a second, and the GB/s of `floor_gbs` meanwhile (0 without one)."""
-        self._kv.trim(self._context)
+        if self._kv.trim(self._context) < self._context:  # a recurrent state
+            self._fill()
         return self._run(self._prompt, self._gen_tokens, floor_gbs)
 
     def _run(

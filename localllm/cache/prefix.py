@@ -126,6 +126,11 @@ class PrefixCache:
         return self._ram_used
 
     @property
+    def holds_ram(self) -> bool:
+        """Whether anything is in RAM that left the pools, or was taken beside them."""
+        return self._ram_used > 0 or (self.snapshots is not None and self.snapshots.ram_used_bytes > 0)
+
+    @property
     def num_pages(self) -> int:
         """Known in the pools or in RAM."""
         return len(self._entries)
@@ -305,6 +310,9 @@ class PrefixCache:
         """Return where these tokens leave what is known, of whose pages the first `num_tokens` were found; None
         where nothing more is known of such a beginning."""
         number = num_tokens // PAGE_TOKENS
+        known_pages = len([*itertools.takewhile(lambda key: self._in_memory(key) or self._is_on_disk(key), keys)])
+        if self.snapshots is not None and known_pages > number and len(token_ids) - 1 >= (number + 1) * PAGE_TOKENS:
+            return CacheMiss(num_tokens, known=known_pages * PAGE_TOKENS)
         here = tuple(token_ids[num_tokens : num_tokens + PAGE_TOKENS])
         parent = keys[number - 1].digest if number else self.root
         known = [entry.key.token_ids for entry in self._entries.values() if entry.key.parent == parent]

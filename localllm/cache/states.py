@@ -8,7 +8,7 @@ begins anew. Snapshots are taken on the way, at borders of pages, so that other 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -103,6 +103,11 @@ class SequenceState:
         self._length = 0  # tokens that were computed and count
         self._settled = 0  # of these, those that the states hold in any case: they cannot be taken back
         self._is_torn = False  # a forward has begun to change states in place
+
+    def watch(self, borders: Iterable[int]) -> None:
+        """Take snapshots at these borders of pages on the way, and at the last one that is passed."""
+        self.wanted = {border for border in borders if border > self._length}
+        self.follows = True
 
     def prepare(self, length: int, end: int) -> None:
         """Make room for a forward that computes the tokens from `length` to `end`. Raises what torch does where there

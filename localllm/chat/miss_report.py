@@ -46,6 +46,9 @@ def explain(
     engine: LoadedEngine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss, *, num_out: int = 0
 ) -> Explanation:
     """Explain a miss. chat: the messages of the prompt, if it has any. num_out: messages that have left the context."""
+    if miss.known is not None:
+        cause = f"the states of its layers are known up to here, keys and values of {miss.known:,} tokens"
+        return Explanation(miss.position, None, None, f"{cause}; a state cannot be cut back")
     before, now = (engine.tokenizer.decode(list(ids)) for ids in (miss.before, miss.now))
     shown = [engine.tokenizer.decode(list(ids[:_SHOWN_TOKENS])) for ids in (miss.before, miss.now)]
     index = None if chat is None else _message_at(engine, chat, prompt_ids, miss.position)

@@ -99,6 +99,18 @@ def mixture(shape: ModelShape) -> str:
     )
 
 
+def hybrid(shape: ModelShape) -> str:
+    """Return what a hybrid keeps of a sequence: "24 of 32 layers keep a state ..."; "" of any other model."""
+    if not shape.state_layers:
+        return ""
+    state, token = format_bytes(shape.snapshot_bytes), format_bytes(shape.kv_bytes_per_token)
+    layers = len(shape.blocks) // 2
+    return (
+        f"{shape.state_layers} of {layers} layers keep a state in place of keys and values, {state} in all however "
+        f"long the text is; a token takes {token} in the others"
+    )
+
+
 def _amount(count: int) -> str:
     """ "30.5B", "9.0M"."""
     return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"

@@ -146,8 +146,8 @@ def _show(output: Output, planned: Planned) -> None:
     output.line(
         f"{shape.name}: {format_bytes(shape.num_bytes)} of {shape.weights} weights, {plan.ctx} tokens of context"
     )
-    if mixture := plan_text.mixture(shape):
-        output.line(mixture)
+    for words in filter(None, (plan_text.mixture(shape), plan_text.hybrid(shape))):
+        output.line(words)
     output.line()
     _show_ledger(output, plan)
     _show_map(output, plan)

@@ -34,6 +34,7 @@ from localllm.engine.sampler import breaker_ids
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.head_model import HeadModel
 from localllm.engine.speculative.speculator import speculation
 from localllm.engine.step import StepLoop
 from localllm.engine.step_types import Limits
@@ -98,7 +99,7 @@ class Engine(StepLoop):
         super().__init__(
             residency,
             Scheduler(self._limits.within(plan), KVAllocator(residency, reuse, computed, plan, eos_ids)),
-            speculation(speculate, residency, plan, loaded.drafter),
+            speculation(speculate, residency, plan, loaded.new_drafter),
             eos_ids,
             tokenizer.token_text,
             computed.name,
@@ -136,9 +137,10 @@ class Engine(StepLoop):
         contents = hub.contents(files.directory)
         model_config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
-        draft = DraftModel.of(speculate.draft_model, tokenizer, planner)
+        second = DraftModel.of(speculate.draft_model, tokenizer, planner)
+        draft = second or HeadModel.of(model_config, files, speculate, planner)
         scopes = [scope_of(model_config, planner.recipe, planner.wanted.kv, planner.torch_dtype)]
-        scopes += [] if draft is None else [draft.check_scope]
+        scopes += [] if second is None else [second.check_scope]
         note_device(planner.torch_device, scopes, watcher.measuring, watcher.noting)
         if note := dense_heads_note(config.kv, model_config.kv_shapes, planner.dtype):
             watcher.noting(note)

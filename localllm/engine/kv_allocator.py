@@ -36,7 +36,7 @@ def tokens_needed(request: Request, max_length: int, limits: Limits) -> int:
     return num_prompt + each + request.beams * (max_length - num_prompt + PAGE_TOKENS + each)
 
 
-def snapshot_borders(token_ids: SequenceOf[int], end_ids: Collection[int]) -> list[int]:
+def snapshot_borders(token_ids: SequenceOf[int], end_ids: Collection[int] = ()) -> list[int]:
     """Return the borders of pages in a prompt at which snapshots of recurrent states are worth their memory: before the
     answer, where the next turn and another try begin; behind the first message, with which other chats begin; and
     behind others, each some way from the last."""
@@ -98,9 +98,7 @@ class KVAllocator:
     def _watch(self, sequence: Sequence, kv: PagedKV) -> None:
         """Have snapshots taken of a sequence's states, on the way through its prompt and through its answer."""
         if kv.state is not None and self.prefix is not None:
-            borders = snapshot_borders(sequence.request.prompt_ids, self._end_ids)
-            kv.state.wanted = {border for border in borders if border > kv.length}
-            kv.state.follows = True
+            kv.state.watch(snapshot_borders(sequence.request.prompt_ids, self._end_ids))
 
     def seal(self, sequence: Sequence) -> None:
         """Let later prompts find the full pages of a sequence, and the states behind some of them."""
@@ -124,7 +122,7 @@ class KVAllocator:
 
     def give_up_ram(self) -> bool:
         """Give back the memory of pages that only serve later prompts; return whether there was any."""
-        return self.prefix is not None and self.prefix.limit_ram(0)
+        return self.prefix is not None and self.prefix.holds_ram and self.prefix.limit_ram(0)
 
     def gives_way(self, error: Exception, rows: int) -> bool:
         """Return whether memory ran out in a forward of so many tokens and something was given up for it, cached pages

@@ -23,7 +23,8 @@ from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.planner import DraftShape, ModelPlanner, has_card
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS
-from localllm.engine.speculative.drafter import ModelDrafter
+from localllm.engine.speculative.drafter import Drafter, ModelDrafter
+from localllm.engine.speculative.head_model import HeadModel
 from localllm.engine.weights import choose_weights, is_unpacked, open_checkpoint, open_packed
 from localllm.errors import FETCH_ANEW, DoesNotFitError, Fix, ModelNotFoundError, TokenizerError, UsageError
 from localllm.hub import ModelFiles
@@ -102,7 +103,15 @@ class DraftModel:
         )
         return DraftShape(shape, self.config.longest_context)
 
-    def load(self, vocab_size: int, sequences: int, watcher: Watcher) -> ModelDrafter | None:
+    @property
+    def label(self) -> str:
+        return self.files.name
+
+    @property
+    def is_asked(self) -> bool:
+        return True
+
+    def load(self, vocab_size: int, sequences: int, watcher: Watcher) -> Callable[[Residency], ModelDrafter] | None:
         """vocab_size: of the logits that its own are compared with. sequences: that it has room for at once. None where
         there turns out to be too little memory. Raises CheckpointError."""
         try:
@@ -129,7 +138,7 @@ class DraftModel:
                 raise
             return None
         is_dynamic = any(rope.kind in ("dynamic", "longrope") for rope in self.config.ropes)  # keys that change later
-        return ModelDrafter(
+        drafter = ModelDrafter(
             f"model:{self.files.name}",
             lambda: residency.runner,
             residency.new_kv,
@@ -138,6 +147,7 @@ class DraftModel:
             sequences=sequences,
             vocab_size=vocab_size,
         )
+        return lambda _: drafter
 
 
 def require_same_tokenizer(tokenizer: Tokenizer, name: str, files: ModelFiles) -> None:
@@ -172,7 +182,7 @@ class LoadedModel:
     replan: by which plan it had best run now, with a context of so many tokens; without one the context never grows.
     fixes_for: the flags with which a longer context fits, as alternatives.
     held: what is closed when the model is not used any more.
-    drafter: the second model that was asked for, where it is worth its room.
+    new_drafter: makes the second model that was asked for, or the head that drafts, where it is worth its room.
     """
 
     decoder: Decoder
@@ -182,17 +192,17 @@ class LoadedModel:
     replan: Replan | None = None
     fixes_for: Callable[[int], list[Fix]] = lambda ctx: [Fix.flag("--ctx", ctx)]
     held: ExitStack = field(default_factory=ExitStack)
-    drafter: ModelDrafter | None = None
+    new_drafter: Callable[[Residency], Drafter] | None = None
 
 
 @dataclass(frozen=True)
 class Loading:
-    """A load by a planner. draft: the second model that the planner has room for, or ought to have."""
+    """A load by a planner. draft: the second model, or head, that the planner has room for, or ought to have."""
 
     planner: ModelPlanner
     files: ModelFiles
     watcher: Watcher
-    draft: DraftModel | None = None
+    draft: DraftModel | HeadModel | None = None
 
     def load(self, config: ModelConfig) -> LoadedModel:
         """Raises what is listed at `Engine.load`."""
@@ -210,14 +220,14 @@ class Loading:
                 loaded.held.close()
                 raise
             if drafter is None:
-                self.watcher.noting(f"{self.draft.files.name} does not draft: there is too little memory for it")
-            return replace(loaded, drafter=drafter)
+                self.watcher.noting(f"{self.draft.label} does not draft: there is too little memory for it")
+            return replace(loaded, new_drafter=drafter)
         except (MemoryError, RuntimeError) as error:
             raise out_of_memory(self.planner.torch_device, error) if is_out_of_memory(error) else error from None
 
     def _without_draft(self, config: ModelConfig, reason: str) -> LoadedModel:
-        if self.draft is not None and reason:
-            self.watcher.noting(f"{self.draft.files.name} does not draft: {reason}")
+        if self.draft is not None and reason and self.draft.is_asked:
+            self.watcher.noting(f"{self.draft.label} does not draft: {reason}")
         return replace(self, planner=replace(self.planner, draft=None), draft=None)._load(config)
 
     def _load(self, config: ModelConfig) -> LoadedModel:

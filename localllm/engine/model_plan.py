@@ -13,6 +13,7 @@ from localllm.config import format_bytes
 from localllm.engine.placement import model_shape
 from localllm.engine.planner import DraftShape, ModelPlanner
 from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.head_shape import head_config, head_shape
 from localllm.engine.weights import as_stored, choose_weights
 from localllm.errors import DoesNotFitError, ModelNotFoundError
 from localllm.hub import ModelFiles
@@ -156,6 +157,10 @@ def _planner(
 ) -> ModelPlanner:
     planner = replace(ModelPlanner.of(model.name, files, model.config, wanted, job, say), measures=True)
     speculate = Speculate.of(wanted)
+    head = head_config(model.config, files, speculate, planner.device)
+    if head is not None:
+        sizes = planner.sizes, planner.dtype, planner.name, planner.device, planner.wanted.kv
+        return replace(planner, draft=head_shape(head, *sizes))
     if not speculate.is_on or not speculate.draft_model:
         return planner
     draft = find_shape(speculate.draft_model)
@@ -209,13 +214,16 @@ def _drafting(plan: Plan, draft: DraftShape | None, why_no_draft: str, wish: Spe
     elif wish.skips:
         alpha, found = skipping(plan, usual_harm([block.name for block in plan.shape.blocks]), most)
         yield DraftGain("skip", alpha, found, len(left_out))
-    if draft is not None and not plan.shape.draft_bytes:
-        yield DraftGain(wish.who, why_not=f"left out, as {why_no_draft}")
-    elif draft is not None:
-        draft_s = plan.costs.fast_s(draft.shape.num_bytes)
-        for alpha in USUAL_ALPHAS:
-            found = gain(plan.costs, depth, alpha, draft_s, staging_s=staging, most=most)
-            yield DraftGain(wish.who, alpha, found)
+    if draft is None:
+        return
+    drafter = "mtp" if draft.shares_head else wish.who
+    if not plan.shape.draft_bytes:
+        yield DraftGain(drafter, why_not=f"left out, as {why_no_draft}")
+        return
+    draft_s = plan.costs.fast_s(draft.read_bytes(plan.shape))
+    for alpha in USUAL_ALPHAS:
+        found = gain(plan.costs, depth, alpha, draft_s, staging_s=staging, most=most)
+        yield DraftGain(drafter, alpha, found)
 
 
 def _shape(planner: ModelPlanner, model: Shape) -> ModelShape:

@@ -42,6 +42,9 @@ _UNPACKING_BYTES = 8 << 20  # slabs of bf12, and what the C library keeps of the
 _STEP_BYTES = 16 << 20  # one that holds more than usual, started again, holds some MB more or less
 
 DEFAULT_CTX = 8192  # where nobody asked: long enough for a chat, 1 GiB of KV for an 8B model
+# The same of a model of which most layers keep a state, where there is memory to spare: 256k tokens of Qwen 3.5 4B take
+# 4.1 GiB in INT8.
+HYBRID_CTX = 1 << 18
 # Tokens of a prompt that are computed at once: the matrices are read once for all of them, and what is between two
 # matrices still fits into the caches. On a GPU that is the length of the chunks that are graphs.
 BATCH_ROWS = 512
@@ -78,7 +81,9 @@ def model_shape(
         kv_bytes_per_sequence=kv_sizes.per_sequence,
         recurrent_bytes=sum(each.shape.state_bytes + each.shape.snapshot_bytes for each in config.delta_nets),
         snapshot_bytes=sum(each.shape.snapshot_bytes for each in config.delta_nets),
+        state_layers=len(config.delta_nets),
         default_ctx=min(config.max_position_embeddings, DEFAULT_CTX),
+        cheap_ctx=min(config.max_position_embeddings, HYBRID_CTX) if config.delta_nets else 0,
         row_bytes=widest_kv // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them
         + (native_row_bytes(config, recipe) if is_native else _operator_row_bytes(config, item_bytes)),
         state_bytes=config.hidden_size * (4 if is_native else item_bytes),

@@ -42,16 +42,26 @@ _TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=
 
 @dataclass(frozen=True)
 class DraftShape:
-    """A second model that drafts."""
+    """A second model that drafts, or a head.
+
+    beside_bytes: memory beside its weights, keys and values.
+    shares_head: it makes logits by the matrix of the model that it drafts for.
+    """
 
     shape: ModelShape
     longest_ctx: int
+    beside_bytes: int = 0
+    shares_head: bool = False
 
     def num_bytes(self, ctx: int, sequences: int = 1) -> int:
         """Return its memory: it computes prompts in parts, and never has many logits at once."""
         activations = BATCH_ROWS * self.shape.row_bytes + LOGIT_ROWS * self.shape.logits_bytes
         kv_bytes = self.shape.kv_bytes(sequences * min(ctx, self.longest_ctx), sequences)
-        return self.shape.num_bytes + kv_bytes + activations
+        return self.shape.num_bytes + kv_bytes + activations + self.beside_bytes
+
+    def read_bytes(self, model: ModelShape) -> int:
+        """Return the bytes of the weights that one draft reads. model: that it drafts for."""
+        return self.shape.num_bytes + (model.lm_head.num_bytes if self.shares_head else 0)
 
 
 @dataclass(frozen=True)
@@ -189,7 +199,7 @@ class ModelPlanner:
         without = alone.search(config, held=held).fitting
         if without is None:  # nothing fits: that is the error to report
             return alone, ""
-        draft_bytes, weight_bytes = with_it.shape.draft_bytes, self.draft.shape.num_bytes
+        draft_bytes, weight_bytes = with_it.shape.draft_bytes, self.draft.read_bytes(with_it.shape)
         reason = why_left_out(draft_bytes, weight_bytes, with_it.fitting, without)
         return alone if reason else self, reason
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.engine.events import ignore
 from localllm.engine.memory import OtherPrograms, is_device_out_of_memory, is_out_of_memory
 from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
 from localllm.errors import DoesNotFitError
 from localllm.kernels.cpu_gemv import MAX_ROWS
 from localllm.models.decoder import Decoder
@@ -73,6 +75,7 @@ class Residency:
         self._others = self._look_at_others() if placed is not None and placed.has_device else None
         self._batch_rows = batch_rows
         self._has_kv_on_host = False
+        self._on_states: Callable[[Sequence[Chunk], Tensor], None] | None = None
         self._use(model)
         self.kv_pages = new_pages(model, kv_format)
 
@@ -119,6 +122,10 @@ class Residency:
 
     def new_kv(self, capacity: int) -> PagedKV:
         return self.kv_pages.new(capacity)
+
+    def watch_states(self, on_states: Callable[[Sequence[Chunk], Tensor], None] | None) -> None:
+        """Have the hidden states of each forward's tokens handed over, as `ModelRunner` does, wherever the model is."""
+        self._on_states = self.runner.on_states = on_states
 
     def warm_up(self, measuring: Callable[[str], None]) -> None:
         """Compile what a GPU launches, so that no prompt waits for it; `measuring` is called when that begins."""
@@ -255,6 +262,7 @@ class Residency:
         many, rows = (model, NEVER) if self.placed is None else (self.placed.prefill_model, self.placed.many_rows)
         self.model = model
         self.runner = ModelRunner(model, self._batch_rows, many, rows, note=self._note)
+        self.runner.on_states = self._on_states
 
 
 def _give_back(error: BaseException) -> None:

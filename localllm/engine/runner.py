@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -131,6 +132,8 @@ class ModelRunner:
         self._gpu_prefill = (
             self.gpu_program if self.prefill_model is model else _gpu_program(self.prefill_model, self.graphs)
         )
+        # Takes the hidden states of each forward's tokens, in front of the final norm, [T, hidden].
+        self.on_states: Callable[[Sequence[Chunk], Tensor], None] | None = None
         self._ahead: Ahead | None = None
         self._reduced: tuple[frozenset[str], ModelRunner] | None = None
         self._note = note
@@ -207,8 +210,9 @@ class ModelRunner:
         has_step = self.cpu_program is not None or self.gpu_program is not None
         is_single_call = see is None and has_step and sum(map(len, batches)) <= SINGLE_CALL_ROWS
         on_block = None if is_single_call else between_blocks
+        on_states = None if self.on_states is None else partial(self.on_states, chunks)
         try:
-            logits = self._logits(batches, num_tokens, on_block, sees_each=see is not None)
+            logits = self._logits(batches, num_tokens, on_block, on_states, sees_each=see is not None)
         except BaseException:
             for chunk in chunks:
                 chunk.kv.recover()
@@ -242,6 +246,7 @@ class ModelRunner:
         batches: Sequence[Batch],
         num_tokens: int,
         on_block: Callable[[Block, Tensor], None] | None,
+        on_states: Callable[[Tensor], None] | None = None,
         *,
         sees_each: bool = True,
     ) -> Tensor:
@@ -255,8 +260,9 @@ class ModelRunner:
             except Exception as error:
                 self._give_up_kernels(error)
         if is_many:
-            return self.prefill_model.forward(batches, on_block)
-        return (self.model.forward if self.cpu_program is None else self.cpu_program.logits)(batches, on_block)
+            return self.prefill_model.forward(batches, on_block, on_states)
+        forward = self.model.forward if self.cpu_program is None else self.cpu_program.logits
+        return forward(batches, on_block, on_states)
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[Batch]:
         """Return the chunks in order, in as few batches as may be: short ones side by side, a long one over several."""

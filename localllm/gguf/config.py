@@ -13,8 +13,8 @@ from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, UnsupportedModel
 from localllm.gguf.metadata import MAX_LAYERS, MOST, Json, Metadata, Shape
 from localllm.gguf.rope import DEFAULT_THETA, rope_scaling
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_PER_LAYER = "attention.sliding_window_pattern"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_PER_LAYER, _RECURRENT = "attention.sliding_window_pattern", "attention.recurrent_layers"
 _SPECIAL = (3, 4)  # token types: control, user-defined
 _ENDINGS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"}
@@ -94,8 +94,10 @@ def _common(file: Metadata) -> Json:
     return {
         "vocab_size": file.tensors["token_embd.weight"][0],
         "hidden_size": file.integer("embedding_length"),
-        "intermediate_size": file.integer("feed_forward_length"),
+        # A model of experts alone may have no such key, and no use for one.
+        "intermediate_size": file.integer("feed_forward_length", 0 if file.has("ffn_down_exps.weight") else None),
         "num_hidden_layers": file.num_layers,
+        "num_nextn_predict_layers": file.integer("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": file.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -159,9 +161,20 @@ def _qwen2moe(file: Metadata) -> Json:
         "use_sliding_window": False,
         "norm_topk_prob": False,
         "qkv_bias": file.has_bias,
-        "shared_expert_intermediate_size": file.width("ffn_down_shexp.weight"),
-        **_experts(file),
+        **_all_experts(file),
     }
+
+
+def _qwen3next(file: Metadata) -> Json:
+    return {"model_type": "qwen3_next", "norm_topk_prob": True, **_delta_net(file), **_all_experts(file)}
+
+
+def _qwen35(file: Metadata) -> Json:
+    return {"model_type": "qwen3_5_text", **_delta_net(file)}
+
+
+def _qwen35moe(file: Metadata) -> Json:
+    return {"model_type": "qwen3_5_moe_text", **_delta_net(file), **_all_experts(file)}
 
 
 def _phi3(file: Metadata) -> Json:
@@ -216,8 +229,7 @@ def _olmoe(file: Metadata) -> Json:
 
 
 def _glm4moe(file: Metadata) -> Json:
-    extra = {"num_nextn_predict_layers": file.integer("nextn_predict_layers", 0)}
-    return {"model_type": "glm4_moe", "use_qk_norm": file.has("attn_q_norm.weight"), **extra, **_grouped_experts(file)}
+    return {"model_type": "glm4_moe", "use_qk_norm": file.has("attn_q_norm.weight"), **_grouped_experts(file)}
 
 
 def _dots1(file: Metadata) -> Json:
@@ -275,6 +287,10 @@ def _experts(file: Metadata) -> Json:
     return {**own, "decoder_sparse_step": 1, "mlp_only_layers": [], **_top_k(file)}
 
 
+def _all_experts(file: Metadata) -> Json:
+    return {"shared_expert_intermediate_size": file.width("ffn_down_shexp.weight"), **_experts(file)}
+
+
 def _grouped_experts(file: Metadata) -> Json:
     return {
         "n_routed_experts": file.integer("expert_count"),
@@ -287,6 +303,35 @@ def _grouped_experts(file: Metadata) -> Json:
         "topk_group": file.integer("expert_group_used_count", 1) or 1,
         **_top_k(file),
     }
+
+
+def _delta_net(file: Metadata) -> Json:
+    heads, features = file.integer("ssm.time_step_rank"), file.integer("ssm.inner_size")
+    if not heads or features % heads:
+        raise file.refused("ssm.inner_size", features, f"a multiple of the {heads} heads of ssm.time_step_rank")
+    return {
+        "linear_num_key_heads": file.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": file.integer("ssm.state_size"),
+        "linear_value_head_dim": features // heads,
+        "linear_conv_kernel_dim": file.integer("ssm.conv_kernel"),
+        "layer_types": _mixer_types(file),
+    }
+
+
+def _mixer_types(file: Metadata) -> list[str]:
+    """Return the kind of each layer: as the file lists them, those that predict further tokens included, or every so
+    many full."""
+    listed = file.keys.get(f"{file.architecture}.{_RECURRENT}")
+    if listed is None:
+        every = file.integer("full_attention_interval", 4)
+        if not every:
+            raise file.refused("full_attention_interval", every, "a positive number")
+        return [_LINEAR if (layer + 1) % every else _FULL for layer in range(file.num_layers)]
+    count = file.integer("block_count")
+    if not isinstance(listed, list) or len(listed) != count or not all(isinstance(each, bool) for each in listed):
+        raise file.refused(_RECURRENT, listed, f"true or false for each of the {count} layers of block_count")
+    return [_LINEAR if is_recurrent else _FULL for is_recurrent in listed[: file.num_layers]]
 
 
 def _original_context(file: Metadata) -> Json:
@@ -322,6 +367,9 @@ _ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
         "olmo2": _olmo2,
         "qwen2moe": _qwen2moe,
         "qwen3moe": _qwen3moe,
+        "qwen3next": _qwen3next,
+        "qwen35": _qwen35,
+        "qwen35moe": _qwen35moe,
         "olmoe": _olmoe,
         "glm4moe": _glm4moe,
         "dots1": _dots1,

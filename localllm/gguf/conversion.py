@@ -11,6 +11,7 @@ from localllm.errors import UnsupportedModelError, show
 from localllm.gguf.config import hf_config
 from localllm.gguf.folder import DESCRIPTION
 from localllm.gguf.header import GgufHeader, read_model
+from localllm.gguf.metadata import Shape
 from localllm.gguf.names import hf_name, holds_weights, stored_form
 from localllm.gguf.rope import rope_factors
 from localllm.gguf.tokenizer import hf_tokenizer
@@ -34,6 +35,8 @@ def model_files(path: Path) -> dict[str, bytes]:
         "files": [os.fspath(header.path.absolute()) for header in headers],
         "pairs_heads": form.pairs_heads,
         "norm_offset": form.norm_offset,
+        "tiles_value_heads": form.tiles_value_heads,
+        "num_extra_layers": config["num_nextn_predict_layers"],
         "tensors": _tensors(headers, architecture),
     }
     contents = {
@@ -56,8 +59,15 @@ def _tensors(headers: Sequence[GgufHeader], architecture: str) -> dict[str, obje
                 what = f"{header.path}: the tensor {show(name)} is not known"
                 why = f"a model of the architecture {show(architecture)} has none like it here"
                 raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list")
-            # ggml leaves out trailing dimensions of 1: a gate of one row is a list there.
-            is_row = name.endswith(".ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1
-            shape = (1, *tensor.shape) if is_row else tensor.shape
-            found[plain] = (number, tensor.type, shape, tensor.begin, tensor.num_bytes)
+            found[plain] = (number, tensor.type, _hf_shape(name, tensor.shape), tensor.begin, tensor.num_bytes)
     return found
+
+
+def _hf_shape(name: str, shape: Shape) -> Shape:
+    """Return the shape with its dimensions of 1, which ggml leaves out: a gate of one row is a list there, and the taps
+    of a convolution stand by their channels."""
+    if name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
+        return 1, *shape
+    if name.endswith(".ssm_conv1d.weight") and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return shape

@@ -19,7 +19,7 @@ from localllm.errors import CheckpointError
 from localllm.gguf.header import split_files
 
 DESCRIPTION = "gguf.json"
-_VERSION = 2  # of what is made of a file: grows when something else would be
+_VERSION = 3  # of what is made of a file: grows when something else would be
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,16 @@ class TensorPlace:
 class GgufModel:
     """The weights of a GGUF model: its files, and its tensors by Hugging Face's names.
 
-    pairs_heads, norm_offset: see `names.GgufForm`.
+    pairs_heads, norm_offset, tiles_value_heads: see `names.GgufForm`.
+    num_extra_layers: behind the last, to predict further tokens.
     """
 
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorPlace]
     pairs_heads: bool
     norm_offset: float
+    tiles_value_heads: bool
+    num_extra_layers: int
 
     @classmethod
     def read(cls, folder: Path) -> GgufModel:
@@ -57,7 +60,8 @@ class GgufModel:
                 for name, (file, kind, shape, begin, num_bytes) in found["tensors"].items()
             }
             files = tuple(map(Path, found["files"]))
-            return cls(files, tensors, found["pairs_heads"], found["norm_offset"])
+            form = (found[name] for name in ("pairs_heads", "norm_offset", "tiles_value_heads", "num_extra_layers"))
+            return cls(files, tensors, *form)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             fix = f"rm -r {shlex.quote(str(folder))}"
             raise CheckpointError(f"{path} cannot be read", why=str(error)[:200], fix=fix) from None

@@ -46,33 +46,59 @@ _NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_NORM_BETWEEN = {"post_attention_norm": "post_attention_layernorm"}
 _GEMMA = {**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
+_GATED_DELTA_NET = {
+    **_NORM_BETWEEN,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of early files: queries, keys, values and gates of a key head after another
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "gemma2": _GEMMA,
         "gemma3": _GEMMA,
         "olmo2": _NORMS_BEHIND,
-        "glm4moe": {"post_attention_norm": "post_attention_layernorm"},
+        "glm4moe": _NORM_BETWEEN,
+        "qwen3next": _GATED_DELTA_NET,
+        "qwen35": _GATED_DELTA_NET,
+        "qwen35moe": _GATED_DELTA_NET,
         "phi3": {"ffn_up": "mlp.gate_up_proj"},  # the gate's rows, then those of up
     }
 )
+# Parts that are called the same whatever their suffix is.
+_WITHOUT_SUFFIX = frozenset({"exp_probs_b", "ssm_dt", "ssm_a"})
 
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
-    """How the weights of an architecture differ from those of Hugging Face.
+    """How the weights of an architecture differ from those of Hugging Face. Of Gated DeltaNet, -exp(A_log) stands in
+    place of A_log everywhere.
 
     pairs_heads: the rows of q and k, and their biases, are in pairs that rotate together. With those half a head apart,
         as Llama's are in Hugging Face's form, they are `rows.view(heads, head_dim // 2, 2, K).transpose(1, 2)`.
-    norm_offset: what was added to the weights of all norms.
+    norm_offset: what was added to the weights of all norms, but that of Gated DeltaNet's heads.
+    tiles_value_heads: value heads of Gated DeltaNet, and all that each has one of or some of, the columns of out_proj
+        too, are in an order in which value head h belongs to key head h % key heads. In Hugging Face's those of one key
+        head follow each other.
     """
 
     pairs_heads: bool = False
     norm_offset: float = 0.0
+    tiles_value_heads: bool = False
 
 
 _PAIRED = GgufForm(pairs_heads=True)
 _OFFSET = GgufForm(norm_offset=1.0)
+_OFFSET_TILED = GgufForm(norm_offset=1.0, tiles_value_heads=True)
 _FORMS: Mapping[str, GgufForm] = MappingProxyType(
     {
         "llama": _PAIRED,
@@ -81,6 +107,9 @@ _FORMS: Mapping[str, GgufForm] = MappingProxyType(
         "ernie4_5-moe": _PAIRED,
         "gemma2": _OFFSET,
         "gemma3": _OFFSET,
+        "qwen3next": _OFFSET,
+        "qwen35": _OFFSET_TILED,
+        "qwen35moe": _OFFSET_TILED,
     }
 )
 
@@ -93,7 +122,7 @@ def stored_form(architecture: str) -> GgufForm:
 def hf_name(name: str, architecture: str) -> str | None:
     """Return Hugging Face's name of a tensor; None where `holds_weights` is false, and for one that is not known.
 
-    A fused "attn_qkv" has the rows of q, of k and of v one below the other.
+    A fused "attn_qkv" has the rows of q, of k and of v one below the other. "ssm_a" is not A_log: see `GgufForm`.
     """
     stem, _, suffix = name.rpartition(".")
     if stem in _OUTER:
@@ -107,7 +136,7 @@ def hf_name(name: str, architecture: str) -> str | None:
         return None
     if expert is not None:  # files of early 2024 have a tensor for each expert
         inner = inner.replace("mlp.", f"mlp.experts.{expert}.")
-    is_whole = part == "exp_probs_b" or (part.endswith("_exps") and suffix == "weight")
+    is_whole = part in _WITHOUT_SUFFIX or (part.endswith("_exps") and suffix == "weight")
     return f"model.layers.{int(layer)}.{inner}" + ("" if is_whole or suffix is None else f".{suffix}")
 
 

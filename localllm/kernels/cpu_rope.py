@@ -24,7 +24,8 @@ Norms = Literal["none", "first", "last"]  # of queries and keys: before or behin
 
 
 def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, norms: Norms) -> Kernel:
-    """qkv fp32 [T, H + 2 KH, D]: the queries are rotated and scaled in place, keys and values go into the pages.
+    """qkv fp32 [T, H + 2 KH, D], a token `stride` floats behind the last: the queries are rotated and scaled in place,
+    keys and values go into the pages.
 
     dense: of the page with a token's own position; coded: of all pages but a sequence's first, None where those are
     dense too. cos, sin: fp32 [T, rotary_dim] from a `Rotary`. q_norm, k_norm: fp32 [D]. scale, eps: the bits of a
@@ -32,7 +33,7 @@ def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, no
     """
     head_dim = dense.head_dim
     assert rotary_dim % (2 * LANES) == 0 and head_dim % LANES == 0
-    k = Kernel("rope", "qkv cos sin q_norm k_norm tokens shape | heads kv_heads layer scale eps")
+    k = Kernel("rope", "qkv cos sin q_norm k_norm tokens shape | stride heads kv_heads layer scale eps")
     a = k.arg
     all_heads = a.heads + a.kv_heads * 2
     begin, end = k.share(a.shape.load(I64, 8) * all_heads)
@@ -40,7 +41,7 @@ def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, no
     turned = (lambda vectors: vectors) if coded is None else partial(cpu_kv.rotated, k)
     with k.range(begin, end) as item:
         token, head = item / all_heads, item % all_heads
-        x = a.qkv.at(item * (head_dim * 4))
+        x = a.qkv.at(token * a.stride * 4).at(head * (head_dim * 4))
         place = _Place(k, dense, coded, a.tokens.at(token * TOKEN_BYTES))
         with k.when(head.compare("uge", first_value)):
             place.store(cpu_kv.store_values, head - first_value, turned(_load(x, head_dim)))

@@ -142,6 +142,16 @@ class DeltaShape:
         return TILE if self.value_dim % TILE == 0 else self.value_dim
 
     @property
+    def fills_vectors(self) -> bool:
+        """Return whether a CPU's kernels compute such a layer."""
+        return self.key_dim % TILE == 0 == self.value_dim % TILE
+
+    @property
+    def prepared_floats(self) -> int:
+        """Floats of what a CPU's kernels make of a token before its states take it in."""
+        return self.key_heads * (2 * self.key_dim + TILE) + self.value_heads * (self.value_dim + TILE)
+
+    @property
     def row_floats(self) -> int:
         """What is kept of a token that the state does not hold yet: what the convolution sees, and two gates a head."""
         return self.channels + 2 * self.value_heads

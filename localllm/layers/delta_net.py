@@ -12,6 +12,7 @@ from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights, gat
 from localllm.layers.batch import Batch
 from localllm.layers.config import DeltaNetConfig
 from localllm.layers.linear import Linear
+from localllm.layers.native_delta import is_native, native_delta
 from localllm.layers.segment import Segment
 
 
@@ -42,6 +43,9 @@ class DeltaNet:
         # The gates in fp64: sums of fp32 depend in their last digits on how many rows there are.
         gates = reference.linear(x.double(), self.gates_proj.tensors["weight"]).float()
         wide = self.in_proj(x)
+        if is_native(shape, x):
+            mixed = native_delta(batch.segments, self.layer, self.weights, wide.float().contiguous(), gates)
+            return self.out_proj(mixed.to(x.dtype))
         z = wide[:, shape.channels :].reshape(len(x), shape.value_heads, shape.value_dim)
         raw = torch.cat((wide[:, : shape.channels].float(), gates), dim=-1)
         mixed = torch.cat([self._mixed(segment, raw[segment.begin : segment.end]) for segment in batch.segments])

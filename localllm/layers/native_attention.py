@@ -66,6 +66,7 @@ class NativeAttention:
             k_norm=0,
             tokens=tokens,
             shape=torch.tensor([T]),
+            stride=heads * D,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             layer=row,

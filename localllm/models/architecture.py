@@ -14,6 +14,7 @@ from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPCo
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
+DeltaRows = Literal["joined", "apart", "by_head", "gates_by_head"]
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,17 @@ class StoredForm:
     transposes_experts: the matrices of all experts are one tensor, which may have columns before rows.
     interleaves_heads: the two features that rotate together lie side by side.
     delta_rows: how the projections of Gated DeltaNet lie: queries, keys and values in one matrix (`joined`), in three
-        (`apart`), or all rows of one key head after those of the one before (`by_head`).
+        (`apart`), or all rows of one key head after those of the one before (`by_head`); `gates_by_head`: those of the
+        gates of a state so, the others joined.
+    negates_rates: -exp(A_log) is stored in place of Gated DeltaNet's A_log.
     num_extra_layers: layers behind the last that nobody computes with here: they draft tokens.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     transposes_experts: bool = False
     interleaves_heads: bool = False
-    delta_rows: Literal["joined", "apart", "by_head"] = "joined"
+    delta_rows: DeltaRows = "joined"
+    negates_rates: bool = False
     num_extra_layers: int = 0
 
 
@@ -54,6 +58,9 @@ class ModelConfig:
     embedding_scale: rounded to the weights' dtype before it multiplies.
     logit_scale: multiplies the logits, before final_softcap bounds them.
     dtype: what the file says that its weights are; the tensors' own headers decide.
+    draft_head: the layer that drafts for this model (multi-token prediction, arXiv:2412.19437), as a model of its own.
+    reads_states: it is such a layer: it reads the hidden states of the model that it drafts for, whose embedding and
+        head it shares.
     """
 
     model_type: str
@@ -74,6 +81,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredForm = StoredForm()
     dtype: StoredDtype | None = None
+    draft_head: ModelConfig | None = None
+    reads_states: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -98,6 +107,11 @@ class ModelConfig:
         """Return how many layers with a mixer of the same kind come before a layer."""
         kind = type(self.layers[layer].mixer)
         return sum(type(each.mixer) is kind for each in self.layers[:layer])
+
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The different mixers of the model's layers."""
+        return tuple(dict.fromkeys(layer.mixer for layer in self.layers))
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:

@@ -123,10 +123,11 @@ class CheckpointBlocks:
     def _vector(self, vector: Vector) -> dict[str, Tensor]:
         import torch
 
-        parts = [
-            self._finite(name, self.checkpoint.read(name, shape, torch_dtype("float32"))).view(-1, vector.taps)
-            for name, shape in self._vector_shapes(vector).items()
-        ]
+        parts = []
+        for name, shape in self._vector_shapes(vector).items():
+            stored = self.checkpoint.read(name, shape, torch_dtype("float32"))
+            part = self._finite(name, (-stored).log() if vector.is_logarithm else stored)
+            parts.append(part.view(-1, vector.taps))
         values = torch.cat(parts).T.reshape(-1)
         return {vector.name: values + (self.config.norm_weight_offset if vector.is_norm_weight else 0.0)}
 
@@ -153,6 +154,8 @@ class CheckpointBlocks:
         return held_bytes(layout, self.recipe, self.checkpoint)
 
     def finish(self) -> None:
+        if self.config.reads_states:  # it is in the files of another model
+            return
         first = self.config.num_layers
         extra = range(first, first + self.config.stored.num_extra_layers)
         unused = self.checkpoint.unused(tuple(f"model.layers.{layer}." for layer in extra))
@@ -273,7 +276,7 @@ class CheckpointBlocks:
 
 def stored_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     """Return the config, with a head of its own where the checkpoint has one, whatever it says."""
-    own_head = config.tie_word_embeddings and checkpoint.stores_own_head()
+    own_head = config.tie_word_embeddings and not config.reads_states and checkpoint.stores_own_head()
     return dataclasses.replace(config, tie_word_embeddings=False) if own_head else config
 
 

@@ -30,7 +30,7 @@ def fills_vectors(config: ModelConfig, dtype: str) -> bool:
 
 def is_plain(attention: AttentionConfig) -> bool:
     """Return whether all native programs know what such attention computes."""
-    return not attention.rotates_first and attention.clip is None and not attention.has_output_gate
+    return not attention.rotates_first and attention.clip is None
 
 
 def _is_plain_on_cpu(attention: AttentionConfig) -> bool:
@@ -49,8 +49,7 @@ def has_plain_steps(config: ModelConfig) -> bool:
     """Return whether a CPU's native steps know all that the model computes. Torch computes any other model."""
     return (
         has_one_head_shape(config)
-        and not config.delta_nets
-        and not any(attention.has_output_gate for attention in config.attentions)
+        and all(net.shape == config.delta_shape and net.shape.fills_vectors for net in config.delta_nets)
         and all(map(_is_plain_on_cpu, config.attentions))
         and config.norm_kind == "rms"
         and not config.has_head_bias
@@ -60,11 +59,14 @@ def has_plain_steps(config: ModelConfig) -> bool:
 def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
     """Bytes of the buffers of native steps for one more row."""
     hidden, intermediate = config.hidden_size, max(mlp.intermediate_size for mlp in config.mlps)
-    mixed = max(each.mixed_features for each in config.attentions)
+    mixed = max(mixer.mixed_features for mixer in config.mixers)
     widest_in = max(hidden, intermediate, mixed)
-    widest_out = max(2 * intermediate, hidden, *(each.qkv_features for each in config.attentions))
+    projected = [each.qkv_features for each in config.attentions] + [each.in_features for each in config.delta_nets]
+    widest_out = max(2 * intermediate, hidden, *projected)
     group = min(form.weights.columns for form in recipe.formats if form.weights is not None)
     floats = 2 * hidden + widest_out + mixed + 3 * (widest_in // group)
+    if config.delta_shape is not None:
+        floats += config.delta_shape.prepared_floats + 2 * config.delta_shape.value_heads
     floats += 2 * sum(rotary_dim for _, rotary_dim in config.rotations)
     floats += max((_mixture_row_floats(mixture, hidden) for mixture in config.mixtures), default=0)
     words = len(TOKEN_WORDS) + max(each.num_heads for each in config.attentions) * len(TASK_WORDS) + 1

@@ -145,9 +145,17 @@ class Decoder:
                         on_block(block, states[index])
         return states
 
-    def forward(self, batches: Sequence[Batch], on_block: Callable[[Block, Tensor], None] | None = None) -> Tensor:
-        """fp32 logits [R, V] of the batches' `logit_rows`, in order."""
+    def forward(
+        self,
+        batches: Sequence[Batch],
+        on_block: Callable[[Block, Tensor], None] | None = None,
+        on_states: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """fp32 logits [R, V] of the batches' `logit_rows`, in order. on_states: takes the hidden states of all rows in
+        front of the final norm, [T, hidden], which may be written over afterwards."""
         states = self.hidden_states(batches, on_block)
+        if on_states is not None:
+            on_states(torch.cat(states))
         wanted = torch.cat([x[moved(batch.logit_rows, x.device)] for batch, x in zip(batches, states, strict=True)])
         with self.stream.held(HEAD):
             return self.logits(wanted)

@@ -110,6 +110,7 @@ class Vector:
 
     stored: its name in a checkpoint. parts: names and features of what makes it up where that is not stored.
     taps: of a convolution, stored as [features / taps, 1, taps]; here all channels of one tap lie together.
+    is_logarithm: -exp of it is stored.
     """
 
     name: str  # inside its block: "norm_in"
@@ -118,6 +119,7 @@ class Vector:
     is_norm_weight: bool = True  # a family may store it less an offset
     taps: int = 1
     parts: tuple[tuple[str, int], ...] = ()
+    is_logarithm: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,18 +223,32 @@ class BlockLayout:
 
 
 def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
-    """The embedding, every attention and MLP block, the head: in the order in which a forward needs them."""
-    blocks = [BlockLayout(EMBED, (_vocabulary("embed_tokens", "model.embed_tokens", config),))]
+    """The embedding, every attention and MLP block, the head: in the order in which a forward needs them. Of a head
+    that drafts, what it makes of an embedding and a hidden state comes first, and a norm alone last."""
+    blocks = [_draft_inputs(config) if config.reads_states else _embedding(config)]
     for number, layer in enumerate(config.layers):
-        around = _Around(f"model.layers.{number}", config, layer.norm_placement)
+        root = "mtp" if config.reads_states else "model"
+        around = _Around(f"{root}.layers.{number}", config, layer.norm_placement)
         body = layer.feed_forward
         blocks.append(_mixer(number, layer.mixer, around))
         blocks.append(_mlp(number, body, around) if isinstance(body, MLPConfig) else _moe(number, body, around))
+    if config.reads_states:
+        return (*blocks, BlockLayout(HEAD, (), _norm("final_norm", "mtp.norm", config)))
     head = () if config.tie_word_embeddings else (_vocabulary("lm_head", "lm_head", config),)
     vectors = _norm("final_norm", "model.norm", config)
     if config.has_head_bias:
         vectors += (Vector("head_bias", "lm_head.bias", config.vocab_size, is_norm_weight=False),)
     return (*blocks, BlockLayout(HEAD, head, vectors))
+
+
+def _embedding(config: ModelConfig) -> BlockLayout:
+    return BlockLayout(EMBED, (_vocabulary("embed_tokens", "model.embed_tokens", config),))
+
+
+def _draft_inputs(config: ModelConfig) -> BlockLayout:
+    joined = Matrix("joined_proj", "mtp.fc", {"mtp.fc": config.hidden_size}, 2 * config.hidden_size)
+    norms = _norm("norm_embedding", "mtp.pre_fc_norm_embedding", config)
+    return BlockLayout(EMBED, (joined,), (*norms, *_norm("norm_hidden", "mtp.pre_fc_norm_hidden", config)))
 
 
 def model_bytes(config: ModelConfig, recipe: Sizes) -> int:
@@ -319,7 +335,7 @@ def _delta_net(layer: int, config: DeltaNetConfig, around: _Around) -> BlockLayo
     parts = tuple((f"{net}.{part}_conv1d.weight", rows) for part, rows in _delta_rows(shape).items())
     vectors = (
         Vector("conv", f"{net}.conv1d.weight", taps * shape.channels, is_norm_weight=False, taps=taps, parts=parts),
-        Vector("a_log", f"{net}.A_log", heads, is_norm_weight=False),
+        Vector("a_log", f"{net}.A_log", heads, is_norm_weight=False, is_logarithm=around.model.stored.negates_rates),
         Vector("dt_bias", f"{net}.dt_bias", heads, is_norm_weight=False),
         Vector("norm", f"{net}.norm.weight", shape.value_dim, is_norm_weight=False),
     )
@@ -330,19 +346,21 @@ def _delta_projections(config: DeltaNetConfig, net: str, model: ModelConfig) -> 
     """Return the matrices of queries, keys, values and the gates of what comes out, and of the two gates of a state."""
     shape, heads, form = config.shape, config.shape.value_heads, model.stored.delta_rows
     wide, gates = f"{net}.in_proj_qkvz", f"{net}.in_proj_ba"
-    groups: tuple[Grouped | None, Grouped | None] = (None, None)
+    own = heads // shape.key_heads
+    wide_groups = gate_groups = None
     if form == "by_head":
-        own = heads // shape.key_heads
         runs = (shape.key_dim, shape.key_dim, own * shape.value_dim, own * shape.value_dim)
-        wide_rows, gate_rows = {wide: config.in_features}, {gates: 2 * heads}
-        groups = Grouped(config.in_features, runs, (0, 1, 2, 3)), Grouped(2 * heads, (own, own), (0, 1))
+        wide_rows, wide_groups = {wide: config.in_features}, Grouped(config.in_features, runs, (0, 1, 2, 3))
     else:
-        joined = {"qkv": shape.channels} if form == "joined" else _delta_rows(shape)
+        joined = _delta_rows(shape) if form == "apart" else {"qkv": shape.channels}
         wide_rows = {f"{net}.in_proj_{part}": rows for part, rows in {**joined, "z": shape.value_features}.items()}
+    if form in ("by_head", "gates_by_head"):
+        gate_rows, gate_groups = {gates: 2 * heads}, Grouped(2 * heads, (own, own), (0, 1))
+    else:
         gate_rows = {f"{net}.in_proj_b": heads, f"{net}.in_proj_a": heads}
     return (
-        Matrix("in_proj", wide, wide_rows, model.hidden_size, grouped=groups[0]),
-        Matrix("gates_proj", gates, gate_rows, model.hidden_size, role="router", grouped=groups[1]),
+        Matrix("in_proj", wide, wide_rows, model.hidden_size, grouped=wide_groups),
+        Matrix("gates_proj", gates, gate_rows, model.hidden_size, role="router", grouped=gate_groups),
     )
 
 

@@ -12,6 +12,7 @@ from localllm.kernels.delta_rule import DeltaWeights
 from localllm.layers.attention import Attention
 from localllm.layers.config import AttentionConfig, DeltaNetConfig, MLPConfig, MoEConfig
 from localllm.layers.delta_net import DeltaNet
+from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.linear import Embedding, Linear, RowLookup
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import ExpertBank, MoE
@@ -99,6 +100,27 @@ class DecoderParts:
             dtype=self.dtype,
             device=self.device,
             stream=stream,
+        )
+
+    def draft_head(self, blocks: list[BlockTensors], model: Decoder) -> Decoder:
+        """Return a head that drafts for a model as one of its own. blocks: as `block_layouts` has them."""
+        inputs, *middle, last = [_Loaded(block, self) for block in blocks]
+        embed = DraftInputs(
+            model.embed.matrix,
+            model.embed.dtype,
+            model.embed.scale,
+            norm_embedding=inputs.norm("norm_embedding"),
+            norm_hidden=inputs.norm("norm_hidden"),
+            joined_proj=inputs.linear("joined_proj"),
+        )
+        return replace(
+            model,
+            config=self.config,
+            embed=embed,
+            blocks=tuple(_block(block, index) for index, block in enumerate(middle)),
+            final_norm=last.norm("final_norm"),
+            rotaries=tuple(Rotary(rope, dim, self.device) for rope, dim in self.config.rotations),
+            stream=ALL_RESIDENT,
         )
 
     def _head(self, embed: _Loaded, head: _Loaded) -> Linear:

@@ -127,7 +127,7 @@ def test_memory_that_ends_while_it_is_loaded_leaves_it_out(twin: Path, always_wo
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--speculate", "eagle", "auto, off, ngram, skip, or model:NAME"),
+        ("--speculate", "eagle", "auto, off, ngram, skip, mtp, or model:NAME"),
         ("--speculate", "model:", "or model:NAME"),
         ("--speculate", "model: ", "or model:NAME"),
         ("--draft-tokens", "16", "from 0 to 15"),

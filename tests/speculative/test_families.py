@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.oracle import FixedCount
 from localllm import Engine, Request, SamplingParams
+from localllm.cache.prefix import PrefixCache
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, KVReuse
 from localllm.engine.speculative.choice import Speculate
+from localllm.engine.speculative.drafter import ModelDrafter, SkipDrafter
 from localllm.engine.speculative.speculator import Speculation, speculation
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.quant.recipe import RECIPES
@@ -65,8 +68,12 @@ def test_every_kv_format_rolls_back(kv: str) -> None:
             ("gemma3", "bf16"),
             ("qwen3", "bf16"),
             ("olmo2", "int8"),
+            ("qwen3_5", "int4"),
+            ("qwen3_next", "int8"),
+            ("qwen3_5-odd", "fp32"),
+            ("olmo_hybrid", "bf16"),
         ],
-        lambda case: case[0] in {"llama-mha-wide-heads", "phi3-longrope", "mistral-windowed", "gemma3"},
+        lambda case: case[0] in {"llama-mha-wide-heads", "phi3-longrope", "mistral-windowed", "gemma3", "qwen3_5"},
     ),
 )
 def test_every_family_rolls_back(family: str, weights: str, tmp_path: Path) -> None:
@@ -92,3 +99,23 @@ def test_a_window_of_whole_pages_gives_every_page_back(num_prompt: int, tmp_path
     engine = opened(folder, "int8", "fp32", NO_REUSE)
     check(engine, drawn(num_prompt, 120), (4, 0.6), (7, 0.9))
     engine.close()
+
+
+@pytest.mark.parametrize("draft_tokens", [4, 15])
+def test_drafts_of_a_hybrid_change_no_state_that_counts(draft_tokens: int, tmp_path: Path) -> None:
+    """Drafted by itself without some blocks, and by a second model that keeps states of its own."""
+    folder = small_checkpoint(tmp_path / "hybrid", "qwen3_5")
+    skipped = frozenset({"layers.1.attention", "layers.2.mlp"})
+    engine, second = (opened(folder, "int4", "bf16") for _ in range(2))
+    wishes = [drawn(30, 110), drawn(140, 90)]
+    expected = said(engine, *wishes)
+    prefix = PrefixCache(bytes(32), second.residency.kv_pages, snapshot_ram_bytes=1 << 26)
+    own = ModelDrafter("model", lambda: second.runner.without(skipped), second.residency.new_kv, prefix=prefix)
+    for drafter in (SkipDrafter(lambda: engine.runner, lambda: skipped), own, own):
+        engine.speculation = Speculation(engine.residency, None, [drafter], draft_tokens, FixedCount)
+        heard = answers(engine, wishes)
+        assert [Said.of(events) for events in heard] == expected
+        assert any(stats(events).accepted for events in heard)
+    assert prefix.counts.pool == 2 and not second.residency.kv_pages.sequences
+    engine.close()
+    second.close()

@@ -12,8 +12,8 @@ from localllm.settings import DRAFT_MODEL, DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPEC
 class Speculate:
     """Raises UsageError for values out of range.
 
-    who: "off"; "ngram", "skip", or "model:NAME" for a second model; "auto" for n-grams, and skipping where that can
-        pay.
+    who: "off"; "ngram", "skip", "mtp" for the checkpoint's own head, or "model:NAME" for a second model; "auto" for
+        n-grams, and skipping and the head where they can pay.
     draft_tokens: the most that are drafted at once; None: the usual.
     """
 

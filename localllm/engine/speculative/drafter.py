@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from localllm.cache.paged_kv import PagedKV
 from localllm.cache.prefix import PrefixCache
+from localllm.engine.events import ignore
+from localllm.engine.kv_allocator import snapshot_borders
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.runner import ModelRunner
 from localllm.engine.sampler import next_token_with_margin
@@ -132,6 +134,8 @@ def draft_tokens(
     *,
     is_cancelled: Callable[[], bool],
     vocab_size: int | None = None,
+    firsts: Sequence[int] | None = None,
+    before: Callable[[Sequence[Chunk]], None] = ignore,
 ) -> list[list[tuple[int, float]]]:
     """Return tokens with their margins.
 
@@ -139,6 +143,8 @@ def draft_tokens(
         advance.
     limits, least: as `Drafter.propose` has them.
     vocab_size: of the logits that these stand for, where a model pads its own to another size.
+    firsts: the token of each sequence that is the first one in its kv.
+    before: is told of the chunks of each pass.
     """
     drafts: list[list[tuple[int, float]]] = [[] for _ in sequences]
     sure = [1.0] * len(sequences)
@@ -149,13 +155,16 @@ def draft_tokens(
         chunks = []
         for index in live:
             token_ids = [*sequences[index].token_ids, *(token for token, _ in drafts[index])]
+            token_ids = token_ids[0 if firsts is None else firsts[index] :]
             begin = len(token_ids) - 1 if drafts[index] else kvs[index].length
             chunks.append(Chunk(token_ids, kvs[index], len(token_ids) - begin, num_ahead=begin - kvs[index].length))
+        before(chunks)
         rows = runner.forward(chunks, cancelled=is_cancelled, advances=False)
         if vocab_size is not None and rows.shape[-1] != vocab_size:
             rows = functional.pad(rows, (0, vocab_size - rows.shape[-1]), value=-math.inf)
-        for index, chunk, row in zip(live, chunks, rows, strict=True):
-            token = _sampled(row, sequences[index], chunk.token_ids)
+        for index, row in zip(live, rows, strict=True):
+            so_far = [*sequences[index].token_ids, *(token for token, _ in drafts[index])]
+            token = _sampled(row, sequences[index], so_far)
             if token is None:
                 sure[index] = -1.0
                 continue
@@ -255,14 +264,19 @@ class ModelDrafter(Drafter):
                 kv = self._kvs[sequence.request_id] = self._new_kv(min(sequence.max_length, self._ctx))
                 if self._prefix is not None:
                     self._prefix.attach(kv, sequence.token_ids, cancelled=is_cancelled)
-            while (rest := len(sequence.token_ids) - kv.length) > _AT_ONCE:
+                    if kv.state is not None:
+                        kv.state.watch(snapshot_borders(sequence.request.prompt_ids))
+            # A recurrent state takes in no more tokens at once than a step may take back.
+            at_once = _AT_ONCE if kv.state is None else 1
+            while (rest := len(sequence.token_ids) - kv.length) > at_once:
                 chunk = Chunk(sequence.token_ids, kv, min(rest - 1, _CHUNK_TOKENS))
                 runner.forward([chunk], cancelled=is_cancelled)
             self._seal(sequence, kv)
 
-    def _seal(self, sequence: Running, kv: PagedKV) -> None:
+    def _seal(self, sequence: Running, kv: PagedKV, *, ends: bool = False) -> None:
         if self._prefix is not None:
             self._prefix.seal(kv, sequence.token_ids)
+            self._prefix.keep_snapshots(kv, sequence.token_ids, ends=ends)
 
     def propose(
         self, sequences: Sequence[Running], limits: Sequence[int], least: float, is_cancelled: Callable[[], bool]
@@ -294,7 +308,7 @@ class ModelDrafter(Drafter):
         self._confidence.forget(sequence)
         kv = self._kvs.pop(sequence.request_id, None)
         if kv is not None:
-            self._seal(sequence, kv)
+            self._seal(sequence, kv, ends=True)
             kv.close()
 
     def close(self) -> None:

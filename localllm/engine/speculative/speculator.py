@@ -27,7 +27,7 @@ from localllm.engine.speculative.controller import (
     cooldown_steps,
     unknown_growth,
 )
-from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter, SkipDrafter
+from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.step_types import Chunk
 from localllm.models.architecture import ModelConfig
@@ -262,12 +262,16 @@ def _with_draft(chunk: Chunk, draft: Sequence[int]) -> Chunk:
 
 
 def speculation(
-    speculate: Speculate, residency: Residency, plan: Plan | None, drafter: ModelDrafter | None = None
+    speculate: Speculate,
+    residency: Residency,
+    plan: Plan | None,
+    new_drafter: Callable[[Residency], Drafter] | None = None,
 ) -> Speculation:
-    """plan: the plan that the model was loaded by. drafter: the second model, if there is one."""
+    """plan: the plan that the model was loaded by. new_drafter: makes the second model, or the head, if there is
+    one."""
     lookup = NgramLookup() if speculate.who in ("auto", "ngram") else None
     drafters: list[Drafter] = [SkipDrafter(lambda: residency.runner)] if speculate.who in ("auto", "skip") else []
-    drafters += [] if drafter is None else [drafter]
+    drafters += [] if new_drafter is None else [new_drafter(residency)]
     growing = unknown_growth if plan is None else growth(plan)
     return Speculation(residency, lookup, drafters, speculate.most_tokens, lambda: Controller(StepTimes(growing)))
 

@@ -41,7 +41,9 @@ _DECIDES = re.compile(
     r"\.(?:weight|bias|e_score_correction_bias)|model\.layers\.\d+\.linear_attn\.[\w.]+|lm_head\.bias|model\.norm\.bias"
 )
 # All experts' matrices as one tensor [experts, rows, columns], or [experts, columns, rows].
-_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
+_FUSED = re.compile(
+    r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?"
+)
 
 
 @dataclass(frozen=True)

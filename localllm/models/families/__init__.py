@@ -13,7 +13,8 @@ from pathlib import Path
 
 from localllm.errors import show
 from localllm.gguf.folder import DESCRIPTION, GgufModel
-from localllm.models.architecture import ModelConfig, StoredForm
+from localllm.layers.config import DeltaNetConfig
+from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
 from localllm.models.families.reading import eos_ids, unsupported
 from localllm.models.fields import Fields
 from localllm.models.strict_json import JsonLimits, read_json_object
@@ -50,8 +51,25 @@ def load_config(directory: Path) -> ModelConfig:
 def _as_gguf(config: ModelConfig, model: GgufModel) -> ModelConfig:
     """Return the config with the way in which a GGUF file stores the weights: by our names, each expert's with rows
     first."""
-    stored = StoredForm(interleaves_heads=model.pairs_heads, num_extra_layers=config.stored.num_extra_layers)
-    return replace(config, stored=stored, norm_weight_offset=config.norm_weight_offset - model.norm_offset)
+    rows = config.stored.delta_rows
+    if rows == "by_head" and any(name.endswith(".in_proj_qkv.weight") for name in model.tensors):
+        rows = "gates_by_head"
+    stored = StoredForm(
+        interleaves_heads=model.pairs_heads,
+        delta_rows=rows,
+        negates_rates=True,
+        num_extra_layers=model.num_extra_layers,
+    )
+    layers = tuple(map(_with_tiled_heads, config.layers)) if model.tiles_value_heads else config.layers
+    offset = config.norm_weight_offset - model.norm_offset
+    return replace(config, layers=layers, stored=stored, norm_weight_offset=offset)
+
+
+def _with_tiled_heads(layer: LayerConfig) -> LayerConfig:
+    if not isinstance(layer.mixer, DeltaNetConfig):
+        return layer
+    shape = replace(layer.mixer.shape, is_tiled=True)
+    return replace(layer, mixer=replace(layer.mixer, shape=shape))
 
 
 def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:

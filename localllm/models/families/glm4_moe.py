@@ -6,9 +6,11 @@ from localllm.models.architecture import ModelConfig, StoredForm
 from localllm.models.families.reading import (
     MAX_LAYERS,
     grouped_layers,
+    num_layers,
     read_attentions,
     read_model,
     with_defaults,
+    with_draft_head,
 )
 from localllm.models.fields import Fields
 
@@ -40,9 +42,19 @@ def parse(fields: Fields) -> ModelConfig:
     qk_norm = "head" if fields.flag("use_qk_norm") else None
     has_bias, extra = fields.flag("attention_bias"), fields.optional_integer("num_nextn_predict_layers", 0, MAX_LAYERS)
     attentions = read_attentions(fields, rotates_partially=True, qk_norm=qk_norm, has_bias=has_bias)
-    num_dense = fields.integer("first_k_dense_replace", 0, MAX_LAYERS)
-    return read_model(
-        fields,
-        grouped_layers(fields, attentions, num_dense),
-        stored=StoredForm(RENAMES, num_extra_layers=extra or 0),
-    )
+    num_dense, count = fields.integer("first_k_dense_replace", 0, MAX_LAYERS), num_layers(fields)
+    layers = grouped_layers(fields, attentions, num_dense)
+    model = read_model(fields, layers, stored=StoredForm(RENAMES, num_extra_layers=extra or 0))
+    return with_draft_head(model, layers[-1], draft_renames(count)) if extra else model
+
+
+def draft_renames(layer: int) -> tuple[tuple[str, str], ...]:
+    """Return how the tensors of a layer that drafts are called, which DeepSeek's files number behind the last."""
+    own = f"model.layers.{layer}."
+    parts = {
+        "eh_proj": "fc",
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "shared_head.norm": "norm",
+    }
+    return (*((f"{own}{theirs}.", f"mtp.{ours}.") for theirs, ours in parts.items()), (own, "mtp.layers.0."))

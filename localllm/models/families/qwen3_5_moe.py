@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.families import qwen3_next
-from localllm.models.families.reading import read_model, with_defaults
+from localllm.models.families.reading import read_model, with_defaults, with_draft_head
 from localllm.models.fields import Fields
 
 DEFAULTS: dict[str, object] = {
@@ -20,4 +20,5 @@ def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
     moe = qwen3_next.read_moe(fields, normalizes=True)
     layers = [LayerConfig(mixer, moe) for mixer in qwen3_next.read_mixers(fields)]
-    return read_model(fields, layers, norm_weight_offset=1.0)
+    model = read_model(fields, layers, norm_weight_offset=1.0)
+    return with_draft_head(model, LayerConfig(qwen3_next.read_attention(fields), moe))

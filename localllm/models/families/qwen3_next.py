@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from localllm.layers.config import Mixer, MoEConfig
-from localllm.models.architecture import ModelConfig, StoredForm
+from localllm.layers.config import AttentionConfig, Mixer, MoEConfig
+from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
 from localllm.models.families import qwen2
 from localllm.models.families.reading import (
     MAX_INTERMEDIATE,
@@ -16,6 +16,7 @@ from localllm.models.families.reading import (
     read_router,
     sparse_layers,
     with_defaults,
+    with_draft_head,
 )
 from localllm.models.fields import Fields
 
@@ -46,14 +47,20 @@ DEFAULTS: dict[str, object] = {
 def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
     moe = read_moe(fields, normalizes=fields.flag("norm_topk_prob"))
-    stored = StoredForm(delta_rows="by_head")
-    return read_model(fields, sparse_layers(fields, read_mixers(fields), moe), norm_weight_offset=1.0, stored=stored)
+    layers = sparse_layers(fields, read_mixers(fields), moe)
+    model = read_model(fields, layers, norm_weight_offset=1.0, stored=StoredForm(delta_rows="by_head"))
+    return with_draft_head(model, LayerConfig(read_attention(fields), moe))
 
 
 def read_mixers(fields: Fields) -> list[Mixer]:
-    """Return each layer's mixer: attention with a gate behind it, or Gated DeltaNet."""
+    """Return each layer's mixer."""
+    return hybrid_mixers(fields, read_attention(fields), read_delta_net(fields), every_so_many_full(fields))
+
+
+def read_attention(fields: Fields) -> AttentionConfig:
+    """Return the attention of full layers, with a gate behind it."""
     has_bias = fields.flag("attention_bias")
-    attention = read_attentions(
+    return read_attentions(
         fields,
         rotates_partially=True,
         qk_norm="head",
@@ -61,7 +68,6 @@ def read_mixers(fields: Fields) -> list[Mixer]:
         has_output_bias=has_bias,
         has_output_gate=True,
     )[0]
-    return hybrid_mixers(fields, attention, read_delta_net(fields), every_so_many_full(fields))
 
 
 def read_moe(fields: Fields, *, normalizes: bool) -> MoEConfig:

@@ -98,6 +98,12 @@ def read_model(fields: Fields, layers: Iterable[LayerConfig], **traits: Any) -> 
     )
 
 
+def with_draft_head(model: ModelConfig, layer: LayerConfig, renames: Iterable[tuple[str, str]] = ()) -> ModelConfig:
+    """Return the model with the layer that drafts for it. renames: of its tensors, to Qwen's names (`mtp.`)."""
+    stored = replace(model.stored, renames=(*model.stored.renames, *renames), num_extra_layers=0)
+    return replace(model, draft_head=replace(model, layers=(layer,), stored=stored, reads_states=True))
+
+
 def hidden_size(fields: Fields) -> int:
     return fields.integer("hidden_size", 1, MAX_HIDDEN)
 

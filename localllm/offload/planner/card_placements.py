@@ -127,7 +127,7 @@ class CardPlacements:
                 "CUDA": owners["context"],
                 "a matrix product": owners["workspace"],
                 "graphs of launches": owners["graphs"],
-                f"{ctx} tokens of context": owners["kv"],
+                f"{ctx} tokens of context": owners["kv"] + owners["states"],
                 "what is being computed": owners["activations"] + owners["logits"],
                 "two blocks on their way": self._least_ring_bytes(amount),
             }
@@ -143,7 +143,7 @@ class CardPlacements:
             "the program": self.machine.memory.program_bytes,
             "the embedding": self.shape.embed.num_bytes,
             "two blocks that come from the disk": 2 * max(block.num_bytes for block in self.shape.blocks),
-            f"at most, {ctx} tokens of context": self.shape.kv_bytes(ctx),
+            f"at most, {ctx} tokens of context": self.shape.kv_bytes(ctx) + self.shape.recurrent_bytes,
         }
         return f"where what has no room streams from the disk: {parts(named)}"
 
@@ -359,6 +359,7 @@ class CardPlacements:
         return {
             "context": card.context_bytes,
             "kv": shape.kv_bytes(amount.kv_tokens, amount.sequences) * amount.kv_layers // self._num_layers,
+            "states": amount.sequences * shape.recurrent_bytes * amount.kv_layers // self._num_layers,
             "activations": amount.rows * shape.row_bytes + amount.pass_tokens * shape.state_bytes + attention,
             "logits": max(LOGIT_ROWS, 2 * amount.sequences) * shape.logits_bytes,
             "workspace": card.workspace_bytes,
@@ -371,6 +372,7 @@ class CardPlacements:
         return {
             "program": self.machine.memory.program_bytes,
             "kv": shape.kv_bytes(amount.kv_tokens, amount.sequences) * layers // self._num_layers,
+            "states": amount.sequences * shape.recurrent_bytes * layers // self._num_layers,
             "loading": ring_bytes([block.num_bytes for block in (*shape.blocks, shape.head)]),
         }
 

@@ -182,16 +182,18 @@ class HostPlacements:
         Tried is every number of attention blocks, with as many MLP blocks as then fit beside a ring for the rest.
         """
         attention, mlp, head = self.shape.blocks[::2], self.shape.blocks[1::2], self.shape.head
+        # Those of a hybrid differ: as many of the largest ones fit in any case.
+        attention_bytes, mlp_bytes = (max(block.num_bytes for block in kind) for kind in (attention, mlp))
         best = None
         for head_bytes, count in itertools.product((head.num_bytes, 0), range(len(attention) + 1)):
-            kept_bytes = head_bytes + count * attention[0].num_bytes
-            for more in range(min((free_bytes - kept_bytes) // mlp[0].num_bytes, len(mlp)), -1, -1):
-                streamed_bytes = self.shape.streamable_bytes - kept_bytes - more * mlp[0].num_bytes
+            kept_bytes = head_bytes + count * attention_bytes
+            for more in range(min((free_bytes - kept_bytes) // mlp_bytes, len(mlp)), -1, -1):
+                streamed_bytes = self.shape.streamable_bytes - kept_bytes - more * mlp_bytes
                 if best is not None and streamed_bytes >= best.streamed_bytes:
                     break
                 resident = {head.name} if head_bytes else set()
                 choice = self._choice(resident | _spread(attention, count) | _spread(mlp, more))
-                if kept_bytes + more * mlp[0].num_bytes + choice.ring_bytes <= free_bytes:
+                if kept_bytes + more * mlp_bytes + choice.ring_bytes <= free_bytes:
                     best = choice
                     break
         return best

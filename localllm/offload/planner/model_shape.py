@@ -78,6 +78,8 @@ class ModelShape:
     kv_bytes_per_sequence: int = 0  # beside those of its tokens
     recurrent_bytes: int = 0  # of the states of a sequence, and of the last snapshot of them
     snapshot_bytes: int = 0  # of one snapshot of all states
+    cheap_ctx: int = 0  # a longer one that is taken by default where half of the memory that is left is enough for it
+    state_layers: int = 0  # that keep a state in place of keys and values
     is_tied: bool = False  # the embedding is the head's matrix
     can_split: bool = False  # an MLP block, between a device and the host
     can_slot: bool = False  # experts in the host's memory, some of them also in slots of a device's

@@ -49,7 +49,7 @@ class Search:
         possible = contexts(self.shape, self.ctx)
         enough = min(CHAT_CTX, possible[0])
         plans = [self._runnable(ctx, 1, ctx) for ctx in possible if ctx >= enough]
-        fitting = [plan for plan in plans if plan is not None]
+        fitting = [plan for plan in plans if plan is not None and (self.ctx is not None or _is_modest(plan))]
         if fitting:
             return next(plan for plan in fitting if plan.decode_s * _WORTH <= fitting[-1].decode_s)
         shorter = (self._runnable(ctx, 1, ctx) for ctx in possible if ctx < enough)
@@ -174,11 +174,18 @@ class Search:
         return contexts(self.shape, self.ctx)[-1]
 
 
+def _is_modest(plan: Plan) -> bool:
+    """Return whether a context that nobody asked for is the usual one, or takes from nothing: all blocks stay where
+    they are fast, and as much memory stays free as it takes beside the usual one."""
+    longer = (plan.ctx - plan.shape.default_ctx) * plan.shape.kv_bytes_per_token
+    return longer <= 0 or (plan.is_whole and longer <= plan.free_bytes)
+
+
 def contexts(shape: ModelShape, asked: int | None) -> list[int]:
     """Return the contexts that may be taken, the longest first."""
     if asked is not None:
         return [asked]
-    found = [shape.default_ctx]
+    found = [max(shape.default_ctx, shape.cheap_ctx)]
     while found[-1] > LEAST_CTX:
         found.append(max(LEAST_CTX, 1 << ((found[-1] - 1).bit_length() - 1)))
     return found

@@ -1,0 +1,493 @@
+"""Gated DeltaNet between its two projections on the CPU, as two steps of a tape. `delta_rule` defines what it computes.
+
+The first kernel does what one token or its few predecessors decide: the convolution, the lengths of queries and keys,
+the gates. Threads share out heads, each with its own channels of the kept rows: a head reads those it needs before it
+writes those of this step, and no other head's.
+
+The second walks the tokens, a tile of a head's state at a time, so that the tile stays in the first-level cache. One
+sweep over a tile takes in a token and adds up what the next one reads of it. With S before a token, S^T k and S^T q
+give delta = beta (v - g S^T k) and o = g S^T q + (q . k) delta; then S is changed, and while it is, S^T k and S^T q of
+the next token are added up. A sum has two halves, of the even and the odd key features: a token's bits depend on
+nothing beside it, not on the step that computes it, nor on where its state is written.
+
+16 heads of keys, 32 of values, 128 features each, with AVX-512 on two cores: 512 tokens take 1.4 ms and 7.4 ms, where
+the second kernel's multiplications and additions alone are 5.6 ms at best.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import cpu_math
+from localllm.kernels.cpu_ir import F32, F32V, I32, I64, LANES, PTR, Kernel, Value
+from localllm.kernels.cpu_isa import Isa
+from localllm.kernels.cpu_jit import Native, compile_kernel
+from localllm.kernels.cpu_linear import Step, float_bits
+from localllm.kernels.delta_rule import L2_EPS, DeltaWeights
+from localllm.kernels.sizes import DELTA_WORDS, STEP_ROWS, DeltaShape
+
+SEGMENT_BYTES = 8 * len(DELTA_WORDS)
+REPLAYED_ROWS = 2 * STEP_ROWS  # of a segment, at most
+HALVES = 2  # of a sum over key features; with one, a sweep waits 3 % longer for its own additions
+FEATURES_A_STEP = 8  # with four, a sweep takes 3 % longer
+# Rows of the projection that are fetched before they are read: their strides are too long for a prefetcher. Without it
+# each kernel takes 0.9 ms more for 512 tokens.
+ROWS_AHEAD = 4
+
+
+def key_floats(shape: DeltaShape) -> int:
+    """Floats of a token and a key head, as the second kernel reads them: its key, its query, the product of both."""
+    return 2 * shape.key_dim + LANES
+
+
+def value_floats(shape: DeltaShape) -> int:
+    """Floats of a token and a value head, as the second kernel reads them: its value, its decay, its beta."""
+    return shape.value_dim + LANES
+
+
+class _Segment:
+    """A segment's words, see DELTA_WORDS, and where its sequence's state of the kernel's layer has what."""
+
+    def __init__(self, k: Kernel, shape: DeltaShape, number: Value) -> None:
+        self.k, self.shape, a = k, shape, k.arg
+        at = a.segments.at(number * SEGMENT_BYTES)
+        kinds = [PTR if word in ("states", "snapshots") else I64 for word in DELTA_WORDS]
+        words: list[Value] = [at.at(8 * n).load(kind, 8) for n, kind in enumerate(kinds)]
+        self.begin, end, self.past, self.committed, states, self.row, self._snapshots, self._num_snapshots = words
+        self.matrices: Value = states.at(a.layer * shape.state_bytes)
+        rows_end = shape.matrix_bytes + 4 * shape.kept_rows * shape.row_floats
+        self.positions = self.matrices.at(-(-rows_end // 8) * 8)
+        self.end = self.past + (end - self.begin)
+
+    def first(self, head: Value) -> Value:
+        """The position of the first token that this head's state lacks."""
+        position = self.positions.at(head * 8).load(I64, 8)
+        return self.past - self.k.smaller(self.past - self.k.smaller(position, self.past), self.k.i64(REPLAYED_ROWS))
+
+    def batch_row(self, position: Value) -> Value:
+        return self.begin + (position - self.past)
+
+    def keys(self, head: Value, position: Value) -> Value:
+        """A pointer to what is prepared of a token for a key head."""
+        return self._prepared(self.k.arg.keys, head, position, key_floats(self.shape))
+
+    def values(self, head: Value, position: Value) -> Value:
+        """A pointer to what is prepared of a token for a value head."""
+        return self._prepared(self.k.arg.values, head, position, value_floats(self.shape))
+
+    def _prepared(self, prepared: Value, head: Value, position: Value, floats: int) -> Value:
+        return prepared.at((head * self.k.arg.rows + self.row + (position - self.past)) * (4 * floats))
+
+    def kept(self, position: Value) -> Value:
+        """A pointer to the kept row of a position, which may be less than zero."""
+        slot = (position + self.shape.kept_rows) % self.shape.kept_rows
+        return self.matrices.at(self.shape.matrix_bytes).at(slot * (4 * self.shape.row_floats))
+
+    @contextmanager
+    def snapshots(self) -> Iterator[tuple[Value, Value]]:
+        """For each snapshot: its position, and where its part of this layer is."""
+        with self.k.range(self.k.i64(0), self._num_snapshots, rolled=True) as n:
+            pair = self._snapshots.at(n * 16)
+            part = pair.at(8).load(PTR, 8).at(self.k.arg.layer * self.shape.snapshot_bytes)
+            yield pair.load(I64, 8), part
+
+
+def prepare_source(shape: DeltaShape) -> Kernel:
+    """wide, gates, keys, values and the tables: see `DeltaRoom`. zeros: fp32 [row_floats]. beta_scale: the bits of a
+    float."""
+    words = "wide gates zeros conv a_log dt_bias keys values segments shape | stride rows layer beta_scale"
+    k = Kernel("prepare_delta", words)
+    num_segments = k.arg.shape.load(I64, 8)
+    # Each thread has its part of both kinds of heads: a query's and a key's channels take twice as long as a value's.
+    begin, end = k.share(num_segments * shape.key_heads)
+    with k.range(begin, end) as item:
+        _Prepared(k, shape, item % num_segments).key_head(item / num_segments)
+    begin, end = k.share(num_segments * shape.value_heads)
+    with k.range(begin, end) as item:
+        _Prepared(k, shape, item % num_segments).value_head(item / num_segments)
+    return k
+
+
+class _Prepared:
+    """A segment's tokens, one head at a time."""
+
+    def __init__(self, k: Kernel, shape: DeltaShape, number: Value) -> None:
+        self.k, self.shape, self.segment = k, shape, _Segment(k, shape, number)
+        self._keys_begin = shape.key_heads * shape.key_dim
+        self._gates_begin = 4 * shape.channels  # bytes into a kept row
+
+    def key_head(self, head: Value) -> None:
+        k, segment, dim = self.k, self.segment, self.shape.key_dim
+        query, key = head * (4 * dim), head * (4 * dim) + 4 * self._keys_begin  # bytes into a row
+        first, end = segment.first(k.i64(0)), segment.end
+        with self._windows(first, end) as (position, rows):
+            row = segment.keys(head, position)
+            key_scale = self._unit(rows, key, row)
+            query_scale = self._unit(rows, query, row.at(4 * dim)) * dim**-0.5
+            products = k.variable(k.f32v(0))
+            with k.range(k.i64(0), k.i64(4 * dim), 4 * LANES) as i:
+                at, query_at = row.at(i), row.at(4 * dim).at(i)
+                unit, scaled = at.load(F32V) * key_scale.splat(), query_at.load(F32V) * query_scale.splat()
+                at.store(unit)
+                query_at.store(scaled)
+                products.set(k.fma(unit, scaled, products.get()))
+            row.at(8 * dim).store(cpu_math.total(k, products.get()))
+        self._keep(first, [query, key], dim, None)
+
+    def value_head(self, head: Value) -> None:
+        k, segment, dim = self.k, self.segment, self.shape.value_dim
+        channel = head * (4 * dim) + 8 * self._keys_begin
+        first, end = segment.first(head), segment.end
+        with self._windows(first, end) as (position, rows):
+            row = segment.values(head, position)
+            with k.range(k.i64(0), k.i64(4 * dim), 4 * LANES) as i:
+                row.at(i).store(self._convolved(rows, channel + i))
+        self._gates(head, first)
+        self._keep(first, [channel], dim, head)
+
+    def _gates(self, head: Value, first: Value) -> None:
+        """Write decay and beta of each token, computed for 16 of them at once."""
+        k, shape, segment, a = self.k, self.shape, self.segment, self.k.arg
+        rate = cpu_math.exp(k, a.a_log.at(head * 4).load(F32).splat())
+        dt_bias = a.dt_bias.at(head * 4).load(F32).splat()
+        beta_scale = a.beta_scale.convert("trunc", I32).convert("bitcast", F32).splat()
+        decays, betas = k.stack(F32V), k.stack(F32V)
+        for lanes in (decays, betas):
+            lanes.store(k.f32v(0), 64)
+        with k.range(first, segment.end, LANES) as block:
+            count = k.smaller(segment.end - block, k.i64(LANES))
+            with k.range(k.i64(0), count, rolled=True) as i:
+                raw = self._raw_gates(block + i).at(head * 4)
+                betas.at(i * 4).store(raw.load(F32))
+                decays.at(i * 4).store(raw.at(4 * shape.value_heads).load(F32))
+            betas.store(cpu_math.sigmoid(k, betas.load(F32V, 64)) * beta_scale, 64)
+            steps = softplus(k, decays.load(F32V, 64) + dt_bias)
+            decays.store(cpu_math.exp(k, k.f32v(0) - rate * steps), 64)
+            with k.range(k.i64(0), count, rolled=True) as i:
+                row = segment.values(head, block + i).at(4 * shape.value_dim)
+                row.store(decays.at(i * 4).load(F32))
+                row.at(4).store(betas.at(i * 4).load(F32))
+
+    def _raw(self, position: Value) -> Value:
+        """A pointer to what goes into the convolution at a position."""
+        own = self.k.arg.wide.at(self.segment.batch_row(position) * self.k.arg.stride * 4)
+        return self._old_or(position, own, 0)
+
+    def _raw_gates(self, position: Value) -> Value:
+        own = self.k.arg.gates.at(self.segment.batch_row(position) * (8 * self.shape.value_heads))
+        return self._old_or(position, own, self._gates_begin)
+
+    def _old_or(self, position: Value, own: Value, offset: int) -> Value:
+        """The row of this batch, or a pointer so many bytes into the kept row, or to zeros before the first token."""
+        old = position.compare("slt", 0).choose(self.k.arg.zeros, self.segment.kept(position)).at(offset)
+        return position.compare("slt", self.segment.past).choose(old, own)
+
+    @contextmanager
+    def _windows(self, first: Value, end: Value) -> Iterator[tuple[Value, list[Value]]]:
+        """For each position: pointers to the rows that the convolution sees there, its own last."""
+        k, before = self.k, self.shape.conv_width - 1
+        window = [k.variable(self._raw(first - (before - n))) for n in range(before)]
+        with k.range(first, end, rolled=True) as position:
+            rows = [*(row.get() for row in window), self._raw(position)]
+            yield position, rows
+            for variable, row in zip(window, rows[1:], strict=True):
+                variable.set(row)
+
+    def _convolved(self, rows: list[Value], offset: Value) -> Value:
+        """SiLU of the convolution of 16 channels, `offset` bytes into each row."""
+        self.k.prefetch(rows[-1].at(self.k.arg.stride * (4 * ROWS_AHEAD)).at(offset))
+        taps = self.k.arg.conv.at(offset)
+        value = rows[0].at(offset).load(F32V) * taps.load(F32V)
+        for n, row in enumerate(rows[1:], 1):
+            weight = taps.at(4 * self.shape.channels * n).load(F32V)
+            value = self.k.fma(row.at(offset).load(F32V), weight, value)
+        return cpu_math.silu(self.k, value)
+
+    def _unit(self, rows: list[Value], channel: Value, target: Value) -> Value:
+        """Write a head's channels to `target`. Returns what brings them to length one."""
+        k = self.k
+        squares = k.variable(k.f32v(0))
+        with k.range(k.i64(0), k.i64(4 * self.shape.key_dim), 4 * LANES) as i:
+            value = self._convolved(rows, channel + i)
+            target.at(i).store(value)
+            squares.set(k.fma(value, value, squares.get()))
+        return k.constant(F32, 1.0) / k.unary("sqrt", cpu_math.total(k, squares.get()) + L2_EPS)
+
+    def _keep(self, first: Value, channels: list[Value], features: int, head: Value | None) -> None:
+        """Write a head's raw channels, and a value head's gates, to the snapshots and into the kept rows."""
+        k, shape, segment = self.k, self.shape, self.segment
+        before = shape.conv_width - 1
+        with segment.snapshots() as (position, part):
+            is_reached = position.compare("ugt", first) & position.compare("ule", segment.end)
+            with k.when(is_reached):
+                tail, padding = part.at(shape.matrix_bytes), shape.matrix_bytes + 4 * before * shape.row_floats
+                with k.range(k.i64(0), k.i64(before), rolled=True) as n:
+                    self._copy(position - before + n, tail.at(n * (4 * shape.row_floats)), channels, features, head)
+                for at in range(padding, shape.snapshot_bytes, 4):
+                    part.at(at).store(k.constant(I32, 0))
+        rows = k.smaller(segment.end - segment.past, k.i64(max(STEP_ROWS, before)))
+        with k.range(segment.end - rows, segment.end, rolled=True) as position:
+            self._copy(position, segment.kept(position), channels, features, head)
+
+    def _copy(self, position: Value, target: Value, channels: list[Value], features: int, head: Value | None) -> None:
+        k, source = self.k, self._raw(position)
+        for channel in channels:
+            with k.range(channel, channel + 4 * features, 4 * LANES) as at:
+                target.at(at).store(source.at(at).load(F32V))
+        if head is None:
+            return
+        gates = self._raw_gates(position)
+        for gate in (head * 4, (head + self.shape.value_heads) * 4):
+            target.at(self._gates_begin).at(gate).store(gates.at(gate).load(F32))
+
+
+def softplus(k: Kernel, x: Value) -> Value:
+    """log(1 + e ** x) within 5e-7 relative, as max(x, 0) + log(1 + e ** -|x|); NaN of NaN."""
+    return k.larger(k.f32v(0), x) + _log1p(k, cpu_math.exp(k, k.f32v(0) - k.unary("fabs", x)))
+
+
+def _log1p(k: Kernel, y: Value) -> Value:
+    """log(1 + y) of 0 <= y <= 1: 2 artanh(z) with z = y / (2 + y), which is at most a third; what its series lacks is
+    below 2e-8 of it."""
+    z = y / (y + 2.0)
+    square = z * z
+    series = k.f32v(1 / 15)
+    for n in (13, 11, 9, 7, 5, 3, 1):
+        series = k.fma(series, square, k.f32v(1 / n))
+    return z * 2.0 * series
+
+
+def delta_source(isa: Isa, shape: DeltaShape) -> Kernel:
+    """wide, mixed, keys, values and the tables: see `DeltaRoom`. norm: fp32 [value_dim]. eps: the bits of a float."""
+    k = Kernel("delta", "wide mixed norm keys values segments shape | stride rows layer eps")
+    num_segments = k.arg.shape.load(I64, 8)
+    tiles = shape.value_dim // LANES
+    wide = 2 if isa.sums >= 16 and tiles % 2 == 0 else 1
+    sweep = _Sweep(k, shape, wide)
+    # All segments of one head before the next: threads have equal parts of the long ones too.
+    begin, end = k.share(num_segments * shape.value_heads)
+    with k.range(begin, end) as item:
+        head = _Head(k, shape, item % num_segments, item / num_segments)
+        with k.range(k.i64(0), k.i64(tiles), wide) as tile:
+            head.walk(sweep, tile)
+        head.finish()
+    return k
+
+
+class _Sweep:
+    """One pass over a tile of a state, or over two side by side, which share the loads of keys and queries."""
+
+    def __init__(self, k: Kernel, shape: DeltaShape, tiles: int) -> None:
+        self.k, self.tiles, self.key_dim = k, tiles, shape.key_dim
+        self.tile_bytes = 4 * LANES * shape.key_dim
+        self.private = k.stack(F32V, tiles * shape.key_dim)
+        each = itertools.product(("key", "query"), range(tiles), range(HALVES))
+        self._sums = {one: k.variable(k.f32v(0)) for one in each}
+
+    def read(self, source: Value, row: Value) -> None:
+        """Add up S^T k and S^T q of a token."""
+        self._clear()
+        with self.k.range(self.k.i64(0), self.k.i64(self.key_dim), FEATURES_A_STEP, rolled=True) as i:
+            for n in range(FEATURES_A_STEP):
+                states = [source.at(i * (4 * LANES) + self._offset(tile, n)).load(F32V) for tile in range(self.tiles)]
+                self._add(states, row, i, n)
+
+    def take_in(
+        self, source: Value, target: Value, row: Value, decay: Value, deltas: list[Value], next_row: Value
+    ) -> None:
+        """Write decay * S + k (x) delta to `target`, and add up what `read` does of it for the next token."""
+        k = self.k
+        self._clear()
+        with k.range(k.i64(0), k.i64(self.key_dim), FEATURES_A_STEP, rolled=True) as i:
+            for n in range(FEATURES_A_STEP):
+                key = row.at(i * 4 + 4 * n).load(F32).splat()
+                states = []
+                for tile, delta in enumerate(deltas):
+                    at = i * (4 * LANES) + self._offset(tile, n)
+                    states.append(k.fma(key, delta, source.at(at).load(F32V) * decay))
+                    target.at(at).store(states[-1])
+                self._add(states, next_row, i, n)
+
+    def sums(self, tile: int) -> list[Value]:
+        """S^T k and S^T q of the token whose sums were added up last."""
+        return [self._sums[factor, tile, 0].get() + self._sums[factor, tile, 1].get() for factor in ("key", "query")]
+
+    def copy(self, source: Value, target: Value) -> None:
+        with self.k.range(self.k.i64(0), self.k.i64(self.tiles * self.tile_bytes), 4 * LANES) as at:
+            target.at(at).store(source.at(at).load(F32V))
+
+    def _add(self, states: list[Value], row: Value, i: Value, n: int) -> None:
+        for factor, begin in (("key", 0), ("query", 4 * self.key_dim)):
+            number = row.at(i * 4 + (begin + 4 * n)).load(F32).splat()
+            for tile, state in enumerate(states):
+                total = self._sums[factor, tile, n % HALVES]
+                total.set(self.k.fma(number, state, total.get()))
+
+    def _clear(self) -> None:
+        for total in self._sums.values():
+            total.set(self.k.f32v(0))
+
+    def _offset(self, tile: int, feature: int) -> int:
+        return tile * self.tile_bytes + 4 * LANES * feature
+
+
+class _Head:
+    """A segment's tokens in one value head."""
+
+    def __init__(self, k: Kernel, shape: DeltaShape, number: Value, head: Value) -> None:
+        self.k, self.shape, self.head = k, shape, head
+        self.segment = segment = _Segment(k, shape, number)
+        self._key_head = head % shape.key_heads if shape.is_tiled else head / (shape.value_heads // shape.key_heads)
+        self.first, self.end = segment.first(head), segment.end
+        self._own_end = k.larger(segment.committed, self.first)  # tokens before it change the state in place
+        self._matrix_offset = head * (shape.matrix_bytes // shape.value_heads)
+
+    def walk(self, sweep: _Sweep, tile: Value) -> None:
+        """All tokens in the tiles of a sweep from this one on: o takes the place of their values."""
+        k, segment = self.k, self.segment
+        offset = self._matrix_offset + tile * sweep.tile_bytes
+        own = segment.matrices.at(offset)
+        source = k.variable(own)
+        sweep.read(own, segment.keys(self._key_head, self.first))
+        with k.range(self.first, self.end, rolled=True) as position:
+            after = position + 1
+            row = segment.keys(self._key_head, position)
+            decay, deltas = self._outputs(sweep, tile, position, row)
+            is_last = after.compare("eq", self.end)
+            is_own = after.compare("ule", self._own_end)
+            with k.when(is_own | (is_last ^ True)):
+                target = is_own.choose(own, sweep.private)
+                # Behind the last token its own key stands for the next one's, and nobody asks for the sums.
+                next_row = segment.keys(self._key_head, is_last.choose(position, after))
+                sweep.take_in(source.get(), target, row, decay, deltas, next_row)
+                source.set(target)
+                with segment.snapshots() as (wanted, part), k.when(wanted.compare("eq", after)):
+                    sweep.copy(target, part.at(offset))
+
+    def _outputs(self, sweep: _Sweep, tile: Value, position: Value, row: Value) -> tuple[Value, list[Value]]:
+        """Write o of one token over its value. Returns its decay and its deltas."""
+        k, shape = self.k, self.shape
+        product = row.at(8 * shape.key_dim).load(F32).splat()
+        values = self.segment.values(self.head, position)
+        gates = values.at(4 * shape.value_dim)
+        decay, beta = gates.load(F32).splat(), gates.at(4).load(F32).splat()
+        deltas = []
+        for n in range(sweep.tiles):
+            by_key, by_query = sweep.sums(n)
+            value = values.at(tile * (4 * LANES) + 4 * LANES * n)
+            deltas.append((value.load(F32V) - decay * by_key) * beta)
+            value.store(k.fma(product, deltas[-1], decay * by_query))
+        return decay, deltas
+
+    def finish(self) -> None:
+        """norm(o) * weight * silu(z), and the state's new position."""
+        k, shape, segment, a = self.k, self.shape, self.segment, self.k.arg
+        segment.positions.at(self.head * 8).store(self._own_end, 8)
+        eps = a.eps.convert("trunc", I32).convert("bitcast", F32)
+        z_offset = self.head * (4 * shape.value_dim) + 4 * shape.channels
+        with k.range(segment.past, self.end, rolled=True) as position:
+            o, row = segment.values(self.head, position), segment.batch_row(position)
+            mixed = a.mixed.at((row * shape.value_heads + self.head) * (4 * shape.value_dim))
+            z = a.wide.at(row * a.stride * 4 + z_offset)
+            squares = k.variable(k.f32v(0))
+            with k.range(k.i64(0), k.i64(4 * shape.value_dim), 4 * LANES) as i:
+                k.prefetch(z.at(a.stride * (4 * ROWS_AHEAD) + i))
+                value = o.at(i).load(F32V)
+                squares.set(k.fma(value, value, squares.get()))
+            mean = cpu_math.total(k, squares.get()) / float(shape.value_dim)
+            inverse = (k.constant(F32, 1.0) / k.unary("sqrt", mean + eps)).splat()
+            with k.range(k.i64(0), k.i64(4 * shape.value_dim), 4 * LANES) as i:
+                value = o.at(i).load(F32V) * inverse * a.norm.at(i).load(F32V)
+                mixed.at(i).store(value * cpu_math.silu(k, z.at(i).load(F32V)))
+
+
+@cache
+def prepare(isa: Isa, shape: DeltaShape) -> Native:
+    return compile_kernel(prepare_source(shape), isa)
+
+
+@cache
+def delta(isa: Isa, shape: DeltaShape) -> Native:
+    return compile_kernel(delta_source(isa, shape), isa)
+
+
+@dataclass(frozen=True)
+class DeltaSegment:
+    """Tokens of one sequence in a batch.
+
+    begin, end: its rows of the batch. past: the position of the first row's token. committed: tokens before this
+    position change the state in place. states: the address of the sequence's states on the host, layer l's
+    l * state_bytes further on. snapshots: positions, and addresses that layer l's part is l * snapshot_bytes behind.
+    """
+
+    begin: int
+    end: int
+    past: int
+    committed: int
+    states: int
+    snapshots: tuple[tuple[int, int], ...] = ()
+
+
+class DeltaRoom:
+    """The buffers of a batch for the layers of one shape, at fixed places that a tape can point at.
+
+    rows, segments, snapshots: of a batch, at most; snapshots: of all its segments together.
+    """
+
+    def __init__(self, shape: DeltaShape, rows: int, segments: int, snapshots: int = 64) -> None:
+        assert shape.fills_vectors and shape.conv_width - 1 <= STEP_ROWS
+        self.shape, self._rows = shape, rows
+        self._prepared_rows = rows + REPLAYED_ROWS * segments
+        self._keys = torch.zeros(shape.key_heads, self._prepared_rows, key_floats(shape))
+        self._values = torch.zeros(shape.value_heads, self._prepared_rows, value_floats(shape))
+        self._zeros = torch.zeros(shape.row_floats)
+        self._segments = torch.zeros(segments, len(DELTA_WORDS), dtype=torch.int64)
+        self._snapshots = torch.zeros(snapshots, 2, dtype=torch.int64)
+        self._shape = torch.zeros(1, dtype=torch.int64)
+
+    def holds(self, segments: Sequence[DeltaSegment]) -> bool:
+        """Return whether the segments, their rows and their snapshots fit."""
+        return (
+            len(segments) <= len(self._segments)
+            and max((segment.end for segment in segments), default=0) <= self._rows
+            and sum(len(segment.snapshots) for segment in segments) <= len(self._snapshots)
+        )
+
+    def place(self, segments: Sequence[DeltaSegment]) -> None:
+        """Fill the tables: what was recorded computes these from now on. Their sequences are different ones."""
+        words: list[tuple[int, ...]] = []
+        snapshots: list[tuple[int, int]] = []
+        row = 0
+        for one in segments:
+            row += REPLAYED_ROWS
+            at = self._snapshots.data_ptr() + 16 * len(snapshots)
+            words.append((one.begin, one.end, one.past, one.committed, one.states, row, at, len(one.snapshots)))
+            snapshots += one.snapshots
+            row += one.end - one.begin
+        for table, rows in ((self._segments, words), (self._snapshots, snapshots)):
+            table[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, table.shape[1])
+        self._shape[0] = len(words)
+
+    def steps(
+        self, isa: Isa, weights: DeltaWeights, layer: int, *, wide: Tensor, stride: int, gates: Tensor, mixed: Tensor
+    ) -> list[Step]:
+        """layer: its number among those whose parts a state holds. wide: fp32 rows of `stride` floats: queries, keys
+        and values before the convolution, then z. gates: fp32 [rows, 2 * value_heads], b and then a. mixed: fp32
+        [rows, value_features], written.
+        """
+        own = {"conv": weights.conv, "a_log": weights.a_log, "dt_bias": weights.dt_bias}
+        assert all(x.dtype is torch.float32 and x.is_contiguous() for x in (*own.values(), weights.norm, gates, mixed))
+        shared: dict[str, Tensor | int]
+        shared = {"keys": self._keys, "values": self._values, "segments": self._segments, "shape": self._shape}
+        shared |= {"wide": wide, "stride": stride, "rows": self._prepared_rows, "layer": layer}
+        beta_scale = float_bits(weights.beta_scale)
+        first = prepare(isa, self.shape).step(gates=gates, zeros=self._zeros, beta_scale=beta_scale, **own, **shared)
+        second = delta(isa, self.shape).step(mixed=mixed, norm=weights.norm, eps=float_bits(weights.eps), **shared)
+        return [first, second]

@@ -1,0 +1,262 @@
+"""The blocks of a decoder as steps of a tape, over a room in which a batch was placed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import cpu_embed, cpu_matmul, cpu_quantize, cpu_rope, cpu_router
+from localllm.kernels.cpu_expert_room import ExpertRoom
+from localllm.kernels.cpu_isa import Isa
+from localllm.kernels.cpu_linear import Step, float_bits
+from localllm.kernels.cpu_paged import AttentionPlace
+from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.tile16 import TILE
+from localllm.layers.attention import Attention
+from localllm.layers.delta_net import DeltaNet
+from localllm.layers.draft_inputs import DraftInputs
+from localllm.layers.linear import Linear
+from localllm.layers.mlp import MLP
+from localllm.layers.moe import MoE
+from localllm.layers.norm import RMSNorm, as_rms
+from localllm.models.cpu_buffers import Buffers
+from localllm.models.decoder import Block, Decoder
+from localllm.models.expert_records import PooledExperts
+from localllm.offload.streaming.lru_slots import Expert
+
+
+class Guesser(NamedTuple):
+    """Guesses the experts of a mixture by what goes into the block before it. top_k: how many."""
+
+    bank: PooledExperts
+    top_k: int
+    tape: Tape
+
+    @property
+    def is_of_use(self) -> bool:
+        return self.bank.pool.is_read_by_kernel(self.bank.block)
+
+    def guess(self, room: ExpertRoom) -> list[Expert]:
+        """Return them, the most likely one first. room: which the tape was recorded for."""
+        self.tape.run()
+        return [(self.bank.block, expert) for expert in room.guessed(self.top_k)]
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Writes blocks down as steps over a room as a batch was placed in it, for a number of rows a block."""
+
+    decoder: Decoder
+    isa: Isa
+    room: Buffers
+    block_rows: int
+    experts: ExpertRoom | None = None
+
+    def embed(self) -> Iterator[Step]:
+        """Yield the step that looks the embedding up; none where it is not in INT8 or on the disk: torch does it."""
+        embedding = self.decoder.embed
+        if isinstance(embedding, DraftInputs) or not isinstance(embedding.matrix, Linear):
+            return
+        packed = packed_matrix(embedding.matrix)
+        if packed is None or packed.weights.group is not None:
+            return
+        kernel = cpu_embed.embed(self.isa)
+        yield kernel.step(
+            qweight=packed.qweight,
+            scale=packed.scale,
+            token_ids=self.room.token_ids,
+            x=self.room.x,
+            shape=self.room.activations.shape,
+            vocab=embedding.matrix.out_features,
+            features=embedding.matrix.in_features,
+            factor=float_bits(float(torch.tensor(embedding.scale, dtype=embedding.dtype))),
+        )
+
+    def block(self, block: Block) -> Iterator[Step]:
+        """x += norm_out(body(norm_in(x)))."""
+        body = block.body
+        if isinstance(body, MoE):
+            yield from self._mixture(block, body)
+            return
+        first, last = body.linears
+        yield from self.wide(first, as_rms(block.norm_in))
+        if isinstance(body, Attention):
+            yield from self._attention(body)
+            yield self.quantize(last, self.room.mixed, None)
+        elif isinstance(body, DeltaNet):
+            yield from self._delta_net(body, as_rms(block.norm_in))
+            yield self.quantize(last, self.room.mixed, None)
+        else:
+            assert isinstance(body, MLP), "`supports` said so"
+            yield self._gate(body)
+        if (norm_out := as_rms(block.norm_out)) is None:
+            yield self.multiply(last, self.room.x, adds=True)
+        else:
+            yield self.multiply(last, self.room.y, adds=False)
+            hidden = last.out_features
+            yield self._norm(norm_out, self.room.y, self.room.x, hidden, hidden, adds=True)
+
+    def _gate(self, body: MLP) -> Step:
+        """Quantize the features between the matrices of an MLP."""
+        group, features = _required(body.down_proj).group, body.down_proj.in_features
+        kernel = cpu_quantize.quantize(self.isa, group, "gated", body.activation_name)
+        stride = body.gate_up_proj.out_features
+        return self.room.activations.quantize(kernel, self.room.wide, group, features, stride=stride)
+
+    def _mixture(self, block: Block, body: MoE) -> Iterator[Step]:
+        room, shared = self.room, body.shared
+        assert self.experts is not None
+        if shared is not None:
+            yield from self.wide(shared.gate_up_proj, as_rms(block.norm_in))
+            yield self._gate(shared)
+            yield self.multiply(shared.down_proj, room.y, adds=False)
+        rows = None if shared is None else room.y
+        yield from self.experts.steps(room.mixtures[block.name], room.x, room.x, adds=True, shared=rows)
+
+    def guessers(self) -> dict[int, Guesser]:
+        """Of each mixture but the last, what guesses the next one's experts of a token, if they come from the disk."""
+        found: dict[int, Guesser] = {}
+        if self.experts is None or self.experts.block_rows > 1:
+            return found
+        mixtures = [pair for pair in enumerate(self.decoder.blocks) if isinstance(pair[1].body, MoE)]
+        for (number, _), (_, block) in itertools.pairwise(mixtures):
+            body = block.body
+            if isinstance(body, MoE) and isinstance(body.experts, PooledExperts):
+                tape = Tape([*self.experts.guess_steps(self.room.mixtures[block.name], self.room.x)])
+                found[number] = Guesser(body.experts, body.config.router.top_k, tape)
+        return found
+
+    def head(self, logits: Tensor) -> Iterator[Step]:
+        """logits: rows of whole tiles."""
+        yield self.quantize(self.decoder.head, self.room.x, as_rms(self.decoder.final_norm))
+        head = _required(self.decoder.head)
+        kernel = cpu_matmul.matmul(self.isa, head.weights, self.block_rows)
+        yield self.room.activations.multiply(kernel, head, logits, head.tiles * TILE, None)
+
+    def wide(self, linear: Linear, norm: RMSNorm | None) -> Iterator[Step]:
+        """The rows of x into `wide`: by one matrix, or by those whose rows make it up."""
+        room, first = self.room, 0
+        group = 0
+        for part in packed_parts(linear):
+            if part.group != group:
+                group = part.group
+                yield self.quantize_for(part, room.x, norm)
+            rows = part.tiles * TILE
+            kernel = cpu_matmul.matmul(self.isa, part.weights, self.block_rows, has_bias=linear.bias is not None)
+            bias = None if linear.bias is None else linear.bias[first : first + rows].float()
+            yield room.activations.multiply(kernel, part, room.wide[first:], linear.out_features, bias)
+            first += rows
+
+    def quantize(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Step:
+        return self.quantize_for(_required(linear), x, norm)
+
+    def quantize_for(self, matrix: PackedMatrix, x: Tensor, norm: RMSNorm | None) -> Step:
+        kernel = cpu_quantize.quantize(self.isa, matrix.group, "plain" if norm is None else "norm")
+        rest: dict[str, Tensor | int] = {} if norm is None else {"weight": norm.weight, "eps": float_bits(norm.eps)}
+        return self.room.activations.quantize(kernel, x, matrix.group, matrix.in_features, **rest)
+
+    def multiply(self, linear: Linear, y: Tensor, *, adds: bool) -> Step:
+        packed, has_bias = _required(linear), linear.bias is not None
+        kernel = cpu_matmul.matmul(self.isa, packed.weights, self.block_rows, adds=adds, has_bias=has_bias)
+        bias = None if linear.bias is None else linear.bias.float()
+        return self.room.activations.multiply(kernel, packed, y, linear.out_features, bias)
+
+    def _attention(self, body: Attention) -> Iterator[Step]:
+        room, config = self.room, body.config
+        H, KH, D = config.num_heads, config.num_kv_heads, config.head_dim
+        stride, gates = config.qkv_features, config.gate_features
+        qkv = room.wide[gates:]
+        if body.q_norm is not None and body.k_norm is not None and config.qk_norm == "full":
+            keys = qkv[H * D :]
+            yield self._norm(body.q_norm, qkv, qkv, H * D, stride, adds=False)
+            yield self._norm(body.k_norm, keys, keys, KH * D, stride, adds=False)
+        norms = (body.q_norm, body.k_norm) if config.qk_norm == "head" else (None, None)
+        where: cpu_rope.Norms = "none" if norms[0] is None else "last" if config.rotates_first else "first"
+        assert room.layouts is not None
+        dense, coded = room.layouts
+        group, index = next(
+            (g, layers.index(body.layer)) for g, layers in enumerate(room.groups) if body.layer in layers
+        )
+        rope = cpu_rope.rope(self.isa, dense, coded, config.rotary_dim, where)
+        yield rope.step(
+            qkv=qkv,
+            cos=room.cos[body.rotation],
+            sin=room.sin[body.rotation],
+            q_norm=0 if norms[0] is None else norms[0].weight,
+            k_norm=0 if norms[1] is None else norms[1].weight,
+            tokens=room.tokens[group],
+            shape=room.activations.shape,
+            stride=stride,
+            heads=H,
+            kv_heads=KH,
+            layer=index,
+            scale=float_bits(config.scale),
+            eps=float_bits(self.decoder.config.norm_eps),
+        )
+        place = AttentionPlace(qkv, stride, room.mixed, room.tokens[group], index, H, config.window, config.softcap)
+        yield from room.attention.steps(self.isa, room.layouts, place, rows=room.attention_rows, is_split=room.is_split)
+        if gates:
+            yield cpu_quantize.sigmoid_gate(self.isa).step(
+                x=room.wide,
+                y=room.mixed,
+                shape=room.activations.shape,
+                features=gates,
+                x_stride=stride,
+                y_stride=gates,
+            )
+
+    def _delta_net(self, body: DeltaNet, norm: RMSNorm | None) -> Iterator[Step]:
+        room, gates = self.room, body.gates_proj
+        assert room.delta is not None, "the model has such layers"
+        yield cpu_router.logits(self.isa, has_norm=norm is not None).step(
+            x=room.x,
+            weight=0 if norm is None else norm.weight,
+            matrix=gates.tensors["weight"],
+            bias=0,
+            y=room.gates,
+            shape=room.activations.shape,
+            features=gates.in_features,
+            stride=gates.in_features,
+            outputs=gates.out_features,
+            eps=float_bits(0.0 if norm is None else norm.eps),
+        )
+        yield from room.delta.steps(
+            self.isa,
+            body.weights,
+            body.layer,
+            wide=room.wide,
+            stride=body.in_proj.out_features,
+            gates=room.gates,
+            mixed=room.mixed,
+        )
+
+    def _norm(self, norm: RMSNorm, x: Tensor, y: Tensor, features: int, stride: int, *, adds: bool) -> Step:
+        strides, shape = {"x_stride": stride, "y_stride": stride}, self.room.activations.shape
+        rest: dict[str, Tensor | int]
+        rest = {"weight": norm.weight, "features": features, "eps": float_bits(norm.eps)}
+        return cpu_quantize.norm(self.isa, adds=adds).step(x=x, y=y, shape=shape, **strides, **rest)
+
+
+def packed_parts(linear: Linear) -> list[PackedMatrix]:
+    """Return the matrices that make up a linear layer as the kernels take them; none where a format or its columns are
+    not theirs."""
+    parts = linear.packed_parts
+    return parts if all(part.in_features == linear.in_features for part in parts) else []
+
+
+def packed_matrix(linear: Linear) -> PackedMatrix | None:
+    """Return the matrix as the kernels take it; None where its format or its columns are not theirs."""
+    packed = linear.packed
+    return packed if packed is not None and packed.in_features == linear.in_features else None
+
+
+def _required(linear: Linear) -> PackedMatrix:
+    packed = packed_matrix(linear)
+    assert packed is not None, "CpuProgram.supports said so"
+    return packed

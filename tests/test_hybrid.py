@@ -1,0 +1,140 @@
+"""Hybrids: models of which most layers keep a state in place of keys and values, wherever their blocks rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from localllm import Engine, Request, SamplingParams
+from localllm.engine.events import FinishedEvent
+from localllm.kernels.kv_page import PAGE_TOKENS
+from localllm.models.layout import EMBED, HEAD
+from localllm.settings import EngineConfig
+from tests.checkpoints import write_checkpoint
+from tests.engine_support import Heard, answered, generated, steps
+
+FAMILIES = {"qwen3_5": "int4", "qwen3_next": "int8", "olmo_hybrid": "fp32"}
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 64, 130, 200)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder, weights = tmp_path_factory.mktemp("hybrid"), FAMILIES[request.param]
+    write_checkpoint(folder, request.param, max_position_embeddings=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        dtype = "fp32" if weights == "fp32" else "bf16"
+        engine = Engine.load(folder, EngineConfig(device="cpu", weights=weights, dtype=dtype, speculate="off"))
+        yield engine
+        engine.close()
+
+
+def wishes(max_tokens: int = 20) -> list[Request]:
+    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=max_tokens, ignore_eos=True)
+    return [Request(tuple(prompt), sampling) for prompt in PROMPTS]
+
+
+def said(engine: Engine, *requests: Request) -> list[list[int]]:
+    return [heard.token_ids for heard in answered(engine, *requests)]
+
+
+def test_a_batch_is_each_alone_and_a_long_answer_is_its_tokens_as_a_prompt(hybrid: Engine) -> None:
+    alone = [said(hybrid, wish)[0] for wish in wishes()]
+    assert said(hybrid, *wishes()) == alone
+    answer = generated(hybrid, PROMPTS[1], 256)  # over four borders of pages
+    follow = generated(hybrid, [*PROMPTS[1], *answer[:200]], 56)
+    assert follow == answer[200:]
+
+
+@pytest.mark.parametrize("placement", ["all from the disk", "states from the disk", "attention from the disk"])
+def test_no_placement_changes_a_token(hybrid: Engine, placement: str) -> None:
+    if hybrid.residency.placed is None:
+        pytest.skip("a model that is computed from its checkpoint stays where it is")
+    expected = said(hybrid, *wishes())
+    nets, layers = hybrid.config.delta_nets, enumerate(hybrid.config.layers)
+    states = {f"layers.{number}.attention" for number, layer in layers if layer.mixer in nets}
+    before = hybrid.residency.blocks
+
+    def is_streamed(name: str) -> bool:
+        if placement == "all from the disk":
+            return name not in (EMBED, HEAD)
+        return name.endswith("attention") and (name in states) == placement.startswith("states")
+
+    hybrid.residency.move([replace(block, tier="disk" if is_streamed(block.name) else "ram") for block in before])
+    assert said(hybrid, *wishes()) == expected
+    hybrid.residency.move(before)
+    assert said(hybrid, *wishes()) == expected
+
+
+def test_blocks_that_move_within_an_answer_change_no_token(hybrid: Engine) -> None:
+    if hybrid.residency.placed is None:
+        pytest.skip("a model that is computed from its checkpoint stays where it is")
+    (wish,) = wishes(max_tokens=40)[2:3]
+    (expected,), before = said(hybrid, wish), hybrid.residency.blocks
+    heard, number = Heard(), 0
+    hybrid.submit(wish)
+    while hybrid.has_work:
+        for event in hybrid.step():
+            heard.take(event)
+        number += 1
+        if number in (2, 9, 21):
+            is_streamed = number != 9
+            moved = [replace(b, tier="disk" if is_streamed and "1" in b.name else "ram") for b in before]
+            hybrid.residency.move(moved)
+    hybrid.residency.move(before)
+    assert heard.token_ids == expected
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_cancel_leaves_the_others_and_what_was_computed(hybrid: Engine, after: int) -> None:
+    first, second = wishes()[2:]
+    expected = said(hybrid, first)
+    cancelled, heard = hybrid.submit(second), Heard()
+    kept = hybrid.submit(first)
+    for number, event in enumerate(steps(hybrid)):
+        if number == after:
+            hybrid.abort(cancelled)
+        if event.request_id == kept:
+            heard.take(event)
+    assert [heard.token_ids] == expected
+    assert said(hybrid, second) == said(hybrid, second)
+
+
+def test_a_forward_that_fails_within_a_prompt_is_begun_anew(hybrid: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory ends once, when half of the layers have taken the prompt in."""
+    (wish,) = wishes()[3:]
+    unknown = replace(wish, prompt_ids=(9, *wish.prompt_ids[1:]))
+    (expected,) = said(hybrid, unknown)
+    assert hybrid.prefix is not None and hybrid.prefix.snapshots is not None
+    hybrid.prefix.snapshots.limit_ram(0)  # it is found no more
+    compute, calls = hybrid.runner._logits, itertools.count()
+
+    def failing(batches: Any, num_tokens: int, on_block: Any, *rest: Any, **named: Any) -> Any:
+        def seen(block: Any, x: Any) -> None:
+            if next(calls) == 4:
+                raise MemoryError
+            on_block(block, x)
+
+        return compute(batches, num_tokens, None if on_block is None else seen, *rest, **named)
+
+    monkeypatch.setattr(hybrid.runner, "_logits", failing)
+    monkeypatch.setattr(hybrid.kv_allocator, "gives_way", lambda *_: True)
+    assert said(hybrid, unknown) == [expected] and next(calls) > 5
+    hybrid.prefix.snapshots.limit_ram(1 << 28)
+
+
+def test_what_an_answer_ends_with_is_where_the_next_turn_begins(hybrid: Engine) -> None:
+    turn = [*range(5, 105), 257, *range(105, 155)]
+    (answer,) = answered(hybrid, Request(tuple(turn), SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)))
+    chat = (*turn, *answer.token_ids, 257, 5, 6, 7)
+    (event,) = ends_of(hybrid, Request(chat, SamplingParams(temperature=0, max_tokens=2)))
+    assert event.usage.cached_tokens == (len(turn) + 89) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def ends_of(engine: Engine, request: Request) -> list[FinishedEvent]:
+    engine.submit(request)
+    return [event for event in steps(engine) if isinstance(event, FinishedEvent)]
