@@ -100,7 +100,8 @@ class LlamaCpp:
             self._decode(context, 1)
         taken = time.perf_counter() - started
         assert llama_cpp.llama_memory_seq_pos_max(memory, 0) == depth + tokens - 1
-        assert llama_cpp.llama_memory_seq_rm(memory, 0, depth, -1)
+        if not llama_cpp.llama_memory_seq_rm(memory, 0, depth, -1):  # recurrent states: it is filled anew
+            llama_cpp.llama_memory_clear(memory, True)
         return taken
 
     def _context(self, flash: bool, depth: int, capacity: int) -> Any:

@@ -127,6 +127,41 @@ def test_a_forward_that_fails_within_a_prompt_is_begun_anew(hybrid: Engine, monk
     hybrid.prefix.snapshots.limit_ram(1 << 28)
 
 
+def test_kernels_that_fail_within_a_prompt_leave_it_to_the_operators_from_its_beginning(
+    hybrid: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the layers have taken the prompt in then."""
+    (wish,) = wishes()[3:]
+    unknown = replace(wish, prompt_ids=(8, *wish.prompt_ids[1:]))
+    assert hybrid.prefix is not None and hybrid.prefix.snapshots is not None
+    runner, snapshots, calls = hybrid.runner, hybrid.prefix.snapshots, itertools.count()
+    monkeypatch.setattr(runner, "cpu_program", None)
+    (expected,) = said(hybrid, unknown)
+    snapshots.limit_ram(0)  # it is found no more
+    noted: list[str] = []
+    monkeypatch.setattr(runner, "_note", noted.append)
+
+    monkeypatch.setattr("localllm.engine.runner.give_up", lambda *_: None)
+
+    class Failing:
+        is_whole = False
+
+        def computes_all(self, kvs: Any) -> bool:
+            return False
+
+        def logits(self, batches: Any, *_: Any, **__: Any) -> Any:
+            def seen(block: Any, x: Any) -> None:
+                if next(calls) == 4:
+                    raise RuntimeError("a launch failed")
+
+            return runner.model.forward(batches, seen)
+
+    monkeypatch.setattr(runner, "gpu_program", Failing())
+    assert said(hybrid, unknown) == [expected]
+    assert next(calls) == 5 and "a launch failed" in noted[0] and runner.gpu_program is None
+    snapshots.limit_ram(1 << 28)
+
+
 def test_what_an_answer_ends_with_is_where_the_next_turn_begins(hybrid: Engine) -> None:
     turn = [*range(5, 105), 257, *range(105, 155)]
     (answer,) = answered(hybrid, Request(tuple(turn), SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)))

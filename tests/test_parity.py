@@ -93,6 +93,18 @@ def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair):
     torch.testing.assert_close(torch.stack(ours), torch.stack(expected), rtol=0, atol=TOLERANCE)
 
 
+HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen3_next", "qwen3_5", "olmo_hybrid"))]
+
+
+@pytest.mark.parametrize("pair", HYBRIDS, indirect=True)
+def test_a_hybrid_decodes_256_tokens_to_the_logits_of_transformers(pair):
+    """transformers takes them in 64 at a time, and these begin between its borders."""
+    ids = prompt(50 + 256)
+    expected = peer_logits(pair.peer, ids)
+    ours = our_logits(pair.engine, ids, [50, *[1] * 256])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+
+
 # The others differ in what the logits of a prompt and of decoding show too.
 OFTEN = {"llama-dynamic-rope", "mistral-windowed", "phi3-longrope", "gemma2", "gemma3", "qwen3"}
 some_families = pytest.mark.parametrize("pair", thinned(FAMILIES, OFTEN.__contains__), indirect=True)

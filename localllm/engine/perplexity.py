@@ -12,7 +12,7 @@ import torch
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.events import ignore
 from localllm.engine.runner import ModelRunner
-from localllm.engine.step_types import Chunk
+from localllm.engine.step_types import Chunk, StepCancelledError
 from localllm.errors import UsageError
 from localllm.models.load import Progress
 
@@ -53,11 +53,16 @@ def perplexity(
         for begin in range(0, len(token_ids) - 1, ctx):
             window = list(token_ids[begin : begin + ctx])
             kv.trim(0)
+            of_window = 0.0
             while kv.length < len(window):
                 first = kv.length
                 chunk = Chunk(window, kv, min(CHUNK_TOKENS, len(window) - first), all_logits=True)
-                surprise += _surprise(runner, chunk, window[first + 1 : first + chunk.num_tokens + 1])
+                try:
+                    of_window += _surprise(runner, chunk, window[first + 1 : first + chunk.num_tokens + 1])
+                except StepCancelledError:  # kernels of a GPU failed within a hybrid: nothing of the window is left
+                    of_window = 0.0
                 progress(begin + kv.length, len(token_ids))
+            surprise += of_window
             predicted += len(window) - 1
     nll = surprise / predicted
     return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, predicted, ctx)

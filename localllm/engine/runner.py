@@ -259,6 +259,8 @@ class ModelRunner:
                 return gpu_program.logits(batches, on_block, sees_each=sees_each)
             except Exception as error:
                 self._give_up_kernels(error)
+                if any(segment.changes_state for batch in batches for segment in batch.segments):
+                    raise StepCancelledError from error  # some layers hold these tokens: the sequences begin anew
         if is_many:
             return self.prefill_model.forward(batches, on_block, on_states)
         forward = self.model.forward if self.cpu_program is None else self.cpu_program.logits

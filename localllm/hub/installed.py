@@ -98,7 +98,10 @@ class InstalledModel:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The answer of `localllm show`. Every number of the architecture is as config.json has it, or None."""
+    """The answer of `localllm show`. Every number of the architecture is as config.json has it, or None.
+
+    left_out: parts of the checkpoint that are not read, as only its text model runs: "vision".
+    """
 
     name: str
     files: ModelFiles | None  # None: not on this disk
@@ -116,6 +119,7 @@ class ModelDescription:
     context: int | None = None
     dtype: str | None = None
     packed: tuple[PackedWeights, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 _NUMBERS = {
@@ -335,7 +339,9 @@ def _with_numbers(model: ModelDescription) -> ModelDescription:
         dtype = gguf_types(model.files.directory)
     known: dict[str, Any] = {field: value for field, key in _NUMBERS.items() if type(value := numbers.get(key)) is int}
     model_type = type_of(model.files.directory) if model.files else None
-    return replace(model, model_type=model_type, dtype=dtype if isinstance(dtype, str) else None, **known)
+    left_out = ("vision",) if isinstance(config.get("vision_config"), dict) else ()
+    dtype = dtype if isinstance(dtype, str) else None
+    return replace(model, model_type=model_type, dtype=dtype, left_out=left_out, **known)
 
 
 def packed_of(name: str, registry: Registry, hub: HubSettings) -> tuple[PackedWeights, ...]:

@@ -91,3 +91,8 @@ class Segment:
     kv: KVStore
     past: int
     rope_length: int  # tokens by which length-dependent RoPE scalings choose their frequencies
+
+    @property
+    def changes_state(self) -> bool:
+        """Whether these tokens change recurrent states in place, so that they cannot be computed again."""
+        return self.kv.state is not None and self.kv.state.committed > self.past

@@ -154,6 +154,7 @@ def model_facts(model: ModelDescription) -> dict[str, Any]:
         "partial_bytes": model.partial_bytes,
         "packed": packed_fields(model.packed),
         "model_type": model.model_type,
+        "left_out": list(model.left_out),
         "dtype": model.dtype,
         "parameters": entry.parameters if entry else None,
         **{name: value for name, value in asdict(model).items() if name in _NUMBERS},

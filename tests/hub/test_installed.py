@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from localllm.errors import DownloadError, LocalLLMError, UsageError
 from localllm.hub import contents, describe, list_models, locate
 from localllm.hub.locks import exclusive
 from localllm.hub.repo_cache import RepoCache
+from localllm.runtime.model_catalog import fact_lines
 from tests.fake_hub import COMMIT, Fault
 from tests.hub.support import PIECE, REPO, REPOSITORY, assert_whole, make_folder, other_tools_snapshot, remove
 
@@ -42,6 +44,18 @@ def test_a_description_has_the_numbers_of_the_config(hub, fetch):
     described = describe(REPO)
     assert (described.model_type, described.layers, described.context) == ("llama", 2, 512)
     assert described.size_bytes > 3 * PIECE
+
+
+def test_a_description_says_that_vision_is_left_out(tmp_path):
+    text = {"model_type": "qwen3_5_text", "num_hidden_layers": 4}
+    sees = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 2}}
+    folders = [
+        make_folder(tmp_path / name, config__json=json.dumps(config), model__safetensors="")
+        for name, config in (("text", text), ("sees", sees))
+    ]
+    only_text, described = (describe(str(folder)) for folder in folders)
+    assert (only_text.left_out, described.left_out, described.layers) == ((), ("vision",), 4)
+    assert ("left out", "vision") in list(fact_lines(described))
 
 
 def test_a_model_that_is_not_here_is_described_by_its_entry(hub):
