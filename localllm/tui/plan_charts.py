@@ -48,6 +48,8 @@ _OWNERS: Mapping[str, str] = {
     "loading": "$error-darken-2",
     "draft": "$success-darken-2",
     "kept pages": "$accent-darken-2",
+    "states": "$accent-lighten-2",
+    "snapshots": "$accent-darken-3",
     "embedding": "$primary-darken-2",
     "experts": "$primary-lighten-2",
 }
@@ -91,7 +93,8 @@ def ledger(plan: Plan, columns: int) -> Content:
         shares = {owner: count / limit for owner, count in owners.items()}
         rows.append(_labelled(name, split_bar(shares, length, styles) + Content(amount)))
         rows += _indented(_flowing([_owner(owner, count) for owner, count in owners.items()], columns - _LABEL))
-    return Content("\n").join([*rows, *_disk(plan, columns)])
+    kept = words.hybrid(plan.shape)
+    return Content("\n").join([*rows, *_disk(plan, columns), *(_paragraph("", Content(kept), columns) if kept else ())])
 
 
 def _disk(plan: Plan, columns: int) -> Iterator[Content]:

@@ -21,7 +21,7 @@ from localllm.engine.model_plan import Considered, DraftGain, Planned, Predictio
 from localllm.errors import DoesNotFitError, LocalLLMError, UsageError
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ExpertShape, ModelShape
-from localllm.offload.planner.plan import GIB, JobShape, Plan
+from localllm.offload.planner.plan import GIB, JobShape, Plan, with_kept_pages
 from localllm.offload.planner.profile import FormatRates, Profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import Gain
@@ -73,6 +73,7 @@ class FakePlanner(PlanWorker):
 
     name: str = "the model"
     num_experts: int = 0
+    is_hybrid: bool = False
     vram_bytes: int | None = None
     reason: str = ""  # why a measurement has to wait
     measures: str = ""
@@ -107,12 +108,14 @@ class FakePlanner(PlanWorker):
 
     def _planned(self, wish: PlanWish) -> Planned:
         shape = model_shape(self.name, wish.changes.get("kv", "auto"), self.num_experts)
+        if self.is_hybrid:
+            shape = replace(shape, state_layers=9, recurrent_bytes=7 * _MIB, snapshot_bytes=6 * _MIB)
         ram_bytes = parse_bytes(wish.changes.get("ram")) or 2 * GIB
         memory = Memory(ram_bytes, 300 * _MIB, 2 * GIB, 3 * GIB)
         job = JobShape(4, 1024, 1024) if wish.goal == "throughput" else None
         search = Search(shape, Machine(memory, Rates(40.0, 1200.0, 1.5)), wish.changes.get("ctx"), job)
         try:
-            plan = search.best()
+            plan = with_kept_pages(search.best()) if self.is_hybrid else search.best()
         except DoesNotFitError as error:
             return Planned(shape, None, [], error)
         bands, notes = (_band(plan.decode_tok_s), _band(plan.ttft_s)), ["measured on a busy machine: disk"]
@@ -198,6 +201,13 @@ async def test_the_experts_of_a_mixture_are_counted_by_where_they_are_and_how_of
             "75% of the 1,200 that were wanted so far were there",
             "of experts are read for each token",
         )
+
+
+async def test_a_hybrid_tells_what_its_layers_keep() -> None:
+    async with planning(FakePlanner(is_hybrid=True), size=(128, 60)) as (app, pilot, screen):
+        plan = await settled(pilot, screen)
+        assert plan is not None and plan.ledger["ram"]["snapshots"] == 16 * 6 * _MIB
+        assert_shown(app, "states 7.0 MiB", "snapshots 96.0 MiB", "9 of 12 layers keep a state", "6.0 MiB in all")
 
 
 async def test_the_plan_is_there_before_its_advice() -> None:
